@@ -1,0 +1,154 @@
+"""Every error that Tokentape raises on purpose: one tree, the HTTP status on the class.
+
+    TokentapeError                  500
+      InvalidRequest                400  (ValueError)
+        UnsupportedParameter        400
+      NotFound                      404  (LookupError)
+      Conflict                      409
+      TooLarge                      413
+      TemplateRefused               422  (ValueError)
+      TokenizerUnusable             500  (ValueError)
+      InvariantViolation            500
+      EngineError                   502
+        EngineContractError         502
+        EngineUnavailable           503
+        EngineTimeout               504
+      StoreError                    503
+        StoreLocked                 503
+        StoreCorrupt                500
+        StoreFull                   507
+
+A message says what was found, what was expected and what to do. It never holds prompt text: messages reach
+logs and other people's clients.
+"""
+
+from __future__ import annotations
+
+
+class TokentapeError(Exception):
+    """Base of all errors raised here on purpose.
+
+    `status` is the HTTP status the gateway answers with, `code` the machine-readable name in the body, and
+    `retry` says whether sending the same request again can help (the gateway turns it into `x-should-retry`).
+    """
+
+    status = 500
+    code = "internal_error"
+    retry = False
+
+
+class InvalidRequest(TokentapeError, ValueError):
+    """The request can't be understood or asks for something impossible; `param` names the culprit."""
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.message = message
+        self.param = param
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class UnsupportedParameter(InvalidRequest):
+    """The parameter is known, but this gateway or its engine doesn't do it. Refused, never ignored."""
+
+    code = "unsupported_parameter"
+
+
+class NotFound(TokentapeError, LookupError):
+    """There is nothing at that address, or it belongs to somebody else: the two look the same."""
+
+    status = 404
+    code = "not_found"
+
+
+class Conflict(TokentapeError):
+    """Somebody else was first: this turn number is already recorded, or the session id is taken."""
+
+    status = 409
+    code = "conflict"
+
+
+class TooLarge(TokentapeError):
+    """The request is larger than this gateway takes."""
+
+    status = 413
+    code = "too_large"
+
+
+class TemplateRefused(TokentapeError, ValueError):
+    """The chat template does not take this conversation, or no bridge for it could be certified."""
+
+    status = 422
+    code = "template_refused"
+
+
+class TokenizerUnusable(TokentapeError, ValueError):
+    """The model folder has no tokenizer or chat template that can be loaded safely."""
+
+    code = "tokenizer_unusable"
+
+
+class InvariantViolation(TokentapeError):
+    """Exactness or append-only would have been broken. Nothing was committed; this is a bug to report."""
+
+    code = "invariant_violation"
+
+
+class EngineError(TokentapeError):
+    """The engine failed; nothing of this turn was committed."""
+
+    status = 502
+    code = "engine_error"
+    retry = True
+
+
+class EngineContractError(EngineError):
+    """The engine's reply can't be trusted: ids missing, counts that differ, an id outside the vocabulary."""
+
+    code = "engine_contract"
+    retry = False
+
+
+class EngineUnavailable(EngineError):
+    """The engine can't be reached or says that it takes no requests now."""
+
+    status = 503
+    code = "engine_unavailable"
+
+
+class EngineTimeout(EngineError):
+    """The engine did not answer, or stopped answering, in the time allowed."""
+
+    status = 504
+    code = "engine_timeout"
+
+
+class StoreError(TokentapeError):
+    """The record could not be written or read; the turn is not acknowledged."""
+
+    status = 503
+    code = "store_error"
+
+
+class StoreLocked(StoreError):
+    """Another process has this data directory open for writing."""
+
+    code = "store_locked"
+
+
+class StoreCorrupt(StoreError):
+    """What was read does not match its hash chain, or is not a record at all."""
+
+    status = 500
+    code = "store_corrupt"
+
+
+class StoreFull(StoreError):
+    """There is no room left to write to."""
+
+    status = 507
+    code = "store_full"

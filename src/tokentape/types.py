@@ -1,0 +1,152 @@
+"""The shapes that more than one room uses, each named once.
+
+A *turn* is one engine call, a *session* one agent's tree of turns, a
+*trajectory* one root-to-leaf path flattened to arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds: TypeAlias = npt.NDArray[np.int32]
+"""Token ids, shape [tokens]."""
+
+Logprobs: TypeAlias = npt.NDArray[np.float32]
+"""Natural-log probabilities, shape [tokens]."""
+
+Codes: TypeAlias = npt.NDArray[np.uint8]
+"""`Provenance` codes, shape [tokens]."""
+
+Message: TypeAlias = Mapping[str, Any]
+"""An OpenAI-style message: role, content, reasoning_content, tool_calls, tool_call_id, name."""
+
+Tool: TypeAlias = Mapping[str, Any]
+"""An OpenAI-style tool: {"type": "function", "function": {name, description, parameters}}."""
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+"""Why sampling ended: a stop id or stop string, the token budget, or somebody cancelled it."""
+
+
+class Provenance(IntEnum):
+    """Where a token of a trajectory came from. Stored as uint8; the numbers are part of the file format."""
+
+    SAMPLED = 1
+    """Returned by the engine. The only tokens that carry loss."""
+    TEMPLATE = 2
+    """Written by the chat template: headers, separators, tool schemas, the generation prompt."""
+    SYSTEM = 3
+    USER = 4
+    TOOL = 5
+    ASSISTANT = 6
+    """Assistant text that came from the caller and was not sampled in this session."""
+    CLOSE = 7
+    """Written by us to end a turn that the model did not end itself."""
+    MEDIA = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What rendering depends on besides the messages. Two turns with different setups share no context.
+
+    `fingerprint` names the tokenizer files, the template and the library versions; `date` is what
+    `strftime_now` shows the template, frozen for the session.
+    """
+
+    tools: tuple[Tool, ...]
+    template_kwargs: Mapping[str, Any]
+    date: str
+    fingerprint: str
+    digest: str
+    """Hex SHA-256 of the other fields: the key under which the store keeps a setup once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """One agent's session, without its turns."""
+
+    session_id: str
+    created_at: float
+    """Unix seconds."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One engine call as it is recorded. Its context is its parent's context + completion + `added_ids`."""
+
+    session_id: str
+    seq: int
+    """Position in the session's order of commits, from 0."""
+    parent: int | None
+    """`seq` of the parent turn; None for a turn that starts a branch from nothing."""
+    setup: str
+    """Digest of the `Setup` it was rendered under."""
+    messages: tuple[Message, ...]
+    """The request's messages that the parent did not have."""
+    reply: Message
+    """The assistant message parsed from the completion, as the client was told."""
+    added_ids: TokenIds
+    """Bridge, or first render for a root."""
+    added_provenance: Codes
+    completion_ids: TokenIds
+    """Exactly what the engine returned."""
+    logprobs: Logprobs
+    """One per completion id."""
+    finish_reason: FinishReason
+    stop: int | str | None
+    """The stop id or stop string that ended it; None when it was neither."""
+    fork: str | None
+    """Why this turn does not continue the session's newest branch; None when it does."""
+    sampling: Mapping[str, Any]
+    """Sampling parameters as sent to the engine."""
+    engine: str
+    """Engine name, version and logprobs mode, for example `transformers 5.23.0 raw_logprobs`."""
+    weight_version: str
+    created_at: float
+    """Unix seconds."""
+    digest: str
+    """Hex SHA-256 over this turn and its parent's digest: the hash chain of the branch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A number that somebody gave a session (`turn` None) or one of its turns. The last one counts."""
+
+    session_id: str
+    turn: int | None
+    value: float
+    created_at: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One root-to-leaf path as arrays. All per-token arrays have the length of `token_ids`."""
+
+    session_id: str
+    leaf: int
+    """`seq` of the last turn."""
+    token_ids: TokenIds
+    provenance: Codes
+    loss_mask: npt.NDArray[np.bool_]
+    """True where the token was sampled and no earlier trajectory of the session already trains it."""
+    logprobs: Logprobs
+    """The engine's logprob where sampled, 0.0 elsewhere."""
+    turns: tuple[int, ...]
+    """`seq` of each turn, root first."""
+    completion_starts: npt.NDArray[np.int32]
+    """Offset of each turn's first sampled token."""
+    completion_ends: npt.NDArray[np.int32]
+    """Offset behind each turn's last sampled token."""
+    weight_versions: tuple[str, ...]
+    """One per turn."""
+    reward: float | None
+    verdict: str
+    """`exact`; `forked: WHY`; `closed`: we ended a turn that the model had not. What a trainer gates on."""
+    metadata: Mapping[str, Any]
