@@ -1,1 +1,1 @@
-"""Room."""
+"""One model's messages <-> token ids: render, bridge, parse, all read off its own chat template."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,7 +84,7 @@ class Engine(Protocol):
 
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
-    ) -> AsyncIterator[SampleDelta]:
+    ) -> AsyncGenerator[SampleDelta, None]:
         """Sample a continuation of `prompt_ids`."""
         ...
 

@@ -1,0 +1,57 @@
+"""What to append after a sampled turn for new messages.
+
+It is what the template writes behind the turn, minus what the engine already sampled. The *tail* is the rendering
+behind a sentinel that stands for the last thing the assistant said. It begins with how the template ends the turn; a
+model that stopped by itself has sampled that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokentape.chat.call_syntax import common_prefix
+from tokentape.chat.tokenizer import MARK, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A tail cut where the turn ends."""
+
+    text: str
+    """Marked text from the control token on that ends the turn."""
+    ends_turn: bool
+    """Its first control token belongs to the assistant's turn; else it is the next message's header (GLM)."""
+    cut: int
+    """How many characters of the rendered tail came before `text`."""
+
+
+def cut_tail(tail: str, close: str, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> Tail:
+    """Cut a tail at the end of the assistant's turn.
+
+    `close` is what the template writes behind the same turn at the end of a conversation. What both share belongs to
+    the turn; the last control token there that can end sampling (an end-of-sequence id, else a special one) is where
+    the model stops. What comes before it, such as a call's closing bracket, is the model's to write.
+    """
+    shared = tail[: common_prefix(tail, close)]
+    marks = [(match.start(), tokenizer.control_of_mark(match[0])) for match in MARK.finditer(shared)]
+    ends = [at for at, control in marks if control.id in eos_ids] or [at for at, control in marks if control.special]
+    if ends:
+        return Tail(tail[ends[-1] :], ends_turn=True, cut=ends[-1])
+    header = MARK.search(tail, len(shared))
+    if header is None or tail[len(shared) : header.start()].strip():
+        # Neither the turn nor the next message is framed by control tokens: all of the tail is text.
+        return Tail(tail, ends_turn=False, cut=0)
+    return Tail(tail[header.start() :], ends_turn=False, cut=header.start())
+
+
+def overlap(completion_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
+    """Length of the longest suffix of the completion that is a prefix of the tail.
+
+    >>> overlap([5, 9, 2], [2, 7, 8]), overlap([5, 9, 2, 7], [2, 7, 8]), overlap([5, 9], [2, 7, 8])
+    (1, 2, 0)
+    """
+    for n in range(min(len(completion_ids), len(tail_ids)), 0, -1):
+        if list(completion_ids[-n:]) == list(tail_ids[:n]):
+            return n
+    return 0

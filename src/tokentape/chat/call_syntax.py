@@ -1,0 +1,248 @@
+"""How a template writes tool calls, found out by rendering calls made of sentinels.
+
+All texts are marked text (see `tokenizer`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os.path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tokentape.chat.caller_text import SENTINELS
+from tokentape.errors import TemplateRefused
+from tokentape.types import Message
+
+CONTENT, REASONING, NAME, KEY, VALUE, OTHER_NAME, OTHER_KEY, OTHER_VALUE = (s * 2 for s in SENTINELS[:8])
+QUESTION: Message = {"role": "user", "content": SENTINELS[8] * 2}
+
+Render = Callable[[Sequence[Message], bool], str]
+"""Messages and add_generation_prompt to marked text."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """How a tool-calling message has to be passed so that this template renders it."""
+
+    arguments: Literal["object", "text"]
+    content: Literal["text", "none", "missing"]
+
+    def message(self, content: str, calls: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
+        """An assistant message with (id, name, arguments) calls in this shape."""
+        message: dict[str, Any] = {"role": "assistant"}
+        if self.content == "text" or content:
+            message["content"] = content
+        elif self.content == "none":
+            message["content"] = None
+        message["tool_calls"] = [
+            {
+                "id": call_id,
+                "type": "function",
+                "function": {"name": name, "arguments": self.shape(arguments)},
+            }
+            for call_id, name, arguments in calls
+        ]
+        return message
+
+    def shape(self, arguments: Any) -> Any:
+        """Arguments as this template takes them."""
+        if self.arguments == "text" and not isinstance(arguments, str):
+            return json.dumps(arguments, ensure_ascii=False)
+        return arguments
+
+
+_SHAPES = (
+    CallShape("object", "text"),
+    CallShape("object", "none"),
+    CallShape("object", "missing"),
+    CallShape("text", "text"),
+    CallShape("text", "none"),
+    CallShape("text", "missing"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """How a template writes tool calls: `section_open (open CALL close) separator (open CALL close) section_close`.
+
+    `json`: CALL is one JSON object with the name under `name_key` and the arguments under `arguments_key`.
+    `named`: CALL is NAME `name_close` ARGUMENTS, the arguments a JSON object.
+    `tagged`: CALL is NAME `name_close` (`key_open` KEY `key_close` VALUE `value_close`)*.
+    """
+
+    style: Literal["json", "named", "tagged"]
+    open: str
+    close: str
+    section_open: str = ""
+    separator: str = ""
+    section_close: str = ""
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+    name_close: str = ""
+    key_open: str = ""
+    key_close: str = ""
+    value_close: str = ""
+    space_before: int = 0
+    """Characters of white space that the template puts between content and the first call."""
+
+
+def find_shape(render: Render) -> CallShape | None:
+    """The first shape in which name, key and value of a call all reach the rendered text."""
+    for shape in _SHAPES:
+        try:
+            text = render([QUESTION, shape.message("", [("call00000", NAME, {KEY: VALUE})])], False)
+        except TemplateRefused:
+            continue
+        if NAME in text and KEY in text and VALUE in text:
+            return shape
+    return None
+
+
+def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | None:
+    """Read the syntax off renderings with one call, with two arguments and with two calls.
+
+    `prompt` is the rendering up to the generation prompt. None if the syntax is of no known style.
+    """
+    first = ("call00000", NAME, {KEY: VALUE})
+    second = ("call00001", OTHER_NAME, {OTHER_KEY: OTHER_VALUE})
+
+    def region(*calls: tuple[str, str, Any]) -> str:
+        text = render([QUESTION, shape.message("", calls)], False)
+        return text[common_prefix(text, prompt) :]
+
+    syntax = _read_one_call(region(first))
+    if syntax is not None and syntax.style == "tagged":
+        syntax = _split_arguments(syntax, region(("call00000", NAME, {KEY: VALUE, OTHER_KEY: OTHER_VALUE})))
+    if syntax is None:
+        return None
+    with contextlib.suppress(TemplateRefused):
+        two = region(first, second)
+        if all(sentinel in two for sentinel in (NAME, VALUE, OTHER_NAME, OTHER_VALUE)):
+            syntax = _split_section(syntax, two)
+    with contextlib.suppress(TemplateRefused):
+        spoken = render([QUESTION, shape.message(CONTENT, [first])], False)
+        behind = spoken[spoken.rindex(CONTENT) + len(CONTENT) :] if CONTENT in spoken else ""
+        syntax = replace(syntax, space_before=len(behind) - len(behind.lstrip()))
+    return syntax
+
+
+def common_prefix(a: str, b: str) -> int:
+    """Length of the common prefix, never ending inside a mark."""
+    n = len(os.path.commonprefix([a, b]))
+    return n - 1 if n and "\ud800" <= a[n - 1] <= "\udb7f" else n
+
+
+def _common_suffix(a: str, b: str) -> int:
+    """Length of the common suffix, never beginning inside a mark."""
+    n = len(os.path.commonprefix([a[::-1], b[::-1]]))
+    return n - 1 if n and "\udc00" <= a[len(a) - n] <= "\udfff" else n
+
+
+def _read_one_call(region: str) -> CallSyntax | None:
+    """Syntax of the only call in `region`, with `open` and `close` reaching to the region's ends."""
+    name, key, value = region.index(NAME), region.index(KEY), region.index(VALUE)
+    arguments = _json_around(region, key, {KEY: VALUE})
+    if arguments is None:
+        if not name < key < value:
+            return None
+        return CallSyntax(
+            "tagged",
+            open=region[:name],
+            name_close=region[name + len(NAME) : key],
+            key_close=region[key + len(KEY) : value],
+            close=region[value + len(VALUE) :],
+        )
+    start, end = arguments
+    whole = _enclosing_object(region, start, end)
+    if whole is not None and whole[0] < name < whole[1]:
+        keys = {json.dumps(v): k for k, v in json.loads(region[whole[0] : whole[1]]).items()}
+        name_key, arguments_key = keys.get(json.dumps(NAME)), keys.get(json.dumps({KEY: VALUE}))
+        if name_key is None or arguments_key is None:
+            return None
+        return CallSyntax(
+            "json",
+            open=region[: whole[0]],
+            close=region[whole[1] :],
+            name_key=name_key,
+            arguments_key=arguments_key,
+        )
+    if name > start:
+        return None
+    return CallSyntax("named", open=region[:name], name_close=region[name + len(NAME) : start], close=region[end:])
+
+
+def _split_arguments(syntax: CallSyntax, region: str) -> CallSyntax | None:
+    """Tell what frames each argument from what frames all of them, by a rendering with two arguments."""
+    name, key, value = region.index(NAME), region.index(KEY), region.index(VALUE)
+    other_key, other_value = region.find(OTHER_KEY), region.find(OTHER_VALUE)
+    if not name < key < value < other_key < other_value:
+        return None
+    before, between = region[name + len(NAME) : key], region[value + len(VALUE) : other_key]
+    behind = region[other_value + len(OTHER_VALUE) :]
+    opening = _common_suffix(before, between)
+    closing = common_prefix(between[: len(between) - opening], behind)
+    return replace(
+        syntax,
+        name_close=before[: len(before) - opening],
+        key_open=between[len(between) - opening :],
+        value_close=between[:closing],
+        close=behind[closing:],
+    )
+
+
+def _split_section(syntax: CallSyntax, region: str) -> CallSyntax:
+    """Tell what frames each call from what frames all of them, by a rendering with two calls."""
+    first = _call_bounds(region, NAME, KEY, VALUE, syntax)
+    second = _call_bounds(region, OTHER_NAME, OTHER_KEY, OTHER_VALUE, syntax)
+    if first is None or second is None:
+        return syntax
+    before, between, behind = region[: first[0]], region[first[1] : second[0]], region[second[1] :]
+    opening = _common_suffix(before, between)
+    closing = common_prefix(between[: len(between) - opening], behind)
+    return replace(
+        syntax,
+        section_open=before[: len(before) - opening],
+        open=between[len(between) - opening :],
+        close=between[:closing],
+        separator=between[closing : len(between) - opening],
+        section_close=behind[closing:],
+    )
+
+
+def _call_bounds(region: str, name: str, key: str, value: str, syntax: CallSyntax) -> tuple[int, int] | None:
+    at = region.index(name)
+    if syntax.style == "tagged":
+        return at, region.index(value) + len(value) + len(syntax.value_close)
+    arguments = _json_around(region, region.index(key), {key: value})
+    if arguments is None:
+        return None
+    return (at, arguments[1]) if syntax.style == "named" else _enclosing_object(region, *arguments)
+
+
+def _json_around(region: str, inside: int, expected: Any) -> tuple[int, int] | None:
+    """Bounds of the JSON object equal to `expected` in which position `inside` lies."""
+    at = region.rfind("{", 0, inside)
+    if at < 0:
+        return None
+    try:
+        value, end = json.JSONDecoder().raw_decode(region, at)
+    except ValueError:
+        return None
+    return (at, end) if value == expected else None
+
+
+def _enclosing_object(region: str, start: int, end: int) -> tuple[int, int] | None:
+    """Bounds of the smallest JSON object that holds region[start:end] and more."""
+    at = region.rfind("{", 0, start)
+    while at >= 0:
+        try:
+            value, stop = json.JSONDecoder().raw_decode(region, at)
+        except ValueError:
+            stop, value = at, None
+        if isinstance(value, dict) and stop >= end:
+            return at, stop
+        at = region.rfind("{", 0, at)
+    return None

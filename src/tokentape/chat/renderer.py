@@ -1,0 +1,303 @@
+"""One model's renderer: render, bridge and parse, through its own template and tokenizer only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokentape.chat.assistant_format import AssistantFormat, read_format
+from tokentape.chat.bridge import cut_tail, overlap
+from tokentape.chat.call_syntax import CONTENT, KEY, NAME, QUESTION, VALUE, CallShape
+from tokentape.chat.caller_text import (
+    Disarmer,
+    edges_found,
+    provenance_of_characters,
+    provenance_of_tokens,
+    with_edges,
+)
+from tokentape.chat.parse import Parser
+from tokentape.chat.template import ChatTemplate, plain_message
+from tokentape.chat.tokenizer import MARK, Tokenizer
+from tokentape.errors import TemplateRefused
+from tokentape.types import Codes, Message, Provenance, Setup, TokenIds
+
+_KEPT_FORMATS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Ids to append to a context, with where each came from. Arrays of shape [tokens]."""
+
+    ids: TokenIds
+    provenance: Codes
+
+
+class Renderer:
+    """Messages to ids and back, for one tokenizer and one chat template.
+
+    >>> renderer = Renderer.load("path/to/model")              # doctest: +SKIP
+    >>> renderer.render([{"role": "user", "content": "hi"}], setup).ids     # doctest: +SKIP
+    array([...], dtype=int32)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.fingerprint = _fingerprint(tokenizer, template)
+        self._disarmer = Disarmer(tokenizer)
+        self._formats: dict[str, AssistantFormat] = {}
+
+    @classmethod
+    def load(cls, folder: str | Path, chat_template: str | Path | None = None) -> Renderer:
+        """Load from a model folder; `chat_template` names a file to use in place of the model's own template.
+
+        Raises `TokenizerUnusable` if tokenizer or template can't be loaded safely.
+        """
+        tokenizer = Tokenizer.load(folder)
+        if chat_template is not None:
+            template = ChatTemplate(Path(chat_template).read_text(encoding="utf-8"))
+        else:
+            template = ChatTemplate.load(folder, tokenizer.config)
+        return cls(tokenizer, template)
+
+    def render(self, messages: Sequence[Message], setup: Setup) -> Added:
+        """Ids of a conversation, ending with the generation prompt.
+
+        On conversations that spell no control token these are the ids of `transformers.apply_chat_template`. A control
+        token that a caller's text spells is encoded as text.
+
+        Raises `TemplateRefused` if the template refuses the conversation or does not know one of its roles.
+        """
+        plain = self._plain(messages, setup)
+        text = self._render(plain, setup, generate=True)
+        edged = self._render([with_edges(message) for message in plain], setup, generate=True)
+        self._refuse_unknown_roles(plain, edged, setup)
+        encoded = self.tokenizer.encode_marked(text)
+        codes = provenance_of_characters(edged, len(encoded.text))
+        return Added(self.tokenizer.array(encoded.ids), provenance_of_tokens(codes, encoded.spans))
+
+    def bridge(self, completion_ids: TokenIds, reply: Message, new_messages: Sequence[Message], setup: Setup) -> Added:
+        """Ids to append behind a sampled turn for `new_messages`, ending with the generation prompt.
+
+        `completion_ids` are the turn's sampled ids, none of which is ever repeated or replaced, and `reply` the message
+        that was parsed from them. A turn that the model did not end is closed as the template would, with provenance
+        CLOSE. Costs the same whatever the history.
+
+        Raises `TemplateRefused` if the template does not take these messages after such a turn.
+        """
+        form = self.format(setup)
+        tail, edged, close = self._tail(reply, new_messages, setup, form)
+        cut = cut_tail(tail, close, self.tokenizer, self.tokenizer.eos_ids)
+        encoded = self.tokenizer.encode_after_control(cut.text)
+        # What is cut off is the template's and has no edges, so it is as long in both renderings.
+        codes = provenance_of_characters(edged[cut.cut :], len(encoded.text))
+        ids = self.tokenizer.array(encoded.ids)
+        provenance = provenance_of_tokens(codes, encoded.spans)
+        sampled = overlap(completion_ids.tolist(), encoded.ids)
+        if sampled:
+            return Added(ids[sampled:], provenance[sampled:])
+        if len(completion_ids) and int(completion_ids[-1]) in self.stop_ids(setup):
+            # Another stop than the template writes here. It was sampled, so it stays; it stands for the turn's end,
+            # but not for the next message's header.
+            skip = 1 if cut.ends_turn else 0
+            return Added(ids[skip:], provenance[skip:])
+        closing = self._close_reasoning(completion_ids, setup, form)
+        if cut.ends_turn:
+            provenance[:1] = Provenance.CLOSE
+        return Added(
+            np.concatenate([closing, ids]),
+            np.concatenate([np.full(len(closing), Provenance.CLOSE, dtype=np.uint8), provenance]),
+        )
+
+    def parser(self, setup: Setup, stop_strings: Sequence[str] = ()) -> Parser:
+        """A parser for one completion sampled under `setup`."""
+        return Parser(
+            self.tokenizer,
+            self.format(setup),
+            stop_ids=self.stop_ids(setup),
+            stop_strings=stop_strings,
+            tools=setup.tools,
+        )
+
+    def stop_ids(self, setup: Setup) -> frozenset[int]:
+        """Ids that end a turn: the model's end-of-sequence ids and what its template ends assistant turns with."""
+        form = self.format(setup)
+        eos_ids = self.tokenizer.eos_ids
+        found = set(eos_ids)
+        for tail, close in ((form.content_tail, form.content_close), (form.calls_tail, form.calls_close)):
+            ids = [self._mark_id(mark) for mark in MARK.findall(close)]
+            if eos_ids.isdisjoint(ids):
+                mark = MARK.match(cut_tail(tail, close, self.tokenizer, eos_ids).text)
+                found.update([self._mark_id(mark[0])] if mark else [])
+        return frozenset(found)
+
+    def format(self, setup: Setup) -> AssistantFormat:
+        """What the template writes around assistant turns under `setup`."""
+        found = self._formats.get(setup.digest)
+        if found is None:
+            if len(self._formats) >= _KEPT_FORMATS:
+                self._formats.pop(next(iter(self._formats)))
+            found = read_format(lambda messages, generate: self._render(messages, setup, generate=generate))
+            self._formats[setup.digest] = found = self._without_stops(found)
+        return found
+
+    def _without_stops(self, form: AssistantFormat) -> AssistantFormat:
+        """The format with calls that close before the token that ends the turn."""
+        if form.calls is None:
+            return form
+
+        def cut(text: str) -> str:
+            ends = (m.start() for m in MARK.finditer(text) if self._mark_id(m[0]) in self.tokenizer.eos_ids)
+            return text[: next(ends, len(text))]
+
+        calls = replace(form.calls, close=cut(form.calls.close), section_close=cut(form.calls.section_close))
+        return replace(form, calls=calls)
+
+    def _mark_id(self, mark: str) -> int:
+        return self.tokenizer.control_of_mark(mark).id
+
+    def _plain(self, messages: Sequence[Message], setup: Setup) -> list[dict[str, Any]]:
+        """Messages as the template takes them, caller text disarmed."""
+        shape = self.format(setup).shape
+        plain = []
+        for message in messages:
+            one = plain_message(message)
+            if isinstance(one.get("tool_calls"), list) and shape is not None and shape.arguments == "text":
+                one["tool_calls"] = [
+                    {**call, "function": {**call["function"], "arguments": shape.shape(call["function"]["arguments"])}}
+                    for call in one["tool_calls"]
+                ]
+            plain.append(self._disarmer.mask_all(one))
+        return plain
+
+    def _render(self, plain: Sequence[Message], setup: Setup, *, generate: bool) -> str:
+        """Marked text of messages that are disarmed already."""
+        rendered = self.template.render(
+            plain,
+            tools=self._disarmer.mask_all(setup.tools),
+            add_generation_prompt=generate,
+            date=setup.date,
+            variables={**self.tokenizer.special_tokens, **setup.template_kwargs},
+        )
+        return self._disarmer.marked(rendered)
+
+    def _tail(
+        self, reply: Message, new_messages: Sequence[Message], setup: Setup, form: AssistantFormat
+    ) -> tuple[str, str, str]:
+        """The tail behind a turn like `reply`, the same with edges, and how such a turn ends a conversation.
+
+        The turn stands behind one made-up question instead of its real history: what follows a turn does not depend on
+        what came before it.
+        """
+        plain = self._plain(new_messages, setup)
+        edged = [with_edges(message) for message in plain]
+        refused = TemplateRefused("there is no new message to continue with")
+        for probe, sentinel, close in _probes(reply, new_messages, form):
+            try:
+                text = self._render([QUESTION, probe, *plain], setup, generate=True)
+                edges = self._render([QUESTION, probe, *edged], setup, generate=True)
+            except TemplateRefused as error:
+                refused = error
+                continue
+            if sentinel in text:
+                self._refuse_dropped(plain, [QUESTION, probe], edges, setup)
+                return _behind(text, sentinel), _behind(edges, sentinel), close
+        raise refused
+
+    def _refuse_unknown_roles(self, plain: Sequence[Message], edged: str, setup: Setup) -> None:
+        """Raise `TemplateRefused` for a message whose role this template never renders, such as `developer`.
+
+        What a template leaves out for another reason is left out here too: the ids are to be the template's.
+        """
+        spoken = [message for message in plain if _speaks(message)]
+        if edges_found(edged) >= len(spoken):
+            return
+        for role in dict.fromkeys(message["role"] for message in spoken if message["role"] != "tool"):
+            asked = {"role": role, "content": CONTENT}
+            tries = ([asked], [asked, QUESTION]) if role == "user" else ([asked, QUESTION], [QUESTION, asked])
+            if not any(CONTENT in self._render_or_nothing(messages, setup) for messages in tries):
+                raise TemplateRefused(
+                    f"the chat template never renders messages of role {role!r}: what they say would not reach the "
+                    "model. Send them under a role that it renders."
+                )
+
+    def _render_or_nothing(self, messages: Sequence[Message], setup: Setup) -> str:
+        try:
+            return self._render(messages, setup, generate=True)
+        except TemplateRefused:
+            return ""
+
+    def _refuse_dropped(self, new: Sequence[Message], before: Sequence[Message], edged: str, setup: Setup) -> None:
+        """Raise `TemplateRefused` if the content of a new message does not reach the bridge."""
+        spoken = [n for n, message in enumerate(new) if _speaks(message)]
+        if edges_found(edged) >= len(spoken):
+            return
+        text = self._render([*before, *new], setup, generate=True)
+        for n in spoken:
+            changed = [*new[:n], {**new[n], "content": VALUE + new[n]["content"]}, *new[n + 1 :]]
+            if self._render([*before, *changed], setup, generate=True) == text:
+                raise TemplateRefused(
+                    f"the chat template drops new message {n} (role {new[n]['role']!r}) after such a turn: what it "
+                    "says would not reach the model"
+                )
+
+    def _close_reasoning(self, completion_ids: TokenIds, setup: Setup, form: AssistantFormat) -> TokenIds:
+        """Ids that close reasoning which a truncated completion left open."""
+        parser = self.parser(setup)
+        parser.feed(completion_ids.tolist())
+        _, reply = parser.finish()
+        if form.reasoning is None or not reply.reasoning_open:
+            return self.tokenizer.array([])
+        return self.tokenizer.array(self.tokenizer.encode_after_control(form.reasoning.close).ids)
+
+
+def _probes(
+    reply: Message, new_messages: Sequence[Message], form: AssistantFormat
+) -> Iterator[tuple[Message, str, str]]:
+    """Assistant messages to try as stand-ins for `reply`: message, sentinel in it, what ends it."""
+    calls = [(call["id"], call["function"]["name"]) for call in reply.get("tool_calls") or ()]
+    answered = [
+        (message.get("tool_call_id") or "call00000", message.get("name") or NAME)
+        for message in new_messages
+        if message["role"] == "tool"
+    ]
+    plain: tuple[Message, str, str] = ({"role": "assistant", "content": CONTENT}, CONTENT, form.content_close)
+    if form.shape is not None and calls:
+        yield _calling(form.shape, calls), VALUE, form.calls_close
+    yield plain
+    if form.shape is not None and answered and not calls:
+        yield _calling(form.shape, answered), VALUE, form.calls_close
+
+
+def _calling(shape: CallShape, calls: Sequence[tuple[str, str]]) -> Message:
+    *before, (last_id, last_name) = calls
+    return shape.message("", [*((i, name, {KEY: KEY}) for i, name in before), (last_id, last_name, {KEY: VALUE})])
+
+
+def _behind(text: str, sentinel: str) -> str:
+    return text[text.rindex(sentinel) + len(sentinel) :]
+
+
+def _speaks(message: Message) -> bool:
+    """Whether the message holds text of somebody other than the assistant."""
+    content = message.get("content")
+    return message["role"] != "assistant" and isinstance(content, str) and bool(content.strip())
+
+
+def _fingerprint(tokenizer: Tokenizer, template: ChatTemplate) -> str:
+    """Hex SHA-256 of everything that maps messages to ids, library versions included."""
+    parts = {
+        "tokenizer": tokenizer.sha256,
+        "special_tokens": tokenizer.special_tokens,
+        "template": template.sha256,
+        "tokenizers": version("tokenizers"),
+        "jinja2": version("jinja2"),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

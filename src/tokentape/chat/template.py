@@ -1,0 +1,175 @@
+"""A model's chat template, rendered in a sandbox the way `transformers.apply_chat_template` renders it.
+
+The behaviour followed is that of transformers 5.23: message keys whose value is None are dropped, reasoning is offered
+under each name that templates read, `tojson` keeps unicode and key order. Unlike there, the clock is an argument.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
+from tokentape.types import Message, Tool
+
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """A compiled template, with its `tool_use` variant if the model ships one. Use `ChatTemplate.load`."""
+
+    def __init__(self, source: str, tool_use_source: str | None = None) -> None:
+        self.source = source
+        self.sha256 = hashlib.sha256(f"{source}\0{tool_use_source or ''}".encode()).hexdigest()
+        self._default = _compile(source)
+        self._tool_use = _compile(tool_use_source) if tool_use_source is not None else self._default
+
+    @classmethod
+    def load(cls, folder: str | Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
+        """Find the template as transformers does: `chat_template.jinja`, else the tokenizer's configuration.
+
+        Raises `TokenizerUnusable` if there is none or it is not valid Jinja.
+        """
+        folder = Path(folder)
+        path = folder / "chat_template.jinja"
+        if path.is_file():
+            tool_use = folder / "additional_chat_templates" / "tool_use.jinja"
+            return cls(
+                path.read_text(encoding="utf-8"),
+                tool_use.read_text(encoding="utf-8") if tool_use.is_file() else None,
+            )
+        found = tokenizer_config.get("chat_template")
+        if isinstance(found, str):
+            return cls(found)
+        if isinstance(found, list):
+            named = {entry["name"]: entry["template"] for entry in found}
+            if "default" in named:
+                return cls(named["default"], named.get("tool_use"))
+        raise TokenizerUnusable(
+            f"no chat template in {folder}: neither chat_template.jinja nor `chat_template` in tokenizer_config.json. "
+            "A base model has none; give one with `--chat-template FILE`."
+        )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool],
+        add_generation_prompt: bool,
+        date: str,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Render to text. `variables` are special tokens and template kwargs; `date` is ISO 8601.
+
+        Raises `TemplateRefused` with the template's own reason.
+        """
+        template = self._tool_use if tools else self._default
+        clock = datetime.fromisoformat(date)
+        try:
+            return template.render(
+                {
+                    "documents": None,
+                    **variables,
+                    "messages": messages,
+                    "tools": list(tools) or None,
+                    "add_generation_prompt": add_generation_prompt,
+                    "strftime_now": clock.strftime,
+                }
+            )
+        except jinja2.TemplateError as error:
+            raise TemplateRefused(f"the chat template refused this conversation: {error.message}") from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            kind = type(error).__name__
+            raise TemplateRefused(f"the chat template failed on this conversation: {kind}: {error}") from error
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """The message as templates expect it: no None values, text parts joined, reasoning under each of its names.
+
+    Raises `InvalidRequest` for content that is neither text nor text parts.
+    """
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.get("content")
+    if content is not None and not isinstance(content, str):
+        plain["content"] = join_parts(content)
+    reasoning = next((plain[key] for key in _REASONING_FIELDS if key in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def join_parts(content: Any) -> str:
+    """The text of a list of content parts. Raises `InvalidRequest` for any part that is not text."""
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InvalidRequest(f"content is a {type(content).__name__}, expected text or a list of parts", "messages")
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise InvalidRequest(
+                f"content part of type {kind!r} is not supported: this engine takes text only", "messages"
+            )
+    return "".join(texts)
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """Accepts `{% generation %}` blocks, which mark assistant text for masks; masks here come from provenance."""
+
+    tags = {"generation"}  # noqa: RUF012 - the attribute is jinja2's
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Dict:
+    """`dict` as templates may use it: to build one, not to reach its class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["dict"] = _Dict()
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise TokenizerUnusable(
+            f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
+        ) from error

@@ -1,0 +1,337 @@
+"""A model's tokenizer, loaded once, with control tokens kept apart from text.
+
+Inside `chat`, text that may hold control tokens is *marked text*: a `str` in which every control token stands as a
+mark, a pair of lone surrogates that no valid text contains. The eleven letters of `<|im_end|>` typed by a user stay
+letters; the token itself is a mark. Marked text is what templates are rendered to, what is encoded, and what sampled
+ids are turned into before they are parsed, so that text can never pass for control.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from tokentape.errors import InvalidRequest, TokenizerUnusable
+from tokentape.types import TokenIds
+
+_HIGH, _LOW = 0xD800, 0xDC00
+MARK = re.compile("[\ud800-\udb7f][\udc00-\udfff]")
+"""Matches the mark of any control token."""
+
+_BLOCKS = (0x100000, 0xF0000, 0x108000, 0xF8000)
+"""Where the twin's one-character names may start: private-use planes, so that some block is free of any text."""
+
+_SPECIAL_TOKEN_KEYS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+    "image_token",
+    "audio_token",
+    "video_token",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """An added token: one id that ordinary text must never produce."""
+
+    id: int
+    content: str
+    special: bool
+    mark: str
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Ids of a marked text, with the characters of it that each id covers."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+    """Per id the half-open range of characters in `text`."""
+    text: str
+    """What `spans` count in: the marked text with every mark as one character."""
+
+
+class Tokenizer:
+    """A `tokenizer.json` and its configuration. Use `Tokenizer.load`.
+
+    Encoding runs on a twin of the tokenizer in which every control token has a private one-character name. So text
+    never yields a control id, whatever it spells and whatever the token's flags, while merges, normalisation and
+    white-space rules around control tokens stay those of the real tokenizer.
+    """
+
+    def __init__(
+        self, source: bytes, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+    ) -> None:
+        self._spec = json.loads(source)
+        self.config = config
+        self.sha256 = hashlib.sha256(source).hexdigest()
+        added = self._spec.get("added_tokens", [])
+        # Runs of white space are added tokens in some vocabularies (Gemma). They forge nothing, and plain text must
+        # go on yielding them.
+        self.controls = tuple(
+            Control(token["id"], token["content"], token["special"], _mark(index))
+            for index, token in enumerate(t for t in added if t["content"].strip())
+        )
+        self._by_content = {control.content: control for control in self.controls}
+        self._by_id = {control.id: control for control in self.controls}
+        self._by_mark = {control.mark: control for control in self.controls}
+        self.control_pattern = _any_of(self._by_content)
+        self.vocab_size = 1 + max(
+            max((token["id"] for token in added), default=-1),
+            _highest_id(self._spec["model"]["vocab"]),
+        )
+        self._twins: dict[int, tokenizers.Tokenizer] = {}
+        self._bytes: dict[int, bytes] = {}
+        self.special_tokens = {
+            key: text for key in _SPECIAL_TOKEN_KEYS if (text := _token_text(config.get(key))) is not None
+        }
+        self.eos_ids = self._eos_ids(generation_config or {})
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Load from a model folder: `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`.
+
+        Raises `TokenizerUnusable` if there is no `tokenizer.json`, or if the folder wants code of its own to run.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            found = ", ".join(sorted(p.name for p in folder.glob("*"))[:12]) if folder.is_dir() else "no such folder"
+            raise TokenizerUnusable(
+                f"no tokenizer.json in {folder} (found: {found}). Convert the tokenizer once with "
+                "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` and check it with `tokentape audit`."
+            )
+        config = _read_json(folder / "tokenizer_config.json")
+        if "auto_map" in config:
+            raise TokenizerUnusable(
+                f"{folder / 'tokenizer_config.json'} has `auto_map`: it asks to run code from the model folder. "
+                "Remove that entry if tokenizer.json alone is the tokenizer."
+            )
+        return cls(path.read_bytes(), config, _read_json(folder / "generation_config.json"))
+
+    def control(self, content: str) -> Control | None:
+        """The control token spelled `content`, if there is one."""
+        return self._by_content.get(content)
+
+    def control_by_id(self, token_id: int) -> Control | None:
+        """The control token with this id, if it is one."""
+        return self._by_id.get(token_id)
+
+    def mark_controls(self, text: str) -> str:
+        """Replace every spelled control token in `text` by its mark. For text that a template wrote itself."""
+        return self.control_pattern.sub(lambda match: self._by_content[match[0]].mark, text)
+
+    def spell_marks(self, marked: str) -> str:
+        """Write marks out as the control tokens spell: for people to read, never to encode."""
+        return MARK.sub(lambda match: self._by_mark[match[0]].content, marked)
+
+    def control_of_mark(self, mark: str) -> Control:
+        """The control token that a mark stands for."""
+        return self._by_mark[mark]
+
+    def encode_marked(self, marked: str) -> Encoded:
+        """Encode marked text: marks become their control ids, everything else becomes ordinary ids.
+
+        Raises `InvalidRequest` for text that is not valid Unicode (a lone surrogate).
+        """
+        start = self._free_block(marked)
+        text = MARK.sub(lambda match: chr(start + _mark_index(match[0])), marked)
+        try:
+            encoding = self._twin(start).encode(text, add_special_tokens=False)
+        except TypeError as error:  # what `tokenizers` raises for text that is not valid Unicode
+            raise InvalidRequest("the text holds a lone surrogate, which is not valid Unicode") from error
+        return Encoded(encoding.ids, encoding.offsets, text)
+
+    def encode_after_control(self, marked: str) -> Encoded:
+        """Encode marked text as it is encoded behind a control token, not at the start of a text.
+
+        SentencePiece-style tokenizers put a space in front of a text's first word only.
+        """
+        anchor = self.controls[0].mark if self.controls else ""
+        encoded = self.encode_marked(anchor + marked)
+        if not anchor:
+            return encoded
+        return Encoded(encoded.ids[1:], [(a - 1, b - 1) for a, b in encoded.spans[1:]], encoded.text[1:])
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Encode as `tokenizers` and `transformers` do, control tokens spelled in `text` included.
+
+        For comparison only: this is the path that lets text become control.
+        """
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one id stands for; a control token's are its spelling."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            control = self._by_id.get(token_id)
+            if control is not None:
+                found = control.content.encode()
+            else:
+                piece = self._twin(_BLOCKS[0]).id_to_token(token_id)
+                if piece is None:
+                    raise InvalidRequest(f"token id {token_id} is not in the vocabulary of {self.vocab_size} ids")
+                found = self._piece_bytes(piece)
+            self._bytes[token_id] = found
+        return found
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids with control tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+    def array(self, ids: Sequence[int]) -> TokenIds:
+        """Ids as the int32 array that records hold."""
+        return np.asarray(ids, dtype=np.int32)
+
+    def _free_block(self, marked: str) -> int:
+        for start in _BLOCKS:
+            end = start + len(self.controls)
+            if not re.search(f"[{chr(start)}-{chr(end)}]", marked):
+                return start
+        raise InvalidRequest(
+            "the text uses private-use characters from all four blocks that control tokens could be named with; "
+            "remove those above U+F0000"
+        )
+
+    def _twin(self, start: int) -> tokenizers.Tokenizer:
+        twin = self._twins.get(start)
+        if twin is None:
+            name = {c.content: chr(start + index) for index, c in enumerate(self.controls)}
+            twin = tokenizers.Tokenizer.from_str(json.dumps(_rename_controls(self._spec, name), ensure_ascii=False))
+            for control in self.controls:
+                if twin.token_to_id(name[control.content]) != control.id:
+                    raise TokenizerUnusable(f"control token {control.content!r} could not be kept apart from text")
+            self._twins[start] = twin
+        return twin
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(json.dumps(self._spec, ensure_ascii=False))
+
+    @cached_property
+    def _decoders(self) -> list[Mapping[str, Any]]:
+        decoder = self._spec.get("decoder") or {"type": "Fuse"}
+        steps: list[Mapping[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        known = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
+        unknown = [step["type"] for step in steps if step["type"] not in known]
+        if unknown:
+            raise TokenizerUnusable(f"tokenizer decoder {unknown[0]} is not one of {', '.join(sorted(known))}")
+        return steps
+
+    def _piece_bytes(self, piece: str) -> bytes:
+        for step in self._decoders:
+            match step["type"]:
+                case "ByteLevel":
+                    if all(char in _BYTE_OF for char in piece):
+                        return bytes(_BYTE_OF[char] for char in piece)
+                    return piece.encode()
+                case "ByteFallback" if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+                    return bytes([int(piece[3:5], 16)])
+                case "Metaspace":
+                    piece = piece.replace(step["replacement"], " ")
+                case "Replace" if "String" in step["pattern"]:
+                    piece = piece.replace(step["pattern"]["String"], step["content"])
+        return piece.encode()
+
+    def _eos_ids(self, generation_config: Mapping[str, Any]) -> frozenset[int]:
+        ids = generation_config.get("eos_token_id", [])
+        found = {ids} if isinstance(ids, int) else set(ids)
+        control = self._by_content.get(self.special_tokens.get("eos_token", ""))
+        if control is not None:
+            found.add(control.id)
+        return frozenset(found)
+
+
+def _mark(index: int) -> str:
+    return chr(_HIGH + index // 1024) + chr(_LOW + index % 1024)
+
+
+def _mark_index(mark: str) -> int:
+    return (ord(mark[0]) - _HIGH) * 1024 + ord(mark[1]) - _LOW
+
+
+def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(strings, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _token_text(value: Any) -> str | None:
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise TokenizerUnusable(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerUnusable(f"{path} holds a {type(content).__name__}, expected an object")
+    return content
+
+
+def _highest_id(vocab: Mapping[str, int] | Sequence[Any]) -> int:
+    return max(vocab.values(), default=-1) if isinstance(vocab, Mapping) else len(vocab) - 1
+
+
+def _rename_controls(spec: Mapping[str, Any], name: Mapping[str, str]) -> dict[str, Any]:
+    """A copy of a tokenizer.json in which control tokens have other names and the same ids."""
+    model = dict(spec["model"])
+    ids = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    if isinstance(model["vocab"], Mapping):
+        kept = {piece: i for piece, i in model["vocab"].items() if piece not in name}
+        model["vocab"] = kept | {new: ids[old] for old, new in name.items()}
+        if "merges" in model:
+            model["merges"] = [merge for merge in model["merges"] if "".join(_pair(merge)) not in name]
+    else:
+        vocab = [list(entry) for entry in model["vocab"]]
+        for old, new in name.items():
+            if ids[old] < len(vocab):
+                vocab[ids[old]][0] = new
+        model["vocab"] = vocab
+    if model.get("unk_token") in name:
+        model["unk_token"] = name[model["unk_token"]]
+    added = [
+        {**token, "content": name.get(token["content"], token["content"]), "normalized": False}
+        if token["content"] in name
+        else token
+        for token in spec["added_tokens"]
+    ]
+    return {
+        **spec,
+        "model": model,
+        "added_tokens": added,
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
+
+
+def _pair(merge: str | Sequence[str]) -> Sequence[str]:
+    return merge.split(" ") if isinstance(merge, str) else merge
+
+
+def _byte_of() -> dict[str, int]:
+    """The printable characters that byte-level vocabularies write bytes with (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(rest)}
+
+
+_BYTE_OF = _byte_of()

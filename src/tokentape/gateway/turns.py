@@ -1,0 +1,384 @@
+"""One turn, from messages to a committed record.
+
+The way of a request: the session finds the deepest turn that the messages continue, the renderer bridges (or renders),
+the engine samples, the parser reads the reply, the invariants are checked, the store commits, and only then is the
+client told that the turn is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import numpy as np
+
+from tokentape.chat.parse import Reply, ReplyDelta, ToolCall
+from tokentape.chat.renderer import Added, Renderer
+from tokentape.engines.base import Engine, SampleDelta, SamplingParams
+from tokentape.errors import (
+    Conflict,
+    EngineContractError,
+    EngineUnavailable,
+    InvalidRequest,
+    NotFound,
+    TokentapeError,
+)
+from tokentape.session.chain import seal, setup_digest
+from tokentape.session.invariants import check_completion, check_ids, check_turn
+from tokentape.session.tree import Continuation, Session
+from tokentape.store import Record, SqliteStore
+from tokentape.types import FinishReason, Message, Reward, SessionInfo, Setup, TokenIds, Tool, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """What a wire API asks for, whatever its dialect."""
+
+    session_id: str
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    template_kwargs: Mapping[str, Any]
+    sampling: SamplingParams
+    """`max_tokens` 0 stands for as many as fit; `stop_token_ids` are added to those of the model."""
+    n: int = 1
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDelta:
+    """Newly sampled tokens of one choice, with what they added to the reply."""
+
+    choice: int
+    prompt_ids: TokenIds
+    sampled: SampleDelta
+    reply: ReplyDelta
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDone:
+    """A committed turn. `rest` is what was held back of the reply until sampling had ended."""
+
+    choice: int
+    prompt_ids: TokenIds
+    """The whole context that was sent, int32 [tokens]."""
+    turn: Turn
+    reply: Reply
+    rest: ReplyDelta
+    finish: Literal["stop", "length", "tool_calls"]
+
+
+class Turns:
+    """Takes turns in sessions: the only writer of records. All methods belong to one event loop."""
+
+    def __init__(self, engine: Engine, renderer: Renderer, store: SqliteStore) -> None:
+        self.engine = engine
+        self.renderer = renderer
+        self._store = store
+        self._sessions: dict[str, Session] = {}
+        self._unstored: set[str] = set()
+        """Sessions that begin with their first turn: stored together with it."""
+        self._setups: dict[str, set[str]] = {}
+        """Per session the digests of setups that the store has."""
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids at or above this are neither sent nor accepted."""
+        return min(self.engine.info.vocab_size, self.renderer.tokenizer.vocab_size)
+
+    async def create_session(self, session_id: str, metadata: Mapping[str, Any]) -> SessionInfo:
+        """Create a session. Raises `Conflict` if there is one with this id."""
+        if await self._find(session_id) is not None:
+            raise Conflict(f"session {session_id!r} exists already; use another id or none")
+        info = SessionInfo(session_id, time.time(), metadata)
+        await self._store.write(info)
+        self._sessions[session_id] = Session(info)
+        return info
+
+    async def session(self, session_id: str) -> Session:
+        """The session with this id. Raises `NotFound`."""
+        found = await self._find(session_id)
+        if found is None:
+            raise NotFound(f"there is no session {session_id!r}")
+        return found
+
+    async def delete_session(self, session_id: str) -> None:
+        """Delete a session and its record. Raises `NotFound`."""
+        async with self._lock(session_id):
+            await self._store.delete_session(session_id)
+            self._sessions.pop(session_id, None)
+            self._setups.pop(session_id, None)
+        self._locks.pop(session_id, None)
+
+    async def reward(self, session_id: str, turn: int | None, value: float) -> Reward:
+        """Give a session, or one of its turns, a reward. Raises `NotFound`."""
+        session = await self.session(session_id)
+        if turn is not None and not 0 <= turn < len(session.turns):
+            raise NotFound(f"session {session_id!r} has no turn {turn}; it has {len(session.turns)} turns")
+        given = Reward(session_id, turn, value, time.time())
+        await self._store.write(given)
+        return given
+
+    async def take(self, request: TurnRequest) -> AsyncGenerator[TurnDelta | TurnDone, None]:
+        """Sample and record `n` turns; yields deltas as they come and a `TurnDone` for each.
+
+        A session that does not exist is created. Closing the iterator aborts what is still being sampled; nothing of
+        that is committed.
+        """
+        session = await self._find_or_start(request.session_id)
+        setup = self._setup(session, request)
+        found = session.continuation(request.messages, setup.digest)
+        prompt = await asyncio.to_thread(self._prompt, found, setup)
+        sampling = self._sampling(request, setup, len(prompt.ids))
+        if request.n == 1:
+            async with aclosing(self._choice(0, request, session, setup, found, prompt, sampling)) as events:
+                async for event in events:
+                    yield event
+            return
+        async with aclosing(self._choices(request, session, setup, found, prompt, sampling)) as events:
+            async for event in events:
+                yield event
+
+    async def _choice(
+        self,
+        choice: int,
+        request: TurnRequest,
+        session: Session,
+        setup: Setup,
+        found: Continuation,
+        prompt: _Prompt,
+        sampling: SamplingParams,
+    ) -> AsyncGenerator[TurnDelta | TurnDone, None]:
+        request_id = secrets.token_hex(12)
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=sampling.seed + choice)
+        parser = self.renderer.parser(setup, sampling.stop_strings)
+        completion = _Completion()
+        told = 0
+        engine = self.engine.sample(prompt.ids, sampling, stream=request.stream, request_id=request_id)
+        async with aclosing(engine) as deltas:
+            async for delta in deltas:
+                check_ids(delta.token_ids, self.vocab_size)
+                completion.add(delta)
+                reply_delta = _name_calls(parser.feed(delta.token_ids), request_id, told)
+                told += len(reply_delta.tool_calls)
+                yield TurnDelta(choice, prompt.ids, delta, reply_delta)
+        rest, reply = parser.finish()
+        rest = _name_calls(rest, request_id, told)
+        reply = replace(reply, tool_calls=_named(reply.tool_calls, request_id))
+        turn = await self._commit(request, session, setup, found, prompt, sampling, completion, reply)
+        finish: Literal["stop", "length", "tool_calls"] = "length" if turn.finish_reason == "length" else "stop"
+        if finish == "stop" and reply.calls_for_client:
+            finish = "tool_calls"
+        yield TurnDone(choice, prompt.ids, turn, reply, rest, finish)
+
+    async def _choices(
+        self,
+        request: TurnRequest,
+        session: Session,
+        setup: Setup,
+        found: Continuation,
+        prompt: _Prompt,
+        sampling: SamplingParams,
+    ) -> AsyncGenerator[TurnDelta | TurnDone, None]:
+        """Several choices at once, their events as they come."""
+        events: asyncio.Queue[TurnDelta | TurnDone | None] = asyncio.Queue()
+
+        async def run(choice: int) -> None:
+            async with aclosing(self._choice(choice, request, session, setup, found, prompt, sampling)) as own:
+                async for event in own:
+                    events.put_nowait(event)
+
+        async def run_all() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for choice in range(request.n):
+                        group.create_task(run(choice))
+            except* TokentapeError as errors:
+                raise errors.exceptions[0] from None
+            finally:
+                events.put_nowait(None)
+
+        running = asyncio.create_task(run_all())
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+            await running
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+    async def _commit(
+        self,
+        request: TurnRequest,
+        session: Session,
+        setup: Setup,
+        found: Continuation,
+        prompt: _Prompt,
+        sampling: SamplingParams,
+        completion: _Completion,
+        reply: Reply,
+    ) -> Turn:
+        """Record a sampled turn. Raises, with nothing committed, if an invariant does not hold."""
+        if completion.finish_reason is None:
+            raise EngineContractError("the engine stopped answering without a finish reason")
+        if completion.finish_reason == "abort":
+            raise EngineUnavailable("the engine aborted this call before it was finished; send it again")
+        session_id = request.session_id
+        async with self._lock(session_id):
+            if self._sessions.get(session_id) is not session:
+                raise NotFound(f"session {session_id!r} was deleted while this turn was being sampled")
+            parent = found.parent
+            turn = Turn(
+                session_id=session_id,
+                seq=len(session.turns),
+                parent=None if parent is None else parent.seq,
+                setup=setup.digest,
+                messages=found.new_messages,
+                reply=reply_message(reply),
+                added_ids=prompt.added.ids,
+                added_provenance=prompt.added.provenance,
+                completion_ids=np.array(completion.ids, dtype=np.int32),
+                logprobs=np.array(completion.logprobs, dtype=np.float32),
+                finish_reason=completion.finish_reason,
+                stop=completion.stop,
+                fork=session.fork_cause(None if parent is None else parent.seq, found.new_messages, setup.digest),
+                sampling=asdict(sampling),
+                engine=str(self.engine.info),
+                weight_version=completion.weight_version,
+                created_at=time.time(),
+                digest="",
+            )
+            check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
+            check_turn(turn, found.context_ids, prompt.ids)
+            turn = seal(turn, None if parent is None else parent.digest)
+            records: list[Record] = [turn]
+            if setup.digest not in self._setups.get(session_id, ()):
+                records.insert(0, setup)
+            if session_id in self._unstored:
+                records.insert(0, session.info)
+            # A client that leaves now must not tear the record in memory from the one on disk.
+            await asyncio.shield(self._write_turn(session, setup, turn, records))
+        return turn
+
+    async def _write_turn(self, session: Session, setup: Setup, turn: Turn, records: Sequence[Record]) -> None:
+        await self._store.write(*records)
+        self._unstored.discard(turn.session_id)
+        self._setups.setdefault(turn.session_id, set()).add(setup.digest)
+        session.add(turn)
+
+    async def _find(self, session_id: str) -> Session | None:
+        """The session in memory, else from the store."""
+        async with self._lock(session_id):
+            session = self._sessions.get(session_id)
+            if session is None:
+                try:
+                    stored = await asyncio.to_thread(self._store.load_session, session_id)
+                except NotFound:
+                    return None
+                session = self._sessions[session_id] = Session(stored.info, stored.turns)
+                self._setups[session_id] = {turn.setup for turn in stored.turns}
+            return session
+
+    async def _find_or_start(self, session_id: str) -> Session:
+        """The session, or a new one that is stored with its first turn."""
+        session = await self._find(session_id)
+        if session is None:
+            session = self._sessions.setdefault(session_id, Session(SessionInfo(session_id, time.time(), {})))
+            if not session.turns:
+                self._unstored.add(session_id)
+        return session
+
+    def _lock(self, session_id: str) -> asyncio.Lock:
+        return self._locks.setdefault(session_id, asyncio.Lock())
+
+    def _setup(self, session: Session, request: TurnRequest) -> Setup:
+        # The day the session began, on every turn: templates that print the date must not change overnight.
+        date = datetime.fromtimestamp(session.info.created_at, UTC).date().isoformat()
+        fingerprint = self.renderer.fingerprint
+        digest = setup_digest(request.tools, request.template_kwargs, date, fingerprint)
+        return Setup(request.tools, request.template_kwargs, date, fingerprint, digest)
+
+    def _prompt(self, found: Continuation, setup: Setup) -> _Prompt:
+        if found.parent is None:
+            added = self.renderer.render(found.new_messages, setup)
+            return _Prompt(added.ids, added)
+        added = self.renderer.bridge(found.parent.completion_ids, found.parent.reply, found.new_messages, setup)
+        return _Prompt(np.concatenate([found.context_ids, added.ids]), added)
+
+    def _sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
+        room = self.engine.info.max_context - prompt_length
+        if room < 1:
+            raise InvalidRequest(
+                f"the context has {prompt_length} tokens, the model takes {self.engine.info.max_context} with its reply",
+                "messages",
+            )
+        sampling = request.sampling
+        return replace(
+            sampling,
+            max_tokens=min(sampling.max_tokens or room, room),
+            stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *self.renderer.stop_ids(setup)})),
+        )
+
+
+def reply_message(reply: Reply) -> dict[str, Any]:
+    """The assistant message that a client is told, and that the record matches later requests with."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    calls = reply.calls_for_client
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What is sent to the engine and the part of it that this turn adds."""
+
+    ids: TokenIds
+    added: Added
+
+
+@dataclass(slots=True)
+class _Completion:
+    """What the engine has returned of a completion so far."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop: int | str | None = None
+    weight_version: str = "unknown"
+
+    def add(self, delta: SampleDelta) -> None:
+        self.ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+        self.stop = delta.stop
+        self.weight_version = delta.weight_version or self.weight_version
+
+
+def _name_calls(delta: ReplyDelta, request_id: str, start: int) -> ReplyDelta:
+    if not delta.tool_calls:
+        return delta
+    return replace(delta, tool_calls=_named(delta.tool_calls, request_id, start))
+
+
+def _named(calls: Sequence[ToolCall], request_id: str, start: int = 0) -> tuple[ToolCall, ...]:
+    """Calls with an id each: the model's own, else nine letters and digits, which every template takes."""
+    named, told = [], start
+    for call in calls:
+        own = hashlib.sha256(f"{request_id} {told}".encode()).hexdigest()[:9]
+        named.append(call if call.id else replace(call, id=own))
+        told += call.status != "unclosed"
+    return tuple(named)

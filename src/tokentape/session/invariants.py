@@ -1,0 +1,45 @@
+"""The invariants of a turn, checked on every one before it is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tokentape.errors import EngineContractError, InvariantViolation
+from tokentape.types import Logprobs, Provenance, TokenIds, Turn
+
+
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise `EngineContractError` if an engine returned an id that the model's vocabulary does not have."""
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise EngineContractError(f"the engine returned id {token_id}; the vocabulary ends at {vocab_size - 1}")
+
+
+def check_completion(ids: TokenIds, logprobs: Logprobs, vocab_size: int) -> None:
+    """Raise `EngineContractError` unless the engine returned usable ids with one finite logprob each."""
+    if len(ids) != len(logprobs):
+        raise EngineContractError(f"the engine returned {len(ids)} ids and {len(logprobs)} logprobs for them")
+    if not len(ids):
+        raise EngineContractError("the engine returned no ids at all")
+    check_ids(ids.tolist(), vocab_size)
+    if not np.isfinite(logprobs).all() or float(logprobs.max()) > 1e-3:
+        raise EngineContractError("the engine returned a logprob that is not a finite number <= 0")
+
+
+def check_turn(turn: Turn, parent_context: TokenIds, sent: TokenIds) -> None:
+    """Raise `InvariantViolation` unless what was sent is the parent's context + `added_ids`, bit for bit."""
+    expected = len(parent_context) + len(turn.added_ids)
+    where = f"session {turn.session_id} turn {turn.seq}"
+    if len(sent) != expected:
+        raise InvariantViolation(f"{where}: {len(sent)} ids were sent, context and bridge have {expected}")
+    if not np.array_equal(sent[: len(parent_context)], parent_context):
+        at = int(np.flatnonzero(sent[: len(parent_context)] != parent_context)[0])
+        raise InvariantViolation(f"{where}: the prompt differs from the parent's context at token {at}")
+    if not np.array_equal(sent[len(parent_context) :], turn.added_ids):
+        raise InvariantViolation(f"{where}: the prompt does not end with the recorded bridge")
+    if len(turn.added_provenance) != len(turn.added_ids):
+        raise InvariantViolation(f"{where}: {len(turn.added_ids)} ids have {len(turn.added_provenance)} provenances")
+    if (turn.added_provenance == Provenance.SAMPLED).any():
+        raise InvariantViolation(f"{where}: a token that was not sampled here is recorded as sampled")

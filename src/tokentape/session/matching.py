@@ -1,0 +1,81 @@
+"""When two messages are the same message, although they are not the same JSON.
+
+Harnesses send history back changed in ways that mean nothing: reasoning left out, tool arguments re-serialised, `None`
+for an empty content, a list of text parts for a text. Those are the same message. Anything else is another message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tokentape.types import Message
+
+
+def message_key(message: Message) -> bytes:
+    """Digest of what makes a message this message, 32 bytes.
+
+    >>> a = {"role": "assistant", "content": None, "reasoning_content": "hm"}
+    >>> message_key(a) == message_key({"role": "assistant", "content": ""})
+    True
+    """
+    identity = [
+        message.get("role"),
+        _text(message.get("content")),
+        [_call(call) for call in message.get("tool_calls") or ()],
+        message.get("tool_call_id"),
+        message.get("name"),
+    ]
+    return hashlib.sha256(_canonical(identity)).digest()
+
+
+def history_keys(setup: str, messages: Iterable[Message], start: bytes | None = None) -> list[bytes]:
+    """Digest of the setup and the messages up to and including each message, in order.
+
+    `start` is such a digest to go on from; then `setup` is in it already.
+    """
+    key = hashlib.sha256(setup.encode()).digest() if start is None else start
+    keys = []
+    for message in messages:
+        key = hashlib.sha256(key + message_key(message)).digest()
+        keys.append(key)
+    return keys
+
+
+def _text(content: Any) -> Any:
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def _call(call: Mapping[str, Any]) -> list[Any]:
+    function = call.get("function") or {}
+    return [call.get("id"), function.get("name"), _arguments(function.get("arguments"))]
+
+
+def _arguments(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return arguments
+    return _numbers(arguments)
+
+
+def _numbers(value: Any) -> Any:
+    """Whole floats as integers: JavaScript writes 1.0 as 1."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return value
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,114 @@
+"""One session in memory: an append-only tree of turns, and where a request continues it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokentape.session.matching import history_keys
+from tokentape.types import Message, SessionInfo, TokenIds, Turn
+
+_NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Where a request continues a session."""
+
+    parent: Turn | None
+    """The deepest turn whose messages begin the request; None to render from nothing."""
+    new_messages: tuple[Message, ...]
+    """The request's messages behind those of the parent."""
+    context_ids: TokenIds
+    """The parent's context and completion; empty without a parent."""
+
+
+class Session:
+    """A session's turns. Only `add` changes it, and only by appending."""
+
+    def __init__(self, info: SessionInfo, turns: Iterable[Turn] = ()) -> None:
+        self.info = info
+        self.turns: list[Turn] = []
+        self._history: list[bytes] = []
+        """Per turn the key of its whole message history, reply included."""
+        self._by_history: dict[bytes, int] = {}
+        self._children: dict[int | None, list[int]] = {}
+        self._last_context: tuple[int, TokenIds] | None = None
+        for turn in turns:
+            self.add(turn)
+
+    def add(self, turn: Turn) -> None:
+        """Append a committed turn. Its `seq` is the next one and its parent is here."""
+        if turn.seq != len(self.turns) or (turn.parent is not None and turn.parent >= turn.seq):
+            raise ValueError(f"turn {turn.seq} (parent {turn.parent}) can't follow {len(self.turns)} turns")
+        start = None if turn.parent is None else self._history[turn.parent]
+        key = history_keys(turn.setup, [*turn.messages, turn.reply], start)[-1]
+        self.turns.append(turn)
+        self._history.append(key)
+        if turn.finish_reason != "abort":
+            self._by_history[key] = turn.seq
+            self._children.setdefault(turn.parent, []).append(turn.seq)
+
+    def continuation(self, messages: Sequence[Message], setup: str) -> Continuation:
+        """Find the deepest turn, under the same setup, whose messages are a prefix of `messages`.
+
+        Of several with the same messages, the last one committed.
+        """
+        keys = history_keys(setup, messages)
+        for end in range(len(keys), 0, -1):
+            seq = self._by_history.get(keys[end - 1])
+            if seq is not None:
+                return Continuation(self.turns[seq], tuple(messages[end:]), self.context_after(seq))
+        return Continuation(None, tuple(messages), _NO_IDS)
+
+    def context_after(self, seq: int) -> TokenIds:
+        """The ids of the path from the root through turn `seq`'s completion, int32 [tokens]."""
+        if self._last_context is not None and self._last_context[0] == seq:
+            return self._last_context[1]
+        pieces: list[TokenIds] = []
+        at: int | None = seq
+        while at is not None:
+            turn = self.turns[at]
+            if self._last_context is not None and self._last_context[0] == at:
+                pieces.append(self._last_context[1])
+                break
+            pieces += [turn.completion_ids, turn.added_ids]
+            at = turn.parent
+        ids = np.concatenate(pieces[::-1])
+        ids.flags.writeable = False
+        self._last_context = seq, ids
+        return ids
+
+    def fork_cause(self, parent: int | None, messages: Sequence[Message], setup: str) -> str | None:
+        """Why a turn with this parent would be a fork; None if it continues the session's newest turn.
+
+        `sibling`: the same messages were answered before. `branched`: an earlier turn is continued another way.
+        `new_setup`: tools or template settings changed. `edited_history`: the messages match no turn from the start.
+        """
+        children = self._children.get(parent, [])
+        if not children and (parent is not None or not self._by_history):
+            return None
+        start = None if parent is None else self._history[parent]
+        key = history_keys(setup, messages, start)[-1:]
+        for seq in children:
+            turn = self.turns[seq]
+            if turn.setup == setup and history_keys(setup, turn.messages, start)[-1:] == key:
+                return "sibling"
+        if parent is not None:
+            return "branched"
+        return "edited_history" if any(turn.setup == setup for turn in self.turns) else "new_setup"
+
+    def leaves(self) -> list[int]:
+        """`seq` of every turn that nothing continues, aborted ones left out, in order of commits."""
+        return [t.seq for t in self.turns if t.finish_reason != "abort" and not self._children.get(t.seq)]
+
+    def path(self, leaf: int) -> list[Turn]:
+        """The turns from the root to `leaf`."""
+        turns: list[Turn] = []
+        at: int | None = leaf
+        while at is not None:
+            turns.append(self.turns[at])
+            at = self.turns[at].parent
+        return turns[::-1]
