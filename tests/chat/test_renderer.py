@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import datetime
+import random
+from typing import Any
+
+import jinja2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.chat.conftest import ADD, TEMPLATES, call, load_renderer, load_tokenizer, needs_tokenizers, result, setup_for
+from tokentape.chat.renderer import Renderer
+from tokentape.errors import TemplateRefused
+from tokentape.types import Provenance
+
+pytestmark = needs_tokenizers
+
+QWEN = [name for name in TEMPLATES if name.startswith(("qwen2_5/", "qwen3/"))]
+QWEN3 = "qwen3/templates/Qwen3.jinja"
+
+SYSTEM = {"role": "system", "content": "You are X.\n"}
+QUESTION = {"role": "user", "content": " hello  there é日本\n\nok"}
+ANSWER = {"role": "assistant", "content": "answer text", "reasoning_content": "some thinking"}
+CONVERSATIONS = {
+    "user": [QUESTION],
+    "system, user": [SYSTEM, QUESTION],
+    "several turns": [SYSTEM, QUESTION, ANSWER, {"role": "user", "content": "\n\nnext  q\n"}],
+    "tool": [SYSTEM, QUESTION, {**ANSWER, "tool_calls": [call(7, {"a": 7, "note": "x y"})]}, result(7)],
+    "string arguments": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call(7, '{"a":1}')]}, result(7)],
+    "parallel calls": [
+        SYSTEM,
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call(7, {"a": 7}), call(8, {"a": 8, "exact": False})]},
+        result(7),
+        result(8, "\nresult 8 "),
+        {"role": "user", "content": "go"},
+    ],
+}
+
+
+def by_transformers(renderer: Renderer, messages: list[dict[str, Any]], *, generate: bool = True) -> list[int] | None:
+    """Ids by transformers' own rendering code; None if the template refuses."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+        rendered, _ = render_jinja_template(
+            conversations=[kept],
+            tools=[ADD],
+            chat_template=renderer.template.source,
+            add_generation_prompt=generate,
+            **renderer.tokenizer.special_tokens,
+        )
+    except (jinja2.TemplateError, TypeError):
+        return None
+    return renderer.tokenizer.encode_plain(rendered[0])
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_render_equals_transformers(template: str, name: str) -> None:
+    renderer = load_renderer(template)
+    messages = CONVERSATIONS[name]
+    expected = by_transformers(renderer, messages)
+    if expected is None:
+        pytest.skip("the template refuses this conversation")
+    setup = setup_for(renderer, date=datetime.date.today().isoformat())
+    assert renderer.render(messages, setup).ids.tolist() == expected
+
+
+def test_content_parts_render_as_the_text_they_hold() -> None:
+    renderer = load_renderer(QWEN3)
+    setup = setup_for(renderer)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]}]
+    whole = [{"role": "user", "content": "one two"}]
+    assert renderer.render(parts, setup).ids.tolist() == renderer.render(whole, setup).ids.tolist()
+
+
+def test_the_date_is_the_setup_s_and_not_the_clock_s() -> None:
+    renderer = load_renderer("llama3/templates/Llama-3.2-Instruct.jinja")
+    ids = renderer.render([QUESTION], setup_for(renderer, date="2020-02-29")).ids.tolist()
+    assert "29 Feb 2020" in renderer.tokenizer.decode(ids)
+
+
+CONTINUATIONS = {
+    "user": ([], [{"role": "user", "content": "next  question\n\n"}]),
+    "tool": ([7], [result(7, "  five\n")]),
+    "two tools": ([7, 8], [result(7), result(8)]),
+    "tool then user": ([7], [result(7), {"role": "user", "content": "go on"}]),
+}
+
+
+def sampled_turn(renderer: Renderer, calls: list[int]) -> tuple[dict[str, Any], list[int]]:
+    """An assistant message and ids that a model would sample for it: what the template writes, up to the stop."""
+    setup = setup_for(renderer)
+    message = {**ANSWER, "tool_calls": [call(n, {"a": n, "note": "x y"}) for n in calls]}
+    if not calls:
+        del message["tool_calls"]
+    prompt = by_transformers(renderer, [SYSTEM, QUESTION])
+    whole = by_transformers(renderer, [SYSTEM, QUESTION, message], generate=False)
+    assert prompt is not None
+    assert whole is not None
+    assert whole[: len(prompt)] == prompt, "the template does not begin this turn with its generation prompt"
+    ids = whole[len(prompt) :]
+    end = next(n for n, token_id in enumerate(ids) if token_id in renderer.stop_ids(setup))
+    return message, ids[: end + 1]
+
+
+@pytest.mark.parametrize("template", [t for t in QWEN if "QwQ" not in t])
+@pytest.mark.parametrize("name", CONTINUATIONS)
+def test_bridge_equals_the_template_where_that_only_appends(template: str, name: str) -> None:
+    renderer = load_renderer(template)
+    setup = setup_for(renderer)
+    calls, new = CONTINUATIONS[name]
+    message, completion = sampled_turn(renderer, calls)
+    context = renderer.render([SYSTEM, QUESTION], setup).ids.tolist() + completion
+    bridged = context + renderer.bridge(np.array(completion, np.int32), message, new, setup).ids.tolist()
+    expected = by_transformers(renderer, [SYSTEM, QUESTION, message, *new])
+    assert expected is not None
+    if expected[: len(context)] != context:
+        # The template rewrites the earlier turn; what it adds behind it must still be what the bridge adds.
+        added = bridged[len(context) :]
+        assert expected[-len(added) :] == added
+    else:
+        assert bridged == expected
+
+
+@pytest.mark.parametrize("template", QWEN)
+def test_a_truncated_turn_is_closed_and_the_close_is_not_sampled(template: str) -> None:
+    renderer = load_renderer(template)
+    tokenizer, setup = renderer.tokenizer, setup_for(renderer)
+    half = tokenizer.array(tokenizer.encode_plain("half an ans"))
+    added = renderer.bridge(half, {"role": "assistant", "content": "half an ans"}, [QUESTION], setup)
+    end = tokenizer.control("<|im_end|>")
+    assert end is not None
+    assert end.id in added.ids[added.provenance == Provenance.CLOSE]
+    assert tokenizer.decode(added.ids.tolist()).count("<|im_end|>") == 2
+
+
+def test_open_reasoning_is_closed_as_the_template_closes_it() -> None:
+    renderer = load_renderer(QWEN3)
+    tokenizer, setup = renderer.tokenizer, setup_for(renderer)
+    half = tokenizer.array(tokenizer.encode_plain("<think>\nI wonder"))
+    added = renderer.bridge(half, {"role": "assistant", "content": None}, [QUESTION], setup)
+    closed = tokenizer.decode(added.ids[added.provenance == Provenance.CLOSE].tolist())
+    assert closed == "\n</think>\n\n<|im_end|>"
+
+
+def test_another_stop_token_is_kept_and_stands_for_the_turn_s_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = load_renderer(QWEN3)
+    tokenizer, setup = renderer.tokenizer, setup_for(renderer)
+    monkeypatch.setattr(tokenizer, "eos_ids", tokenizer.eos_ids | {151643})
+    completion = tokenizer.array(tokenizer.encode_plain("hi<|endoftext|>"))
+    added = renderer.bridge(completion, {"role": "assistant", "content": "hi"}, [QUESTION], setup)
+    assert tokenizer.decode(added.ids.tolist()).startswith("\n<|im_start|>user\n")
+
+
+def test_tokens_behind_the_stop_token_stay_and_are_not_repeated() -> None:
+    renderer = load_renderer(QWEN3)
+    tokenizer, setup = renderer.tokenizer, setup_for(renderer)
+    reply = {"role": "assistant", "content": "hi"}
+    completion = tokenizer.array(tokenizer.encode_plain("hi<|im_end|>\n"))
+    added = renderer.bridge(completion, reply, [QUESTION], setup)
+    assert tokenizer.decode(added.ids.tolist()).startswith("<|im_start|>user\n")
+
+
+def test_a_bridge_never_depends_on_the_history() -> None:
+    renderer = load_renderer(QWEN3)
+    tokenizer, setup = renderer.tokenizer, setup_for(renderer)
+    completion = tokenizer.array(tokenizer.encode_plain("hi<|im_end|>"))
+    reply = {"role": "assistant", "content": "hi"}
+    added = renderer.bridge(completion, reply, [QUESTION], setup)
+    for turns in (1, 5):
+        history = [SYSTEM] + turns * [QUESTION, reply]
+        whole = by_transformers(renderer, [*history, QUESTION])
+        assert whole is not None
+        assert whole[-len(added.ids) :] == added.ids.tolist()
+
+
+def test_a_role_that_the_template_drops_is_refused() -> None:
+    renderer = load_renderer(QWEN3)
+    setup = setup_for(renderer)
+    with pytest.raises(TemplateRefused, match="developer"):
+        renderer.render([{"role": "developer", "content": "be brief"}, QUESTION], setup)
+
+
+def test_a_template_s_own_refusal_is_told() -> None:
+    renderer = load_renderer("llama3/templates/Llama-3.1-3.3-Instruct.jinja")
+    two_calls = {"role": "assistant", "content": "", "tool_calls": [call(1, {"a": 1}), call(2, {"a": 2})]}
+    with pytest.raises(TemplateRefused, match="single tool-calls"):
+        renderer.render([QUESTION, two_calls, result(1), result(2)], setup_for(renderer))
+
+
+def test_provenance_names_who_said_what() -> None:
+    renderer = load_renderer(QWEN3)
+    tokenizer, setup = renderer.tokenizer, setup_for(renderer)
+    rendered = renderer.render(CONVERSATIONS["tool"], setup)
+
+    def said(code: Provenance) -> str:
+        return tokenizer.decode(rendered.ids[rendered.provenance == code].tolist())
+
+    assert said(Provenance.USER).strip() == "hello  there é日本\n\nok"
+    assert said(Provenance.SYSTEM).strip() == "You are X."
+    assert said(Provenance.TOOL) == "ok"
+    assert "answer text" in said(Provenance.ASSISTANT)
+    assert "<|im_start|>" in said(Provenance.TEMPLATE)
+    assert Provenance.SAMPLED not in rendered.provenance
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_control_tokens_in_caller_text_stay_text(template: str) -> None:
+    renderer = load_renderer(template)
+    setup = setup_for(renderer)
+    tokenizer = renderer.tokenizer
+    control_ids = [control.id for control in tokenizer.controls]
+
+    def count(text: str) -> np.ndarray:
+        return np.bincount(
+            renderer.render([{"role": "user", "content": text}], setup).ids, minlength=tokenizer.vocab_size
+        )
+
+    benign = count("a word b")[control_ids]
+    for control in tokenizer.controls[:40] + tokenizer.controls[-8:]:
+        for text in (f"a {control.content} b", control.content, control.content * 2, control.content[:-1]):
+            assert (count(text)[control_ids] == benign).all()
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_control_token_split_over_neighbouring_texts_stays_text(cut: int) -> None:
+    renderer = load_renderer(QWEN3)
+    setup = setup_for(renderer)
+    spelled = "<|im_start|>"
+    parts = [{"type": "text", "text": spelled[:cut]}, {"type": "text", "text": spelled[cut:]}]
+    joined = renderer.render([{"role": "user", "content": parts}], setup).ids.tolist()
+    plain = renderer.render([{"role": "user", "content": "x"}], setup).ids.tolist()
+    start = renderer.tokenizer.control(spelled)
+    assert start is not None
+    assert joined.count(start.id) == plain.count(start.id)
+
+
+TEXTS = st.text(max_size=30) | st.sampled_from(["", " ", "\n\n", "<|im_end|>", "</think>", '{"a": 1}', "  x\n", "é́"])
+
+
+@given(user=TEXTS, tool=TEXTS, system=TEXTS, template=st.sampled_from(QWEN), seed=st.integers(0, 2**16))
+@settings(max_examples=80, deadline=None)
+def test_context_is_only_ever_appended_to(user: str, tool: str, system: str, template: str, seed: int) -> None:
+    """Whatever callers say and however the model split its text, not one sampled id changes over many turns."""
+    renderer = load_renderer(template)
+    tokenizer, setup, rng = renderer.tokenizer, setup_for(renderer), random.Random(seed)
+    call_id = f"call{seed:05d}"
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    context = renderer.render(messages, setup).ids.tolist()
+    for n in range(4):
+        completion = random_split(tokenizer, f"word{n} {user[:8]}", rng) + tokenizer.encode_plain("<|im_end|>")
+        reply: dict[str, Any] = {"role": "assistant", "content": "said"}
+        new = [{"role": "user", "content": user}]
+        if n % 2:
+            reply["tool_calls"] = [{**call(0, '{"a": 1}'), "id": call_id}]
+            new = [{"role": "tool", "tool_call_id": call_id, "content": tool}]
+        added = renderer.bridge(np.array(completion, np.int32), reply, new, setup)
+        expected_text = tokenizer.decode(added.ids.tolist())
+        assert expected_text.startswith("\n<|im_start|>")
+        assert len(added.ids) == len(added.provenance)
+        assert Provenance.CLOSE not in added.provenance
+        context = context + completion + added.ids.tolist()
+    starts = tokenizer.control("<|im_start|>")
+    assert starts is not None
+    assert context.count(starts.id) == len(renderer_starts(renderer, system, user)) + 4 * 2
+
+
+def renderer_starts(renderer: Renderer, system: str, user: str) -> list[int]:
+    plain = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    start = renderer.tokenizer.control("<|im_start|>")
+    assert start is not None
+    return [i for i in renderer.render(plain, setup_for(renderer)).ids.tolist() if i == start.id]
+
+
+def random_split(tokenizer: Any, text: str, rng: random.Random) -> list[int]:
+    """Ids of `text` cut at random places before encoding: rarely the canonical ones."""
+    ids: list[int] = []
+    while text:
+        n = rng.randint(1, 4)
+        ids += tokenizer.encode_marked(text[:n]).ids
+        text = text[n:]
+    return ids
+
+
+def test_stop_ids_are_what_ends_assistant_turns() -> None:
+    expected = {
+        "qwen3/templates/Qwen3.jinja": {"<|im_end|>"},
+        "llama3/templates/Llama-3.1-3.3-Instruct.jinja": {"<|eot_id|>"},
+        "glm4_5/templates/GLM-4.6.jinja": {"<|user|>", "<|observation|>", "<|endoftext|>"},
+        "gpt_oss/templates/gpt-oss.jinja": {"<|return|>", "<|call|>"},
+    }
+    for template, stops in expected.items():
+        renderer = load_renderer(template)
+        controls = {renderer.tokenizer.control_by_id(i) for i in renderer.stop_ids(setup_for(renderer))}
+        assert {control.content for control in controls if control} == stops
+
+
+def test_two_models_have_two_fingerprints() -> None:
+    assert load_renderer(QWEN[0]).fingerprint != load_renderer(QWEN[1]).fingerprint
+    assert load_tokenizer("qwen3").sha256 != load_tokenizer("qwen2_5").sha256

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.chat.conftest import ROOT, load_tokenizer, needs_tokenizers
+from tokentape.chat.tokenizer import Tokenizer
+from tokentape.errors import InvalidRequest, TokenizerUnusable
+
+FAMILIES = sorted(path.parent.name for path in ROOT.glob("*/tokenizer.json"))
+pytestmark = needs_tokenizers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_marked_text_encodes_as_the_plain_tokenizer_does(family: str) -> None:
+    tokenizer = load_tokenizer(family)
+    framing = [control.content for control in tokenizer.controls[:8]]
+    for name in ("small", "mixed", "utf8"):
+        for line in (ROOT / "goldens" / f"{name}_input.txt").read_text(encoding="utf-8").splitlines():
+            for text in (line, "".join(f"{control} {line}\n" for control in framing)):
+                marked = tokenizer.mark_controls(text)
+                assert tokenizer.encode_marked(marked).ids == tokenizer.encode_plain(text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_spelled_control_tokens_stay_text(family: str) -> None:
+    tokenizer = load_tokenizer(family)
+    control_ids = {control.id for control in tokenizer.controls}
+    for control in tokenizer.controls[:64]:
+        for text in (control.content, f"a{control.content}b", f" {control.content}\n{control.content}"):
+            ids = tokenizer.encode_marked(text).ids
+            assert control_ids.isdisjoint(ids)
+            assert tokenizer.decode(ids).strip() == text.strip()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral_v3_spm", "gpt_oss"])
+@given(text=st.text(max_size=40))
+@settings(max_examples=60)
+def test_any_text_encodes_as_the_plain_tokenizer_does(family: str, text: str) -> None:
+    tokenizer = load_tokenizer(family)
+    if not tokenizer.control_pattern.search(text):
+        assert tokenizer.encode_marked(text).ids == tokenizer.encode_plain(text)
+
+
+@pytest.mark.parametrize("start", [0x100000, 0xF0000, 0x108000])
+def test_private_use_characters_are_text_too(start: int) -> None:
+    tokenizer = load_tokenizer("qwen3")
+    text = "".join(map(chr, range(start, start + 30)))
+    assert tokenizer.encode_marked(text).ids == tokenizer.encode_plain(text)
+
+
+def test_a_lone_surrogate_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        load_tokenizer("qwen3").encode_marked("a\udc80b")
+
+
+def test_text_after_a_control_token_gets_no_leading_space() -> None:
+    tokenizer = load_tokenizer("mistral_v3_spm")
+    alone = [tokenizer.token_bytes(i) for i in tokenizer.encode_marked("hello").ids]
+    behind = [tokenizer.token_bytes(i) for i in tokenizer.encode_after_control("hello").ids]
+    assert b"".join(alone) == b" hello"
+    assert b"".join(behind) == b"hello"
+
+
+def test_partial_characters_decode_to_their_bytes() -> None:
+    tokenizer = load_tokenizer("qwen3")
+    assert b"".join(map(tokenizer.token_bytes, [9284, 104, 254])) == "\U0001fae0".encode()
+    assert tokenizer.decode([9284, 104]) == "�"
+
+
+def test_an_id_outside_the_vocabulary_is_refused() -> None:
+    tokenizer = load_tokenizer("qwen3")
+    with pytest.raises(InvalidRequest, match=str(tokenizer.vocab_size)):
+        tokenizer.token_bytes(tokenizer.vocab_size)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path) -> None:
+    (tmp_path / "weights.bin").touch()
+    with pytest.raises(TokenizerUnusable, match=r"found: weights\.bin"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_folder_that_wants_to_run_code_is_refused(tmp_path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((ROOT / "mistral_v3_spm" / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["x.Y", None]}}))
+    with pytest.raises(TokenizerUnusable, match="auto_map"):
+        Tokenizer.load(tmp_path)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokentape.session.matching import history_keys, message_key
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**31), 2**31) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def calling(arguments: Any, **message: Any) -> dict[str, Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **message}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"role": "assistant", "content": "x", "reasoning_content": "hm"}, {"role": "assistant", "content": "x"}),
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant", "content": None}, {"role": "assistant"}),
+        ({"role": "user", "content": [{"text": "a"}, {"text": "b"}]}, {"role": "user", "content": "ab"}),
+        (calling('{"a": 1, "b": 2}'), calling('{"b":2,"a":1}')),
+        (calling('{"a": 1}'), calling({"a": 1})),
+        (calling('{"a": 1.0}'), calling('{"a": 1}')),
+        (calling("{}", refusal=None, annotations=[]), calling("{}")),
+    ],
+)  # fmt: skip
+def test_these_are_the_same_message(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert message_key(one) == message_key(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"role": "user", "content": "a"}, {"role": "user", "content": "a "}),
+        ({"role": "user", "content": "a"}, {"role": "system", "content": "a"}),
+        ({"role": "user", "content": "a"}, {"role": "user", "content": "a", "name": "bob"}),
+        ({"role": "tool", "content": "a", "tool_call_id": "1"}, {"role": "tool", "content": "a", "tool_call_id": "2"}),
+        (calling('{"a": 1}'), calling('{"a": 2}')),
+        (calling('{"a": 1}'), calling('{"a": true}')),
+        (calling('{"a": 1'), calling('{"a":1')),
+        (calling("{}"), {"role": "assistant", "content": None}),
+        ({"role": "user", "content": "\u00e9"}, {"role": "user", "content": "e\u0301"}),
+    ],
+)
+def test_these_are_different_messages(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert message_key(one) != message_key(other)
+
+
+@given(arguments=st.dictionaries(st.text(max_size=4), JSON, max_size=4))
+def test_re_serialised_arguments_are_the_same(arguments: dict[str, Any]) -> None:
+    spaced = json.dumps(arguments, indent=1, ensure_ascii=False)
+    compact = json.dumps(arguments, separators=(",", ":"), sort_keys=True)
+    assert message_key(calling(spaced)) == message_key(calling(compact)) == message_key(calling(arguments))
+
+
+def test_a_history_key_goes_on_from_another() -> None:
+    messages = [{"role": "user", "content": str(n)} for n in range(4)]
+    whole = history_keys("setup", messages)
+    assert history_keys("setup", messages[2:], start=whole[1]) == whole[2:]
+    assert history_keys("other", messages) != whole

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.session.builders import make_turn, said, user
+from tokentape.session.tree import Session
+from tokentape.types import SessionInfo
+
+
+def session(*turns: Any) -> Session:
+    return Session(SessionInfo("s", 0.0), turns)
+
+
+LINE = (
+    make_turn(0, None, [user("a")], said("A"), added=[1, 2], completion=[3]),
+    make_turn(1, 0, [user("b")], said("B"), added=[4], completion=[5, 6]),
+)
+
+
+def test_a_request_continues_the_turn_that_its_messages_begin_with() -> None:
+    found = session(*LINE).continuation([user("a"), said("A"), user("b"), said("B"), user("c")], "setup")
+    assert found.parent is LINE[1]
+    assert found.new_messages == (user("c"),)
+    assert found.context_ids.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_edited_last_turn_continues_the_one_before() -> None:
+    found = session(*LINE).continuation([user("a"), said("A"), user("b"), said("EDITED"), user("c")], "setup")
+    assert found.parent is LINE[0]
+    assert found.new_messages == (user("b"), said("EDITED"), user("c"))
+    assert found.context_ids.tolist() == [1, 2, 3]
+
+
+def test_an_edited_first_message_continues_nothing() -> None:
+    found = session(*LINE).continuation([user("x"), said("A"), user("b")], "setup")
+    assert (found.parent, found.context_ids.tolist()) == (None, [])
+
+
+def test_another_setup_continues_nothing() -> None:
+    tree = session(*LINE)
+    found = tree.continuation([user("a"), said("A"), user("b")], "other tools")
+    assert found.parent is None
+    assert tree.fork_cause(None, found.new_messages, "other tools") == "new_setup"
+
+
+def test_of_turns_that_read_alike_the_last_is_continued() -> None:
+    twins = [make_turn(n, None, [user("a")], said("A"), completion=[3 + n]) for n in range(2)]
+    found = session(*twins).continuation([user("a"), said("A"), user("b")], "setup")
+    assert found.parent is twins[1]
+
+
+def test_an_aborted_turn_is_continued_by_nothing() -> None:
+    aborted = make_turn(0, None, [user("a")], said("A"), finish_reason="abort")
+    tree = session(aborted)
+    assert tree.continuation([user("a"), said("A"), user("b")], "setup").parent is None
+    assert tree.leaves() == []
+    assert tree.fork_cause(None, [user("a")], "setup") is None
+
+
+@pytest.mark.parametrize(
+    ("parent", "messages", "setup", "cause"),
+    [
+        (1, [user("c")], "setup", None),
+        (0, [user("b")], "setup", "sibling"),
+        (0, [user("other")], "setup", "branched"),
+        (None, [user("a")], "setup", "sibling"),
+        (None, [user("x")], "setup", "edited_history"),
+        (None, [user("a")], "tools", "new_setup"),
+    ],
+)
+def test_the_cause_of_a_fork(parent: int | None, messages: list[Any], setup: str, cause: str | None) -> None:
+    assert session(*LINE).fork_cause(parent, messages, setup) == cause
+
+
+def test_the_first_turn_is_no_fork() -> None:
+    assert session().fork_cause(None, [user("a")], "setup") is None
+
+
+def test_turns_can_only_be_appended() -> None:
+    with pytest.raises(ValueError, match="turn 1"):
+        session(LINE[1])
+
+
+def test_a_context_can_t_be_changed() -> None:
+    context = session(*LINE).context_after(1)
+    with pytest.raises(ValueError, match="read-only"):
+        context[0] = 9
+
+
+@given(seed=st.integers(0, 2**20), size=st.integers(1, 25))
+@settings(max_examples=60)
+def test_continuation_equals_a_search_of_all_turns(seed: int, size: int) -> None:
+    rng = random.Random(seed)
+    tree = session()
+    histories: list[list[Any]] = []
+    contexts: list[list[int]] = []
+    for seq in range(size):
+        parent = rng.choice([None, *range(seq)]) if seq else None
+        new, reply = [user(rng.choice("ab"))], said(rng.choice("AB"))
+        added, completion = [rng.randrange(9)], [rng.randrange(9)]
+        tree.add(make_turn(seq, parent, new, reply, added=added, completion=completion))
+        before = ([], []) if parent is None else (histories[parent], contexts[parent])
+        histories.append([*before[0], *new, reply])
+        contexts.append([*before[1], *added, *completion])
+    request = [*rng.choice([[], *histories]), user("new")]
+    fitting = [n for n, history in enumerate(histories) if request[: len(history)] == history]
+    expected = max(fitting, key=lambda n: (len(histories[n]), n), default=None)
+    found = tree.continuation(request, "setup")
+    assert (None if found.parent is None else found.parent.seq) == expected
+    assert found.context_ids.tolist() == ([] if expected is None else contexts[expected])
+    assert [tree.context_after(n).tolist() for n in range(size)] == contexts
