@@ -13,7 +13,7 @@ change under it. A digest is the hex SHA-256 of the concatenation of fields, eac
 
 Canonical JSON has sorted keys, no spaces, only ASCII (everything else as \\u escapes, lone surrogates included),
 the shortest decimal that reads back as the same float, and neither NaN nor infinities. `created_at` is always a
-float: 1.0, never 1.
+float and has no negative zero: 1.0, never 1.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def turn_digest(turn: Turn, parent_digest: str | None) -> str:
         "sampling": turn.sampling,
         "engine": turn.engine,
         "weight_version": turn.weight_version,
-        "created_at": float(turn.created_at),
+        # A database may drop the sign of a zero.
+        "created_at": float(turn.created_at) + 0.0,
     }
     arrays: dict[str, npt.NDArray[Any]] = {
         "added_ids": turn.added_ids,

@@ -1,1 +1,7 @@
-"""Room."""
+"""The durable record of sessions. `verify` checks one from outside: `from tokentape.store.verify import verify`."""
+
+from tokentape.store.reads import SessionSummary, StoredSession
+from tokentape.store.rows import Record
+from tokentape.store.sqlite import SqliteStore
+
+__all__ = ["Record", "SessionSummary", "SqliteStore", "StoredSession"]

@@ -1,0 +1,194 @@
+"""Group commit: one thread, one connection; calls that wait at the same time share one transaction.
+
+A commit costs a flush to the disk however much it writes, so the calls that arrive during one flush go into
+the next together. Each runs in a savepoint of its own: one that fails leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TypeAlias
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError, IntegrityError
+
+from tokentape.errors import StoreError, TokentapeError
+
+_log = logging.getLogger(__name__)
+
+MAX_CALLS = 256
+"""Calls per transaction: bounds how long the first of them waits for the last."""
+
+Work: TypeAlias = Callable[[Connection], int]
+"""What a call does inside the transaction. Returns about how many bytes it wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an error of the database driver means to us."""
+
+    kind: type[TokentapeError]
+    message: str
+    fatal: bool = False
+    """The store can't be trusted any more: nothing may be acknowledged until a restart has read the disk."""
+
+    def error(self) -> TokentapeError:
+        """Return a new exception of this failure; each caller gets its own."""
+        return self.kind(self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    work: Work
+    done: asyncio.Future[None]
+
+
+_Outcome: TypeAlias = int | Exception
+"""The bytes that a call wrote, or what kept it out."""
+
+
+class CommitQueue:
+    """Runs calls against `connection`, which nobody else may use, in a thread of its own.
+
+    `classify` explains an error of the driver. `after_commit` is told how many bytes the transaction wrote, after
+    the callers were answered; if it returns a failure, that one is fatal.
+
+    After a fatal failure nothing is run any more. A flush that failed is such a failure: the kernel forgets it,
+    and the next flush reports success for data that never reached the disk.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        classify: Callable[[DBAPIError], Failure],
+        after_commit: Callable[[int], Failure | None],
+    ) -> None:
+        self._connection = connection
+        self._classify = classify
+        self._after_commit = after_commit
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._broken: Failure | None = None
+        self._thread = threading.Thread(target=self._run, name="tokentape-commit", daemon=True)
+        self._thread.start()
+
+    @property
+    def broken(self) -> bool:
+        """True after a fatal failure."""
+        return self._broken is not None
+
+    async def run(self, work: Work) -> None:
+        """Queue `work` and return when it is durable; raises what kept it out.
+
+        If the awaiting task is cancelled, work that has not begun is left out, and work that has runs on.
+        """
+        done = asyncio.get_running_loop().create_future()
+        with self._closing:
+            if self._closed:
+                raise StoreError("the store is closed")
+            self._calls.put(_Call(work, done))
+        await done
+
+    def close(self) -> None:
+        """Run what is queued, then stop. Later calls of `run` raise `StoreError`."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        for batch in self._batches():
+            try:
+                self._serve(batch)
+            except Exception as error:
+                _log.exception("the commit thread failed")
+                self._break(Failure(StoreError, f"the store failed ({type(error).__name__}); restart", fatal=True))
+                _answer(batch, self._refusals(batch))
+
+    def _serve(self, batch: Sequence[_Call]) -> None:
+        outcomes = self._commit(batch)
+        _answer(batch, outcomes)
+        written = [outcome for outcome in outcomes if isinstance(outcome, int)]
+        if written and (failure := self._after_commit(sum(written))) is not None:
+            self._break(failure)
+
+    def _batches(self) -> Iterator[list[_Call]]:
+        while (first := self._calls.get()) is not None:
+            batch = [first]
+            while len(batch) < MAX_CALLS and not self._calls.empty():
+                call = self._calls.get()
+                if call is None:
+                    self._calls.put(None)
+                    break
+                batch.append(call)
+            yield [call for call in batch if not call.done.cancelled()]
+
+    def _commit(self, batch: Sequence[_Call]) -> Sequence[_Outcome]:
+        if self._broken is not None:
+            return self._refusals(batch)
+        try:
+            with self._connection.begin():
+                return [self._attempt(call.work) for call in batch]
+        except DBAPIError as error:
+            # The whole transaction is gone: no outcome counts.
+            failure = self._classify(error)
+        if failure.fatal:
+            self._break(failure)
+            return self._refusals(batch)
+        if len(batch) == 1:
+            return [failure.error()]
+        return [outcome for call in batch for outcome in self._commit([call])]
+
+    def _attempt(self, work: Work) -> _Outcome:
+        """Run one call and undo it if it fails. Raises DBAPIError if the transaction can't go on."""
+        self._connection.exec_driver_sql("SAVEPOINT call")
+        outcome: _Outcome
+        try:
+            outcome = work(self._connection)
+        except IntegrityError as error:
+            outcome = self._classify(error).error()
+        except DBAPIError:
+            raise
+        except Exception as error:
+            outcome = error
+        if isinstance(outcome, Exception):
+            self._connection.exec_driver_sql("ROLLBACK TO SAVEPOINT call")
+        self._connection.exec_driver_sql("RELEASE SAVEPOINT call")
+        return outcome
+
+    def _break(self, failure: Failure) -> None:
+        _log.error("the store takes no more writes: %s", failure.message)
+        self._broken = failure
+
+    def _refusals(self, batch: Sequence[_Call]) -> Sequence[_Outcome]:
+        assert self._broken is not None
+        return [self._broken.error() for _ in batch]
+
+
+def _answer(batch: Sequence[_Call], outcomes: Sequence[_Outcome]) -> None:
+    """Resolve the futures of `batch`, waking each event loop once: a wake-up costs more than an insert."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[None], _Outcome]]] = {}
+    for call, outcome in zip(batch, outcomes, strict=True):
+        by_loop.setdefault(call.done.get_loop(), []).append((call.done, outcome))
+    for loop, answers in by_loop.items():
+        # A loop that was closed in the meantime has nobody left to tell.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_resolve, answers)
+
+
+def _resolve(answers: Sequence[tuple[asyncio.Future[None], _Outcome]]) -> None:
+    for future, outcome in answers:
+        if future.done():  # cancelled meanwhile, or answered before the commit thread failed
+            continue
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(None)

@@ -1,0 +1,158 @@
+"""The tables of the record and how an older database becomes a current one.
+
+Storage is the delta only: a turn's row holds what it added and what was sampled, never its context. Arrays are
+blobs of little-endian elements, free-form fields canonical JSON; what deflates well is deflated (RFC 1950): the
+provenance, a few long runs, and a turn's messages and reply, which else take a third of the room.
+Everything here is plain SQL that SQLite and PostgreSQL both take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from sqlalchemy import (
+    Column,
+    Connection,
+    Double,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    inspect,
+    select,
+)
+
+from tokentape.errors import StoreCorrupt, StoreError
+
+metadata = MetaData()
+
+meta = Table(
+    "meta",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("value", Text, nullable=False),
+)
+"""Facts about the database itself; `schema_version` is the only one."""
+
+sessions = Table(
+    "sessions",
+    metadata,
+    # Order of creation. Clocks jump, and a number that is never reused makes a safe cursor for listings.
+    Column("position", Integer, primary_key=True, autoincrement=True),
+    Column("session_id", Text, nullable=False, unique=True),
+    Column("created_at", Double, nullable=False),
+    Column("metadata", Text, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+setups = Table(
+    "setups",
+    metadata,
+    Column("digest", Text, primary_key=True),
+    Column("tools", Text, nullable=False),
+    Column("template_kwargs", Text, nullable=False),
+    Column("date", Text, nullable=False),
+    Column("fingerprint", Text, nullable=False),
+)
+"""Addressed by content and never deleted: a gateway that wrote one may rely on it."""
+
+turns = Table(
+    "turns",
+    metadata,
+    Column("session_id", ForeignKey("sessions.session_id", ondelete="CASCADE"), primary_key=True),
+    Column("seq", Integer, primary_key=True),
+    Column("parent", Integer),
+    Column("setup", ForeignKey("setups.digest"), nullable=False),
+    Column("digest", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("finish_reason", Text, nullable=False),
+    Column("stop", Text, nullable=False),
+    Column("fork", Text),
+    Column("engine", Text, nullable=False),
+    Column("weight_version", Text, nullable=False),
+    Column("sampling", Text, nullable=False),
+    Column("added_ids", LargeBinary, nullable=False),
+    Column("added_provenance", LargeBinary, nullable=False),
+    Column("completion_ids", LargeBinary, nullable=False),
+    Column("logprobs", LargeBinary, nullable=False),
+    Column("messages", LargeBinary, nullable=False),
+    Column("reply", LargeBinary, nullable=False),
+    ForeignKeyConstraint(["session_id", "parent"], ["turns.session_id", "turns.seq"]),
+)
+"""The primary key is the fence: of two writers of the same turn, one fails."""
+
+rewards = Table(
+    "rewards",
+    metadata,
+    # Order of arrival: the last reward of a turn counts.
+    Column("position", Integer, primary_key=True, autoincrement=True),
+    Column("session_id", ForeignKey("sessions.session_id", ondelete="CASCADE"), nullable=False, index=True),
+    Column("turn", Integer),
+    Column("value", Double, nullable=False),
+    Column("created_at", Double, nullable=False),
+    ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
+    sqlite_autoincrement=True,
+)
+
+Migration: TypeAlias = Callable[[Connection], None]
+
+MIGRATIONS: tuple[Migration, ...] = ()
+"""`MIGRATIONS[i]` turns schema version i + 1 into i + 2. Only ever appended to."""
+
+
+def prepare(connection: Connection) -> None:
+    """Create the tables in an empty database, or bring an older one to the current version.
+
+    The caller owns the transaction: if this raises, nothing may be kept. Raises `StoreError` for a database
+    of a newer version and `StoreCorrupt` for one that isn't ours.
+    """
+    current = len(MIGRATIONS) + 1
+    version = _version(connection)
+    if version is None:
+        metadata.create_all(connection)
+        connection.execute(meta.insert().values(key="schema_version", value=str(current)))
+        return
+    _refuse_newer(version, current)
+    for migration in MIGRATIONS[version - 1 :]:
+        migration(connection)
+    if version < current:
+        connection.execute(meta.update().where(meta.c.key == "schema_version").values(value=str(current)))
+
+
+def check(connection: Connection) -> None:
+    """Raise `StoreError` unless the database can be read as it is, `StoreCorrupt` if it isn't ours."""
+    current = len(MIGRATIONS) + 1
+    version = _version(connection)
+    if version is None:
+        raise StoreCorrupt("the database is empty; a Tokentape database was expected")
+    _refuse_newer(version, current)
+    if version < current:
+        raise StoreError(
+            f"the database has schema version {version}, this Tokentape reads {current}; "
+            "open it for writing once to migrate it"
+        )
+
+
+def _version(connection: Connection) -> int | None:
+    """Return the schema version, None if the database is empty."""
+    tables = inspect(connection).get_table_names()
+    if not tables:
+        return None
+    if meta.name not in tables:
+        raise StoreCorrupt("the database has tables, but not Tokentape's")
+    value = connection.execute(select(meta.c.value).where(meta.c.key == "schema_version")).scalar()
+    if not (isinstance(value, str) and value.isascii() and value.isdigit() and int(value) > 0):
+        raise StoreCorrupt("the database names no valid schema version")
+    return int(value)
+
+
+def _refuse_newer(version: int, current: int) -> None:
+    if version > current:
+        raise StoreError(
+            f"the database has schema version {version}, this Tokentape knows {current}; "
+            "use the release that wrote it, or a later one"
+        )

@@ -1,0 +1,43 @@
+"""Which model a data directory was recorded with, so that its ids can be read as text later: `model.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tokentape.errors import StoreCorrupt
+
+_NAME = "model.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model folder that the gateway was started with last."""
+
+    folder: str
+    """Absolute path. Nothing promises that it still holds what it held then."""
+    tokenizer_sha256: str
+    """Hex SHA-256 of its `tokenizer.json`: the same digest, the same text of every id."""
+    fingerprint: str
+    """As in `Setup`: tokenizer, template and library versions."""
+
+
+def write_served_model(directory: str | Path, model: ServedModel) -> None:
+    """Remember `model` in the data directory, in place of the one before."""
+    path = Path(directory) / _NAME
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def read_served_model(directory: str | Path) -> ServedModel | None:
+    """What `write_served_model` remembered; None if there is nothing. Raises `StoreCorrupt` if it can't be read."""
+    path = Path(directory) / _NAME
+    if not path.is_file():
+        return None
+    try:
+        return ServedModel(**json.loads(path.read_bytes()))
+    except (TypeError, ValueError):
+        raise StoreCorrupt(f"{path} is damaged; delete it and name the model folder instead") from None

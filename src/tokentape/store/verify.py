@@ -1,0 +1,174 @@
+"""Check a data directory from outside: the file itself, every hash, every rule of a turn. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Connection, Engine, bindparam, select, union
+
+from tokentape.errors import StoreCorrupt, StoreError
+from tokentape.store import schema
+from tokentape.store.checks import chained, turn_faults
+from tokentape.store.driver import explained, reading_engine, snapshot
+from tokentape.store.rows import decode_reward, decode_session, decode_setup, decode_turn
+from tokentape.store.sqlite import DATABASE_NAME
+from tokentape.types import Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong with a record."""
+
+    problem: str
+    session_id: str | None = None
+    """None if it isn't about one session."""
+    turn: int | None = None
+    """`seq` of the turn; None if it isn't about one turn."""
+
+    def __str__(self) -> str:
+        where = "database" if self.session_id is None else f"session {self.session_id}"
+        return f"{where}{'' if self.turn is None else f' turn {self.turn}'}: {self.problem}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was checked and what was found."""
+
+    sessions: int
+    turns: int
+    """Turns that could be read, faulty ones included."""
+    tokens: int
+    """Unique tokens of those turns."""
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing was found."""
+        return not self.findings
+
+
+def verify(directory: str | Path) -> Report:
+    """Check the record in `directory`, beside a running writer or without one.
+
+    SQLite's own integrity check; every setup's and turn's digest recomputed, every turn chained to its parent;
+    turns numbered from 0 without gaps, each parent before its child; and `checks.turn_faults`. A digest does
+    not cover rewards and session metadata: of those only the form is checked. Nor can a chain tell that its
+    newest turns were cut off.
+
+    Raises `StoreError` if there is no database file; whatever is wrong with one is a finding.
+    """
+    path = Path(directory) / DATABASE_NAME
+    if not path.is_file():
+        raise StoreError(f"{path} does not exist: {directory} is not a data directory")
+    engine = reading_engine(path)
+    check = _Check(engine)
+    try:
+        check.run()
+    finally:
+        engine.dispose()
+    return Report(check.sessions, check.turns, check.tokens, tuple(check.findings))
+
+
+class _Check:
+    """One run of `verify`: what it has counted and found so far."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.sessions = self.turns = self.tokens = 0
+        self.findings: list[Finding] = []
+        self._engine = engine
+        self._good_setups: set[str] = set()
+
+    def run(self) -> None:
+        session_ids: list[str] = []
+        with self._damage_found(), snapshot(self._engine) as connection:
+            schema.check(connection)
+            session_ids += connection.execute(_SESSION_IDS).scalars()
+            self._check_file(connection)
+        for session_id in session_ids:
+            # A snapshot each: a long one would keep a running writer's log from being recycled.
+            with self._damage_found(session_id), snapshot(self._engine) as connection:
+                self._check_session(connection, session_id)
+
+    def _check_file(self, connection: Connection) -> None:
+        for line in connection.exec_driver_sql("PRAGMA integrity_check").scalars():
+            if line != "ok":
+                self._found(f"SQLite: {line}")
+        for table, *_ in connection.exec_driver_sql("PRAGMA foreign_key_check"):
+            self._found(f"a row of {table} refers to one that isn't there")
+
+    def _check_session(self, connection: Connection, session_id: str) -> None:
+        of_session = {"session_id": session_id}
+        row = connection.execute(_SESSION, of_session).one_or_none()
+        seqs = connection.execute(_SEQS, of_session).scalars().all()
+        if row is None and not seqs:
+            return  # deleted since the listing was read
+        self.sessions += 1
+        with self._damage_found(session_id):
+            if row is None:
+                raise StoreCorrupt("its turns are there, the session is not")
+            decode_session(row)
+        with self._damage_found(session_id):
+            for reward in connection.execute(_REWARDS, of_session):
+                decode_reward(reward)
+        digests: dict[int | None, str] = {}
+        for before, seq in zip([-1, *seqs], seqs, strict=False):
+            with self._damage_found(session_id, seq):
+                if seq != before + 1:
+                    self._found(f"the turn before it is {before}, not {seq - 1}", session_id, seq)
+                # Row by row, so that a damaged one doesn't hide the others.
+                turn = decode_turn(connection.execute(_TURN, {**of_session, "seq": seq}).one())
+                self.turns += 1
+                self.tokens += turn.added_ids.size + turn.completion_ids.size
+                for problem in _turn_problems(turn, digests):
+                    self._found(problem, session_id, seq)
+                digests[seq] = turn.digest
+                self._check_setup(connection, turn.setup)
+
+    def _check_setup(self, connection: Connection, digest: str) -> None:
+        if digest in self._good_setups:
+            return
+        row = connection.execute(_SETUP, {"digest": digest}).one_or_none()
+        if row is None:
+            raise StoreCorrupt(f"its setup {digest!r} is not there")
+        decode_setup(row)
+        self._good_setups.add(digest)
+
+    def _found(self, problem: str, session_id: str | None = None, turn: int | None = None) -> None:
+        self.findings.append(Finding(problem, session_id, turn))
+
+    @contextmanager
+    def _damage_found(self, session_id: str | None = None, turn: int | None = None) -> Iterator[None]:
+        """Turn what goes wrong on reading damaged data into a finding."""
+        try:
+            with explained():
+                yield
+        except StoreError as error:
+            self._found(str(error), session_id, turn)
+        except Exception as error:
+            # A damaged row can hold values of any type, and an index can point anywhere.
+            self._found(f"it can't be read ({type(error).__name__})", session_id, turn)
+
+
+def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[str]:
+    """Yield what is wrong with a turn. `digests` has those of the turns before it."""
+    yield from turn_faults(turn)
+    if turn.parent is not None and turn.parent not in digests:
+        yield f"its parent, turn {turn.parent}, can't be read or doesn't precede it"
+    elif not chained(turn, digests.get(turn.parent)):
+        yield "its contents don't fit its digest and its parent's"
+
+
+_SESSION = select(schema.sessions).where(schema.sessions.c.session_id == bindparam("session_id"))
+_REWARDS = select(schema.rewards).where(schema.rewards.c.session_id == bindparam("session_id"))
+_SEQS = (
+    select(schema.turns.c.seq).where(schema.turns.c.session_id == bindparam("session_id")).order_by(schema.turns.c.seq)
+)
+_TURN = select(schema.turns).where(
+    schema.turns.c.session_id == bindparam("session_id"), schema.turns.c.seq == bindparam("seq")
+)
+_SETUP = select(schema.setups).where(schema.setups.c.digest == bindparam("digest"))
+_SESSION_IDS = union(select(schema.sessions.c.session_id), select(schema.turns.c.session_id))
+"""Turns too, in case a session's own row is lost."""

@@ -1,0 +1,94 @@
+"""The real parts, put together: the tiny model, its engine and renderer, a store, turns, a gateway on a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+import tokentape.demo
+from tokentape.chat.renderer import Renderer
+from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.transformers import FinishedSample, TransformersEngine
+from tokentape.gateway.app import create_app
+from tokentape.gateway.serve import running
+from tokentape.gateway.turns import Turns
+from tokentape.store import SqliteStore
+from tokentape.types import TokenIds
+
+
+class SharedEngine:
+    """An engine that outlives the gateways in front of it: closing is left to whoever opened it."""
+
+    def __init__(self, engine: TransformersEngine, finished: list[FinishedSample]) -> None:
+        self._engine = engine
+        self.finished = finished
+        """What the engine itself says it sampled, of every call that ended, in the order of their ends."""
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    def sample(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+    ) -> AsyncGenerator[SampleDelta, None]:
+        return self._engine.sample(prompt_ids, params, stream=stream, request_id=request_id)
+
+    async def check(self) -> None:
+        await self._engine.check()
+
+    async def close(self) -> None:
+        pass
+
+
+# Machines are shared and slow at times: how long an example takes proves nothing.
+settings.register_profile("tokentape", deadline=None)
+settings.load_profile("tokentape")
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    """The folder of the tiny model that the package ships."""
+    return Path(tokentape.demo.__file__).parent / "model"
+
+
+@pytest.fixture(scope="session")
+def renderer(model_dir: Path) -> Renderer:
+    return Renderer.load(model_dir)
+
+
+@pytest.fixture(scope="session")
+def _opened_engine(model_dir: Path) -> Iterator[tuple[TransformersEngine, list[FinishedSample]]]:
+    finished: list[FinishedSample] = []
+    engine = TransformersEngine.open(model_dir, on_finish=finished.append)
+    yield engine, finished
+    asyncio.run(engine.close())
+
+
+@pytest.fixture
+def engine(_opened_engine: tuple[TransformersEngine, list[FinishedSample]]) -> SharedEngine:
+    """The embedded engine with the tiny model: loaded once, with a log that starts empty."""
+    opened, finished = _opened_engine
+    finished.clear()
+    return SharedEngine(opened, finished)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqliteStore]:
+    with SqliteStore.open(tmp_path / "data") as store:
+        yield store
+
+
+@pytest.fixture
+def turns(engine: SharedEngine, renderer: Renderer, store: SqliteStore) -> Turns:
+    return Turns(engine, renderer, store)
+
+
+@pytest.fixture
+def gateway_url(turns: Turns) -> Iterator[str]:
+    """The base URL of a gateway on a real socket."""
+    with running(create_app(turns, model_id="tiny")) as url:
+        yield url

@@ -1,0 +1,135 @@
+"""Records to write, by hand and by Hypothesis, and a comparison that sees every bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from tokentape.session.chain import seal, setup_digest
+from tokentape.types import Provenance, SessionInfo, Setup, Turn
+
+ADDED_CODES = [code for code in Provenance if code is not Provenance.SAMPLED]
+
+
+def make_setup(fingerprint: str = "fingerprint", **template_kwargs: Any) -> Setup:
+    tools = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
+    digest = setup_digest(tools, template_kwargs, "2026-01-01", fingerprint)
+    return Setup(tools, template_kwargs, "2026-01-01", fingerprint, digest)
+
+
+SETUP = make_setup()
+
+
+def make_turn(session_id: str, seq: int, parent: Turn | None = None, *, tokens: int = 4, **changes: Any) -> Turn:
+    """A sealed turn with `tokens` added and as many sampled ids, up to 5000 all different from each other's."""
+    first = 10_000 * seq
+    turn = Turn(
+        session_id=session_id,
+        seq=seq,
+        parent=None if parent is None else parent.seq,
+        setup=SETUP.digest,
+        messages=({"role": "user", "content": f"question {seq}"},),
+        reply={"role": "assistant", "content": f"answer {seq}"},
+        added_ids=np.arange(first, first + tokens, dtype=np.int32),
+        added_provenance=np.full(tokens, Provenance.USER, np.uint8),
+        completion_ids=np.arange(first + 5000, first + 5000 + tokens, dtype=np.int32),
+        logprobs=np.arange(-tokens, 0, dtype=np.float32) / 8,
+        finish_reason="stop",
+        stop=7,
+        fork=None,
+        sampling={"temperature": 1.0, "seed": seq},
+        engine="fake 1.0 raw_logprobs",
+        weight_version="step-1",
+        created_at=1000.5 + seq,
+        digest="",
+    )
+    return seal(dataclasses.replace(turn, **changes), None if parent is None else parent.digest)
+
+
+def make_chain(session_id: str, count: int, **changes: Any) -> list[Turn]:
+    """A branch of `count` turns from the session's first."""
+    turns: list[Turn] = []
+    for seq in range(count):
+        turns.append(make_turn(session_id, seq, turns[-1] if turns else None, **changes))
+    return turns
+
+
+def bits(record: object) -> object:
+    """`record` as plain values that are equal exactly if every bit is; tuples and lists are not told apart."""
+    match record:
+        case np.ndarray():
+            return str(record.dtype), record.shape, record.tobytes()
+        case tuple() | list():
+            return [bits(item) for item in record]
+        case dict():
+            return {key: bits(value) for key, value in record.items()}
+    if dataclasses.is_dataclass(record):
+        return {field.name: bits(getattr(record, field.name)) for field in dataclasses.fields(record)}
+    return record
+
+
+any_text = st.text(st.characters(exclude_categories=()), max_size=20)
+"""Any string that JSON can spell, lone surrogates and NUL included."""
+
+names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+"""Any string that a text column takes."""
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | finite | any_text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text, inner, max_size=3),
+    max_leaves=8,
+)
+json_objects = st.dictionaries(any_text, json_values, max_size=4)
+
+sessions = st.builds(SessionInfo, session_id=names, created_at=finite, metadata=json_objects)
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    fields = draw(st.tuples(st.lists(json_objects, max_size=2).map(tuple), json_objects, names, names))
+    return Setup(*fields, setup_digest(*fields))
+
+
+@st.composite
+def turns(draw: st.DrawFn, session_id: str, seq: int, parents: list[Turn], setup: str) -> Turn:
+    """A sealed turn that keeps every rule of a turn, with any of `parents` or none."""
+    parent = draw(st.sampled_from([None, *parents]))
+    added = draw(st.integers(1 if parent is None else 0, 30))
+    finish_reason = draw(st.sampled_from(["stop", "length", "abort"]))
+    sampled = draw(st.integers(0 if finish_reason == "abort" else 1, 30))
+    turn = Turn(
+        session_id=session_id,
+        seq=seq,
+        parent=None if parent is None else parent.seq,
+        setup=setup,
+        messages=tuple(draw(st.lists(json_objects, max_size=3))),
+        reply=draw(json_objects),
+        added_ids=draw(arrays(np.int32, added)),
+        added_provenance=draw(arrays(np.uint8, added, elements=st.sampled_from([int(c) for c in ADDED_CODES]))),
+        completion_ids=draw(arrays(np.int32, sampled)),
+        logprobs=draw(arrays(np.float32, sampled)),
+        finish_reason=finish_reason,
+        stop=draw(st.none() | st.integers() | any_text),
+        fork=draw(st.none() | names),
+        sampling=draw(json_objects),
+        engine=draw(names),
+        weight_version=draw(names),
+        created_at=draw(finite),
+        digest="",
+    )
+    return seal(turn, None if parent is None else parent.digest)
+
+
+@st.composite
+def trees(draw: st.DrawFn, session_id: str, setup: str, max_turns: int = 4) -> list[Turn]:
+    """Turns of one session in order, each continuing any of the earlier ones or none."""
+    recorded: list[Turn] = []
+    for seq in range(draw(st.integers(1, max_turns))):
+        recorded.append(draw(turns(session_id, seq, recorded, setup)))
+    return recorded

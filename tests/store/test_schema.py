@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, text
+
+from tests.records import SETUP, bits, make_chain
+from tokentape.errors import StoreCorrupt, StoreError
+from tokentape.store import SqliteStore, schema
+from tokentape.types import SessionInfo
+
+TURNS = make_chain("s", 2)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A data directory of the current version with one session."""
+    with SqliteStore.open(tmp_path) as store:
+        asyncio.run(store.write(SETUP, SessionInfo("s", 1.0), *TURNS))
+    return tmp_path
+
+
+def execute(directory: Path, statement: str) -> list[tuple[object, ...]]:
+    connection = sqlite3.connect(directory / "tokentape.db", isolation_level=None)
+    try:
+        return connection.execute(statement).fetchall()
+    finally:
+        connection.close()
+
+
+def add_note(connection: Connection) -> None:
+    connection.execute(text("ALTER TABLE sessions ADD COLUMN note TEXT NOT NULL DEFAULT ''"))
+
+
+def fill_note(connection: Connection) -> None:
+    connection.execute(text("UPDATE sessions SET note = 'from ' || session_id"))
+
+
+def fail(connection: Connection) -> None:
+    raise StoreError("this migration fails")
+
+
+def version(directory: Path) -> object:
+    return execute(directory, "SELECT value FROM meta WHERE key = 'schema_version'")[0][0]
+
+
+def with_migrations(monkeypatch: pytest.MonkeyPatch, *migrations: schema.Migration) -> None:
+    monkeypatch.setattr(schema, "MIGRATIONS", migrations)
+
+
+def test_a_new_database_has_the_current_version(directory: Path) -> None:
+    assert version(directory) == str(len(schema.MIGRATIONS) + 1)
+
+
+def test_an_older_database_is_migrated_step_by_step_with_its_records(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_migrations(monkeypatch, add_note)
+    SqliteStore.open(directory).close()
+    assert version(directory) == "2"
+    with_migrations(monkeypatch, add_note, fill_note)
+    with SqliteStore.open(directory) as store:
+        assert bits(store.load_session("s").turns) == bits(TURNS)
+    assert version(directory) == "3"
+    assert execute(directory, "SELECT note FROM sessions") == [("from s",)]
+
+
+def test_a_migration_that_fails_leaves_the_database_as_it_was(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_migrations(monkeypatch, add_note, fail)
+    with pytest.raises(StoreError, match="this migration fails"):
+        SqliteStore.open(directory)
+    assert version(directory) == "1"
+    with_migrations(monkeypatch)
+    with SqliteStore.open(directory) as store:
+        assert len(store.load_session("s").turns) == 2
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_newer_database_is_refused_and_left_alone(directory: Path, read_only: bool) -> None:
+    execute(directory, "UPDATE meta SET value = '99'")
+    with pytest.raises(StoreError, match="schema version 99"):
+        SqliteStore.open(directory, read_only=read_only)
+    assert version(directory) == "99"
+
+
+def test_an_older_database_is_not_opened_read_only(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_migrations(monkeypatch, add_note)
+    with pytest.raises(StoreError, match="for writing once"):
+        SqliteStore.open(directory, read_only=True)
+    assert version(directory) == "1"
+
+
+@pytest.mark.parametrize("value", ["", "0", "one", "²"])
+def test_a_version_that_is_no_number_is_damage(directory: Path, value: str) -> None:
+    execute(directory, f"UPDATE meta SET value = '{value}'")
+    with pytest.raises(StoreCorrupt):
+        SqliteStore.open(directory)
+
+
+def test_somebody_elses_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+    execute(tmp_path, "CREATE TABLE theirs (x)")
+    with pytest.raises(StoreCorrupt, match="not Tokentape's"):
+        SqliteStore.open(tmp_path)
+    assert execute(tmp_path, "SELECT name FROM sqlite_master") == [("theirs",)]

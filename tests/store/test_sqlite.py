@@ -1,0 +1,410 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import event
+from sqlalchemy.pool import Pool
+
+from tests.records import SETUP, bits, finite, make_chain, make_setup, make_turn, sessions, setups, trees
+from tokentape.errors import (
+    Conflict,
+    InvalidRequest,
+    InvariantViolation,
+    NotFound,
+    StoreCorrupt,
+    StoreError,
+    StoreLocked,
+)
+from tokentape.store import Record, SqliteStore
+from tokentape.store.verify import verify
+from tokentape.types import Provenance, Reward, SessionInfo
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqliteStore]:
+    with SqliteStore.open(tmp_path) as store:
+        yield store
+
+
+def write(store: SqliteStore, *records: Record) -> None:
+    asyncio.run(store.write(*records))
+
+
+def session(session_id: str) -> SessionInfo:
+    return SessionInfo(session_id, 1.0)
+
+
+# Reading back
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_everything_written_reads_back_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    info = data.draw(sessions)
+    setup = data.draw(setups())
+    turns = data.draw(trees(info.session_id, setup.digest))
+    marks = st.builds(
+        Reward, st.just(info.session_id), st.none() | st.sampled_from([turn.seq for turn in turns]), finite, finite
+    )
+    rewards = data.draw(st.lists(marks, max_size=3))
+    directory = tmp_path_factory.mktemp("store")
+    with SqliteStore.open(directory, synchronous="NORMAL") as store:
+        write(store, info, setup, *turns, *rewards)
+    with SqliteStore.open(directory, read_only=True) as store:
+        stored = store.load_session(info.session_id)
+    assert bits(stored.info) == bits(info)
+    assert bits(dict(stored.setups)) == bits({setup.digest: setup})
+    assert bits(stored.turns) == bits(turns)
+    assert bits(stored.rewards) == bits(rewards)
+    assert verify(directory).ok
+
+
+def test_a_session_reads_back_while_the_store_is_open(store: SqliteStore) -> None:
+    turns = make_chain("s", 3)
+    write(store, session("s"), SETUP, *turns)
+    assert bits(store.load_session("s").turns) == bits(turns)
+
+
+def test_arrays_are_views_of_what_was_read(store: SqliteStore) -> None:
+    write(store, session("s"), SETUP, make_turn("s", 0))
+    ids = store.load_session("s").turns[0].completion_ids
+    assert ids.base is not None
+    assert not ids.flags.writeable
+
+
+def test_only_the_setups_of_a_session_come_with_it(store: SqliteStore) -> None:
+    other = make_setup("other")
+    write(store, session("s"), SETUP, other, make_turn("s", 0), session("t"), make_turn("t", 0, setup=other.digest))
+    assert set(store.load_session("s").setups) == {SETUP.digest}
+    assert set(store.load_session("t").setups) == {other.digest}
+
+
+def test_a_setup_written_twice_is_kept_once(store: SqliteStore) -> None:
+    write(store, SETUP, session("s"), SETUP, make_turn("s", 0))
+    write(store, SETUP)
+    assert bits(store.load_session("s").setups[SETUP.digest]) == bits(SETUP)
+
+
+def test_an_unknown_session_is_not_found(store: SqliteStore) -> None:
+    with pytest.raises(NotFound):
+        store.load_session("s")
+
+
+def test_a_write_of_nothing_is_nothing(store: SqliteStore) -> None:
+    write(store)
+    assert store.sessions() == []
+
+
+# Listings
+
+
+def test_listings_count_turns_and_unique_tokens(store: SqliteStore) -> None:
+    write(store, session("s"), session("empty"), SETUP, *make_chain("s", 3, tokens=5))
+    first, second = store.sessions()
+    assert (first.info.session_id, first.turns, first.tokens, first.sampled_tokens) == ("s", 3, 30, 15)
+    assert (second.info.session_id, second.turns, second.tokens, second.sampled_tokens) == ("empty", 0, 0, 0)
+
+
+def test_pages_follow_the_order_of_creation_even_around_deletions(store: SqliteStore) -> None:
+    for name in "dacb":
+        write(store, session(name))
+    page = store.sessions(limit=2)
+    assert [summary.info.session_id for summary in page] == ["d", "a"]
+    asyncio.run(store.delete_session("a"))
+    rest = store.sessions(limit=2, after=page[-1].position)
+    assert [summary.info.session_id for summary in rest] == ["c", "b"]
+
+
+def test_a_position_is_not_used_again(store: SqliteStore) -> None:
+    write(store, session("a"))
+    before = store.sessions()[0].position
+    asyncio.run(store.delete_session("a"))
+    write(store, session("a"))
+    assert store.sessions()[0].position > before
+
+
+def test_iteration_yields_every_session_over_page_borders(store: SqliteStore) -> None:
+    names = [f"s{number}" for number in range(250)]
+    write(store, *map(session, names))
+    assert [stored.info.session_id for stored in store.iter_sessions()] == names
+
+
+def test_iteration_passes_over_a_session_deleted_meanwhile(store: SqliteStore) -> None:
+    write(store, session("a"), session("b"), session("c"))
+    iterator = store.iter_sessions()
+    assert next(iterator).info.session_id == "a"
+    asyncio.run(store.delete_session("b"))
+    assert [stored.info.session_id for stored in iterator] == ["c"]
+
+
+# What is not let in
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_turn_that_is_not_the_next_conflicts(store: SqliteStore, number: int) -> None:
+    turns = make_chain("s", 2)
+    write(store, session("s"), SETUP, *turns)
+    with pytest.raises(Conflict):
+        write(store, make_turn("s", number, turns[0] if number else None, engine="another"))
+    assert bits(store.load_session("s").turns) == bits(turns)
+
+
+def test_a_session_id_that_is_taken_conflicts(store: SqliteStore) -> None:
+    write(store, SessionInfo("s", 1.0, {"first": True}))
+    with pytest.raises(Conflict):
+        write(store, SessionInfo("s", 2.0))
+    assert store.load_session("s").info.metadata == {"first": True}
+
+
+@pytest.mark.parametrize(
+    "record", [make_turn("gone", 0), make_turn("gone", 4), Reward("gone", None, 1.0, 1.0), Reward("s", 1, 1.0, 1.0)]
+)
+def test_a_record_of_something_unknown_is_not_found(store: SqliteStore, record: Record) -> None:
+    write(store, session("s"), SETUP, make_turn("s", 0))
+    with pytest.raises(NotFound):
+        write(store, record)
+
+
+def test_a_turn_under_an_unknown_setup_is_not_found(store: SqliteStore) -> None:
+    with pytest.raises(NotFound):
+        write(store, session("s"), make_turn("s", 0))
+    with pytest.raises(NotFound):
+        store.load_session("s")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": np.zeros(3, np.float32)},
+        {"added_provenance": np.full(3, Provenance.USER, np.uint8)},
+        {"added_provenance": np.full(4, Provenance.SAMPLED, np.uint8)},
+        {"added_provenance": np.zeros(4, np.uint8)},
+        {"added_ids": np.empty(0, np.int32), "added_provenance": np.empty(0, np.uint8)},
+        {"completion_ids": np.empty(0, np.int32), "logprobs": np.empty(0, np.float32)},
+    ],
+)
+def test_a_turn_that_breaks_a_rule_is_refused(store: SqliteStore, changes: dict[str, Any]) -> None:
+    with pytest.raises(InvariantViolation):
+        write(store, session("s"), SETUP, make_turn("s", 0, **changes))
+    assert store.sessions() == []
+
+
+def test_a_turn_chained_to_another_past_is_refused(store: SqliteStore) -> None:
+    write(store, session("s"), SETUP, make_turn("s", 0))
+    with pytest.raises(InvariantViolation):
+        write(store, make_turn("s", 1, make_turn("s", 0, engine="another")))
+
+
+def test_a_turn_whose_parent_is_itself_is_refused(store: SqliteStore) -> None:
+    with pytest.raises(InvariantViolation):
+        write(store, session("s"), SETUP, make_turn("s", 0, make_turn("s", 0)))
+
+
+def test_a_setup_under_the_digest_of_another_is_refused(store: SqliteStore) -> None:
+    with pytest.raises(InvariantViolation):
+        write(store, dataclasses.replace(SETUP, date="2026-01-02"))
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_a_name_that_no_text_column_takes_is_refused(store: SqliteStore, name: str) -> None:
+    with pytest.raises(InvalidRequest):
+        write(store, session(name))
+
+
+def test_a_reward_that_is_not_a_number_is_refused(store: SqliteStore) -> None:
+    write(store, session("s"))
+    with pytest.raises(InvalidRequest):
+        write(store, Reward("s", None, float("nan"), 1.0))
+
+
+def test_of_a_call_that_fails_nothing_is_recorded(store: SqliteStore) -> None:
+    with pytest.raises(Conflict):
+        write(store, session("s"), SETUP, make_turn("s", 0), session("s"))
+    assert store.sessions() == []
+
+
+# Deletion
+
+
+def test_deletion_takes_turns_and_rewards_and_leaves_others(store: SqliteStore, tmp_path: Path) -> None:
+    for name in "ab":
+        write(
+            store, session(name), SETUP, *make_chain(name, 3), Reward(name, 1, 1.0, 1.0), Reward(name, None, 1.0, 1.0)
+        )
+    asyncio.run(store.delete_session("a"))
+    assert [summary.info.session_id for summary in store.sessions()] == ["b"]
+    assert len(store.load_session("b").rewards) == 2
+    assert verify(tmp_path).ok
+    write(store, session("a"))
+    assert store.load_session("a").turns == ()
+    assert store.load_session("a").rewards == ()
+
+
+def test_deletion_of_an_unknown_session_is_not_found(store: SqliteStore) -> None:
+    with pytest.raises(NotFound):
+        asyncio.run(store.delete_session("s"))
+
+
+def test_a_turn_in_flight_does_not_resurrect_a_deleted_session(store: SqliteStore) -> None:
+    root, child = make_chain("s", 2)
+    write(store, session("s"), SETUP, root)
+    asyncio.run(store.delete_session("s"))
+    with pytest.raises(NotFound):
+        write(store, child)
+    write(store, session("s"), make_turn("s", 0, engine="another"))
+    with pytest.raises(InvariantViolation):
+        write(store, child)
+
+
+# Opening and closing
+
+
+def test_a_closed_store_is_one_file_and_the_lock(tmp_path: Path) -> None:
+    with SqliteStore.open(tmp_path) as store:
+        write(store, session("s"))
+    assert {path.name for path in tmp_path.iterdir()} == {"tokentape.db", "tokentape.lock"}
+
+
+def test_a_closed_store_refuses_and_is_not_healthy(tmp_path: Path) -> None:
+    store = SqliteStore.open(tmp_path)
+    assert store.healthy
+    store.close()
+    store.close()
+    assert not store.healthy
+    with pytest.raises(StoreError, match="closed"):
+        write(store, session("s"))
+    with pytest.raises(StoreError, match="closed"):
+        store.sessions()
+
+
+def test_closing_writes_what_is_queued(tmp_path: Path) -> None:
+    async def queue_and_close() -> None:
+        store = SqliteStore.open(tmp_path)
+        writes = [asyncio.ensure_future(store.write(session(f"s{number}"))) for number in range(50)]
+        await asyncio.sleep(0)
+        store.close()
+        await asyncio.gather(*writes)
+
+    asyncio.run(queue_and_close())
+    with SqliteStore.open(tmp_path) as store:
+        assert len(store.sessions()) == 50
+
+
+def test_a_second_writer_in_another_process_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
+    program = "import sys; from tokentape.store import SqliteStore\n"
+    holding = program + "s = SqliteStore.open(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", holding, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(StoreLocked, match=rf"\b{holder.pid}\b"):
+            SqliteStore.open(tmp_path)
+        holder.kill()
+    SqliteStore.open(tmp_path).close()
+
+
+def test_a_second_writer_in_this_process_is_refused(store: SqliteStore, tmp_path: Path) -> None:
+    with pytest.raises(StoreLocked):
+        SqliteStore.open(tmp_path)
+    write(store, session("s"))
+
+
+def test_a_reader_opens_beside_the_writer_and_sees_what_it_writes(store: SqliteStore, tmp_path: Path) -> None:
+    with SqliteStore.open(tmp_path, read_only=True) as reader:
+        write(store, session("s"), SETUP, make_turn("s", 0))
+        assert len(reader.load_session("s").turns) == 1
+        with pytest.raises(StoreError, match="read-only"):
+            write(reader, session("t"))
+        assert reader.healthy
+    write(store, session("t"))
+
+
+def test_a_reader_sees_one_state_of_a_session_that_is_being_written(store: SqliteStore) -> None:
+    turns = make_chain("s", 60)
+    write(store, session("s"), SETUP)
+
+    async def write_and_read() -> None:
+        async def write_all() -> None:
+            for turn in turns:
+                await store.write(turn, Reward("s", turn.seq, 1.0, time.time()))
+
+        writing = asyncio.ensure_future(write_all())
+        while not writing.done():
+            stored = await asyncio.to_thread(store.load_session, "s")
+            assert len(stored.turns) == len(stored.rewards)
+        await writing
+
+    asyncio.run(write_and_read())
+    assert len(store.load_session("s").turns) == 60
+
+
+def test_reading_a_directory_without_a_database_is_refused_and_makes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="not a data directory"):
+        SqliteStore.open(tmp_path, read_only=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "tokentape.db").write_bytes(b"not a database" * 1000)
+    for read_only in (False, True):
+        with pytest.raises(StoreCorrupt):
+            SqliteStore.open(tmp_path, read_only=read_only)
+    assert (tmp_path / "tokentape.db").read_bytes() == b"not a database" * 1000
+
+
+def test_a_directory_that_cannot_be_made_is_a_store_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file"):
+        SqliteStore.open(tmp_path / "file" / "data")
+
+
+def test_a_data_directory_is_made_for_its_owner_only(tmp_path: Path) -> None:
+    SqliteStore.open(tmp_path / "new" / "data").close()
+    assert (tmp_path / "new" / "data").stat().st_mode & 0o777 == 0o700
+
+
+def test_loading_a_changed_turn_is_refused(tmp_path: Path) -> None:
+    turn = make_turn("s", 0)
+    with SqliteStore.open(tmp_path) as store:
+        write(store, session("s"), SETUP, turn)
+    path = tmp_path / "tokentape.db"
+    before = path.read_bytes()
+    assert before.count(turn.completion_ids.tobytes()) == 1
+    other = turn.completion_ids.copy()
+    other[2] += 1
+    path.write_bytes(before.replace(turn.completion_ids.tobytes(), other.tobytes()))
+    with SqliteStore.open(tmp_path, read_only=True) as store, pytest.raises(StoreCorrupt, match=r"turn 0 .*'s'"):
+        store.load_session("s")
+
+
+def test_synchronous_reaches_the_connection(tmp_path: Path) -> None:
+    levels: list[int] = []
+
+    def note(connection: Any, _: object) -> None:
+        levels.append(connection.execute("PRAGMA synchronous").fetchone()[0])
+
+    event.listen(Pool, "connect", note)
+    try:
+        SqliteStore.open(tmp_path).close()
+        full = levels[0]
+        levels.clear()
+        SqliteStore.open(tmp_path, synchronous="NORMAL").close()
+        normal = levels[0]
+    finally:
+        event.remove(Pool, "connect", note)
+    assert (full, normal) == (2, 1)

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.records import SETUP, bits, make_chain, make_turn
+from tokentape.errors import StoreError
+from tokentape.store import SqliteStore
+from tokentape.store.verify import Finding, verify
+from tokentape.types import Reward, SessionInfo
+
+CHAINS = {"a": make_chain("a", 4), "b": make_chain("b", 3, tokens=2000)}
+FORK = make_turn("a", 4, CHAINS["a"][1], fork="history edited")
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("intact")
+    with SqliteStore.open(directory, synchronous="NORMAL") as store:
+        for name, chain in CHAINS.items():
+            asyncio.run(store.write(SessionInfo(name, 1.0), SETUP, *chain, Reward(name, 1, 0.5, 1.0)))
+        asyncio.run(store.write(FORK))
+    return directory
+
+
+@pytest.fixture
+def directory(intact: Path, tmp_path: Path) -> Path:
+    shutil.copy(intact / "tokentape.db", tmp_path)
+    return tmp_path
+
+
+def execute(directory: Path, *statements: str, parameters: tuple[object, ...] = ()) -> None:
+    connection = sqlite3.connect(directory / "tokentape.db", isolation_level=None)
+    for statement in statements:
+        connection.execute(statement, parameters)
+    connection.close()
+
+
+def where(findings: tuple[Finding, ...]) -> list[tuple[str | None, int | None]]:
+    return [(finding.session_id, finding.turn) for finding in findings]
+
+
+def test_an_intact_record_has_no_findings_and_is_counted(directory: Path) -> None:
+    report = verify(directory)
+    assert report.ok
+    assert report.findings == ()
+    assert (report.sessions, report.turns) == (2, 8)
+    assert report.tokens == 5 * 8 + 3 * 4000
+
+
+def test_an_empty_record_is_fine(tmp_path: Path) -> None:
+    SqliteStore.open(tmp_path).close()
+    assert verify(tmp_path).ok
+
+
+def test_verification_works_beside_a_writer_and_sees_its_log(tmp_path: Path) -> None:
+    with SqliteStore.open(tmp_path) as store:
+        asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, make_turn("s", 0)))
+        report = verify(tmp_path)
+        assert report.ok
+        assert report.turns == 1
+
+
+def test_a_directory_without_a_database_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="not a data directory"):
+        verify(tmp_path)
+
+
+def test_verification_changes_nothing(directory: Path) -> None:
+    execute(directory, "UPDATE turns SET engine = 'other'")
+    before = (directory / "tokentape.db").read_bytes()
+    verify(directory)
+    assert (directory / "tokentape.db").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "engine = 'other'",
+        "weight_version = 'other'",
+        "created_at = created_at + 1",
+        "finish_reason = 'length'",
+        "stop = '8'",
+        "stop = 'not json'",
+        "fork = 'made up'",
+        "sampling = '{}'",
+        "sampling = zeroblob(3)",
+        "reply = zeroblob(8)",
+        "reply = 17",
+        "messages = (SELECT reply FROM turns WHERE session_id = 'b' AND seq = 0)",
+        "added_ids = zeroblob(16)",
+        "added_ids = zeroblob(15)",
+        "added_provenance = 'text'",
+        "completion_ids = zeroblob(16)",
+        "logprobs = zeroblob(16)",
+        "logprobs = 1e308",
+        "digest = setup",
+        "parent = NULL",
+        "parent = 0",
+        "parent = 'text'",
+        "created_at = 'text'",
+    ],
+)
+def test_a_changed_field_is_found_and_named(directory: Path, change: str) -> None:
+    execute(directory, f"UPDATE turns SET {change} WHERE session_id = 'a' AND seq = 2")
+    findings = verify(directory).findings
+    assert ("a", 2) in where(findings)
+    assert ("b", 0) not in where(findings)
+
+
+def test_a_changed_digest_breaks_the_children_too(directory: Path) -> None:
+    execute(directory, "UPDATE turns SET digest = setup WHERE session_id = 'a' AND seq = 1")
+    assert where(verify(directory).findings) == [("a", 1), ("a", 2), ("a", 4)]
+
+
+def test_a_missing_turn_is_found_and_so_are_its_children(directory: Path) -> None:
+    execute(directory, "DELETE FROM turns WHERE session_id = 'a' AND seq = 1")
+    problems = {(finding.turn, finding.problem.split(",")[0]) for finding in verify(directory).findings}
+    assert (2, "the turn before it is 0") in problems
+    assert {turn for turn, problem in problems if problem == "its parent"} == {2, 4}
+
+
+def test_a_missing_session_row_is_found(directory: Path) -> None:
+    execute(directory, "DELETE FROM sessions WHERE session_id = 'a'")
+    assert ("a", None) in where(verify(directory).findings)
+
+
+def test_a_missing_setup_is_found_for_each_turn(directory: Path) -> None:
+    execute(directory, "DELETE FROM setups")
+    assert {("a", 0), ("b", 2)} <= set(where(verify(directory).findings))
+
+
+def test_a_changed_setup_is_found(directory: Path) -> None:
+    execute(directory, "UPDATE setups SET date = '2026-01-02'")
+    assert ("a", 0) in where(verify(directory).findings)
+
+
+def test_session_metadata_and_rewards_that_cannot_be_read_are_found(directory: Path) -> None:
+    execute(directory, "UPDATE sessions SET metadata = '[' WHERE session_id = 'a'")
+    execute(directory, "UPDATE rewards SET value = 'text' WHERE session_id = 'b'")
+    assert where(verify(directory).findings) == [("a", None), ("b", None)]
+
+
+def test_a_turn_that_breaks_a_rule_is_found(directory: Path) -> None:
+    columns = "session_id, parent, setup, created_at, finish_reason, stop, fork, engine, weight_version, sampling"
+    execute(
+        directory,
+        f"INSERT INTO turns ({columns}, seq, digest, added_ids, added_provenance, completion_ids, logprobs, messages,"
+        f" reply) SELECT {columns}, 3, '', added_ids, added_provenance, x'', logprobs, messages, reply FROM turns"
+        " WHERE session_id = 'b' AND seq = 2",
+    )
+    problems = [finding.problem for finding in verify(directory).findings if finding.turn == 3]
+    assert any("nothing sampled" in problem for problem in problems)
+    assert any("logprobs" in problem for problem in problems)
+
+
+def test_a_flipped_bit_in_a_blob_is_found_and_named(directory: Path) -> None:
+    path = directory / "tokentape.db"
+    data = bytearray(path.read_bytes())
+    ids = CHAINS["b"][1].completion_ids.tobytes()[:400]
+    assert data.count(ids) == 1
+    data[data.index(ids) + 100] ^= 1
+    path.write_bytes(data)
+    assert where(verify(directory).findings) == [("b", 1)]
+
+
+def test_a_finding_reads_as_a_sentence(directory: Path) -> None:
+    execute(directory, "UPDATE turns SET engine = 'other' WHERE session_id = 'a' AND seq = 2")
+    (finding,) = verify(directory).findings
+    assert str(finding) == "session a turn 2: its contents don't fit its digest and its parent's"
+
+
+@pytest.mark.parametrize("kept", [0, 1, 50, 99, 100, 2048, 5000, 20_000])
+def test_a_torn_file_is_found(directory: Path, kept: int) -> None:
+    path = directory / "tokentape.db"
+    path.write_bytes(path.read_bytes()[:kept])
+    assert not verify(directory).ok
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_whatever_bytes_are_damaged_turns_are_intact_or_the_damage_is_found(
+    intact: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.mktemp("damaged")
+    content = bytearray((intact / "tokentape.db").read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (directory / "tokentape.db").write_bytes(content)
+    if verify(directory).ok:
+        with SqliteStore.open(directory, read_only=True) as store:
+            stored = {session.info.session_id: session.turns for session in store.iter_sessions()}
+        assert bits(stored) == bits({"a": [*CHAINS["a"], FORK], "b": CHAINS["b"]})
