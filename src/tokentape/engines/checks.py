@@ -1,0 +1,62 @@
+"""What every engine refuses before it samples: prompts and parameters that can't be meant."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tokentape.engines.base import EngineInfo, SamplingParams
+from tokentape.errors import InvalidRequest
+from tokentape.types import TokenIds
+
+
+def refuse_prompt(prompt_ids: TokenIds, info: EngineInfo) -> None:
+    """Raise unless the prompt has ids, all in the vocabulary, and leaves room for one more.
+
+    An id outside the vocabulary kills some servers, so it must not be left to them to refuse it.
+
+    Raises:
+        InvalidRequest: with `param` "prompt_ids".
+
+    """
+    ids = np.asarray(prompt_ids)
+    if not ids.size:
+        raise InvalidRequest("the prompt is empty; it needs at least one token id", "prompt_ids")
+    outside = np.flatnonzero((ids < 0) | (ids >= info.vocab_size))
+    if outside.size:
+        position = int(outside[0])
+        raise InvalidRequest(
+            f"prompt id {int(ids[position])} at position {position} is not in this model's vocabulary, 0 to "
+            f"{info.vocab_size - 1}; was the prompt encoded with another tokenizer?",
+            "prompt_ids",
+        )
+    if ids.size >= info.max_context:
+        raise InvalidRequest(
+            f"the prompt has {ids.size} tokens; this model's context holds {info.max_context}, completion included",
+            "prompt_ids",
+        )
+
+
+def refuse_params(params: SamplingParams) -> None:
+    """Raise unless each parameter is in the range where it has a meaning.
+
+    Raises:
+        InvalidRequest: naming the first that is not.
+
+    """
+    ranges: list[tuple[str, bool, str]] = [
+        ("max_tokens", params.max_tokens >= 1, "at least 1"),
+        ("temperature", 0 <= params.temperature < math.inf, "0 or more"),
+        ("top_p", 0 < params.top_p <= 1, "above 0, at most 1"),
+        ("top_k", params.top_k >= 0, "0 (off) or more"),
+        ("min_p", 0 <= params.min_p <= 1, "between 0 and 1"),
+        ("presence_penalty", math.isfinite(params.presence_penalty), "a finite number"),
+        ("frequency_penalty", math.isfinite(params.frequency_penalty), "a finite number"),
+        ("repetition_penalty", 0 < params.repetition_penalty < math.inf, "above 0"),
+        ("top_logprobs", params.top_logprobs >= 0, "0 (off) or more"),
+        ("stop_strings", all(params.stop_strings), "strings of at least one character"),
+    ]
+    for name, holds, expected in ranges:
+        if not holds:
+            raise InvalidRequest(f"{name} is out of range; expected {expected}", name)

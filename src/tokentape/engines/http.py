@@ -1,0 +1,395 @@
+"""The one module that owns the HTTP client: connections, timeouts, errors and server-sent events of remote engines.
+
+Everything that can go wrong between here and an engine becomes one of the errors of `tokentape.errors`. Their texts
+name the path, the status and the limit that was met; never a body, a header or the engine's address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias
+
+import httpx2
+import msgspec
+
+from tokentape.errors import (
+    EngineContractError,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    InvalidRequest,
+    TooLarge,
+)
+
+MAX_EVENT_BYTES = 16 << 20
+"""Largest server-sent event taken. The prompt's ids come back in one event: 7 bytes each, so two million ids."""
+
+MAX_BODY_BYTES = 256 << 20
+"""Largest reply taken that is not streamed."""
+
+_MAX_ERROR_BYTES = 64 << 10
+
+# uvicorn, which vLLM and SGLang serve with, closes idle connections after 5 s. We drop them first, so that no
+# request is sent into a connection that is being closed.
+_KEEPALIVE_SECONDS = 3.0
+
+# An engine's error names that are safe to repeat: identifiers, not sentences that may quote the prompt.
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,63}")
+
+Stage: TypeAlias = Literal["connect", "first_token", "between_tokens", "total"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds allowed for each stage of a call to an engine; each positive and finite.
+
+    Raises:
+        InvalidRequest: a value is not a positive, finite number.
+
+    """
+
+    connect: float = 10.0
+    """To open a connection, and for the whole of a health check."""
+    first_token: float = 600.0
+    """From sending a streamed request to its first event: queueing and prefill. Also for questions at start-up."""
+    between_tokens: float = 300.0
+    """From one event of a stream to the next. A server that pauses for a weight update is silent as long."""
+    total: float = 7200.0
+    """For the whole call. The only limit, besides `connect`, on a call that is not streamed."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0 < getattr(self, field.name) < math.inf:
+                raise InvalidRequest(f"timeout {field.name} must be a positive number of seconds", field.name)
+
+
+class SseReader:
+    """Server-sent events from chunks of bytes that may be cut anywhere.
+
+    Follows the event-stream format of the WHATWG HTML standard: lines end with LF, CR or CRLF; `data` lines of one
+    event are joined by LF; comments and the `event`, `id` and `retry` fields are skipped. Stricter than it in one
+    point: other lines are an error instead of being ignored, because they mean that this is no event stream.
+
+        >>> reader = SseReader()
+        >>> reader.feed(b'data: {"a"')
+        []
+        >>> reader.feed(b': 1}\\n\\ndata: [DONE]\\n\\n')
+        [b'{"a": 1}', b'[DONE]']
+    """
+
+    def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._max = max_event_bytes
+        self._line = bytearray()
+        self._data: list[bytes] = []
+        self._size = 0
+        self._after_cr = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether an event has begun and not ended: at the end of the stream it means that it was cut off."""
+        return bool(self._line or self._data)
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Take the next bytes; return the data of the events that they complete.
+
+        Raises:
+            EngineContractError: an event is larger than allowed, not UTF-8, or a line is not of an event stream.
+
+        """
+        if not chunk:
+            return []
+        if self._after_cr:
+            chunk = chunk.removeprefix(b"\n")
+        self._after_cr = chunk.endswith(b"\r")
+        events: list[bytes] = []
+        for line in chunk.splitlines(keepends=True):
+            text = line.rstrip(b"\r\n")
+            self._size += len(text)
+            if self._size > self._max:
+                raise EngineContractError(
+                    f"the engine sent a server-sent event of more than {self._max} bytes; expected at most that"
+                )
+            self._line += text
+            if len(text) < len(line):
+                self._end_line(events)
+        return events
+
+    def _end_line(self, events: list[bytes]) -> None:
+        line = bytes(self._line)
+        self._line.clear()
+        if not line:
+            if self._data:
+                events.append(b"\n".join(self._data))
+            self._data.clear()
+            self._size = 0
+            return
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            self._data.append(_utf8(value.removeprefix(b" ")))
+        elif name not in (b"", b"event", b"id", b"retry"):
+            raise EngineContractError(
+                "the engine's reply is not a stream of server-sent events: a line has an unknown field; is the "
+                "address that of the engine itself?"
+            )
+
+
+class HttpClient:
+    """Connections to one engine.
+
+    Redirects are not followed, replies not decompressed, and neither proxies nor credentials are taken from the
+    environment: an engine is addressed directly.
+
+    Args:
+        base_url: `http://host:port`, with a path where the engine is mounted below one. An ending `/v1`, which
+            OpenAI clients want, is dropped.
+        api_key: sent as a bearer token.
+        timeouts: see `Timeouts`.
+
+    Raises:
+        InvalidRequest: the address or key can't be used.
+
+    """
+
+    def __init__(self, base_url: str, *, api_key: str | None = None, timeouts: Timeouts | None = None) -> None:
+        self.timeouts = timeouts or Timeouts()
+        self._base = _checked_base(base_url)
+        headers = {"accept-encoding": "identity", "user-agent": "tokentape"}
+        if api_key is not None:
+            headers["authorization"] = f"Bearer {header_value(api_key, 'api_key')}"
+        self._client = httpx2.AsyncClient(
+            headers=headers,
+            follow_redirects=False,
+            trust_env=False,
+            limits=httpx2.Limits(
+                max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEPALIVE_SECONDS
+            ),
+            timeout=httpx2.Timeout(None, connect=self.timeouts.connect),
+        )
+
+    async def get(self, path: str, *, stage: Stage = "first_token") -> bytes:
+        """Body of a GET, within the timeout of `stage`.
+
+        Raises:
+            EngineError: or one of its kinds; see `post`.
+
+        """
+        return await self._whole("GET", path, b"", {}, _Limit.after(stage, self.timeouts))
+
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """Body of the reply to a JSON `body`, within `Timeouts.total`.
+
+        Raises:
+            InvalidRequest: the engine refused the request's content (400, 422).
+            TooLarge: the engine takes no body of this size (413).
+            EngineUnavailable: not reachable, or it takes no requests now (429, 502, 503).
+            EngineTimeout: no answer in time.
+            EngineContractError: the reply is larger than `MAX_BODY_BYTES`.
+            EngineError: anything else.
+
+        """
+        return await self._whole("POST", path, body, headers, _Limit.after("total", self.timeouts))
+
+    async def events(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """Data of each server-sent event of the reply to a JSON `body`, until the stream ends.
+
+        Close it (`contextlib.aclosing`) to give up: the connection is closed with it.
+
+        Raises:
+            EngineError: or one of its kinds; see `post` and `SseReader.feed`. A stream that breaks off or ends
+                within an event is an `EngineError`.
+
+        """
+        total = _Limit.after("total", self.timeouts)
+        limit = min(_Limit.after("first_token", self.timeouts), total)
+        reader = SseReader()
+        response = await self._send("POST", path, body, headers, limit)
+        try:
+            chunks = response.aiter_raw()
+            while chunk := await _next_chunk(chunks, path, limit):
+                for data in reader.feed(chunk):
+                    yield data
+                    limit = min(_Limit.after("between_tokens", self.timeouts), total)
+        finally:
+            await response.aclose()
+        if reader.pending:
+            raise EngineError(f"the engine's stream at {path} ended within an event; send the request again")
+
+    async def close(self) -> None:
+        """Close all connections, running calls included. May be called again."""
+        await self._client.aclose()
+
+    async def _whole(self, method: str, path: str, body: bytes, headers: Mapping[str, str], limit: _Limit) -> bytes:
+        response = await self._send(method, path, body, headers, limit)
+        try:
+            received = await _read(response, path, limit, MAX_BODY_BYTES)
+        finally:
+            await response.aclose()
+        if received is None:
+            raise EngineContractError(f"the engine's reply at {path} is larger than {MAX_BODY_BYTES} bytes")
+        return received
+
+    async def _send(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], limit: _Limit
+    ) -> httpx2.Response:
+        """The reply with its body still to be read. Anything but a 200 is raised."""
+        if self._client.is_closed:
+            raise EngineUnavailable("this engine was closed; open it again")
+        content = {"content-type": "application/json"} if body else {}
+        request = self._client.build_request(
+            method, self._base + path, content=body or None, headers={**headers, **content}
+        )
+        try:
+            async with asyncio.timeout_at(limit.at):
+                response = await self._client.send(request, stream=True)
+        except TimeoutError:
+            raise limit.error(path) from None
+        except httpx2.ConnectTimeout:
+            raise EngineUnavailable(
+                f"no connection to the engine within {self.timeouts.connect:g} s (connect); is it running?"
+            ) from None
+        except httpx2.ConnectError:
+            raise EngineUnavailable("the engine refuses connections or its address is wrong; is it running?") from None
+        except httpx2.HTTPError as error:
+            raise EngineUnavailable(
+                f"the connection to the engine broke before it answered at {path} ({type(error).__name__})"
+            ) from None
+        if response.status_code == 200:
+            return response
+        try:
+            received = await _read(response, path, limit, _MAX_ERROR_BYTES)
+        finally:
+            await response.aclose()
+        raise status_error(response.status_code, path, received or b"")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Limit:
+    """A point in the event loop's time, and which timeout it comes from."""
+
+    at: float
+    stage: Stage
+    seconds: float
+
+    @classmethod
+    def after(cls, stage: Stage, timeouts: Timeouts) -> _Limit:
+        seconds: float = getattr(timeouts, stage)
+        return cls(asyncio.get_running_loop().time() + seconds, stage, seconds)
+
+    def error(self, path: str) -> EngineTimeout:
+        found = "did not finish" if self.stage == "total" else "was silent"
+        return EngineTimeout(
+            f"the engine {found} at {path} within {self.seconds:g} s (timeout {self.stage}); is it paused or "
+            "overloaded?"
+        )
+
+
+async def _next_chunk(chunks: AsyncGenerator[bytes, None], path: str, limit: _Limit) -> bytes:
+    """The next bytes of a body; none at its end."""
+    try:
+        async with asyncio.timeout_at(limit.at):
+            return await anext(chunks, b"")
+    except TimeoutError:
+        raise limit.error(path) from None
+    except httpx2.HTTPError as error:
+        raise EngineError(
+            f"the connection broke within the engine's reply at {path} ({type(error).__name__}); nothing of it was "
+            "kept, send the request again"
+        ) from None
+
+
+async def _read(response: httpx2.Response, path: str, limit: _Limit, max_bytes: int) -> bytes | None:
+    """The whole body, or None if it is larger than `max_bytes`."""
+    received = bytearray()
+    chunks = response.aiter_raw()
+    while chunk := await _next_chunk(chunks, path, limit):
+        received += chunk
+        if len(received) > max_bytes:
+            return None
+    return bytes(received)
+
+
+class _ErrorDetail(msgspec.Struct):
+    type: object = None
+    param: object = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorDetail = msgspec.field(default_factory=_ErrorDetail)
+
+
+def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRequest | TooLarge:
+    """The error for an HTTP status and an OpenAI-style error body, with its names but not its sentences.
+
+    `status` may also be the code of an error that came within a stream, after a 200.
+    """
+    try:
+        detail = msgspec.json.decode(body, type=_ErrorBody).error
+    except msgspec.MsgspecError:
+        detail = _ErrorDetail()
+    kind, param = safe_name(detail.type), safe_name(detail.param)
+    names = ", ".join(name for name in (kind, param and f"parameter {param}") if name)
+    found = f"the engine answered {status}{f' ({names})' if names else ''} at {path}"
+    if status in (400, 422):
+        return InvalidRequest(f"{found}: it refuses the request; see its log for the reason", param or None)
+    if status == 413:
+        return TooLarge(f"{found}: the request is larger than it takes")
+    if status in (401, 403):
+        return _hopeless(f"{found}: check the api key")
+    if status in (429, 502, 503):
+        return EngineUnavailable(f"{found}: it takes no requests now; try again")
+    if status in (408, 504):
+        return EngineTimeout(f"{found}: it gave up waiting; try again")
+    if 300 <= status < 400:
+        return _hopeless(f"{found}: redirects are not followed; give the address that it points to")
+    if 400 <= status < 500:
+        return _hopeless(f"{found}: check that the engine serves this path and this model")
+    return EngineError(f"{found}; see its log")
+
+
+def _hopeless(text: str) -> EngineError:
+    """An error of how things are set up: sending the same request again can't help."""
+    error = EngineError(text)
+    error.retry = False
+    return error
+
+
+def safe_name(value: object) -> str:
+    """An engine's name for an error or parameter if it looks like a name, else nothing."""
+    return value if isinstance(value, str) and _NAME.fullmatch(value) else ""
+
+
+def header_value(value: str, param: str) -> str:
+    """`value` if it can be sent in a header as it is.
+
+    Raises:
+        InvalidRequest: it is empty, longer than 1024 characters, or has others than printable ASCII.
+
+    """
+    if not 0 < len(value) <= 1024 or not value.isascii() or not value.isprintable():
+        raise InvalidRequest(f"{param} must be 1 to 1024 printable ASCII characters", param)
+    return value
+
+
+def _checked_base(base_url: str) -> str:
+    try:
+        url = httpx2.URL(base_url)
+    except httpx2.InvalidURL:
+        raise InvalidRequest("the engine's address is not a URL; expected http://host:port", "base_url") from None
+    if url.scheme not in ("http", "https") or not url.host or url.userinfo or url.query or url.fragment:
+        raise InvalidRequest(
+            "the engine's address must be http://host:port or https://host:port, without user, query or fragment",
+            "base_url",
+        )
+    return str(url).rstrip("/").removesuffix("/v1")
+
+
+def _utf8(data: bytes) -> bytes:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        raise EngineContractError("the engine sent a server-sent event that is not UTF-8") from None
+    return data

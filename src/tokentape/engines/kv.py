@@ -1,0 +1,269 @@
+"""Key-value tensors of the embedded engine: the running batch's, and those of finished requests for reuse.
+
+A batch is left-padded: row i's tokens sit in the last columns, whatever its length, so that every row's
+next token lands in the same new column and rows of any length decode together. The attention mask hides the
+padding and position ids count real tokens only, so a row computes what it would compute alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import Cache, DynamicLayer
+
+LayerTensors: TypeAlias = list[tuple[Tensor, Tensor]]
+"""One request's keys and values, one pair per layer, each [heads, tokens, head size]."""
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The first `length` tokens of a context that need not be computed again."""
+
+    length: int
+    layers: LayerTensors
+    """May hold more than `length` tokens."""
+
+
+NO_PREFIX = Prefix(0, [])
+
+
+class RoomyLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer's keys and values with empty columns behind the last one.
+
+    The layer of transformers that it replaces copies everything for every new column, which at 1,500 columns
+    is more than half of a decoding step.
+    """
+
+    _ROOM = 64
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append columns; return all keys and values, each [rows, heads, columns, head size]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._buffers = (key_states[:, :, :0], value_states[:, :, :0])
+            self.keys, self.values = self._buffers
+        start = self.keys.shape[-2]
+        end = start + key_states.shape[-2]
+        if end > self._buffers[0].shape[-2]:
+            self.hold(self.keys, self.values, columns=end)
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = new
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def hold(self, keys: Tensor, values: Tensor, columns: int) -> None:
+        """Hold these instead, with room for `columns` and some more."""
+        room = columns + self._ROOM - keys.shape[-2]
+        self._buffers = (pad(keys, (0, 0, 0, room)), pad(values, (0, 0, 0, room)))
+        self.keys, self.values = (buffer[:, :, : keys.shape[-2]] for buffer in self._buffers)
+
+    def select(self, rows: Tensor, start: int) -> None:
+        """Keep these rows and the columns from `start`."""
+        end = self.keys.shape[-2] - start
+        self._buffers = (self._buffers[0][rows, :, start:], self._buffers[1][rows, :, start:])
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+
+
+class Batch:
+    """The rows that decode together: their key-value tensors and which columns of them are real."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._device = model.device
+        keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._forward_options = {"logits_to_keep": 1} if keeps_logits else {}
+        self._cache = _empty_cache()
+        self._mask = torch.zeros((0, 0), dtype=torch.int64, device=self._device)
+
+    def __len__(self) -> int:
+        return int(self._mask.shape[0])
+
+    def prefill(self, contexts: Sequence[Ids], prefixes: Sequence[Prefix]) -> Tensor:
+        """Compute new rows together and append them to the batch.
+
+        All rows compute the same number of columns, the most that one of them needs: a row that could reuse
+        more of its prefix recomputes a little, and no padding ever gets between its tokens.
+
+        Args:
+            contexts: one array of ids per new row.
+            prefixes: per row what of its context is already known; at least one token must not be.
+
+        Returns:
+            Logits behind each row's last token, float32 [new rows, vocab].
+
+        """
+        lengths = [len(context) for context in contexts]
+        width = max(lengths)
+        fresh = max(len(context) - prefix.length for context, prefix in zip(contexts, prefixes, strict=True))
+        reused = width - fresh
+        ids = np.zeros((len(contexts), fresh), dtype=np.int64)
+        mask = np.zeros((len(contexts), width), dtype=np.int64)
+        for row, context in enumerate(contexts):
+            tail = context[-fresh:]
+            ids[row, fresh - len(tail) :] = tail
+            mask[row, width - len(context) :] = 1
+        cache = _empty_cache()
+        if reused:
+            for index, (keys, values) in enumerate(_stacked(prefixes, lengths, fresh)):
+                cache.update(keys, values, index)
+        mask_tensor = torch.from_numpy(mask).to(self._device)
+        positions = (mask_tensor.cumsum(-1) - 1).clamp(min=0)[:, reused:]
+        logits = self._forward(torch.from_numpy(ids).to(self._device), mask_tensor, positions, cache)
+        self._append(cache, mask_tensor)
+        return logits
+
+    def decode(self, last_ids: Sequence[int]) -> Tensor:
+        """Feed each row the id sampled last; return the logits behind it, float32 [rows, vocab]."""
+        ids = torch.tensor(last_ids, dtype=torch.int64, device=self._device).unsqueeze(-1)
+        positions = self._mask.sum(-1, keepdim=True)
+        self._mask = pad(self._mask, (0, 1), value=1)
+        return self._forward(ids, self._mask, positions, self._cache)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these, and the columns that are padding for all that stay."""
+        if not rows:
+            self.clear()
+            return
+        index = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        mask = self._mask[index]
+        start = int(mask.shape[1] - mask.sum(-1).max())
+        self._mask = mask[:, start:]
+        for layer in self._cache.layers:
+            layer.select(index, start)
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        self._cache = _empty_cache()
+        self._mask = self._mask.new_zeros((0, 0))
+
+    def row(self, row: int) -> LayerTensors:
+        """Copy out one row's keys and values, without padding."""
+        start = int(self._mask.shape[1] - self._mask[row].sum())
+        return [
+            (layer.keys[row, :, start:].clone(), layer.values[row, :, start:].clone()) for layer in self._cache.layers
+        ]
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        output = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            **self._forward_options,
+        )
+        logits: Tensor = output.logits[:, -1].float()
+        return logits
+
+    def _append(self, cache: Any, mask: Tensor) -> None:
+        if not len(self):
+            self._cache, self._mask = cache, mask
+            return
+        width = max(self._mask.shape[1], mask.shape[1])
+        self._mask = torch.cat([_widened(self._mask, width), _widened(mask, width)])
+        for old, new in zip(self._cache.layers, cache.layers, strict=True):
+            old.hold(
+                torch.cat([_widened(old.keys, width, -2), _widened(new.keys, width, -2)]),
+                torch.cat([_widened(old.values, width, -2), _widened(new.values, width, -2)]),
+                columns=width,
+            )
+
+
+def _empty_cache() -> Any:
+    return Cache(layer_class_to_replicate=RoomyLayer)
+
+
+def _widened(tensor: Tensor, width: int, dim: int = -1) -> Tensor:
+    """Pad `dim` with zeros on the left."""
+    missing = width - tensor.shape[dim]
+    return pad(tensor, (0, 0) * (-1 - dim) + (missing, 0)) if missing else tensor
+
+
+def _stacked(prefixes: Sequence[Prefix], lengths: Sequence[int], fresh: int) -> LayerTensors:
+    """Lay the reused part of each row side by side, [rows, heads, reused columns, head size] per tensor."""
+    reused = max(lengths) - fresh
+    template = next(prefix.layers for prefix in prefixes if prefix.length)
+
+    def stack(layer: int, which: int) -> Tensor:
+        heads, _, size = template[layer][which].shape
+        out = template[layer][which].new_zeros((len(prefixes), heads, reused, size))
+        for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+            taken = max(length - fresh, 0)
+            if taken:
+                out[row, :, reused - taken :] = prefix.layers[layer][which][:, :taken]
+        return out
+
+    return [(stack(layer, 0), stack(layer, 1)) for layer in range(len(template))]
+
+
+class PrefixCache:
+    """Keys and values of finished requests, least recently used thrown out first.
+
+    A session's next turn begins with its last turn's whole context, so it computes only what is new. Any
+    common prefix is reused, also of a longer or a diverging context.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._entries: OrderedDict[bytes, tuple[Ids, LayerTensors]] = OrderedDict()
+
+    def put(self, ids: Ids, layers: LayerTensors) -> None:
+        """Keep what a finished request computed; `layers` holds exactly `ids`."""
+        size = _size(layers)
+        if size > self._max_bytes:
+            return
+        for key, (known, _) in list(self._entries.items()):
+            common = _common(known, ids)
+            if common == len(ids):
+                self._entries.move_to_end(key)
+                return
+            if common == len(known):
+                self._drop(key)
+        self._entries[ids.tobytes()] = (ids, layers)
+        self._bytes += size
+        while self._bytes > self._max_bytes:
+            self._drop(next(iter(self._entries)))
+
+    def longest(self, context: Ids) -> Prefix:
+        """Return the longest known prefix of `context` that leaves at least its last token to compute."""
+        best, best_key = 0, b""
+        for key, (known, _) in self._entries.items():
+            length = _common(known, context[:-1])
+            if length > best:
+                best, best_key = length, key
+        if not best:
+            return NO_PREFIX
+        self._entries.move_to_end(best_key)
+        return Prefix(best, self._entries[best_key][1])
+
+    def clear(self) -> None:
+        """Forget everything, as new weights require."""
+        self._entries.clear()
+        self._bytes = 0
+
+    def _drop(self, key: bytes) -> None:
+        _, layers = self._entries.pop(key)
+        self._bytes -= _size(layers)
+
+
+def _common(a: Ids, b: Ids) -> int:
+    """Length of the longest common prefix."""
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
+
+
+def _size(layers: LayerTensors) -> int:
+    return sum(tensor.nbytes for pair in layers for tensor in pair)

@@ -1,0 +1,119 @@
+"""From a model folder to a model that the embedded engine can batch, or a refusal that says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from tokentape.engines.kv import NO_PREFIX, Batch
+from tokentape.errors import EngineError, TokenizerUnusable
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+"""How far rounding may move a logprob when a row is padded. Models that ignore padding are further off."""
+
+
+def load_model(folder: Path, *, dtype: str, device: str) -> Any:
+    """Load a causal language model in evaluation mode. Local files only; code in the folder is never run.
+
+    Raises:
+        EngineError: there is no such model, or transformers can't load it.
+
+    """
+    if dtype not in _DTYPES:
+        raise EngineError(f"dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
+    if not (folder / "config.json").is_file():
+        raise EngineError(f"no config.json in {folder}; expected a folder as save_pretrained writes it")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=_DTYPES[dtype], local_files_only=True, trust_remote_code=False
+        )
+        return model.to(device).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise EngineError(f"transformers can't load {folder}: {error}") from error
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load `tokenizer.json`, the only file that says exactly how ids become text.
+
+    Raises:
+        TokenizerUnusable: it is missing or unreadable.
+
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerUnusable(f"no tokenizer.json in {folder}; save the tokenizer in the fast format")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise TokenizerUnusable(f"{path} can't be read: {error}") from error
+
+
+def known_ids(tokenizer: Tokenizer, model: Any) -> npt.NDArray[np.bool_]:
+    """Tell which rows of the embedding are tokens of the tokenizer, bool [embedding rows].
+
+    Embeddings are often padded to a round number of rows, and an untrained row can be sampled: servers have
+    answered such ids with an error or died of them (vllm-project/vllm#13175, sgl-project/sglang#31908).
+    """
+    known = np.zeros(model.get_input_embeddings().weight.shape[0], dtype=np.bool_)
+    known[[i for i in tokenizer.get_vocab(with_added_tokens=True).values() if i < len(known)]] = True
+    return known
+
+
+def context_limit(model: Any) -> int:
+    """Return how many tokens the model's positions reach.
+
+    Raises:
+        EngineError: the config has no limit.
+
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        raise EngineError("the model's config has no max_position_embeddings; pass max_context")
+    return limit
+
+
+@torch.inference_mode()
+def refuse_unbatchable(model: Any, *, dtype: str) -> None:
+    """Raise unless rows of different lengths can decode together in this model with unchanged results.
+
+    First what the architecture declares, then what it does: two sequences are decoded in one padded batch, and
+    the logprobs compared with those of a whole forward pass over each alone.
+
+    Raises:
+        EngineError: with what was found.
+
+    """
+    name = type(model).__name__
+    layers = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
+    if layers != {"DynamicLayer"}:
+        raise EngineError(
+            f"{name} has a cache of {', '.join(sorted(layers))}; the embedded engine takes decoders with full "
+            "attention in every layer (DynamicLayer) only: serve this model with vLLM or SGLang"
+        )
+    rows = model.get_input_embeddings().weight.shape[0]
+    contexts = [np.arange(length) % rows for length in (8, 4)]
+    try:
+        alone = torch.cat([Batch(model).prefill([context], [NO_PREFIX]) for context in contexts])
+        batch = Batch(model)
+        batch.prefill([context[:-1] for context in contexts], [NO_PREFIX] * len(contexts))
+        together = batch.decode([int(context[-1]) for context in contexts])
+    except Exception as error:
+        raise EngineError(
+            f"{name} can't be batched: {type(error).__name__}: {error}; serve this model with vLLM or SGLang"
+        ) from error
+    apart = float((alone.log_softmax(-1) - together.log_softmax(-1)).abs().max())
+    if not apart <= _TOLERANCE[dtype]:
+        raise EngineError(
+            f"{name} gives other logprobs in a padded batch than alone (by {apart:.2g}, allowed "
+            f"{_TOLERANCE[dtype]:g} in {dtype}): serve this model with vLLM or SGLang"
+        )

@@ -1,0 +1,132 @@
+"""From logits to token ids: pure functions over a batch, one row per request.
+
+The order is that of vLLM: penalties, temperature, min-p, top-k, top-p; each step sees the distribution that
+the one before it left. Rows never influence each other, so a request samples the same ids whatever shares
+its batch, as far as the logits themselves are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokentape.engines.base import SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing by them only overflows."""
+
+
+def penalises(params: SamplingParams) -> bool:
+    """Whether any of the three penalties is on."""
+    return bool(params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty)
+
+
+def penalise(logits: Tensor, prompt_ids: Tensor, completion_ids: Tensor, params: SamplingParams) -> Tensor:
+    """Apply the repetition, frequency and presence penalties to one row.
+
+    Repetition (Keskar et al. 2019, arXiv:1909.05858) counts prompt and completion, the other two (OpenAI's
+    definition) the completion alone.
+
+    Args:
+        logits: float32 [vocab].
+        prompt_ids: int64 [prompt tokens].
+        completion_ids: int64 [sampled tokens].
+        params: the row's parameters.
+
+    Returns:
+        New logits, float32 [vocab]; `logits` itself where no penalty is on.
+
+    """
+    if params.repetition_penalty != 1.0:
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        seen[prompt_ids] = True
+        seen[completion_ids] = True
+        factor = params.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    if params.frequency_penalty or params.presence_penalty:
+        counts = torch.bincount(completion_ids, minlength=logits.shape[-1])
+        logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    return logits
+
+
+def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Return what each row is drawn from, after temperature, min-p, top-k and top-p.
+
+    Args:
+        logits: float32 [rows, vocab], after penalties; -inf where an id must not be sampled.
+        params: one per row.
+
+    Returns:
+        float64 [rows, vocab], not normalised; 0 where an id is ruled out. At equal probability top-k and
+        top-p keep the lower id.
+
+    """
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(-1)
+
+    temperature = column([p.temperature if p.temperature >= GREEDY_BELOW else 1.0 for p in params])
+    probabilities = (logits.double() / temperature).softmax(-1)
+    if any(p.min_p for p in params):
+        floor = column([p.min_p for p in params]) * probabilities.amax(-1, keepdim=True)
+        probabilities = probabilities.where(probabilities >= floor, 0.0)
+    rows = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0]
+    if rows:
+        top_k = column([params[i].top_k or logits.shape[-1] for i in rows])
+        top_p = column([params[i].top_p if params[i].top_p < 1.0 else float("inf") for i in rows])
+        probabilities[rows] = _truncated(probabilities[rows], top_k, top_p)
+    return probabilities
+
+
+def _truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Zero all but the `top_k` likeliest ids, then all but the smallest set holding `top_p` of the rest."""
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    kept = torch.arange(ordered.shape[-1], device=ordered.device) < top_k
+    ordered = ordered.where(kept, 0.0)
+    before = ordered.cumsum(-1) - ordered
+    kept &= before < top_p * ordered.sum(-1, keepdim=True)
+    return probabilities.where(torch.zeros_like(kept).scatter(-1, order, kept), 0.0)
+
+
+def draw(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Invert each row's cumulative distribution, in id order, at one uniform number.
+
+    One number per token from a stream that is the request's own makes a seed reproducible on any device and
+    in any company.
+
+    Args:
+        probabilities: float64 [rows, vocab], not necessarily normalised.
+        uniforms: one per row, in [0, 1).
+
+    Returns:
+        int64 [rows]; never an id of probability 0.
+
+    """
+    cumulative = probabilities.cumsum(-1)
+    # Below 1 in float64 the product is below the total, so the search never runs past the last likely id.
+    at = torch.tensor(uniforms, dtype=torch.float64, device=cumulative.device).unsqueeze(-1) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, at, right=True).squeeze(-1)
+    # Only a row of NaN gets past the end; its caller sees the NaN logprob, its neighbours must see nothing.
+    return drawn.clamp(max=probabilities.shape[-1] - 1)
+
+
+def choose(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """Pick one id per row: the most likely where the row is greedy, a drawn one elsewhere.
+
+    Args:
+        logits: float32 [rows, vocab], after penalties; -inf where an id must not be sampled.
+        params: one per row.
+        uniforms: one per row, in [0, 1); not used for greedy rows.
+
+    Returns:
+        int64 [rows].
+
+    """
+    likeliest = logits.argmax(-1)
+    drawn = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
+    if drawn:
+        probabilities = distribution(logits[drawn], [params[i] for i in drawn])
+        likeliest[drawn] = draw(probabilities, [uniforms[i] for i in drawn])
+    return likeliest

@@ -1,0 +1,229 @@
+"""The embedded engine: a local Hugging Face model in this process, tokens in, tokens out.
+
+No server and no text in between: it runs the demo, the tests and small models for real. Importing this module
+loads neither torch nor transformers; `TransformersEngine.open` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.checks import refuse_params, refuse_prompt
+from tokentape.errors import EngineError, EngineUnavailable
+from tokentape.types import FinishReason, TokenIds
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from tokentape.engines.worker import Request, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSample:
+    """What the engine itself says it sampled for one call: the log that a record is checked against."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Natural log, one per id of `token_ids`."""
+    finish_reason: FinishReason
+    """`abort` where the caller went away or the engine was closed."""
+
+
+class TransformersEngine:
+    """An `Engine` over a model folder of Hugging Face `transformers`. Made by `open`.
+
+    Concurrent calls share every forward pass (continuous batching), and finished contexts are kept for a
+    while, so that the next turn of a session computes only its new tokens. Logprobs are `raw_logprobs`:
+    float32 log-softmax of the model's own logits over all its embedding rows, before penalties, temperature
+    and truncation, which is what a trainer's forward pass gives. Ids that the tokenizer does not know (padding
+    of the embedding) are never sampled and never accepted.
+
+        >>> engine = TransformersEngine.open("models/tiny")
+        >>> params = SamplingParams(max_tokens=64, temperature=0.0, stop_token_ids=(2,))
+        >>> async for delta in engine.sample(prompt_ids, params, stream=True, request_id="r1"):
+        ...     print(delta.token_ids, delta.logprobs)
+        >>> await engine.close()
+    """
+
+    def __init__(self, info: EngineInfo, worker: Worker, tokenizer: Tokenizer, load: Callable[[Path], Any]) -> None:
+        self._info = info
+        self._worker = worker
+        self._tokenizer = tokenizer
+        self._load = load
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        model_dir: Path | str,
+        *,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        device: str = "cpu",
+        threads: int | None = None,
+        max_batch: int = 32,
+        max_context: int | None = None,
+        prefix_cache_bytes: int = 1 << 30,
+        weight_version: str = "0",
+        on_finish: Callable[[FinishedSample], None] | None = None,
+    ) -> TransformersEngine:
+        """Load a model folder (config, weights, `tokenizer.json`) and start its thread. Downloads nothing.
+
+        Args:
+            model_dir: a folder as `save_pretrained` writes it. Code in it is never run.
+            dtype: of weights and computation. Only float32 logprobs can be recomputed to 1e-4.
+            device: a torch device, or `auto` for the first GPU if there is one.
+            threads: torch's CPU threads, of the whole process; torch's own choice if None. A tiny model is
+                fastest with 1, above all where other processes want the cores too.
+            max_batch: requests that decode together; further ones wait their turn.
+            max_context: prompt and completion together, in tokens; the model's own limit if None.
+            prefix_cache_bytes: memory for the keys and values of finished requests; 0 turns reuse off.
+            weight_version: reported with every delta until `update_weights`.
+            on_finish: called on the engine's thread for every call that ended; it must not raise.
+
+        Raises:
+            TokenizerUnusable: there is no readable `tokenizer.json`.
+            EngineError: the model can't be loaded, or is not a decoder with full attention in every layer.
+
+        """
+        import torch
+        import transformers
+
+        from tokentape.engines import loading
+        from tokentape.engines.worker import Worker
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        folder = Path(model_dir)
+        tokenizer = loading.load_tokenizer(folder)
+        load = partial(loading.load_model, dtype=dtype, device=device)
+        model = load(folder)
+        loading.refuse_unbatchable(model, dtype=dtype)
+        known = loading.known_ids(tokenizer, model)
+
+        def report(request: Request, finish_reason: FinishReason) -> None:
+            if on_finish is not None:
+                on_finish(_finished(request, finish_reason))
+
+        worker = Worker(
+            model,
+            samplable=torch.from_numpy(known).to(model.device),
+            max_batch=max_batch,
+            prefix_cache_bytes=prefix_cache_bytes,
+            weight_version=weight_version,
+            on_finish=report,
+        )
+        info = EngineInfo(
+            name="transformers",
+            version=transformers.__version__,
+            model=folder.resolve().name,
+            vocab_size=int(known.nonzero()[0][-1]) + 1,
+            max_context=max_context or loading.context_limit(model),
+            logprobs_mode="raw_logprobs",
+            sampling=frozenset(field.name for field in fields(SamplingParams)),
+        )
+        worker.start()
+        return cls(info, worker, tokenizer, load)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was loaded."""
+        return self._info
+
+    async def sample(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+    ) -> AsyncGenerator[SampleDelta, None]:
+        """Sample a continuation of `prompt_ids`, int32 [tokens]; see `Engine`.
+
+        A completion that meets the end of the context ends with `length`, as at `max_tokens`. One that
+        `close` interrupts ends with `abort`.
+
+        Raises:
+            InvalidRequest: the prompt is empty, too long or holds an unknown id; a parameter is out of range.
+            EngineUnavailable: the engine is closed.
+            EngineError: the model failed.
+
+        """
+        from tokentape.engines.stopping import StopStrings
+        from tokentape.engines.worker import Request
+
+        refuse_prompt(prompt_ids, self._info)
+        refuse_params(params)
+        await self.check()
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[SampleDelta | EngineError] = asyncio.Queue()
+
+        def send(item: SampleDelta | EngineError) -> None:
+            try:
+                loop.call_soon_threadsafe(arrived.put_nowait, item)
+            except RuntimeError:  # the caller's event loop is gone
+                request.cancelled = True
+
+        request = Request(
+            request_id=request_id,
+            prompt_ids=np.array(prompt_ids, dtype=np.int64),
+            params=params,
+            limit=min(params.max_tokens, self._info.max_context - len(prompt_ids)),
+            stops=StopStrings(self._tokenizer, params.stop_strings) if params.stop_strings else None,
+            stream=stream,
+            send=send,
+            random=random.Random(params.seed),
+        )
+        self._worker.submit(request)
+        try:
+            while True:
+                item = await arrived.get()
+                if isinstance(item, EngineError):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            request.cancelled = True
+
+    async def check(self) -> None:
+        """Return if the engine can take a request now, else raise `EngineUnavailable`."""
+        if self._closed or not self._worker.alive:
+            raise EngineUnavailable("the embedded engine is closed; open a new one")
+
+    async def update_weights(self, model_dir: Path | str, version: str) -> None:
+        """Go on with the weights of another folder of the same architecture, from the next token on.
+
+        Running requests are not restarted: they keep the keys and values that the old weights computed, and
+        their deltas say which version sampled which ids.
+
+        Raises:
+            EngineError: the folder can't be loaded or its tensors have other names or shapes.
+            EngineUnavailable: the engine is closed.
+
+        """
+        await self.check()
+        model = await asyncio.to_thread(self._load, Path(model_dir))
+        await self.check()
+        await asyncio.wrap_future(self._worker.swap_model(model, version))
+
+    async def close(self) -> None:
+        """Abort what runs and end the thread. May be called again."""
+        self._closed = True
+        if self._worker.alive:
+            await asyncio.to_thread(self._worker.stop)
+
+
+def _finished(request: Request, finish_reason: FinishReason) -> FinishedSample:
+    return FinishedSample(
+        request_id=request.request_id,
+        prompt_ids=tuple(request.prompt_ids.tolist()),
+        token_ids=tuple(request.ids),
+        logprobs=tuple(request.logprobs),
+        finish_reason=finish_reason,
+    )

@@ -1,0 +1,200 @@
+"""A stand-in for vLLM's completions API on a real socket, to inject the faults that the real one can't be made to show.
+
+What it answers when nothing is injected has the form of vLLM 0.32.0's replies; `transcripts/` holds real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tokentape.engines.base import SampleDelta, SamplingParams
+from tokentape.engines.vllm import VllmEngine
+
+MODEL = "tiny"
+VOCAB_SIZE = 100
+MAX_CONTEXT = 64
+SAMPLED = [11, 12, 13]
+LOGPROBS = [-0.5, -1.5, -2.5]
+
+PROMPT = np.array([3, 4, 5], np.int32)
+PARAMS = SamplingParams(max_tokens=3)
+
+Event = dict[str, Any]
+
+
+def sampled_events(body: dict[str, Any]) -> list[Event]:
+    """A stream's events for a request: the ids `SAMPLED`, as many as `max_tokens` allows."""
+    ids = SAMPLED[: body["max_tokens"]]
+    events = []
+    for index, (token_id, logprob) in enumerate(zip(ids, LOGPROBS, strict=False)):
+        top = {f"token_id:{token_id}": logprob, "token_id:1": -1.25, "token_id:2": -3.0}
+        choice = {
+            "index": 0,
+            "text": "x",
+            "logprobs": {
+                "text_offset": [index],
+                "token_logprobs": [logprob],
+                "tokens": [f"token_id:{token_id}"],
+                "top_logprobs": [dict(list(top.items())[: body["logprobs"] + 1])],
+            },
+            "finish_reason": None,
+            "stop_reason": None,
+            "prompt_token_ids": body["prompt"] if body["return_token_ids"] and index == 0 else None,
+            "token_ids": [token_id] if body["return_token_ids"] else None,
+        }
+        events.append({"id": "cmpl-1", "object": "text_completion", "model": MODEL, "choices": [choice]})
+    last = events[-1]["choices"][0]
+    stopped = ids[-1] in body["stop_token_ids"]
+    last.update(finish_reason="stop" if stopped else "length", stop_reason=ids[-1] if stopped else None)
+    usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids), "total_tokens": 0}
+    return [*events, {"id": "cmpl-1", "choices": [], "usage": usage}]
+
+
+def whole(events: list[Event]) -> Event:
+    """The reply that is not streamed with the same content as a stream's events."""
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    merged = {**choices[-1], "prompt_token_ids": choices[0]["prompt_token_ids"], "logprobs": {}}
+    if merged["token_ids"] is not None:
+        merged["token_ids"] = [token_id for choice in choices for token_id in choice["token_ids"]]
+    for name in choices[0]["logprobs"]:
+        merged["logprobs"][name] = [value for choice in choices for value in choice["logprobs"][name]]
+    return {**events[0], "choices": [merged], "usage": events[-1]["usage"]}
+
+
+def sse(events: list[Event]) -> bytes:
+    """The bytes of a stream of these events."""
+    data = [json.dumps(event, separators=(",", ":")) for event in events] + ["[DONE]"]
+    return "".join(f"data: {text}\n\n" for text in data).encode()
+
+
+def streaming(*pieces: bytes, then: str = "end") -> StreamingResponse:
+    """These pieces, each sent on its own; then the end, a broken connection, or silence."""
+
+    async def stream() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+        if then == "break":
+            raise ConnectionError("injected")
+        if then == "stall":
+            await asyncio.Event().wait()
+
+    return StreamingResponse(stream(), media_type="text/event-stream")
+
+
+def plain_answer(body: dict[str, Any]) -> Response:
+    """What a server without faults answers."""
+    events = sampled_events(body)
+    return streaming(sse(events)) if body["stream"] else JSONResponse(whole(events))
+
+
+class FakeVllm:
+    """The server's state: what it answers, set by a test, and what it was sent."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all requests and faults."""
+        self.answer: Callable[[dict[str, Any]], Response] = plain_answer
+        self.routes: dict[str, Response] = {}
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.client_left = threading.Event()
+
+    async def handle(self, request: Request) -> Response:
+        """Answer one request."""
+        self.headers.append(dict(request.headers))
+        path = request.url.path
+        if path in self.routes:
+            return self.routes[path]
+        if path == "/version":
+            return JSONResponse({"version": "0.32.0"})
+        if path == "/v1/models":
+            return JSONResponse({"data": [{"id": MODEL, "max_model_len": MAX_CONTEXT}]})
+        if path == "/health":
+            return PlainTextResponse("")
+        body = await request.json()
+        self.bodies.append(body)
+        return self.answer(body)
+
+
+class _NotesLeaving:
+    """Sets `client_left` when a request's connection is closed from the other side."""
+
+    def __init__(self, app: Starlette, fake: FakeVllm) -> None:
+        self.app = app
+        self.fake = fake
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def noting() -> Any:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.fake.client_left.set()
+            return message
+
+        await self.app(scope, noting, send)
+
+
+@contextmanager
+def running() -> Iterator[FakeVllm]:
+    """A fake server on loopback, in a thread of its own."""
+    fake = FakeVllm()
+    app = Starlette(routes=[Route("/{path:path}", fake.handle, methods=["GET", "POST"])])
+    config = uvicorn.Config(
+        _NotesLeaving(app, fake), host="127.0.0.1", port=0, log_config=None, lifespan="off", ws="none"
+    )
+    config.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    fake.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    try:
+        yield fake
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def open_and_sample(
+    server: FakeVllm,
+    params: SamplingParams = PARAMS,
+    *,
+    prompt: np.ndarray = PROMPT,
+    stream: bool = True,
+    answer: Callable[[dict[str, Any]], Response] | None = None,
+    vocab_size: int = VOCAB_SIZE,
+    **opening: Any,
+) -> list[SampleDelta]:
+    """The deltas of one call of a newly opened engine; `answer` is in force after the opening."""
+
+    async def main() -> list[SampleDelta]:
+        engine = await VllmEngine.open(server.url, vocab_size=vocab_size, **opening)
+        server.bodies.clear()
+        server.answer = answer or server.answer
+        try:
+            return [d async for d in engine.sample(prompt, params, stream=stream, request_id="call-1")]
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def joined(deltas: list[SampleDelta]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return sum((d.token_ids for d in deltas), ()), sum((d.logprobs for d in deltas), ())

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from tokentape.engines.base import SamplingParams  # noqa: E402
+from tokentape.engines.sampling import choose, distribution, draw, penalise  # noqa: E402
+
+# Multiples of 1/8 keep the reference's and torch's idea of a tie the same.
+LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=2, max_size=12)
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.just(1),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    top_p=st.sampled_from([0.05, 0.3, 0.7, 0.95, 1.0]),
+    top_k=st.integers(0, 14),
+    min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+)
+
+
+def reference(logits: list[float], params: SamplingParams) -> list[float]:
+    """Normalised probabilities, the slow and obvious way."""
+    weights = [math.exp(x / params.temperature) for x in logits]
+    floor = params.min_p * max(weights)
+    alive = {i: w for i, w in enumerate(weights) if w >= floor * (1 - 1e-12)}
+    order = sorted(alive, key=lambda i: (-alive[i], i))
+    if params.top_k:
+        order = order[: params.top_k]
+    total = sum(alive[i] for i in order)
+    nucleus: list[int] = []
+    mass = 0.0
+    for i in order:
+        if params.top_p < 1 and mass >= params.top_p * total:
+            break
+        nucleus.append(i)
+        mass += alive[i]
+    return [weights[i] / mass if i in nucleus else 0.0 for i in range(len(weights))]
+
+
+@given(rows=st.lists(st.tuples(LOGITS, PARAMS), min_size=1, max_size=4))
+def test_the_distribution_is_the_reference_one_for_every_row_of_a_batch(
+    rows: list[tuple[list[float], SamplingParams]],
+) -> None:
+    width = max(len(logits) for logits, _ in rows)
+    padded = torch.tensor([logits + [-math.inf] * (width - len(logits)) for logits, _ in rows])
+    got = distribution(padded, [params for _, params in rows])
+    got = got / got.sum(-1, keepdim=True)
+    for row, (logits, params) in enumerate(rows):
+        expected = torch.tensor(reference(logits, params), dtype=torch.float64)
+        torch.testing.assert_close(got[row, : len(logits)], expected, atol=1e-9, rtol=1e-9)
+        assert not got[row, len(logits) :].any()
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=8).filter(any),
+    uniform=st.floats(0, 1, exclude_max=True),
+)
+def test_draw_inverts_the_cumulative_distribution(weights: list[float], uniform: float) -> None:
+    [drawn] = draw(torch.tensor([weights], dtype=torch.float64), [uniform]).tolist()
+    assert weights[drawn] > 0
+    assert sum(weights[:drawn]) <= uniform * sum(weights) <= sum(weights[: drawn + 1])
+
+
+@given(total=st.floats(1e-3, 1e3))
+def test_the_largest_uniform_number_draws_the_last_likely_id(total: float) -> None:
+    weights = torch.tensor([[total / 2, total / 2, 0.0]], dtype=torch.float64)
+    assert draw(weights, [math.nextafter(1, 0)]).tolist() == [1]
+
+
+def test_a_row_that_is_not_a_number_does_not_disturb_the_others() -> None:
+    weights = torch.tensor([[math.nan, math.nan], [1.0, 0.0]], dtype=torch.float64)
+    broken, fine = draw(weights, [0.5, 0.5]).tolist()
+    assert broken in (0, 1)
+    assert fine == 0
+
+
+def test_draws_follow_the_probabilities() -> None:
+    probabilities = torch.tensor([[1.0, 2.0, 0.0, 5.0]], dtype=torch.float64).repeat(800, 1)
+    counts = Counter(draw(probabilities, [(i + 0.5) / 800 for i in range(800)]).tolist())
+    assert counts == {0: 100, 1: 200, 3: 500}
+
+
+def test_rows_are_greedy_or_drawn_each_by_its_own_temperature() -> None:
+    logits = torch.tensor([[0.0, 1.0, 0.9]] * 3)
+    greedy, warm = (SamplingParams(max_tokens=1, temperature=t) for t in (0.0, 1.0))
+    assert choose(logits, [greedy, warm, warm], [0.999, 0.0, 0.999]).tolist() == [1, 0, 2]
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+    tiny = SamplingParams(max_tokens=1, temperature=1e-300)
+    assert choose(torch.tensor([[0.0, 1.0]]), [tiny], [0.0]).tolist() == [1]
+
+
+@given(
+    logits=st.lists(st.integers(-16, 16).map(lambda n: n / 4), min_size=6, max_size=6),
+    prompt=st.lists(st.integers(0, 5), max_size=5),
+    completion=st.lists(st.integers(0, 5), max_size=5),
+    repetition=st.sampled_from([0.5, 1.0, 2.0]),
+    frequency=st.sampled_from([-0.5, 0.0, 0.25]),
+    presence=st.sampled_from([-1.0, 0.0, 0.5]),
+)
+def test_penalties_are_the_reference_ones(
+    logits: list[float],
+    prompt: list[int],
+    completion: list[int],
+    repetition: float,
+    frequency: float,
+    presence: float,
+) -> None:
+    params = SamplingParams(
+        max_tokens=1, repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence
+    )
+    expected = []
+    for token_id, logit in enumerate(logits):
+        if token_id in prompt + completion:
+            logit = logit / repetition if logit > 0 else logit * repetition
+        logit -= frequency * completion.count(token_id)
+        logit -= presence * (token_id in completion)
+        expected.append(logit)
+    got = penalise(
+        torch.tensor(logits),
+        torch.tensor(prompt, dtype=torch.int64),
+        torch.tensor(completion, dtype=torch.int64),
+        params,
+    )
+    assert got.tolist() == expected
