@@ -8,6 +8,7 @@ All texts are marked text (see `tokenizer`).
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass, replace
 
 from tokentape.chat.call_syntax import (
@@ -15,6 +16,7 @@ from tokentape.chat.call_syntax import (
     KEY,
     NAME,
     OTHER_VALUE,
+    PROBE_ID,
     QUESTION,
     REASONING,
     VALUE,
@@ -25,8 +27,10 @@ from tokentape.chat.call_syntax import (
     find_shape,
     read_calls,
 )
-from tokentape.chat.tokenizer import MARK
+from tokentape.chat.tokenizer import MARK, Tokenizer
 from tokentape.errors import TemplateRefused
+
+_FRAME = re.compile(f"({MARK.pattern})(\\w+)({MARK.pattern})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +44,26 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
+class Channels:
+    """How a template frames the parts of a turn where it frames reasoning and content alike."""
+
+    header_close: str
+    """The mark behind a part's header."""
+    part_close: str
+    """The mark behind a part that another one follows."""
+    reasoning_name: str
+    """The word in the header of reasoning."""
+    call_open: str
+    """What stands in front of a tool's name in the header of a call; empty if calls are not written so."""
+
+
+@dataclass(frozen=True, slots=True)
 class AssistantFormat:
     """Everything that bridging and parsing need to know of how a template writes an assistant turn."""
 
     generation_prompt: str
+    header: str
+    """What stands in front of a turn once the conversation has gone on; the generation prompt may open more."""
     content_open: str
     """Between the generation prompt and the content of a turn without reasoning."""
     content_close: str
@@ -57,11 +77,13 @@ class AssistantFormat:
     """Behind the last call's arguments at the end of a conversation."""
     content_tail: str
     """Behind the content when a user message follows, to the end of the generation prompt."""
+    channels: Channels | None
+    """Where reasoning and content are framed alike."""
     calls_tail: str
     """Behind the last call's arguments when a tool result follows; empty where the template refuses that."""
 
 
-def read_format(render: Render) -> AssistantFormat:
+def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     """Ask a template how it writes assistant turns.
 
     Raises `TemplateRefused` if it does not even render a user's question and a plain answer.
@@ -69,6 +91,7 @@ def read_format(render: Render) -> AssistantFormat:
     base = render([QUESTION], False)
     prompt = render([QUESTION], True)
     generation_prompt = prompt[len(base) :] if prompt.startswith(base) else prompt[common_prefix(prompt, base) :]
+    header = _read_header(render, base)
     answer = render([QUESTION, {"role": "assistant", "content": CONTENT}], False)
     if CONTENT not in answer:
         raise TemplateRefused("the chat template does not render the content of an assistant message")
@@ -81,16 +104,26 @@ def read_format(render: Render) -> AssistantFormat:
             # An empty think block before the call is no part of the call.
             shared = common_prefix(calls.section_open, content_open)
             calls = replace(calls, section_open=calls.section_open[shared:])
-        calling = shape.message("", [("call00000", NAME, {KEY: VALUE})])
+        calling = shape.message("", [shape.probe(NAME, {KEY: VALUE})])
         calls_close = _behind(render([QUESTION, calling], False), VALUE)
-        result = {"role": "tool", "tool_call_id": "call00000", "name": NAME, "content": OTHER_VALUE}
+        result = {
+            "role": "tool",
+            "tool_call_id": NAME if shape.name_is_id else PROBE_ID,
+            "name": NAME,
+            "content": OTHER_VALUE,
+        }
         with contextlib.suppress(TemplateRefused):
             calls_tail = _behind(render([QUESTION, calling, result], True), VALUE)
+    reasoning = _read_reasoning(render, prompt, header, generation_prompt) or _reasoning_never_shown(
+        render, tokenizer, header, generation_prompt
+    )
     return AssistantFormat(
         generation_prompt=generation_prompt,
+        header=header,
         content_open=content_open,
         content_close=content_close,
-        reasoning=_read_reasoning(render, prompt, generation_prompt),
+        reasoning=reasoning,
+        channels=_read_channels(content_open, reasoning, calls),
         shape=shape,
         calls=calls,
         calls_close=calls_close,
@@ -109,17 +142,49 @@ def _behind(text: str, sentinel: str) -> str:
     return text[text.rindex(sentinel) + len(sentinel) :]
 
 
-def _prompt_opening(render: Render, generation_prompt: str) -> str:
-    """What the generation prompt writes behind the assistant's header."""
+def _read_header(render: Render, base: str) -> str:
+    """What the template writes in front of the content of a turn that the conversation has left behind."""
     answered = render([QUESTION, {"role": "assistant", "content": CONTENT}, QUESTION], False)
-    header = answered[answered.index(QUESTION["content"]) : answered.index(CONTENT)]
-    for at in range(len(generation_prompt), 0, -1):
-        if header.endswith(generation_prompt[:at]):
-            opening = generation_prompt[at:]
-            break
-    else:
-        opening = ""
+    before = answered[: answered.index(CONTENT)]
+    return before[common_prefix(before, base) :]
+
+
+def _prompt_opening(header: str, generation_prompt: str) -> str:
+    """What the generation prompt writes behind the assistant's header."""
+    opening = generation_prompt[common_prefix(generation_prompt, header) :]
     return opening if opening.strip() else _last_delimiter(generation_prompt)
+
+
+def _reasoning_never_shown(
+    render: Render, tokenizer: Tokenizer, header: str, generation_prompt: str
+) -> Reasoning | None:
+    """Reasoning that the prompt opens and the template strips from history, so that no rendering shows how it closes.
+
+    What would close it by the look of its opening, `</x>` for `<x>`, is tried on the template: one that knows it strips
+    what comes before it.
+    """
+    opening = generation_prompt[common_prefix(generation_prompt, header) :]
+    tag = re.fullmatch(r"([<\[]\W*)(\w.*)", tokenizer.spell_marks(opening).strip())
+    if tag is None:
+        return None
+    closing = f"{tag[1]}/{tag[2]}"
+    message = {"role": "assistant", "content": f"{REASONING}{closing}{CONTENT}"}
+    text = render([QUESTION, message, QUESTION], False)
+    if REASONING in text or CONTENT not in text:
+        return None
+    return Reasoning(opening, f"\n{tokenizer.mark_controls(closing)}\n\n", opened_by_prompt=True)
+
+
+def _read_channels(content_open: str, reasoning: Reasoning | None, calls: CallSyntax | None) -> Channels | None:
+    """The framing that reasoning and content share: a mark, a word, a mark."""
+    if reasoning is None:
+        return None
+    frames = [_FRAME.fullmatch(text.strip()) for text in (reasoning.open, content_open)]
+    close = MARK.match(reasoning.close.strip())
+    if frames[0] is None or frames[1] is None or close is None or frames[0].group(1, 3) != frames[1].group(1, 3):
+        return None
+    call_open = calls.open.strip() if calls is not None and calls.style == "named" else ""
+    return Channels(frames[0][3], close[0], frames[0][2], call_open)
 
 
 def _last_delimiter(text: str) -> str:
@@ -132,7 +197,7 @@ def _last_delimiter(text: str) -> str:
     return text[core.rindex(words[-1]) :] if words else text
 
 
-def _read_reasoning(render: Render, prompt: str, generation_prompt: str) -> Reasoning | None:
+def _read_reasoning(render: Render, prompt: str, header: str, generation_prompt: str) -> Reasoning | None:
     message = {"role": "assistant", "content": CONTENT, "reasoning_content": REASONING, "thinking": REASONING}
     try:
         text = render([QUESTION, message], False)
@@ -148,7 +213,7 @@ def _read_reasoning(render: Render, prompt: str, generation_prompt: str) -> Reas
         opening = before[len(prompt) :]
         if opening.strip():
             return Reasoning(opening, close, opened_by_prompt=False)
-        return Reasoning(_prompt_opening(render, generation_prompt), close, opened_by_prompt=True)
+        return Reasoning(_prompt_opening(header, generation_prompt), close, opened_by_prompt=True)
     opening = _last_delimiter(before)
     opened, closed = generation_prompt.rfind(opening.strip()), generation_prompt.rfind(close.strip())
     return Reasoning(opening, close, opened_by_prompt=opened > closed)

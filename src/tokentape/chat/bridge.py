@@ -26,18 +26,24 @@ class Tail:
     """How many characters of the rendered tail came before `text`."""
 
 
-def cut_tail(tail: str, close: str, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> Tail:
+def cut_tail(tail: str, close: str, turn_close: str, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> Tail:
     """Cut a tail at the end of the assistant's turn.
 
-    `close` is what the template writes behind the same turn at the end of a conversation. What both share belongs to
-    the turn; the last control token there that can end sampling (an end-of-sequence id, else a special one) is where
-    the model stops. What comes before it, such as a call's closing bracket, is the model's to write.
+    `close` is what the template writes behind the same turn at the end of a conversation, `turn_close` behind a turn
+    that just speaks. What tail and `close` share belongs to the turn; the last control token there that can end
+    sampling (an end-of-sequence id, else a special one) is where the model stops. What comes before it, such as a
+    call's closing bracket, is the model's to write.
     """
     shared = tail[: common_prefix(tail, close)]
     marks = [(match.start(), tokenizer.control_of_mark(match[0])) for match in MARK.finditer(shared)]
     ends = [at for at, control in marks if control.id in eos_ids] or [at for at, control in marks if control.special]
     if ends:
         return Tail(tail[ends[-1] :], ends_turn=True, cut=ends[-1])
+    spelled = turn_close.strip()
+    if spelled and spelled in shared:
+        # This vocabulary has no token for the end of a turn, so it is text.
+        at = shared.rindex(spelled)
+        return Tail(tail[at:], ends_turn=True, cut=at)
     header = MARK.search(tail, len(shared))
     if header is None or tail[len(shared) : header.start()].strip():
         # Neither the turn nor the next message is framed by control tokens: all of the tail is text.

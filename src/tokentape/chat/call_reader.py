@@ -11,13 +11,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from tokentape.chat.call_syntax import CallSyntax
+from tokentape.chat.call_syntax import KEY, CallSyntax
+from tokentape.chat.reader import first_of
+from tokentape.chat.reply import CallStatus
 from tokentape.chat.tokenizer import MARK
 from tokentape.types import Tool
-
-CallStatus = Literal["ok", "bad_arguments", "unclosed", "unknown_tool"]
 
 _JSON = json.JSONDecoder()
 
@@ -65,9 +65,19 @@ class CallReader:
         self.triggers = tuple((core, before) for core, before in triggers.items() if core)
         """(delimiter, white space before it) of everything a call may begin with."""
 
+    @property
+    def bare(self) -> bool:
+        """Calls have no delimiters: a turn that is a JSON object with a name is a call."""
+        return not self.triggers and self._syntax.style == "json"
+
+    def is_bare_call(self, text: str, at: int) -> bool:
+        """Whether the whole rest of a turn is calls without delimiters."""
+        body = self._read_json(text, _skip_marks(text, at))
+        return body is not None and body.name in self._tools
+
     def read(self, text: str, at: int, *, final: bool) -> ReadCall | None:
         """The call that begins at `at`; None if more text may complete it. `final`: no more text will come."""
-        start = self._skip(text, at, self._section_open, self._open)
+        start = self._skip(text, _skip_marks(text, at) if self.bare else at, self._section_open, self._open)
         close = text.find(self._close, start) if self._close else -1
         if close < 0 and not final:
             return None
@@ -152,12 +162,25 @@ class CallReader:
         at = text.find(core, start) if core else brace
         if at < 0 or brace < 0:
             return None
-        name = text[start:at].strip()
+        name, call_id = text[start:at].strip(), None
+        at += len(core)
+        id_close = self._syntax.id_close.strip()
+        id_end = text.find(id_close, at, brace) if id_close else -1
+        if id_end >= 0:
+            call_id = text[at:id_end].strip()
+            at = id_end + len(id_close)
+        if self._syntax.name_is_id:
+            name, call_id = self._name_in(name), name
         try:
-            value, end = _JSON.raw_decode(text, _skip_space(text, at + len(core)))
+            value, end = _JSON.raw_decode(text, _skip_space(text, at))
         except (ValueError, RecursionError):
             return None
-        return _Body(end, name, _arguments_text(value), isinstance(value, dict))
+        return _Body(end, name, _arguments_text(value), isinstance(value, dict), call_id)
+
+    def _name_in(self, call_id: str) -> str:
+        """The longest known tool name that stands in an id as a word, such as `add` in `functions.add:0`."""
+        found = [name for name in self._tools if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", call_id)]
+        return max(found, key=len, default=call_id)
 
     def _read_tagged(self, text: str, start: int) -> _Body | None:
         syntax = self._syntax
@@ -173,18 +196,24 @@ class CallReader:
         name = text[start:at].strip()
         at = self._skip(text, at, name_close)
         arguments: dict[str, Any] = {}
-        while text.startswith(key_open, at):
-            key_end = text.find(key_close, at + len(key_open))
-            value_end = text.find(value_close, key_end + len(key_close))
-            if key_end < 0 or value_end < 0:
+        key_closes = [core for core in (key_close, syntax.json_key_close.strip()) if core]
+        # `key_open` may begin like `close`: `<` and `</call>`.
+        while text.startswith(key_open, at) and not (self._close and text.startswith(self._close, at)):
+            found = first_of(text, at + len(key_open), key_closes)
+            if found is None:
                 return None
-            key = text[at + len(key_open) : key_end].strip()
-            value = text[key_end + len(key_close) : value_end]
-            arguments[key] = self._value(name, key, value)
-            at = _skip_space(text, value_end + len(value_close))
+            key = text[at + len(key_open) : found[0]].strip()
+            closing = value_close.replace(KEY, key)
+            value_start = found[0] + len(found[1])
+            value_end = text.find(closing, value_start)
+            if value_end < 0:
+                return None
+            is_text = bool(syntax.json_key_close) and found[1] == key_close
+            arguments[key] = self._value(name, key, text[value_start:value_end], is_text=is_text)
+            at = _skip_space(text, value_end + len(closing))
         return _Body(at, name, json.dumps(arguments, ensure_ascii=False), valid=True)
 
-    def _value(self, tool: str, key: str, raw: str) -> Any:
+    def _value(self, tool: str, key: str, raw: str, *, is_text: bool) -> Any:
         """A tagged value: text where the tool's schema says string, else JSON or what Python prints."""
         syntax = self._syntax
         before = len(syntax.key_close) - len(syntax.key_close.rstrip())
@@ -195,7 +224,7 @@ class CallReader:
             raw = raw[:-1] if raw[-1:].isspace() else raw
         parameters = self._tools.get(tool, {}).get("function", {}).get("parameters") or {}
         schema = (parameters.get("properties") or {}).get(key)
-        if isinstance(schema, Mapping) and schema.get("type") == "string":
+        if is_text or (isinstance(schema, Mapping) and schema.get("type") == "string"):
             return raw
         try:
             return json.loads(raw)
@@ -235,6 +264,13 @@ def _first_delimiter(text: str) -> str:
 def _skip_space(text: str, at: int) -> int:
     while at < len(text) and text[at].isspace():
         at += 1
+    return at
+
+
+def _skip_marks(text: str, at: int) -> int:
+    """Position behind control tokens and white space: models put some in front of a bare call."""
+    while match := MARK.match(text, at := _skip_space(text, at)):
+        at = match.end()
     return at
 
 

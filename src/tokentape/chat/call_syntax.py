@@ -17,7 +17,11 @@ from tokentape.errors import TemplateRefused
 from tokentape.types import Message
 
 CONTENT, REASONING, NAME, KEY, VALUE, OTHER_NAME, OTHER_KEY, OTHER_VALUE = (s * 2 for s in SENTINELS[:8])
+_NUMBER = 7070707
 QUESTION: Message = {"role": "user", "content": SENTINELS[8] * 2}
+
+PROBE_ID, OTHER_PROBE_ID = "call00000", "call00001"
+"""Nine letters and digits: what the strictest template takes."""
 
 Render = Callable[[Sequence[Message], bool], str]
 """Messages and add_generation_prompt to marked text."""
@@ -27,8 +31,12 @@ Render = Callable[[Sequence[Message], bool], str]
 class CallShape:
     """How a tool-calling message has to be passed so that this template renders it."""
 
-    arguments: Literal["object", "text"]
-    content: Literal["text", "none", "missing"]
+    arguments: str
+    """`object` or `text`: JSON written out."""
+    content: str
+    """Beside calls: `text`, `none` (None if empty) or `missing` (no such key if empty)."""
+    name_is_id: bool = False
+    """The template shows a call's id in place of its name."""
 
     def message(self, content: str, calls: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
         """An assistant message with (id, name, arguments) calls in this shape."""
@@ -47,6 +55,24 @@ class CallShape:
         ]
         return message
 
+    def probe(self, name: str, arguments: Any, call_id: str = PROBE_ID) -> tuple[str, str, Any]:
+        """A call to ask with, for `message`: its name stands where the template shows a name."""
+        return (name, name, arguments) if self.name_is_id else (call_id, name, arguments)
+
+    def reshape(self, message: Message) -> dict[str, Any]:
+        """A caller's tool-calling message in this shape; without it the template would lose the calls."""
+        reshaped = dict(message)
+        if not reshaped.get("content"):
+            if self.content == "none":
+                reshaped["content"] = None
+            elif self.content == "missing":
+                reshaped.pop("content", None)
+        reshaped["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": self.shape(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+        return reshaped
+
     def shape(self, arguments: Any) -> Any:
         """Arguments as this template takes them."""
         if self.arguments == "text" and not isinstance(arguments, str):
@@ -54,13 +80,11 @@ class CallShape:
         return arguments
 
 
-_SHAPES = (
-    CallShape("object", "text"),
-    CallShape("object", "none"),
-    CallShape("object", "missing"),
-    CallShape("text", "text"),
-    CallShape("text", "none"),
-    CallShape("text", "missing"),
+_SHAPES = tuple(
+    CallShape(arguments, content, name_is_id)
+    for name_is_id in (False, True)
+    for arguments in ("object", "text")
+    for content in ("text", "none", "missing")
 )
 
 
@@ -70,7 +94,8 @@ class CallSyntax:
 
     `json`: CALL is one JSON object with the name under `name_key` and the arguments under `arguments_key`.
     `named`: CALL is NAME `name_close` ARGUMENTS, the arguments a JSON object.
-    `tagged`: CALL is NAME `name_close` (`key_open` KEY `key_close` VALUE `value_close`)*.
+    `tagged`: CALL is NAME `name_close` (`key_open` KEY `key_close` VALUE `value_close`)*; the sentinel KEY within
+    `value_close` stands for the key.
     """
 
     style: Literal["json", "named", "tagged"]
@@ -82,8 +107,14 @@ class CallSyntax:
     name_key: str = "name"
     arguments_key: str = "arguments"
     name_close: str = ""
+    id_close: str = ""
+    """Where the call's id stands behind the name (`named` only): NAME `name_close` ID `id_close` ARGUMENTS."""
+    name_is_id: bool = False
+    """The template writes the call's id where the name is expected; a model writes the name into the id."""
     key_open: str = ""
     key_close: str = ""
+    json_key_close: str = ""
+    """`key_close` of values that are not text, where the template tells them apart; their VALUE is JSON."""
     value_close: str = ""
     space_before: int = 0
     """Characters of white space that the template puts between content and the first call."""
@@ -93,7 +124,7 @@ def find_shape(render: Render) -> CallShape | None:
     """The first shape in which name, key and value of a call all reach the rendered text."""
     for shape in _SHAPES:
         try:
-            text = render([QUESTION, shape.message("", [("call00000", NAME, {KEY: VALUE})])], False)
+            text = render([QUESTION, shape.message("", [shape.probe(NAME, {KEY: VALUE})])], False)
         except TemplateRefused:
             continue
         if NAME in text and KEY in text and VALUE in text:
@@ -106,8 +137,8 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
 
     `prompt` is the rendering up to the generation prompt. None if the syntax is of no known style.
     """
-    first = ("call00000", NAME, {KEY: VALUE})
-    second = ("call00001", OTHER_NAME, {OTHER_KEY: OTHER_VALUE})
+    first = shape.probe(NAME, {KEY: VALUE})
+    second = shape.probe(OTHER_NAME, {OTHER_KEY: OTHER_VALUE}, OTHER_PROBE_ID)
 
     def region(*calls: tuple[str, str, Any]) -> str:
         text = render([QUESTION, shape.message("", calls)], False)
@@ -115,9 +146,12 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
 
     syntax = _read_one_call(region(first))
     if syntax is not None and syntax.style == "tagged":
-        syntax = _split_arguments(syntax, region(("call00000", NAME, {KEY: VALUE, OTHER_KEY: OTHER_VALUE})))
+        syntax = _split_arguments(syntax, region(shape.probe(NAME, {KEY: VALUE, OTHER_KEY: OTHER_VALUE})))
+        if syntax is not None:
+            syntax = _tell_json_values(syntax, region(shape.probe(NAME, {KEY: _NUMBER})))
     if syntax is None:
         return None
+    syntax = replace(syntax, name_is_id=shape.name_is_id)
     with contextlib.suppress(TemplateRefused):
         two = region(first, second)
         if all(sentinel in two for sentinel in (NAME, VALUE, OTHER_NAME, OTHER_VALUE)):
@@ -171,17 +205,20 @@ def _read_one_call(region: str) -> CallSyntax | None:
         )
     if name > start:
         return None
-    return CallSyntax("named", open=region[:name], name_close=region[name + len(NAME) : start], close=region[end:])
+    name_close, _, id_close = region[name + len(NAME) : start].partition(PROBE_ID)
+    return CallSyntax("named", open=region[:name], name_close=name_close, id_close=id_close, close=region[end:])
 
 
 def _split_arguments(syntax: CallSyntax, region: str) -> CallSyntax | None:
     """Tell what frames each argument from what frames all of them, by a rendering with two arguments."""
     name, key, value = region.index(NAME), region.index(KEY), region.index(VALUE)
-    other_key, other_value = region.find(OTHER_KEY), region.find(OTHER_VALUE)
+    other_value = region.find(OTHER_VALUE)
+    other_key = region.rfind(OTHER_KEY, 0, max(other_value, 0))
     if not name < key < value < other_key < other_value:
         return None
     before, between = region[name + len(NAME) : key], region[value + len(VALUE) : other_key]
-    behind = region[other_value + len(OTHER_VALUE) :]
+    # Where the key closes its value (`<key>value</key>`), KEY stands for it.
+    behind = region[other_value + len(OTHER_VALUE) :].replace(OTHER_KEY, KEY)
     opening = _common_suffix(before, between)
     closing = common_prefix(between[: len(between) - opening], behind)
     return replace(
@@ -191,6 +228,15 @@ def _split_arguments(syntax: CallSyntax, region: str) -> CallSyntax | None:
         value_close=between[:closing],
         close=behind[closing:],
     )
+
+
+def _tell_json_values(syntax: CallSyntax, region: str) -> CallSyntax:
+    """Note how the template announces a value that is not text, if it does so in another way."""
+    key, value = region.find(KEY), region.find(str(_NUMBER))
+    if key < 0 or value < key:
+        return syntax
+    key_close = region[key + len(KEY) : value]
+    return syntax if key_close == syntax.key_close else replace(syntax, json_key_close=key_close)
 
 
 def _split_section(syntax: CallSyntax, region: str) -> CallSyntax:

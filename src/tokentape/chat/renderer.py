@@ -14,7 +14,7 @@ import numpy as np
 
 from tokentape.chat.assistant_format import AssistantFormat, read_format
 from tokentape.chat.bridge import cut_tail, overlap
-from tokentape.chat.call_syntax import CONTENT, KEY, NAME, QUESTION, VALUE, CallShape
+from tokentape.chat.call_syntax import CONTENT, KEY, NAME, PROBE_ID, QUESTION, VALUE, CallShape
 from tokentape.chat.caller_text import (
     Disarmer,
     edges_found,
@@ -83,18 +83,29 @@ class Renderer:
         codes = provenance_of_characters(edged, len(encoded.text))
         return Added(self.tokenizer.array(encoded.ids), provenance_of_tokens(codes, encoded.spans))
 
-    def bridge(self, completion_ids: TokenIds, reply: Message, new_messages: Sequence[Message], setup: Setup) -> Added:
+    def bridge(
+        self,
+        completion_ids: TokenIds,
+        reply: Message,
+        new_messages: Sequence[Message],
+        setup: Setup,
+        history: Sequence[Message] | None = None,
+    ) -> Added:
         """Ids to append behind a sampled turn for `new_messages`, ending with the generation prompt.
 
         `completion_ids` are the turn's sampled ids, none of which is ever repeated or replaced, and `reply` the message
         that was parsed from them. A turn that the model did not end is closed as the template would, with provenance
-        CLOSE. Costs the same whatever the history.
+        CLOSE.
+
+        Without `history` the turn is thought of behind one made-up question (strategy `local`): the cost does not
+        depend on what came before. With `history`, the messages before `reply`, it is the real conversation
+        (`contextual`). A certificate says which a template needs.
 
         Raises `TemplateRefused` if the template does not take these messages after such a turn.
         """
         form = self.format(setup)
-        tail, edged, close = self._tail(reply, new_messages, setup, form)
-        cut = cut_tail(tail, close, self.tokenizer, self.tokenizer.eos_ids)
+        tail, edged, close = self._tail(reply, new_messages, setup, form, history)
+        cut = cut_tail(tail, close, form.content_close, self.tokenizer, self.tokenizer.eos_ids)
         encoded = self.tokenizer.encode_after_control(cut.text)
         # What is cut off is the template's and has no edges, so it is as long in both renderings.
         codes = provenance_of_characters(edged[cut.cut :], len(encoded.text))
@@ -134,7 +145,7 @@ class Renderer:
         for tail, close in ((form.content_tail, form.content_close), (form.calls_tail, form.calls_close)):
             ids = [self._mark_id(mark) for mark in MARK.findall(close)]
             if eos_ids.isdisjoint(ids):
-                mark = MARK.match(cut_tail(tail, close, self.tokenizer, eos_ids).text)
+                mark = MARK.match(cut_tail(tail, close, form.content_close, self.tokenizer, eos_ids).text)
                 found.update([self._mark_id(mark[0])] if mark else [])
         return frozenset(found)
 
@@ -144,7 +155,9 @@ class Renderer:
         if found is None:
             if len(self._formats) >= _KEPT_FORMATS:
                 self._formats.pop(next(iter(self._formats)))
-            found = read_format(lambda messages, generate: self._render(messages, setup, generate=generate))
+            found = read_format(
+                lambda messages, generate: self._render(messages, setup, generate=generate), self.tokenizer
+            )
             self._formats[setup.digest] = found = self._without_stops(found)
         return found
 
@@ -153,7 +166,11 @@ class Renderer:
         if form.calls is None:
             return form
 
+        turn_close = form.content_close.strip()
+
         def cut(text: str) -> str:
+            if turn_close and not MARK.search(turn_close):
+                return text.partition(turn_close)[0]
             ends = (m.start() for m in MARK.finditer(text) if self._mark_id(m[0]) in self.tokenizer.eos_ids)
             return text[: next(ends, len(text))]
 
@@ -169,13 +186,14 @@ class Renderer:
         plain = []
         for message in messages:
             one = plain_message(message)
-            if isinstance(one.get("tool_calls"), list) and shape is not None and shape.arguments == "text":
-                one["tool_calls"] = [
-                    {**call, "function": {**call["function"], "arguments": shape.shape(call["function"]["arguments"])}}
-                    for call in one["tool_calls"]
-                ]
+            if one.get("tool_calls") and shape is not None:
+                one = shape.reshape(one)
             plain.append(self._disarmer.mask_all(one))
         return plain
+
+    def marked(self, messages: Sequence[Message], setup: Setup, *, generate: bool) -> str:
+        """Marked text of a conversation, with or without the generation prompt. For certificates."""
+        return self._render(self._plain(messages, setup), setup, generate=generate)
 
     def _render(self, plain: Sequence[Message], setup: Setup, *, generate: bool) -> str:
         """Marked text of messages that are disarmed already."""
@@ -188,26 +206,38 @@ class Renderer:
         )
         return self._disarmer.marked(rendered)
 
-    def _tail(
-        self, reply: Message, new_messages: Sequence[Message], setup: Setup, form: AssistantFormat
-    ) -> tuple[str, str, str]:
-        """The tail behind a turn like `reply`, the same with edges, and how such a turn ends a conversation.
+    def tail(
+        self,
+        reply: Message,
+        new_messages: Sequence[Message],
+        setup: Setup,
+        history: Sequence[Message] | None = None,
+    ) -> str:
+        """Marked text that the template writes behind a turn like `reply`; see `bridge`. For certificates."""
+        return self._tail(reply, new_messages, setup, self.format(setup), history)[0]
 
-        The turn stands behind one made-up question instead of its real history: what follows a turn does not depend on
-        what came before it.
-        """
+    def _tail(
+        self,
+        reply: Message,
+        new_messages: Sequence[Message],
+        setup: Setup,
+        form: AssistantFormat,
+        history: Sequence[Message] | None,
+    ) -> tuple[str, str, str]:
+        """The tail behind a turn like `reply`, the same with edges, and how such a turn ends a conversation."""
+        before = [QUESTION] if history is None else self._plain(history, setup)
         plain = self._plain(new_messages, setup)
         edged = [with_edges(message) for message in plain]
         refused = TemplateRefused("there is no new message to continue with")
         for probe, sentinel, close in _probes(reply, new_messages, form):
             try:
-                text = self._render([QUESTION, probe, *plain], setup, generate=True)
-                edges = self._render([QUESTION, probe, *edged], setup, generate=True)
+                text = self._render([*before, probe, *plain], setup, generate=True)
+                edges = self._render([*before, probe, *edged], setup, generate=True)
             except TemplateRefused as error:
                 refused = error
                 continue
             if sentinel in text:
-                self._refuse_dropped(plain, [QUESTION, probe], edges, setup)
+                self._refuse_dropped(plain, [*before, probe], edges, setup)
                 return _behind(text, sentinel), _behind(edges, sentinel), close
         raise refused
 
@@ -264,7 +294,7 @@ def _probes(
     """Assistant messages to try as stand-ins for `reply`: message, sentinel in it, what ends it."""
     calls = [(call["id"], call["function"]["name"]) for call in reply.get("tool_calls") or ()]
     answered = [
-        (message.get("tool_call_id") or "call00000", message.get("name") or NAME)
+        (message.get("tool_call_id") or PROBE_ID, message.get("name") or NAME)
         for message in new_messages
         if message["role"] == "tool"
     ]

@@ -10,7 +10,8 @@ import numpy as np
 from tokentape.session.matching import history_keys
 from tokentape.types import Message, SessionInfo, TokenIds, Turn
 
-_NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
+NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
+"""The context of a turn that has no parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Continuation:
     """The request's messages behind those of the parent."""
     context_ids: TokenIds
     """The parent's context and completion; empty without a parent."""
+    history: tuple[Message, ...] = ()
+    """The request's messages before the parent's reply."""
 
 
 class Session:
@@ -60,8 +63,10 @@ class Session:
         for end in range(len(keys), 0, -1):
             seq = self._by_history.get(keys[end - 1])
             if seq is not None:
-                return Continuation(self.turns[seq], tuple(messages[end:]), self.context_after(seq))
-        return Continuation(None, tuple(messages), _NO_IDS)
+                return Continuation(
+                    self.turns[seq], tuple(messages[end:]), self.context_after(seq), tuple(messages[: end - 1])
+                )
+        return Continuation(None, tuple(messages), NO_IDS)
 
     def context_after(self, seq: int) -> TokenIds:
         """The ids of the path from the root through turn `seq`'s completion, int32 [tokens]."""
@@ -86,6 +91,7 @@ class Session:
 
         `sibling`: the same messages were answered before. `branched`: an earlier turn is continued another way.
         `new_setup`: tools or template settings changed. `edited_history`: the messages match no turn from the start.
+        A fifth cause, `template_rewrites`, is not the agent's: the template can't append what is asked for.
         """
         children = self._children.get(parent, [])
         if not children and (parent is not None or not self._by_history):

@@ -1,0 +1,167 @@
+"""The conversations that a template is tried on: roles, calls, reasoning, white space, unicode.
+
+Every text holds a word of its own, so that a template which says something twice, or somewhere else, is found out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tokentape.types import Message, Setup, Tool
+
+TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "measure",
+        "description": "Measure a toolword.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"type": "string", "description": "Where."},
+                "count": {"type": "integer"},
+                "ratio": {"type": "number"},
+                "exact": {"type": "boolean"},
+                "tags": {"type": "array", "items": {"type": "string"}},
+                "options": {"type": "object"},
+            },
+            "required": ["place"],
+        },
+    },
+}
+
+SYSTEM: Message = {"role": "system", "content": "You are a systemword."}
+QUESTION: Message = {"role": "user", "content": "What is a questionword?"}
+EARLIER: Message = {"role": "user", "content": "And an earlierword?"}
+NEXT: Message = {"role": "user", "content": "  then a nextword\n\n"}
+
+_WORDS = ("toolword", "systemword", "questionword", "earlierword")
+
+
+def setup(fingerprint: str, template_kwargs: Mapping[str, Any], *, date: str = "2024-07-26") -> Setup:
+    """The setup that certificates are made under: one tool with a parameter of each type."""
+    digest = hashlib.sha256(json.dumps([fingerprint, template_kwargs, date], sort_keys=True).encode()).hexdigest()
+    return Setup((TOOL,), template_kwargs, date, fingerprint, f"certificate {digest}")
+
+
+def call(n: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of `TOOL` with an id that every template takes: nine letters and digits."""
+    return {"id": f"call0000{n}", "type": "function", "function": {"name": "measure", "arguments": dict(arguments)}}
+
+
+def result(n: int, content: str) -> Message:
+    """The answer to `call(n)`."""
+    return {"role": "tool", "name": "measure", "tool_call_id": f"call0000{n}", "content": content}
+
+
+def _turn(content: str | None, calls: Sequence[dict[str, Any]] = (), reasoning: str | None = None) -> Message:
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
+_ONE = call(1, {"place": "here"})
+_TWO = call(2, {"place": "there"})
+_EVERY_TYPE = {
+    "place": "42",
+    "count": -3,
+    "ratio": 0.5,
+    "exact": True,
+    "tags": ["a b", "é日本"],
+    "options": {"deep": {"er": [1, None]}, "no": False},
+}
+
+TURNS: Mapping[str, Message] = {
+    "content": _turn("An answerword."),
+    "white space": _turn("  an answerword\n\nwith  space \n"),
+    "unicode": _turn("réponse 日本語 🫠 é́ \u200b end"),
+    "code": _turn('```python\nif a < b and "x" in {1: [2]}:\n\tpass\n```'),
+    "reasoning": _turn("An answerword.", reasoning="A thoughtword.\nMore."),
+    "call": _turn("", [_ONE]),
+    "content and call": _turn("An answerword.", [_ONE]),
+    "reasoning and call": _turn("", [_ONE], "A thoughtword."),
+    "parallel calls": _turn("", [_ONE, _TWO]),
+    "no arguments": _turn("", [call(1, {})]),
+    "typed arguments": _turn("", [call(1, _EVERY_TYPE)]),
+    "multi-line argument": _turn("", [call(1, {"place": 'line one\n\n  "two" \\ <three>\n'})]),
+}
+
+_ANSWERS = (TURNS["content"], TURNS["reasoning"], TURNS["white space"], _turn(""))
+_CALLING = (TURNS["call"], TURNS["content and call"], TURNS["reasoning and call"])
+_CALLING_TWICE = (TURNS["parallel calls"],)
+
+_RESULT, _SECOND = result(1, " a resultword\n"), result(2, "another {resultword}")
+
+CONTINUATIONS: Mapping[str, tuple[tuple[Message, ...], tuple[Message, ...]]] = {
+    "user": (_ANSWERS, (NEXT,)),
+    "tool": (_CALLING, (_RESULT,)),
+    "tools": (_CALLING_TWICE, (_RESULT, _SECOND)),
+    "tool, user": (_CALLING, (_RESULT, NEXT)),
+    "tools, user": (_CALLING_TWICE, (_RESULT, _SECOND, NEXT)),
+    "system": (_ANSWERS, ({"role": "system", "content": "A newrulesword."},)),
+    "system, user": (_ANSWERS, ({"role": "system", "content": "A newrulesword."}, NEXT)),
+    "user, user": (_ANSWERS, (NEXT, {"role": "user", "content": "and a lastword"})),
+}
+"""Per kind of new messages: the turns it may follow, and the messages."""
+
+_HISTORIES: tuple[tuple[Message, ...], ...] = (
+    (QUESTION,),
+    (SYSTEM, QUESTION),
+    (SYSTEM, EARLIER, TURNS["content"], QUESTION),
+    (EARLIER, TURNS["call"], _RESULT, TURNS["reasoning"], QUESTION),
+    (QUESTION, TURNS["reasoning and call"], _RESULT),
+)
+
+
+def conversations(name: str) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
+    """All (history, turn, new messages) of a continuation."""
+    turns, new = CONTINUATIONS[name]
+    for history in _HISTORIES:
+        for turn in turns:
+            yield history, turn, new
+
+
+def is_clean(turn: Message) -> bool:
+    """Whether a turn's text neither is empty nor has white space at its ends."""
+    content = turn.get("content") or ""
+    return content == content.strip() and bool(content or turn.get("tool_calls"))
+
+
+def words_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The telling words in messages or tools."""
+    text = json.dumps(list(messages))
+    return [word for word in _WORDS if word in text]
+
+
+LOSSES: tuple[tuple[str, str, tuple[Message, ...]], ...] = (
+    ("system messages", "systemword", (SYSTEM, QUESTION)),
+    ("developer messages", "developerword", ({"role": "developer", "content": "A developerword."}, QUESTION)),
+    ("tools", "toolword", (QUESTION,)),
+    ("tool calls", "here", (QUESTION, TURNS["call"], _RESULT)),
+    ("tool results", "resultword", (QUESTION, TURNS["call"], _RESULT)),
+    ("content beside a tool call", "answerword", (QUESTION, TURNS["content and call"], _RESULT)),
+    ("reasoning beside a tool call", "thoughtword", (QUESTION, TURNS["reasoning and call"], _RESULT)),
+    ("reasoning of turns before a user message", "thoughtword", (QUESTION, TURNS["reasoning"], NEXT)),
+    ("white space around a user's text", "  then a nextword\n\n", (NEXT,)),
+    (
+        "white space around an assistant's text",
+        "  an answerword\n\nwith  space \n",
+        (QUESTION, TURNS["white space"], NEXT),
+    ),
+    ("the second of two user messages", "nextword", (QUESTION, NEXT)),
+)
+"""(what, a word that shows it, messages): what a template may leave out."""
+
+
+def spoken_everywhere(text: str) -> Iterator[list[Message]]:
+    """Conversations in which callers say `text` in every field that is theirs."""
+    yield [{"role": "system", "content": text}, QUESTION]
+    yield [{"role": "user", "content": text}]
+    yield [{"role": "user", "content": [{"type": "text", "text": text[:2]}, {"type": "text", "text": text[2:]}]}]
+    yield [QUESTION, _turn(f"a{text}b"), NEXT]
+    yield [QUESTION, _turn("", [call(1, {"place": text})]), result(1, text)]

@@ -1,0 +1,59 @@
+"""What a completion says once it is parsed: content, reasoning, tool calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+CallStatus = Literal["ok", "bad_arguments", "unclosed", "unknown_tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call as the model wrote it."""
+
+    name: str
+    arguments: str
+    """JSON text of the arguments; with `bad_arguments` and `unclosed` whatever stood there."""
+    status: CallStatus
+    span: tuple[int, int]
+    """Half-open range of completion tokens, delimiters included."""
+    id: str | None = None
+    """The id the model gave it, in formats that have one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A parsed completion."""
+
+    content: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    reasoning_open: bool
+    """Sampling ended inside reasoning: a bridge has to close it first."""
+
+    @property
+    def calls_for_client(self) -> tuple[ToolCall, ...]:
+        """The calls a client is told of. An unclosed call is told as content, since it was never made."""
+        return tuple(call for call in self.tool_calls if call.status != "unclosed")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyDelta:
+    """What newly sampled tokens added to the reply."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls)
+
+
+@dataclass(slots=True)
+class ReplyParts:
+    """A reply while it grows."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)

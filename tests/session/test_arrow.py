@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.records import bits
+from tests.session.trajectory_cases import drawn_trajectories, make_trajectory
+from tokentape.errors import InvalidRequest
+from tokentape.session import arrow
+from tokentape.session.arrow import read_parquet, trajectories_table, trajectory_schema, write_parquet
+from tokentape.types import Trajectory
+
+
+@settings(max_examples=50)
+@given(st.lists(drawn_trajectories(), max_size=5))
+def test_parquet_gives_every_bit_back(tmp_path_factory: pytest.TempPathFactory, written: list[Trajectory]) -> None:
+    path = tmp_path_factory.mktemp("parquet") / "t.parquet"
+    assert write_parquet(written, path) == len(written)
+    assert bits(read_parquet(path)) == bits(written)
+
+
+def test_the_schema_is_pinned() -> None:
+    """A change here is a change of the file format: see the module's docstring for what raises the version."""
+    assert trajectory_schema().remove_metadata().to_string() == "\n".join(
+        [
+            "session_id: string not null",
+            "leaf: int32 not null",
+            "token_ids: list<element: int32 not null> not null",
+            "  child 0, element: int32 not null",
+            "provenance: list<element: uint8 not null> not null",
+            "  child 0, element: uint8 not null",
+            "loss_mask: list<element: bool not null> not null",
+            "  child 0, element: bool not null",
+            "logprobs: list<element: float not null> not null",
+            "  child 0, element: float not null",
+            "turns: list<element: int32 not null> not null",
+            "  child 0, element: int32 not null",
+            "completion_starts: list<element: int32 not null> not null",
+            "  child 0, element: int32 not null",
+            "completion_ends: list<element: int32 not null> not null",
+            "  child 0, element: int32 not null",
+            "weight_versions: list<element: string not null> not null",
+            "  child 0, element: string not null",
+            "reward: double",
+            "verdict: string not null",
+            "metadata: string not null",
+        ]
+    )
+
+
+def test_the_file_names_its_version_and_provenance_codes(tmp_path: Path) -> None:
+    write_parquet([make_trajectory()], tmp_path / "t.parquet")
+    metadata = pq.read_metadata(tmp_path / "t.parquet").metadata
+    assert metadata[b"tokentape.schema_version"] == b"1"
+    assert json.loads(metadata[b"tokentape.provenance"]) == {
+        "sampled": 1,
+        "template": 2,
+        "system": 3,
+        "user": 4,
+        "tool": 5,
+        "assistant": 6,
+        "close": 7,
+        "media": 8,
+    }
+
+
+def test_pyarrow_reads_the_table_as_it_was_built(tmp_path: Path) -> None:
+    trajectories = [make_trajectory(0), make_trajectory(1, reward=None)]
+    write_parquet(trajectories, tmp_path / "t.parquet")
+    table = pq.read_table(tmp_path / "t.parquet")
+    assert table.equals(trajectories_table(trajectories), check_metadata=True)
+    assert table["reward"].to_pylist() == [1.0, None]
+
+
+def test_datasets_reads_the_file(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    write_parquet([make_trajectory(0), make_trajectory(1, tokens=9, reward=None)], tmp_path / "t.parquet")
+    loaded = datasets.Dataset.from_parquet(str(tmp_path / "t.parquet"), cache_dir=str(tmp_path / "cache"))
+    assert loaded.num_rows == 2
+    row = loaded.with_format("numpy")[1]
+    assert row["token_ids"].tolist() == list(range(9))
+    assert row["loss_mask"].dtype == np.bool_
+    assert row["logprobs"].dtype == np.float32
+    assert loaded[1]["reward"] is None
+
+
+def test_row_groups_are_written_while_trajectories_still_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrow, "ROW_GROUP_TOKENS", 10)
+    sink = io.BytesIO()
+    sizes: list[int] = []
+
+    def arriving() -> Iterator[Trajectory]:
+        for number in range(6):
+            sizes.append(len(sink.getvalue()))
+            yield make_trajectory(number, tokens=6)
+
+    write_parquet(arriving(), sink)
+    assert sizes[0] == sizes[1] < sizes[2] == sizes[3] < sizes[4]
+    file = pq.ParquetFile(io.BytesIO(sink.getvalue()))
+    assert [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)] == [2, 2, 2]
+
+
+def test_there_is_a_page_index(tmp_path: Path) -> None:
+    write_parquet([make_trajectory()], tmp_path / "t.parquet")
+    column = pq.read_metadata(tmp_path / "t.parquet").row_group(0).column(2)
+    assert column.has_offset_index
+    assert column.has_column_index
+
+
+def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    table = trajectories_table([make_trajectory()]).replace_schema_metadata({arrow.VERSION_KEY: "99"})
+    pq.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(InvalidRequest, match="version 99, this release reads version 1"):
+        read_parquet(tmp_path / "t.parquet")
+
+
+def test_a_parquet_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "t.parquet")
+    with pytest.raises(InvalidRequest, match="not a file of trajectories"):
+        read_parquet(tmp_path / "t.parquet")
+
+
+def test_a_file_that_is_not_parquet_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.parquet").write_bytes(b"no parquet at all")
+    with pytest.raises(InvalidRequest, match="not a Parquet file"):
+        read_parquet(tmp_path / "t.parquet")
+
+
+def test_importing_the_module_leaves_pyarrow_alone() -> None:
+    code = "import sys, tokentape.session.arrow; sys.exit('pyarrow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.records import bits
+from tests.session.trajectory_cases import drawn_trajectories, make_trajectory
+from tokentape.errors import InvalidRequest
+from tokentape.session.arrow import trajectory_schema
+from tokentape.session.jsonl import read_jsonl, trajectory_to_json, write_jsonl
+from tokentape.types import Trajectory
+
+
+@settings(max_examples=50)
+@given(st.lists(drawn_trajectories(), max_size=5))
+def test_jsonl_gives_every_bit_back(tmp_path_factory: pytest.TempPathFactory, written: list[Trajectory]) -> None:
+    path = tmp_path_factory.mktemp("jsonl") / "t.jsonl"
+    assert write_jsonl(written, path) == len(written)
+    assert bits(list(read_jsonl(path))) == bits(written)
+
+
+def test_an_object_has_the_columns_of_the_table_and_the_version() -> None:
+    value = trajectory_to_json(make_trajectory())
+    assert list(value) == ["schema_version", *trajectory_schema().names]
+    assert value["schema_version"] == 1
+
+
+def test_datasets_reads_the_lines(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    write_jsonl([make_trajectory(0), make_trajectory(1, reward=None)], tmp_path / "t.jsonl")
+    loaded = datasets.Dataset.from_json(str(tmp_path / "t.jsonl"), cache_dir=str(tmp_path / "cache"))
+    assert loaded[0]["token_ids"] == [0, 1, 2, 3, 4, 5]
+    assert loaded[1]["reward"] is None
+
+
+def test_lines_are_written_as_trajectories_come() -> None:
+    sink = io.BytesIO()
+    write_jsonl([make_trajectory(0), make_trajectory(1)], sink)
+    assert [json.loads(line)["session_id"] for line in sink.getvalue().splitlines()] == ["session-0", "session-1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("{", "line 2"),
+        ("[]", "line 2"),
+        ('{"schema_version": 99}', "line 2: a trajectory has schema version 99"),
+        ('{"schema_version": 1}', "line 2: a trajectory is damaged"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, line: str, found: str) -> None:
+    path = tmp_path / "t.jsonl"
+    write_jsonl([make_trajectory()], path)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(InvalidRequest, match=found):
+        list(read_jsonl(path))
