@@ -1,3 +1,32 @@
 """Tokentape: train on exactly the tokens your model sampled."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokentape.chat.renderer import Renderer
+    from tokentape.client import Client
+    from tokentape.errors import TokentapeError
+    from tokentape.types import Provenance, Trajectory
+
 __version__ = "0.1.0.dev0"
+
+__all__ = ["Client", "Provenance", "Renderer", "TokentapeError", "Trajectory", "__version__"]
+
+_HOME = {
+    "Client": "tokentape.client",
+    "Provenance": "tokentape.types",
+    "Renderer": "tokentape.chat.renderer",
+    "TokentapeError": "tokentape.errors",
+    "Trajectory": "tokentape.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name where it lives when it is first used, so that `import tokentape` costs next to nothing."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value

@@ -17,6 +17,7 @@
         StoreLocked                 503
         StoreCorrupt                500
         StoreFull                   507
+      GatewayUnavailable            503  (raised by the client)
 
 A message says what was found, what was expected and what to do. It never holds prompt text: messages reach
 logs and other people's clients.
@@ -152,3 +153,11 @@ class StoreFull(StoreError):
 
     status = 507
     code = "store_full"
+
+
+class GatewayUnavailable(TokentapeError):
+    """The client could not reach the gateway, or what answered there is none."""
+
+    status = 503
+    code = "gateway_unavailable"
+    retry = True

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tokentape.chat.certify import Certificate, Strategy, certify, choose
 from tokentape.chat.parse import Reply, ReplyDelta, ToolCall
 from tokentape.chat.renderer import Added, Renderer
 from tokentape.engines.base import Engine, SampleDelta, SamplingParams
@@ -30,9 +31,9 @@ from tokentape.errors import (
     NotFound,
     TokentapeError,
 )
-from tokentape.session.chain import seal, setup_digest
+from tokentape.session.chain import canonical_json, seal, setup_digest
 from tokentape.session.invariants import check_completion, check_ids, check_turn
-from tokentape.session.tree import Continuation, Session
+from tokentape.session.tree import NO_IDS, Continuation, Session
 from tokentape.store import Record, SqliteStore
 from tokentape.types import FinishReason, Message, Reward, SessionInfo, Setup, TokenIds, Tool, Turn
 
@@ -80,13 +81,15 @@ class Turns:
     def __init__(self, engine: Engine, renderer: Renderer, store: SqliteStore) -> None:
         self.engine = engine
         self.renderer = renderer
-        self._store = store
+        self.store = store
         self._sessions: dict[str, Session] = {}
         self._unstored: set[str] = set()
         """Sessions that begin with their first turn: stored together with it."""
         self._setups: dict[str, set[str]] = {}
         """Per session the digests of setups that the store has."""
         self._locks: dict[str, asyncio.Lock] = {}
+        self._certificates: dict[str, Certificate] = {}
+        """By template kwargs, as canonical JSON."""
 
     @property
     def vocab_size(self) -> int:
@@ -98,7 +101,7 @@ class Turns:
         if await self._find(session_id) is not None:
             raise Conflict(f"session {session_id!r} exists already; use another id or none")
         info = SessionInfo(session_id, time.time(), metadata)
-        await self._store.write(info)
+        await self.store.write(info)
         self._sessions[session_id] = Session(info)
         return info
 
@@ -112,7 +115,7 @@ class Turns:
     async def delete_session(self, session_id: str) -> None:
         """Delete a session and its record. Raises `NotFound`."""
         async with self._lock(session_id):
-            await self._store.delete_session(session_id)
+            await self.store.delete_session(session_id)
             self._sessions.pop(session_id, None)
             self._setups.pop(session_id, None)
         self._locks.pop(session_id, None)
@@ -123,7 +126,7 @@ class Turns:
         if turn is not None and not 0 <= turn < len(session.turns):
             raise NotFound(f"session {session_id!r} has no turn {turn}; it has {len(session.turns)} turns")
         given = Reward(session_id, turn, value, time.time())
-        await self._store.write(given)
+        await self.store.write(given)
         return given
 
     async def take(self, request: TurnRequest) -> AsyncGenerator[TurnDelta | TurnDone, None]:
@@ -135,71 +138,51 @@ class Turns:
         session = await self._find_or_start(request.session_id)
         setup = self._setup(session, request)
         found = session.continuation(request.messages, setup.digest)
-        prompt = await asyncio.to_thread(self._prompt, found, setup)
-        sampling = self._sampling(request, setup, len(prompt.ids))
-        if request.n == 1:
-            async with aclosing(self._choice(0, request, session, setup, found, prompt, sampling)) as events:
-                async for event in events:
-                    yield event
-            return
-        async with aclosing(self._choices(request, session, setup, found, prompt, sampling)) as events:
+        call = await asyncio.to_thread(self._call, request, session, setup, found)
+        events = self._choice(call, 0) if request.n == 1 else self._choices(call)
+        async with aclosing(events):
             async for event in events:
                 yield event
 
-    async def _choice(
-        self,
-        choice: int,
-        request: TurnRequest,
-        session: Session,
-        setup: Setup,
-        found: Continuation,
-        prompt: _Prompt,
-        sampling: SamplingParams,
-    ) -> AsyncGenerator[TurnDelta | TurnDone, None]:
+    async def _choice(self, call: _Call, choice: int) -> AsyncGenerator[TurnDelta | TurnDone, None]:
+        """Sample and record one completion."""
         request_id = secrets.token_hex(12)
+        sampling = call.sampling
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + choice)
-        parser = self.renderer.parser(setup, sampling.stop_strings)
+        parser = self.renderer.parser(call.setup, sampling.stop_strings)
         completion = _Completion()
         told = 0
-        engine = self.engine.sample(prompt.ids, sampling, stream=request.stream, request_id=request_id)
+        engine = self.engine.sample(call.prompt_ids, sampling, stream=call.request.stream, request_id=request_id)
         async with aclosing(engine) as deltas:
             async for delta in deltas:
                 check_ids(delta.token_ids, self.vocab_size)
                 completion.add(delta)
                 reply_delta = _name_calls(parser.feed(delta.token_ids), request_id, told)
                 told += len(reply_delta.tool_calls)
-                yield TurnDelta(choice, prompt.ids, delta, reply_delta)
+                yield TurnDelta(choice, call.prompt_ids, delta, reply_delta)
         rest, reply = parser.finish()
         rest = _name_calls(rest, request_id, told)
         reply = replace(reply, tool_calls=_named(reply.tool_calls, request_id))
-        turn = await self._commit(request, session, setup, found, prompt, sampling, completion, reply)
+        turn = await self._commit(call, sampling, completion, reply)
         finish: Literal["stop", "length", "tool_calls"] = "length" if turn.finish_reason == "length" else "stop"
         if finish == "stop" and reply.calls_for_client:
             finish = "tool_calls"
-        yield TurnDone(choice, prompt.ids, turn, reply, rest, finish)
+        yield TurnDone(choice, call.prompt_ids, turn, reply, rest, finish)
 
-    async def _choices(
-        self,
-        request: TurnRequest,
-        session: Session,
-        setup: Setup,
-        found: Continuation,
-        prompt: _Prompt,
-        sampling: SamplingParams,
-    ) -> AsyncGenerator[TurnDelta | TurnDone, None]:
+    async def _choices(self, call: _Call) -> AsyncGenerator[TurnDelta | TurnDone, None]:
         """Several choices at once, their events as they come."""
         events: asyncio.Queue[TurnDelta | TurnDone | None] = asyncio.Queue()
 
         async def run(choice: int) -> None:
-            async with aclosing(self._choice(choice, request, session, setup, found, prompt, sampling)) as own:
+            async with aclosing(self._choice(call, choice)) as own:
                 async for event in own:
                     events.put_nowait(event)
 
         async def run_all() -> None:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for choice in range(request.n):
+                    for choice in range(call.request.n):
                         group.create_task(run(choice))
             except* TokentapeError as errors:
                 raise errors.exceptions[0] from None
@@ -215,41 +198,32 @@ class Turns:
             running.cancel()
             await asyncio.wait([running])
 
-    async def _commit(
-        self,
-        request: TurnRequest,
-        session: Session,
-        setup: Setup,
-        found: Continuation,
-        prompt: _Prompt,
-        sampling: SamplingParams,
-        completion: _Completion,
-        reply: Reply,
-    ) -> Turn:
+    async def _commit(self, call: _Call, sampling: SamplingParams, completion: _Completion, reply: Reply) -> Turn:
         """Record a sampled turn. Raises, with nothing committed, if an invariant does not hold."""
         if completion.finish_reason is None:
             raise EngineContractError("the engine stopped answering without a finish reason")
         if completion.finish_reason == "abort":
             raise EngineUnavailable("the engine aborted this call before it was finished; send it again")
-        session_id = request.session_id
+        session, setup, parent = call.session, call.setup, call.parent
+        session_id = session.info.session_id
         async with self._lock(session_id):
             if self._sessions.get(session_id) is not session:
                 raise NotFound(f"session {session_id!r} was deleted while this turn was being sampled")
-            parent = found.parent
+            seq = None if parent is None else parent.seq
             turn = Turn(
                 session_id=session_id,
                 seq=len(session.turns),
-                parent=None if parent is None else parent.seq,
+                parent=seq,
                 setup=setup.digest,
-                messages=found.new_messages,
+                messages=call.messages,
                 reply=reply_message(reply),
-                added_ids=prompt.added.ids,
-                added_provenance=prompt.added.provenance,
+                added_ids=call.added.ids,
+                added_provenance=call.added.provenance,
                 completion_ids=np.array(completion.ids, dtype=np.int32),
                 logprobs=np.array(completion.logprobs, dtype=np.float32),
                 finish_reason=completion.finish_reason,
                 stop=completion.stop,
-                fork=session.fork_cause(None if parent is None else parent.seq, found.new_messages, setup.digest),
+                fork=call.fork or session.fork_cause(seq, call.messages, setup.digest),
                 sampling=asdict(sampling),
                 engine=str(self.engine.info),
                 weight_version=completion.weight_version,
@@ -257,7 +231,7 @@ class Turns:
                 digest="",
             )
             check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
-            check_turn(turn, found.context_ids, prompt.ids)
+            check_turn(turn, call.context_ids, call.prompt_ids)
             turn = seal(turn, None if parent is None else parent.digest)
             records: list[Record] = [turn]
             if setup.digest not in self._setups.get(session_id, ()):
@@ -269,7 +243,7 @@ class Turns:
         return turn
 
     async def _write_turn(self, session: Session, setup: Setup, turn: Turn, records: Sequence[Record]) -> None:
-        await self._store.write(*records)
+        await self.store.write(*records)
         self._unstored.discard(turn.session_id)
         self._setups.setdefault(turn.session_id, set()).add(setup.digest)
         session.add(turn)
@@ -280,7 +254,7 @@ class Turns:
             session = self._sessions.get(session_id)
             if session is None:
                 try:
-                    stored = await asyncio.to_thread(self._store.load_session, session_id)
+                    stored = await asyncio.to_thread(self.store.load_session, session_id)
                 except NotFound:
                     return None
                 session = self._sessions[session_id] = Session(stored.info, stored.turns)
@@ -306,19 +280,36 @@ class Turns:
         digest = setup_digest(request.tools, request.template_kwargs, date, fingerprint)
         return Setup(request.tools, request.template_kwargs, date, fingerprint, digest)
 
-    def _prompt(self, found: Continuation, setup: Setup) -> _Prompt:
-        if found.parent is None:
-            added = self.renderer.render(found.new_messages, setup)
-            return _Prompt(added.ids, added)
-        added = self.renderer.bridge(found.parent.completion_ids, found.parent.reply, found.new_messages, setup)
-        return _Prompt(np.concatenate([found.context_ids, added.ids]), added)
+    def _call(self, request: TurnRequest, session: Session, setup: Setup, found: Continuation) -> _Call:
+        """What to send for a request: bridged where its certificate allows that, else rendered as a new branch."""
+        parent, fork = found.parent, None
+        messages, context_ids = found.new_messages, found.context_ids
+        strategy = "fork" if parent is None else self._strategy(found, parent, setup)
+        if parent is None or strategy == "fork":
+            if parent is not None:
+                parent, fork = None, "template_rewrites"
+                messages, context_ids = request.messages, NO_IDS
+            added = self.renderer.render(messages, setup)
+        else:
+            history = found.history if strategy == "contextual" else None
+            added = self.renderer.bridge(parent.completion_ids, parent.reply, messages, setup, history)
+        prompt_ids = np.concatenate([context_ids, added.ids])
+        sampling = self._sampling(request, setup, len(prompt_ids))
+        return _Call(request, session, setup, parent, messages, context_ids, added, prompt_ids, fork, sampling)
+
+    def _strategy(self, found: Continuation, parent: Turn, setup: Setup) -> Strategy:
+        kwargs = canonical_json(setup.template_kwargs)
+        certificate = self._certificates.get(kwargs)
+        if certificate is None:
+            certificate = self._certificates[kwargs] = certify(self.renderer, setup.template_kwargs)
+        return choose(self.renderer, certificate, parent.reply, found.new_messages, setup, found.history)
 
     def _sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
-        room = self.engine.info.max_context - prompt_length
+        most = self.engine.info.max_context
+        room = most - prompt_length
         if room < 1:
             raise InvalidRequest(
-                f"the context has {prompt_length} tokens, the model takes {self.engine.info.max_context} with its reply",
-                "messages",
+                f"the context has {prompt_length} tokens, the model takes {most} with its reply", "messages"
             )
         sampling = request.sampling
         return replace(
@@ -343,11 +334,23 @@ def reply_message(reply: Reply) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
-    """What is sent to the engine and the part of it that this turn adds."""
+class _Call:
+    """One request made ready for the engine; its choices share it."""
 
-    ids: TokenIds
+    request: TurnRequest
+    session: Session
+    setup: Setup
+    parent: Turn | None
+    messages: tuple[Message, ...]
+    """Those that the parent does not have."""
+    context_ids: TokenIds
+    """The parent's context and completion."""
     added: Added
+    prompt_ids: TokenIds
+    """`context_ids` and `added.ids`: what is sent."""
+    fork: str | None
+    """A cause that lies with the template, known before sampling."""
+    sampling: SamplingParams
 
 
 @dataclass(slots=True)

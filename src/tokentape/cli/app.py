@@ -1,0 +1,63 @@
+"""The command line as a whole: its subcommands, its global options, how failures are shown."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from tokentape import __version__
+from tokentape.cli.demo import demo
+from tokentape.cli.export import export
+from tokentape.cli.serve import serve
+from tokentape.cli.show import show
+from tokentape.cli.verify import verify
+from tokentape.errors import TokentapeError
+
+
+class _Commands(TyperGroup):
+    """Commands whose foreseen failures are one line on stderr and exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (TokentapeError, OSError) as error:
+            if ctx.params["debug"] or isinstance(error, BrokenPipeError):
+                raise
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+# Without rich's markup the help needs no rich, which takes longer to import than all the rest.
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tokentape {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train on exactly the tokens your model sampled."""
+
+
+app.command()(serve)
+app.command()(demo)
+app.command()(show)
+app.command()(export)
+app.command()(verify)
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    app(prog_name="tokentape")

@@ -1,0 +1,42 @@
+"""`tokentape demo`: the whole loop on this machine, with a tiny model that ships with the package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokentape.cli.arguments import AsJson
+from tokentape.cli.extras import require
+
+
+def demo(
+    out: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="New directory for the record. Default: a fresh one under runs/demo."),
+    ] = None,
+    sessions: Annotated[int, typer.Option(min=1, max=1000, help="How many sessions, all at once.")] = 16,
+    seed: Annotated[int, typer.Option(help="Draws the tasks and seeds the sampling.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Run agents on a tiny model and show where ids drift.
+
+    Everything runs on this machine, the model ships with the package. Exits with 1 if the record is not exact.
+    """
+    require("torch", "transformers", "openai", extra="demo")
+
+    from rich.console import Console
+
+    from tokentape.demo.report import print_report
+    from tokentape.demo.run import new_directory, run_demo
+
+    directory = new_directory() if out is None else out
+    with Console(stderr=True).status(f"running {sessions} sessions") as status:
+        report = run_demo(directory, sessions, seed, progress=status.update)
+    if as_json:
+        typer.echo(json.dumps(report.to_json()))
+    else:
+        print_report(report)
+    raise typer.Exit(0 if report.exact else 1)

@@ -1,0 +1,14 @@
+"""Packages that only some subcommands need."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from tokentape.errors import TokentapeError
+
+
+def require(*modules: str, extra: str) -> None:
+    """Raise `TokentapeError` with the command that installs what is missing of `modules`."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise TokentapeError(f"{', '.join(missing)} not installed; run: pip install 'tokentape[{extra}]'")

@@ -1,0 +1,103 @@
+"""`tokentape show`: what is in a data directory, and one session token by token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokentape.cli.arguments import AsJson, DataDirectory
+
+if TYPE_CHECKING:
+    from tokentape.chat.tokenizer import Tokenizer
+    from tokentape.store import SqliteStore
+
+
+def show(
+    data_dir: DataDirectory,
+    session: Annotated[str | None, typer.Argument(metavar="SESSION", help="Id of a session.")] = None,
+    leaf: Annotated[
+        int | None, typer.Option(metavar="N", help="The branch that ends with turn N. Default: the newest.")
+    ] = None,
+    ids: Annotated[bool, typer.Option("--ids", help="Print the token ids under each text.")] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Model folder, if not the one that was served last."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show who wrote which tokens of a session.
+
+    Without a session, list the sessions.
+    """
+    from tokentape.store import SqliteStore
+
+    with SqliteStore.open(data_dir, read_only=True) as store:
+        if session is None:
+            _list(store, as_json)
+        else:
+            _show(store, session, leaf, ids, as_json, None if as_json else _tokenizer(data_dir, model))
+
+
+def _list(store: SqliteStore, as_json: bool) -> None:
+    after = 0
+    while page := store.sessions(after=after):
+        for one in page:
+            counts = {"turns": one.turns, "tokens": one.tokens, "sampled_tokens": one.sampled_tokens}
+            if as_json:
+                typer.echo(json.dumps({"session_id": one.info.session_id, **counts, "metadata": one.info.metadata}))
+            else:
+                typer.echo(
+                    f"{one.info.session_id}  {one.turns} turns, {one.tokens} tokens, {one.sampled_tokens} sampled"
+                )
+        after = page[-1].position
+
+
+def _show(
+    store: SqliteStore, session_id: str, leaf: int | None, ids: bool, as_json: bool, tokenizer: Tokenizer | None
+) -> None:
+    from rich.console import Console
+
+    from tokentape.cli.transcript import transcript
+    from tokentape.errors import NotFound
+    from tokentape.session.flatten import trajectories
+    from tokentape.session.jsonl import trajectory_to_json
+    from tokentape.session.tree import Session
+
+    stored = store.load_session(session_id)
+    session = Session(stored.info, stored.turns)
+    branches = {one.leaf: one for one in trajectories(session, stored.rewards)}
+    if not branches:
+        raise NotFound(f"session {session_id!r} has no turns yet")
+    chosen = branches.get(max(branches) if leaf is None else leaf)
+    if chosen is None:
+        raise NotFound(f"session {session_id!r} has no leaf {leaf}; it has {', '.join(map(str, branches))}")
+    if as_json:
+        typer.echo(json.dumps(trajectory_to_json(chosen)))
+        return
+    console = Console(highlight=False)
+    for line in transcript(session, list(branches), chosen, tokenizer, with_ids=ids or tokenizer is None):
+        console.print(line, soft_wrap=True)
+
+
+def _tokenizer(data_dir: Path, folder: Path | None) -> Tokenizer | None:
+    """The tokenizer that wrote the record; None, and the reason on stderr, if it isn't there any more."""
+    from tokentape.chat.tokenizer import Tokenizer
+    from tokentape.store.served_model import read_served_model
+
+    if folder is not None:
+        return Tokenizer.load(folder)
+    served = read_served_model(data_dir)
+    if served is None:
+        reason = "this data directory doesn't say which model was served"
+    elif not (Path(served.folder) / "tokenizer.json").is_file():
+        reason = f"the tokenizer is no longer in {served.folder}"
+    else:
+        tokenizer = Tokenizer.load(served.folder)
+        if tokenizer.sha256 == served.tokenizer_sha256:
+            return tokenizer
+        reason = f"the tokenizer in {served.folder} has changed since"
+    typer.echo(f"{reason}: showing ids only; name the model folder with --model to see text", err=True)
+    return None

@@ -1,0 +1,29 @@
+"""`tokentape verify`: check a data directory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import typer
+
+from tokentape.cli.arguments import AsJson, DataDirectory
+
+
+def verify(data_dir: DataDirectory, as_json: AsJson = False) -> None:
+    """Re-check every hash and every rule of a record.
+
+    Exits with 1 if anything is wrong. Changes nothing, and may run beside a gateway.
+    """
+    from tokentape.store.verify import verify as check
+
+    report = check(data_dir)
+    if as_json:
+        typer.echo(json.dumps({"ok": report.ok, **asdict(report)}))
+    else:
+        for finding in report.findings:
+            typer.echo(str(finding))
+        typer.echo(
+            f"sessions {report.sessions}, turns {report.turns}, tokens {report.tokens}: findings {len(report.findings)}"
+        )
+    raise typer.Exit(0 if report.ok else 1)

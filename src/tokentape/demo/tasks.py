@@ -1,0 +1,271 @@
+"""A small, seeded family of shop questions that need tools, and the tools: what the tiny model was trained for.
+
+Every task carries its own price list, so an answer can't be known by heart: it has to be looked up and worked out.
+
+    >>> task = sample_tasks(seed=0, n=1, split="heldout")[0]
+    >>> agent_reply = f"The answer is {task.answer}."
+    >>> is_solved(task, agent_reply)
+    True
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import operator
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+Split: TypeAlias = Literal["train", "heldout"]
+
+SYSTEM_PROMPT = "You help in a shop."
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "lookup",
+            "description": "Price of an item.",
+            "parameters": {
+                "type": "object",
+                "properties": {"item": {"type": "string"}},
+                "required": ["item"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Value of an expression.",
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+            },
+        },
+    },
+]
+"""The two tools as the OpenAI API takes them."""
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+ITEMS = _words(
+    """
+    almonds apples apricots avocados bananas beans beets berries biscuits carrots cashews cherries
+    chestnuts coconuts cookies crackers cucumbers dates eggs figs grapes guavas hazelnuts lemons lentils
+    limes mangoes melons muffins mushrooms noodles nuts oats olives onions oranges pancakes papayas
+    peaches peanuts pears peas peppers pickles plums potatoes pretzels prunes pumpkins radishes raisins
+    rolls scones shallots spices sprouts tomatoes turnips waffles walnuts
+    """
+)
+NAMES = _words(
+    """
+    Ada Alan Amir Anna Aziz Bela Boris Carla Chen Clara Dana Diego Elena Emil Farah Finn Grace Hana Hugo
+    Ines Ivan Jana Juan Kenji Lara Leo Lin Maria Mila Nadia Nils Olga Omar Pablo Priya Rosa Sami Sara
+    Tariq Yuki
+    """
+)
+
+GREETINGS = (
+    "Hello, I am {name}.",
+    "Hi, my name is {name}.",
+    "Good morning! I am {name}.",
+    "Hello, this is {name}.",
+)
+
+# Phrasings by (number of items, how many numbers, refers to the answer before, operator).
+_Form: TypeAlias = tuple[int, int, bool, str]
+PHRASINGS: Mapping[_Form, tuple[str, ...]] = {
+    (0, 2, False, "+"): ("What is {m} plus {n}?", "Add {m} and {n}.", "Please work out {m}+{n}."),
+    (0, 2, False, "-"): ("What is {m} minus {n}?", "Take {n} away from {m}.", "Please work out {m}-{n}."),
+    (0, 2, False, "*"): ("What is {m} times {n}?", "Multiply {m} by {n}.", "Please work out {m}*{n}."),
+    (1, 0, False, ""): ("How much are {x}?", "What is the price of {x}?", "What do {x} cost?", "And {x}?"),
+    (1, 1, False, "+"): ("What is the price of {x} plus {n}?", "Add {n} to the price of {x}."),
+    (1, 1, False, "-"): ("What is the price of {x} minus {n}?", "How much are {x} with {n} off?"),
+    (1, 1, False, "*"): ("What do {n} bags of {x} cost?", "How much are {n} boxes of {x}?"),
+    (2, 0, False, "+"): ("What do {x} and {y} cost together?", "Add the prices of {x} and {y}."),
+    (2, 0, False, "-"): (
+        "How much more are {x} than {y}?",
+        "What is the price of {x} minus the price of {y}?",
+    ),
+    (0, 1, True, "+"): ("Now add {n} to that.", "And plus {n}?"),
+    (0, 1, True, "-"): ("Now take {n} away from that.", "And minus {n}?"),
+    (0, 1, True, "*"): ("Now multiply that by {n}.", "And {n} times that?"),
+}
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One user message and what it asks for: the operands joined by the operator.
+
+    Operands are, in this order, the answer before (if `continues`), the prices of `items`, and `numbers`.
+    A greeting has no operands and a `name` instead.
+    """
+
+    prompt: str
+    items: tuple[str, ...] = ()
+    numbers: tuple[int, ...] = ()
+    continues: bool = False
+    operator: str = ""
+    name: str = ""
+
+    @property
+    def subject(self) -> tuple[object, ...]:
+        """What is asked, however phrased and in whatever order: the unit that the splits are made of."""
+        return sorted(self.items), sorted(self.numbers), self.continues, self.operator, self.name
+
+    def operands(self, prices: Mapping[str, int], before: int) -> tuple[int, ...]:
+        """The numbers to reckon with, given the price list and the answer to the question before."""
+        return (*((before,) if self.continues else ()), *(prices[item] for item in self.items), *self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Questions that one user asks in one session, and the shop's prices that day."""
+
+    questions: tuple[Question, ...]
+    prices: Mapping[str, int] = field(hash=False, repr=False)
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The user messages, to be sent one after the other, each after the reply to the one before."""
+        return tuple(question.prompt for question in self.questions)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """What the reply to each prompt must say: a number, or for a greeting the user's name."""
+        answers: list[str] = []
+        value = 0
+        for question in self.questions:
+            operands = question.operands(self.prices, value)
+            if operands:
+                value = calculate(question.operator.join(map(str, operands)))
+            answers.append(str(value) if operands else question.name)
+        return tuple(answers)
+
+    @property
+    def answer(self) -> str:
+        """What the reply to the last prompt must say."""
+        return self.answers[-1]
+
+
+def calculate(expression: str) -> int:
+    """Value of an integer expression in `+`, `-` and `*`; ValueError for anything else.
+
+    >>> calculate("12+37")
+    49
+    """
+    # Bounds what a sampled expression can cost: 40 digits multiply in no time.
+    if len(expression) > 40:
+        raise ValueError("expression too long")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except SyntaxError:
+        raise ValueError("not an expression") from None
+    return _value(tree.body)
+
+
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(left), _value(right))
+    raise ValueError("only whole numbers, +, - and * are understood")
+
+
+def call_tool(task: Task, name: str, arguments: str) -> str:
+    """Run a tool call as the model wrote it and return the text of the tool message.
+
+    Never raises: what the model got wrong comes back as a text that starts with `error`, as an agent would do.
+
+    >>> call_tool(Task((), {"pears": 12}), "lookup", '{"item": "pears"}')
+    '12'
+    """
+    try:
+        match name, json.loads(arguments):
+            case "lookup", {"item": str(item)}:
+                return str(task.prices[item]) if item in task.prices else "error: unknown item"
+            case "calculator", {"expression": str(expression)}:
+                return str(calculate(expression))
+    except ValueError as error:
+        return f"error: {error}"
+    return "error: unknown tool or arguments"
+
+
+def is_solved(task: Task, final_text: str) -> bool:
+    """Whether the reply to the last prompt gives the answer: its last number, or the name it greets.
+
+    >>> is_solved(Task((Question("2+3?", numbers=(2, 3), operator="+"),), {}), "That makes 5.")
+    True
+    """
+    pattern = r"(?<![\w-])-?\d+(?!\w)" if re.fullmatch(r"-?\d+", task.answer) else re.escape(task.answer)
+    found = re.findall(pattern, final_text)
+    return bool(found) and found[-1] == task.answer
+
+
+def sample_tasks(seed: int, n: int, split: Split = "train") -> list[Task]:
+    """Draw `n` tasks, the same for the same arguments.
+
+    No question of a "heldout" task is ever asked in a "train" task, in whatever phrasing: a hash of what is
+    asked decides to which split it belongs.
+    """
+    rng = random.Random(f"{split} {seed}")
+    return [_sample_task(rng, split) for _ in range(n)]
+
+
+def split_of(question: Question) -> Split:
+    """The only split in which this question may appear; one question in eight is held out."""
+    digest = hashlib.sha256(repr(question.subject).encode()).digest()
+    return "heldout" if digest[0] < 32 else "train"
+
+
+def _sample_task(rng: random.Random, split: Split) -> Task:
+    prices = {item: rng.randint(2, 99) for item in ITEMS}
+    count = rng.choices((1, 2, 3), weights=(5, 4, 1))[0]
+    questions: list[Question] = []
+    value: int | None = None
+    while len(questions) < count:
+        question = _sample_question(rng, prices, value)
+        if split_of(question) != split:
+            continue
+        questions.append(question)
+        if operands := question.operands(prices, value or 0):
+            value = calculate(question.operator.join(map(str, operands)))
+    return Task(tuple(questions), prices)
+
+
+def _sample_question(rng: random.Random, prices: Mapping[str, int], before: int | None) -> Question:
+    if rng.random() < 0.08:
+        name = rng.choice(NAMES)
+        return Question(rng.choice(GREETINGS).format(name=name), name=name)
+    forms = [form for form in PHRASINGS if before is not None or not form[2]]
+    item_count, number_count, continues, op = form = rng.choice(forms)
+    items = tuple(rng.sample(ITEMS, item_count))
+    numbers = tuple(rng.randint(2, 12 if op == "*" else 99) for _ in range(number_count))
+    question = Question("", items, numbers, continues, op)
+    if op == "-":
+        # A shop does not answer with negative numbers: swap what can be swapped, else subtract less.
+        first, second = question.operands(prices, before or 0)
+        if first < second and item_count == 2:
+            items = items[::-1]
+        elif first < second:
+            numbers = numbers[::-1] if number_count == 2 else (rng.randint(0, first),)
+    words = dict(zip("xy", items, strict=False)) | dict(zip("mn" if number_count == 2 else "n", numbers, strict=False))
+    return Question(rng.choice(PHRASINGS[form]).format(**words), items, numbers, continues, op)

@@ -1,0 +1,129 @@
+"""The ASGI application: every path that the gateway answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tokentape.errors import NotFound, StoreError, TokentapeError
+from tokentape.gateway import chat_completions, sessions
+from tokentape.gateway.http import (
+    MAX_BODY_BYTES,
+    ClientLeft,
+    error_body,
+    error_response,
+    json_response,
+    unexpected,
+)
+from tokentape.gateway.turns import Turns
+
+
+def create_app(turns: Turns, *, model_id: str, max_body_bytes: int = MAX_BODY_BYTES) -> Starlette:
+    """The gateway over one engine, one renderer and one store.
+
+    It takes the engine and the store over: both are closed when the application shuts down, what is being written
+    first. `model_id` is the model's name in replies and in /v1/models.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await turns.engine.close()
+            await asyncio.to_thread(turns.store.close)
+
+    started = int(time.time())
+
+    async def models(request: Request) -> Response:
+        model = {
+            "id": model_id,
+            "object": "model",
+            "created": started,
+            "owned_by": "tokentape",
+            "max_model_len": turns.engine.info.max_context,
+        }
+        return json_response({"object": "list", "data": [model]})
+
+    async def healthz(request: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def readyz(request: Request) -> Response:
+        await turns.engine.check()
+        if not turns.store.healthy:
+            raise StoreError("the store is closed or broken; nothing can be recorded until a restart")
+        return json_response({"status": "ready"})
+
+    return Starlette(
+        routes=[
+            *chat_completions.routes(turns, model_id, max_body_bytes),
+            *sessions.routes(turns, max_body_bytes),
+            Route("/v1/models", models, methods=["GET"]),
+            Route("/sessions/{session_id}/v1/models", models, methods=["GET"]),
+            Route("/healthz", healthz, methods=["GET"]),
+            Route("/readyz", readyz, methods=["GET"]),
+        ],
+        exception_handlers={
+            TokentapeError: _tokentape_error,
+            HTTPException: _http_error,
+            ClientLeft: _client_left,
+            ClientDisconnect: _client_left,
+        },
+        middleware=[Middleware(_Bugs)],
+        lifespan=lifespan,
+    )
+
+
+async def _tokentape_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TokentapeError)
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(NotFound("there is nothing at this path"))
+    body = error_body(TokentapeError(f"{error.detail}: {request.method} is not for this path"))
+    body["error"].update(type="invalid_request_error", code="method_not_allowed")
+    return json_response(body, error.status_code, error.headers)
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    """Nobody reads this; 499 is what access logs call it."""
+    return Response(status_code=499)
+
+
+class _Bugs:
+    """Answers an unexpected exception with 500 and no details, and keeps it from loggers that print its text."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except Exception as error:
+            failure = unexpected(error)
+            if not started:
+                await error_response(failure)(scope, receive, send)

@@ -1,0 +1,446 @@
+"""OpenAI's chat completions: request bodies to turns, turns to replies, streamed and not.
+
+The protocol is https://platform.openai.com/docs/api-reference/chat as the `openai` package speaks it, with the
+extensions that vLLM made common: `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `chat_template_kwargs` and
+`return_token_ids`. What is not known here is refused by name, never ignored, apart from the fields of `IGNORED`.
+
+Choices where the protocol leaves some:
+
+- Any `model` is accepted; replies name the model that is served.
+- `tool_choice: "none"` takes the tools out of the prompt: a model can't call what it does not see. Against a turn with
+  tools that is another setup, so the session forks.
+- Without `max_tokens` a reply may fill the context.
+- `logprobs` has one entry per sampled id, the stop token included.
+- With `n` > 1 and a seed, choice i samples with seed + i.
+- Every choice says which turn it was recorded as: `tokentape: {session_id, turn}`, in streams in the finish chunk. It
+  leaves after the turns of all choices are durable.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tokentape.chat.parse import ReplyDelta
+from tokentape.chat.tokenizer import Tokenizer
+from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
+from tokentape.errors import InvalidRequest, UnsupportedParameter
+from tokentape.gateway.http import (
+    EventStream,
+    check_depth,
+    encode_event,
+    json_response,
+    read_as,
+    read_json,
+    unless_client_leaves,
+)
+from tokentape.gateway.sessions import check_session_id, new_session_id
+from tokentape.gateway.turns import TurnDelta, TurnDone, TurnRequest, Turns
+from tokentape.types import TokenIds
+
+MAX_CHOICES = 16
+
+IGNORED = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Fields that are accepted and have no effect: none of them changes what is sampled."""
+
+_Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+_Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+_StopString: TypeAlias = Annotated[str, Meta(min_length=1)]
+
+
+class _Function(Struct):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class _Call(Struct):
+    id: str
+    type: Literal["function"]
+    function: _Function
+
+
+class _Part(Struct, omit_defaults=True):
+    type: str
+    text: str | None = None
+
+
+class _Message(Struct, omit_defaults=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[_Call] | None = None
+    function_call: Any = None
+    audio: Any = None
+    refusal: Any = None
+
+
+class _ToolFunction(Struct):
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(Struct):
+    type: Literal["function"]
+    function: _ToolFunction
+
+
+class _StreamOptions(Struct):
+    include_usage: bool = False
+
+
+class _Body(Struct, kw_only=True):
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    model: str = ""
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    seed: _Int64 | None = None
+    stop: _StopString | Annotated[list[_StopString], Meta(max_length=16)] = []
+    stop_token_ids: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]] = []
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
+    return_token_ids: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    tools: list[_Tool] = []
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    response_format: Any = None
+    modalities: Any = None
+    logit_bias: Any = None
+
+
+_KNOWN = frozenset(_Body.__struct_fields__) | IGNORED
+
+_API_NAMES = {"stop_strings": "stop"}
+"""Where a field of `SamplingParams` has another name in requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A decoded request: the turn to take, and what the reply is to hold besides the message."""
+
+    turn: TurnRequest
+    logprobs: bool
+    return_token_ids: bool
+    include_usage: bool
+
+
+def routes(turns: Turns, model_id: str, max_body_bytes: int) -> list[Route]:
+    """The chat completions endpoints: the session in the path, or in the header `X-Session-Id`."""
+
+    async def create(request: Request) -> Response:
+        body = await read_json(request, max_body_bytes)
+        session_id = request.path_params.get("session_id") or request.headers.get("x-session-id") or new_session_id()
+        check_session_id(session_id)
+        chat = decode(body, session_id, turns.engine.info, turns.vocab_size)
+        encoder = _Encoder(chat, model_id, turns.renderer.tokenizer)
+        headers = {"X-Session-Id": session_id}
+        if not chat.turn.stream:
+            choices = await unless_client_leaves(request, _collect(turns, chat.turn))
+            headers["X-Tokentape-Turn"] = ",".join(str(choice.done.turn.seq) for choice in choices)
+            return json_response(encoder.completion(choices), headers=headers)
+        events = turns.take(chat.turn)
+        # The status line waits for the first tokens, so that whatever fails before them has its own status.
+        first = await unless_client_leaves(request, anext(events))
+        return EventStream(encoder.stream(first, events), headers)
+
+    return [
+        Route("/v1/chat/completions", create, methods=["POST"]),
+        Route("/sessions/{session_id}/v1/chat/completions", create, methods=["POST"]),
+    ]
+
+
+def decode(body: Any, session_id: str, engine: EngineInfo, vocab_size: int) -> ChatRequest:
+    """Read a request body, already parsed as JSON, for an engine.
+
+    Raises `InvalidRequest` and `UnsupportedParameter` naming the parameter.
+    """
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    for name in body:
+        if name not in _KNOWN:
+            raise UnsupportedParameter(f"parameter {name[:64]!r} is not supported", name[:64])
+    given = {name: value for name, value in body.items() if value is not None}
+    if "messages" not in given:
+        raise InvalidRequest("messages is missing", "messages")
+    read = read_as(given, _Body)
+    _refuse_unserved(read)
+    sampling = _sampling(read, vocab_size)
+    _refuse_unhonoured(sampling, engine)
+    check_depth(read.chat_template_kwargs, "chat_template_kwargs")
+    # As the caller wrote them: templates print tools whole, in the order of their keys.
+    tools = tuple(given.get("tools", ())) if read.tool_choice == "auto" else ()
+    check_depth(given.get("tools", []), "tools")
+    turn = TurnRequest(
+        session_id=session_id,
+        messages=tuple(_message(index, message) for index, message in enumerate(read.messages)),
+        tools=tools,
+        template_kwargs=read.chat_template_kwargs,
+        sampling=sampling,
+        n=read.n,
+        stream=read.stream,
+    )
+    include_usage = read.stream_options is not None and read.stream_options.include_usage
+    return ChatRequest(turn, read.logprobs, read.return_token_ids, include_usage)
+
+
+def _refuse_unserved(body: _Body) -> None:
+    """Raise `UnsupportedParameter` for a known parameter with a value that is not served."""
+    kind = body.response_format.get("type") if isinstance(body.response_format, dict) else body.response_format
+    served = {
+        "tool_choice": (body.tool_choice in ("auto", "none"), '"auto" and "none"'),
+        "parallel_tool_calls": (body.parallel_tool_calls, "true"),
+        "response_format": (kind in (None, "text"), '{"type": "text"}'),
+        "modalities": (body.modalities in (None, ["text"]), '["text"]'),
+        "logit_bias": (body.logit_bias in (None, {}), "an empty object"),
+    }
+    for name, (is_served, what) in served.items():
+        if not is_served:
+            raise UnsupportedParameter(f"{name} with this value is not supported; served is {what}", name)
+
+
+def _sampling(body: _Body, vocab_size: int) -> SamplingParams:
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    if any(token_id >= vocab_size for token_id in body.stop_token_ids):
+        raise InvalidRequest(f"stop_token_ids holds an id outside the vocabulary of {vocab_size}", "stop_token_ids")
+    return SamplingParams(
+        max_tokens=body.max_completion_tokens or body.max_tokens or 0,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(body.top_k, 0),
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        seed=body.seed,
+        stop_token_ids=tuple(body.stop_token_ids),
+        stop_strings=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
+        top_logprobs=body.top_logprobs,
+    )
+
+
+def _refuse_unhonoured(sampling: SamplingParams, engine: EngineInfo) -> None:
+    """Raise `UnsupportedParameter` for a sampling parameter that was set and that the engine would ignore."""
+    default = SamplingParams(max_tokens=sampling.max_tokens)
+    for one in fields(SamplingParams):
+        if one.name not in engine.sampling and getattr(sampling, one.name) != getattr(default, one.name):
+            name = _API_NAMES.get(one.name, one.name)
+            raise UnsupportedParameter(f"the engine {engine.name!r} does not do {name}", name)
+
+
+def _message(index: int, message: _Message) -> dict[str, Any]:
+    """A message as sessions and templates take it: no empty fields, tool arguments as objects."""
+    for unserved in ("function_call", "audio", "refusal"):
+        if getattr(message, unserved) is not None:
+            raise UnsupportedParameter(f"messages[{index}].{unserved} is not supported", "messages")
+    if isinstance(message.content, list):
+        for at, part in enumerate(message.content):
+            if part.type != "text" or part.text is None:
+                raise UnsupportedParameter(
+                    f"messages[{index}].content[{at}] is not a text part; this model takes text only", "messages"
+                )
+    for call in message.tool_calls or ():
+        call.function.arguments = _arguments(call.function.arguments)
+    plain: dict[str, Any] = msgspec.to_builtins(message)
+    return plain
+
+
+def _arguments(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Arguments that are a JSON object as that object: templates print objects, and would quote a string."""
+    if isinstance(arguments, str):
+        try:
+            value = msgspec.json.decode(arguments)
+        except RecursionError:
+            raise InvalidRequest("the arguments of a tool call nest too deeply", "messages") from None
+        except ValueError:
+            return arguments
+    else:
+        value = arguments
+    if isinstance(value, dict | list):
+        check_depth(value, "messages")
+    return value if isinstance(value, dict) else arguments
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One finished choice: what was sampled, and how it was recorded."""
+
+    done: TurnDone
+    sampled: list[SampleDelta]
+
+
+async def _collect(turns: Turns, request: TurnRequest) -> list[_Choice]:
+    """Take the turns and return all choices, in order."""
+    sampled: list[list[SampleDelta]] = [[] for _ in range(request.n)]
+    done: dict[int, TurnDone] = {}
+    async with aclosing(turns.take(request)) as events:
+        async for event in events:
+            if isinstance(event, TurnDone):
+                done[event.choice] = event
+            else:
+                sampled[event.choice].append(event.sampled)
+    return [_Choice(done[choice], sampled[choice]) for choice in range(request.n)]
+
+
+class _Encoder:
+    """Writes the replies to one request."""
+
+    def __init__(self, chat: ChatRequest, model_id: str, tokenizer: Tokenizer) -> None:
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model_id}
+
+    def completion(self, choices: Sequence[_Choice]) -> dict[str, Any]:
+        """The reply to a request without `stream`."""
+        reply: dict[str, Any] = {**self._head, "object": "chat.completion"}
+        prompt_ids = choices[0].done.prompt_ids
+        if self._chat.return_token_ids:
+            reply["prompt_token_ids"] = prompt_ids.tolist()
+        reply["choices"] = [self._choice(choice) for choice in choices]
+        reply["usage"] = _usage(prompt_ids, [choice.done for choice in choices])
+        return reply
+
+    async def stream(
+        self, first: TurnDelta | TurnDone, events: AsyncGenerator[TurnDelta | TurnDone]
+    ) -> AsyncGenerator[bytes]:
+        """The events of a stream, `first` being the first of `events`."""
+        calls = [0] * self._chat.turn.n
+        started: set[int] = set()
+        done: dict[int, TurnDone] = {}
+        async with aclosing(events):
+            event: TurnDelta | TurnDone | None = first
+            while event is not None:
+                choice = event.choice
+                if choice not in started:
+                    yield self._opening(choice, event.prompt_ids if not started else None)
+                    started.add(choice)
+                if isinstance(event, TurnDone):
+                    done[choice] = event
+                    delta, sampled = event.rest, None
+                else:
+                    delta, sampled = event.reply, event.sampled
+                if delta or (sampled is not None and (self._chat.logprobs or self._chat.return_token_ids)):
+                    yield self._delta(choice, delta, sampled, calls[choice])
+                    calls[choice] += len(delta.tool_calls)
+                event = await anext(events, None)
+        for choice in sorted(done):
+            yield self._finish(done[choice])
+        if self._chat.include_usage:
+            ordered = list(done.values())
+            usage = _usage(ordered[0].prompt_ids, ordered)
+            yield encode_event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
+        yield b"data: [DONE]\n\n"
+
+    def _choice(self, choice: _Choice) -> dict[str, Any]:
+        turn = choice.done.turn
+        written: dict[str, Any] = {
+            "index": choice.done.choice,
+            "message": turn.reply,
+            "logprobs": {"content": self._logprobs(choice.sampled)} if self._chat.logprobs else None,
+            "finish_reason": choice.done.finish,
+            "tokentape": _recorded(choice.done),
+        }
+        if self._chat.return_token_ids:
+            written["token_ids"] = turn.completion_ids.tolist()
+        return written
+
+    def _opening(self, choice: int, prompt_ids: TokenIds | None) -> bytes:
+        more: dict[str, Any] = {}
+        if self._chat.return_token_ids and prompt_ids is not None:
+            more["prompt_token_ids"] = prompt_ids.tolist()
+        return self._chunk({"index": choice, "delta": {"role": "assistant", "content": ""}}, more)
+
+    def _delta(self, choice: int, reply: ReplyDelta, sampled: SampleDelta | None, calls_before: int) -> bytes:
+        delta: dict[str, Any] = {}
+        if reply.content:
+            delta["content"] = reply.content
+        if reply.reasoning:
+            delta["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            delta["tool_calls"] = [
+                {
+                    "index": calls_before + at,
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for at, call in enumerate(reply.tool_calls)
+            ]
+        written: dict[str, Any] = {"index": choice, "delta": delta}
+        if sampled is not None and self._chat.logprobs:
+            written["logprobs"] = {"content": self._logprobs([sampled])}
+        if sampled is not None and self._chat.return_token_ids:
+            written["token_ids"] = sampled.token_ids
+        return self._chunk(written)
+
+    def _finish(self, done: TurnDone) -> bytes:
+        return self._chunk(
+            {"index": done.choice, "delta": {}, "finish_reason": done.finish, "tokentape": _recorded(done)}
+        )
+
+    def _chunk(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
+        choice = {"finish_reason": None, "logprobs": None, **choice}
+        return encode_event({**self._head, "object": "chat.completion.chunk", **(more or {}), "choices": [choice]})
+
+    def _logprobs(self, sampled: Sequence[SampleDelta]) -> list[dict[str, Any]]:
+        return [
+            {
+                **self._token(token_id, logprob),
+                "top_logprobs": [self._token(*pair) for pair in (delta.top_logprobs[at] if delta.top_logprobs else ())],
+            }
+            for delta in sampled
+            for at, (token_id, logprob) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True))
+        ]
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def _recorded(done: TurnDone) -> dict[str, Any]:
+    return {"session_id": done.turn.session_id, "turn": done.turn.seq}
+
+
+def _usage(prompt_ids: TokenIds, choices: Sequence[TurnDone]) -> dict[str, int]:
+    completion = sum(len(done.turn.completion_ids) for done in choices)
+    return {
+        "prompt_tokens": len(prompt_ids),
+        "completion_tokens": completion,
+        "total_tokens": len(prompt_ids) + completion,
+    }

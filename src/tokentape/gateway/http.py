@@ -1,0 +1,201 @@
+"""What every endpoint needs of HTTP: bounded bodies, JSON, errors in one shape, event streams, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import traceback
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tokentape.errors import InvalidRequest, TokentapeError, TooLarge
+
+MAX_BODY_BYTES = 64 * 2**20
+
+MAX_DEPTH = 64
+"""How deep objects and arrays of a caller's free-form JSON may nest: far below what recursion over them bears."""
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger("tokentape.gateway")
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder()
+
+
+class ClientLeft(Exception):
+    """The client closed the connection while its request was being worked on; there is nobody to answer."""
+
+
+async def read_json(request: Request, max_bytes: int) -> Any:
+    """The request's body as JSON; None if it has none.
+
+    Raises `TooLarge` before more than `max_bytes` are held, and `InvalidRequest` for what is not strict JSON: NaN,
+    infinities, lone surrogates, numbers that no double holds.
+    """
+    body = await _read(request, max_bytes)
+    if not body:
+        return None
+    try:
+        return _decoder.decode(body)
+    except RecursionError:
+        raise InvalidRequest("the body's JSON nests too deeply") from None
+    except ValueError as error:
+        # The text of a UnicodeDecodeError quotes the body.
+        reason = str(error) if isinstance(error, msgspec.MsgspecError) else "it is not UTF-8"
+        raise InvalidRequest(f"the body is not valid JSON: {reason}") from None
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_large = TooLarge(f"the body is larger than the {max_bytes} bytes that this gateway takes")
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise too_large
+    pieces, size = [], 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > max_bytes:
+            raise too_large
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def read_as(value: Any, kind: type[_T]) -> _T:
+    """Parsed JSON as the msgspec Struct `kind`. Raises `InvalidRequest` naming the field that is wrong."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
+    """The error in the caller's terms: `messages[2].content: expected ..., got ...`."""
+    reason, _, path = str(error).partition(" - at `$")
+    if reason.startswith("Invalid enum value"):
+        # msgspec quotes the value, which is the caller's text.
+        reason = "This value is not one of those allowed"
+    where = path.rstrip("`").removeprefix(".")
+    if not where:
+        return InvalidRequest(f"the body: {reason[:1].lower()}{reason[1:]}")
+    return InvalidRequest(f"{where}: {reason[:1].lower()}{reason[1:]}", re.split(r"[.\[]", where)[0])
+
+
+def check_depth(value: Any, param: str) -> None:
+    """Raise `InvalidRequest` naming `param` if `value` nests deeper than `MAX_DEPTH`."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise InvalidRequest(f"{param} nests deeper than {MAX_DEPTH} levels", param)
+
+
+def encode_json(value: Any) -> bytes:
+    """`value` as JSON. NaN and infinities become null."""
+    return _encoder.encode(value)
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """`value` as a JSON response."""
+    return Response(encode_json(value), status, headers, "application/json")
+
+
+def error_body(error: TokentapeError) -> dict[str, Any]:
+    """An error in the shape that OpenAI's clients read."""
+    return {
+        "error": {
+            "message": str(error),
+            "type": "invalid_request_error" if error.status < 500 else "server_error",
+            "param": error.param if isinstance(error, InvalidRequest) else None,
+            "code": error.code,
+        }
+    }
+
+
+def error_response(error: TokentapeError) -> Response:
+    """The response to a request that failed. `x-should-retry` is obeyed by OpenAI's clients."""
+    headers = {"x-should-retry": "true" if error.retry else "false"}
+    return json_response(error_body(error), error.status, headers)
+
+
+def unexpected(error: Exception) -> TokentapeError:
+    """Log a bug and return the error to answer with. Neither holds the exception's text, which may quote a prompt."""
+    where = "".join(traceback.format_tb(error.__traceback__))
+    _log.error("unexpected %s\n%s", type(error).__name__, where)
+    return TokentapeError("an unexpected error; the gateway's log says where it happened")
+
+
+async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Await `work`; if the client leaves first, cancel it and raise `ClientLeft`. The body was read before."""
+    working = asyncio.create_task(work)
+    await _first(working, request.receive)
+    if working.cancelled():
+        raise ClientLeft
+    return working.result()
+
+
+class EventStream(Response):
+    """Server-sent events. When the client leaves, the generator of events is closed, wherever it stands.
+
+    An error in the generator becomes a last event `{"error": ...}`: the status line is long gone by then.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until they or the client's patience end."""
+        async with aclosing(self._events):
+            sending = asyncio.create_task(self._send(send))
+            await _first(sending, receive)
+            if not sending.cancelled():
+                sending.result()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except TokentapeError as error:
+            await send({"type": "http.response.body", "body": encode_event(error_body(error)), "more_body": True})
+        except Exception as error:
+            body = encode_event(error_body(unexpected(error)))
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def encode_event(value: Any) -> bytes:
+    """One server-sent event with `value` as JSON."""
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+async def _first(working: asyncio.Task[Any], receive: Receive) -> None:
+    """Wait until the task is done or the client has left; then it is cancelled and done."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.create_task(left())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.wait({working, leaving})

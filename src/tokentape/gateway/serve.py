@@ -1,0 +1,146 @@
+"""Run the application on a socket: in the foreground for `tokentape serve`, in a thread for tests and the demo."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from tokentape.errors import InvalidRequest, TokentapeError
+
+_START_SECONDS = 60.0
+_DRAIN_SECONDS = 10
+
+
+def serve(
+    app: ASGIApp, *, host: str = "127.0.0.1", port: int = 8000, on_ready: Callable[[str], None] | None = None
+) -> None:
+    """Serve until SIGINT or SIGTERM, then finish the requests under way, shut the application down and return.
+
+    `port` 0 takes a free one. `on_ready` is called with the base URL once requests are answered.
+
+    Raises `InvalidRequest` for a host that is not this machine alone: there is no authentication yet, and whoever
+    reaches the gateway reads and deletes every session. Raises `OSError` if the port is taken.
+    """
+    with _listen(host, port) as listener:
+        ready = None if on_ready is None else lambda: on_ready(_url(listener))
+        server = _Server(_config(app), ready)
+        server.run(sockets=[listener])
+    server.refuse_unstarted()
+
+
+@contextmanager
+def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """Serve in a background thread for as long as the context lasts; gives the base URL.
+
+    >>> with running(create_app(turns, model_id="tiny")) as base_url:     # doctest: +SKIP
+    ...     OpenAI(base_url=f"{base_url}/v1", api_key="none").models.list()
+    """
+    with _listen(host, port) as listener:
+        answered = threading.Event()
+        server = _Server(_config(app), answered.set)
+
+        def run() -> None:
+            try:
+                server.run(sockets=[listener])
+            finally:
+                answered.set()
+
+        thread = threading.Thread(target=run, name="tokentape-gateway", daemon=True)
+        thread.start()
+        try:
+            answered.wait(_START_SECONDS)
+            server.refuse_unstarted()
+            yield _url(listener)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that tells when it is ready, and returns when a signal has stopped it."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None] | None) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._on_ready is not None:
+            self._on_ready()
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        # That is how uvicorn says that the application did not start.
+        with suppress(SystemExit):
+            super().run(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        # uvicorn's own raises the signal again at the end, which kills the process before its caller can clean up.
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def refuse_unstarted(self) -> None:
+        """Raise `TokentapeError` if the application did not start."""
+        if not self.started:
+            raise TokentapeError("the gateway could not start; see its log")
+
+
+def _config(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        loop="auto",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        log_level="warning",
+        timeout_graceful_shutdown=_DRAIN_SECONDS,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else _address(host))
+    if not address.is_loopback:
+        raise InvalidRequest(
+            f"host {host!r} is reachable from other machines, and the gateway has no authentication yet: whoever "
+            "reaches it reads and deletes every session. Use 127.0.0.1, behind a proxy of your own if need be.",
+            "host",
+        )
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((str(address), port))
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _address(host: str) -> str:
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        raise InvalidRequest(f"host {host!r} is not an address of this machine; use 127.0.0.1", "host") from None
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tokentape
+from tests.cli.conftest import Run
+from tokentape.errors import StoreError
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from tokentape.cli import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'numpy', 'pyarrow', 'sqlalchemy', 'starlette', 'rich'}\n"
+        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in ("serve", "demo", "show", "export", "verify"):
+        assert command in done.stdout
+
+
+def test_version_is_printed(run: Run) -> None:
+    done = run("--version")
+    assert (done.exit_code, done.stdout) == (0, f"tokentape {tokentape.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["verify"], ["verify", "no/such/directory"], ["show", "--leaf"]])
+def test_a_command_line_that_makes_no_sense_is_exit_code_2(run: Run, arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+
+
+def test_a_failure_is_one_line_on_stderr(run: Run, tmp_path: Path) -> None:
+    done = run("verify", tmp_path)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == f"error: {tmp_path}/tokentape.db does not exist: {tmp_path} is not a data directory\n"
+
+
+def test_debug_lets_the_traceback_through(run: Run, tmp_path: Path) -> None:
+    assert isinstance(run("--debug", "verify", tmp_path).exception, StoreError)

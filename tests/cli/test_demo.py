@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tokentape.cli.extras import require
+from tokentape.errors import TokentapeError
+
+
+def test_json_has_what_was_run_and_found(run: Run, tmp_path: Path) -> None:
+    done = run("demo", "--out", tmp_path / "demo", "--sessions", 1, "--json")
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert (report["exact"], report["findings"], report["turns_unlike_engine"]) == (True, 0, 0)
+    assert [group["sessions"] for group in report["groups"]] == [1]
+    assert Path(report["parquet"]).is_file()
+
+
+def test_a_directory_in_use_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run("demo", "--out", tmp_path)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.endswith(f"error: {tmp_path} is not empty; name a new directory\n")
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
+    with pytest.raises(TokentapeError, match=r"no_such_module not installed; run: pip install 'tokentape\[demo\]'"):
+        require("json", "no_such_module", extra="demo")

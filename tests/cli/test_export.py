@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.records import bits
+from tokentape.session.arrow import read_parquet
+from tokentape.session.flatten import trajectories
+from tokentape.session.jsonl import read_jsonl
+from tokentape.session.tree import Session
+from tokentape.store import SqliteStore
+from tokentape.types import Trajectory
+
+
+@pytest.fixture
+def recorded(data_dir: Path) -> list[Trajectory]:
+    with SqliteStore.open(data_dir, read_only=True) as store:
+        return [
+            one
+            for stored in store.iter_sessions()
+            for one in trajectories(Session(stored.info, stored.turns), stored.rewards)
+        ]
+
+
+def test_parquet_holds_every_branch(run: Run, data_dir: Path, recorded: list[Trajectory], tmp_path: Path) -> None:
+    done = run("export", data_dir, "-o", tmp_path / "t.parquet")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert len(recorded) == 3
+    assert bits(read_parquet(tmp_path / "t.parquet")) == bits(recorded)
+
+
+def test_a_file_named_jsonl_is_jsonl(run: Run, data_dir: Path, recorded: list[Trajectory], tmp_path: Path) -> None:
+    assert run("export", data_dir, "-o", tmp_path / "t.jsonl").exit_code == 0
+    assert bits(list(read_jsonl(tmp_path / "t.jsonl"))) == bits(recorded)
+
+
+def test_the_format_can_be_named(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    assert run("export", data_dir, "-o", tmp_path / "t.txt", "--format", "jsonl").exit_code == 0
+    assert len(list(read_jsonl(tmp_path / "t.txt"))) == 3
+
+
+def test_only_the_sessions_asked_for(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    assert run("export", data_dir, "-o", tmp_path / "t.parquet", "--session", "plain").exit_code == 0
+    assert [one.session_id for one in read_parquet(tmp_path / "t.parquet")] == ["plain"]
+
+
+def test_an_unknown_session_leaves_what_was_there(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "t.parquet"
+    target.parent.mkdir()
+    target.write_text("yesterday's")
+    done = run("export", data_dir, "-o", target, "--session", "plain", "--session", "nobody")
+    assert (done.exit_code, done.stderr) == (1, "error: there is no session 'nobody'\n")
+    assert [path.name for path in target.parent.iterdir()] == ["t.parquet"]
+    assert target.read_text() == "yesterday's"
+
+
+def test_json_counts_what_was_written(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    done = run("export", data_dir, "-o", tmp_path / "t.parquet", "--json")
+    assert json.loads(done.stdout) == {
+        "file": str(tmp_path / "t.parquet"),
+        "format": "parquet",
+        "sessions": 2,
+        "trajectories": 3,
+        "tokens": 48,
+        "trained_tokens": 20,
+    }
+
+
+def test_it_works_beside_a_writer(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    with SqliteStore.open(data_dir):
+        assert run("export", data_dir, "-o", tmp_path / "t.parquet").exit_code == 0

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.cli.conftest import Run
+from tests.engines import fake_vllm
+from tokentape.chat.renderer import Renderer
+from tokentape.store import SqliteStore
+
+HELLO = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
+
+
+@contextmanager
+def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`tokentape serve` in a process of its own, and the URL that it says it serves at."""
+    command = [sys.executable, "-m", "tokentape", "serve", *map(str, arguments), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            said = ""
+            for line in process.stderr:
+                said += line
+                if found := re.search("at (http://[^ ]+)/v1", line):
+                    yield process, found[1]
+                    return
+            raise AssertionError(said)
+        finally:
+            process.kill()
+
+
+def recorded(data: Path, session_id: str) -> list[int]:
+    with SqliteStore.open(data, read_only=True) as store:
+        (turn,) = store.load_session(session_id).turns
+    ids: list[int] = turn.completion_ids.tolist()
+    return ids
+
+
+def test_the_embedded_engine_is_served_recorded_and_stopped_by_an_interrupt(
+    model_dir: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    with serving(model_dir, "--data", data, "--model-id", "shop") as (process, url):
+        reply = httpx2.post(f"{url}/sessions/s/v1/chat/completions", json={**HELLO, "return_token_ids": True}).json()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert reply["model"] == "shop"
+    assert recorded(data, "s") == reply["choices"][0]["token_ids"]
+    served = json.loads((data / "model.json").read_text())
+    assert served == {
+        "folder": str(model_dir.resolve()),
+        "tokenizer_sha256": renderer.tokenizer.sha256,
+        "fingerprint": renderer.fingerprint,
+    }
+
+
+def test_a_vllm_server_can_sample(model_dir: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with (
+        fake_vllm.running() as vllm,
+        serving(model_dir, "--engine", "vllm", "--engine-url", vllm.url, "--data", data) as (_, url),
+    ):
+        assert httpx2.post(f"{url}/sessions/s/v1/chat/completions", json=HELLO).status_code == 200
+    assert recorded(data, "s") == fake_vllm.SAMPLED
+
+
+def test_a_vllm_server_that_is_not_there_is_named(model_dir: Path, tmp_path: Path) -> None:
+    # Port 9 is "discard", which nobody serves.
+    engine = ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9"]
+    command = [sys.executable, "-m", "tokentape", "serve", model_dir, *engine, "--data", tmp_path, "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "refuses connections" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("engine", [["--engine", "vllm"], ["--engine-url", "http://127.0.0.1:9"]])
+def test_engine_and_its_url_belong_together(run: Run, model_dir: Path, tmp_path: Path, engine: list[str]) -> None:
+    done = run("serve", model_dir, *engine, "--data", tmp_path)
+    assert done.exit_code == 2
+    assert "belong together" in done.stderr
+
+
+def test_other_machines_are_not_served(run: Run, model_dir: Path, tmp_path: Path) -> None:
+    done = run("serve", model_dir, "--data", tmp_path, "--host", "0.0.0.0", "--port", 0)
+    assert done.exit_code == 1
+    assert "no authentication" in done.stderr

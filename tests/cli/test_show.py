@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Record, Run
+from tests.records import make_chain
+from tokentape.chat.renderer import Renderer
+from tokentape.store.served_model import ServedModel, write_served_model
+from tokentape.types import Provenance
+
+HELLO = [(Provenance.TEMPLATE, "<|im_start|>user\n"), (Provenance.USER, "hello"), (Provenance.SAMPLED, "hi<|im_end|>")]
+
+
+def test_every_run_says_who_wrote_it(run: Run, record: Record) -> None:
+    done = run("show", record(HELLO), "s")
+    assert done.exit_code == 0
+    assert done.stdout.splitlines()[4:] == [
+        " template | <|im_start|>user↵",
+        "     user | hello",
+        "  sampled | hi<|im_end|>",
+    ]
+
+
+def test_characters_that_several_tokens_spell_stay_whole(run: Run, record: Record, renderer: Renderer) -> None:
+    text = "你好，世界 👩‍🚀"
+    assert len(renderer.tokenizer.encode_plain(text)) > len(text)
+    done = run("show", record([(Provenance.USER, "hello"), (Provenance.SAMPLED, text)]), "s")
+    assert f"  sampled | {text}\n" in done.stdout
+
+
+def test_text_can_not_steer_the_terminal(run: Run, record: Record) -> None:
+    hostile = "\x1b[2J\x07\u202e[red]"
+    done = run("show", record([(Provenance.USER, hostile), (Provenance.SAMPLED, "hi")]), "s")
+    assert "     user | \\x1b[2J\\x07\\u202e[red]\n" in done.stdout
+
+
+def test_a_terminal_gets_colours_and_the_same_words(run: Run, record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = record(HELLO)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert "  sampled | \x1b[1;32mhi<|im_end|>\x1b[0m" in run("show", directory, "s").stdout
+
+
+def test_no_color_takes_the_colours_out(run: Run, record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = record(HELLO)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[1;32m" not in run("show", directory, "s").stdout
+
+
+def test_ids_are_printed_under_their_text(run: Run, record: Record, renderer: Renderer) -> None:
+    ids = renderer.tokenizer.encode_plain("hi<|im_end|>")
+    done = run("show", record(HELLO), "s", "--ids")
+    assert done.stdout.endswith(f"  sampled | hi<|im_end|>\n          | {' '.join(map(str, ids))}\n")
+
+
+def test_without_a_known_model_there_are_ids_and_a_reason(run: Run, data_dir: Path) -> None:
+    done = run("show", data_dir, "plain")
+    assert done.exit_code == 0
+    turn = make_chain("plain", 1)[0]
+    assert f"     user | {' '.join(map(str, turn.added_ids))}\n" in done.stdout
+    assert f"  sampled | {' '.join(map(str, turn.completion_ids))}\n" in done.stdout
+    assert done.stderr.startswith("this data directory doesn't say which model was served: showing ids only")
+
+
+def test_a_tokenizer_that_has_changed_is_not_trusted(run: Run, record: Record, renderer: Renderer) -> None:
+    directory = record(HELLO)
+    folder = directory / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {}}, "added_tokens": []}))
+    write_served_model(directory, ServedModel(str(folder), renderer.tokenizer.sha256, renderer.fingerprint))
+    done = run("show", directory, "s")
+    assert "has changed since: showing ids only" in done.stderr
+    assert "hello" not in done.stdout
+
+
+def test_a_model_that_has_moved_can_be_named(run: Run, record: Record, model_dir: Path, tmp_path: Path) -> None:
+    directory = record(HELLO)
+    write_served_model(directory, ServedModel(str(tmp_path / "gone"), "", ""))
+    assert "the tokenizer is no longer in" in run("show", directory, "s").stderr
+    shutil.copytree(model_dir, tmp_path / "moved")
+    done = run("show", directory, "s", "--model", tmp_path / "moved")
+    assert done.stderr == ""
+    assert "     user | hello\n" in done.stdout
+
+
+def test_a_fork_is_shown_with_its_cause_verdict_and_the_other_branches(run: Run, data_dir: Path) -> None:
+    lines = run("show", data_dir, "forked").stdout.splitlines()
+    assert lines[:3] == [
+        "session forked, branch of turns 0, 2",
+        "verdict forked: branched; reward 0.5; 16 tokens, 8 sampled, 4 with loss",
+        "branches end with turns 1, 2: choose one with --leaf",
+    ]
+    assert "no loss: an earlier branch trains it" in lines[4]
+    assert "-- turn 2 | FORK of turn 0: branched | 4 added, 4 sampled" in lines[8]
+
+
+def test_another_branch_can_be_chosen(run: Run, data_dir: Path) -> None:
+    assert run("show", data_dir, "forked", "--leaf", 1).stdout.startswith("session forked, branch of turns 0, 1\n")
+
+
+def test_a_leaf_that_is_none_is_refused_with_those_that_are(run: Run, data_dir: Path) -> None:
+    done = run("show", data_dir, "forked", "--leaf", 0)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.endswith("error: session 'forked' has no leaf 0; it has 1, 2\n")
+
+
+def test_json_is_the_trajectory(run: Run, data_dir: Path) -> None:
+    done = run("show", data_dir, "forked", "--json")
+    value = json.loads(done.stdout)
+    assert (value["session_id"], value["turns"], value["metadata"]) == ("forked", [0, 2], {"task": 1})
+    assert done.stderr == ""
+
+
+def test_without_a_session_they_are_listed(run: Run, data_dir: Path) -> None:
+    assert run("show", data_dir).stdout.splitlines() == [
+        "forked  3 turns, 24 tokens, 12 sampled",
+        "plain  2 turns, 16 tokens, 8 sampled",
+    ]
+    listed = [json.loads(line) for line in run("show", data_dir, "--json").stdout.splitlines()]
+    assert [(one["session_id"], one["turns"]) for one in listed] == [("forked", 3), ("plain", 2)]

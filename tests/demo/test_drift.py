@@ -1,0 +1,140 @@
+"""What the demo measures, on ids where the answer is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokentape.chat.renderer import Renderer
+from tokentape.demo.drift import changed_tokens, first_change, retokenization_drift, turns_unlike_engine
+from tokentape.engines.transformers import FinishedSample
+from tokentape.session.chain import setup_digest
+from tokentape.session.flatten import trajectories
+from tokentape.session.tree import Session
+from tokentape.store import StoredSession
+from tokentape.types import Provenance, SessionInfo, Setup, Trajectory, Turn
+
+INFO = SessionInfo("s", 0.0)
+
+
+@pytest.fixture
+def setup(renderer: Renderer) -> Setup:
+    digest = setup_digest((), {}, "2026-01-01", renderer.fingerprint)
+    return Setup((), {}, "2026-01-01", renderer.fingerprint, digest)
+
+
+def ids_of(renderer: Renderer, *pieces: str) -> list[int]:
+    """Ids of pieces encoded one by one, as a model may sample them."""
+    return [token_id for piece in pieces for token_id in renderer.tokenizer.encode_plain(piece)]
+
+
+def recorded(renderer: Renderer, setup: Setup, content: str, completion: list[int]) -> StoredSession:
+    """A session of one turn in which `completion` was sampled and read as `content`."""
+    question = {"role": "user", "content": "What do pears cost?"}
+    added = renderer.render([question], setup)
+    turn = Turn(
+        session_id="s",
+        seq=0,
+        parent=None,
+        setup=setup.digest,
+        messages=(question,),
+        reply={"role": "assistant", "content": content},
+        added_ids=added.ids,
+        added_provenance=added.provenance,
+        completion_ids=np.array(completion, np.int32),
+        logprobs=np.full(len(completion), -0.5, np.float32),
+        finish_reason="stop",
+        stop=completion[-1],
+        fork=None,
+        sampling={},
+        engine="test",
+        weight_version="0",
+        created_at=0.0,
+        digest="",
+    )
+    return StoredSession(INFO, {setup.digest: setup}, (turn,), ())
+
+
+def test_a_canonical_completion_has_no_drift(renderer: Renderer, setup: Setup) -> None:
+    session = recorded(renderer, setup, "They cost 12.", ids_of(renderer, "They cost 12.<|im_end|>"))
+    drift = retokenization_drift(renderer, [session])
+    assert (drift.completions, drift.changed_completions, drift.changed_tokens) == (1, 0, 0)
+    assert (drift.trajectories, drift.retokenized_trajectories, drift.rerendered_trajectories) == (1, 0, 0)
+    assert drift.longest is None
+
+
+def test_a_completion_split_otherwise_is_counted_and_shown(renderer: Renderer, setup: Setup) -> None:
+    sampled = ids_of(renderer, "They", " co", "st", " 12.<|im_end|>")
+    whole = ids_of(renderer, " cost")
+    drift = retokenization_drift(renderer, [recorded(renderer, setup, "They cost 12.", sampled)])
+    assert (drift.changed_completions, drift.changed_tokens) == (1, len(ids_of(renderer, " co", "st")))
+    assert (drift.retokenized_trajectories, drift.rerendered_trajectories) == (1, 1)
+    assert drift.longest is not None
+    assert drift.longest.sampled == tuple(ids_of(renderer, " co", "st"))
+    assert drift.longest.retokenized == tuple(whole)
+
+
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_changed_tokens_are_those_whose_place_or_id_is_not_there(renderer: Renderer, one: str, two: str) -> None:
+    tokenizer = renderer.tokenizer
+    sampled = ids_of(renderer, one, two)
+    retokenized = tokenizer.encode_plain(one + two)
+
+    def spans(ids: list[int]) -> list[tuple[int, int, int]]:
+        found, at = [], 0
+        for token_id in ids:
+            size = len(tokenizer.token_bytes(token_id))
+            found.append((at, at + size, token_id))
+            at += size
+        return found
+
+    expected = [span for span in spans(sampled) if span not in spans(retokenized)]
+    assert changed_tokens(tokenizer, sampled, retokenized) == len(expected)
+    if sampled != retokenized:
+        left, right = first_change(tokenizer, sampled, retokenized)
+        assert left != right
+        assert tokenizer.decode(left) == tokenizer.decode(right)
+
+
+@pytest.fixture
+def trajectory(renderer: Renderer, setup: Setup) -> Trajectory:
+    session = recorded(renderer, setup, "12", ids_of(renderer, "12<|im_end|>"))
+    (found,) = trajectories(Session(INFO, session.turns))
+    return found
+
+
+def logged(trajectory: Trajectory) -> FinishedSample:
+    start = int(trajectory.completion_starts[0])
+    return FinishedSample(
+        request_id="r",
+        prompt_ids=tuple(trajectory.token_ids[:start].tolist()),
+        token_ids=tuple(trajectory.token_ids[start:].tolist()),
+        logprobs=tuple(trajectory.logprobs[start:].tolist()),
+        finish_reason="stop",
+    )
+
+
+def test_a_turn_that_the_engine_logged_is_like_it(trajectory: Trajectory) -> None:
+    assert (trajectory.provenance == Provenance.SAMPLED).any()
+    assert turns_unlike_engine([trajectory], [logged(trajectory)]) == 0
+
+
+@pytest.mark.parametrize("field", ["prompt_ids", "token_ids", "logprobs"])
+def test_one_changed_number_is_a_turn_unlike_the_engine(trajectory: Trajectory, field: str) -> None:
+    call = logged(trajectory)
+    values = {"prompt_ids": call.prompt_ids, "token_ids": call.token_ids, "logprobs": call.logprobs}[field]
+    changed = replace(call, **{field: (*values[:-1], values[-1] + 1)})
+    assert turns_unlike_engine([trajectory], [changed]) == 1
+
+
+def test_a_call_vouches_for_one_turn_only(trajectory: Trajectory) -> None:
+    other = replace(trajectory, session_id="t")
+    assert turns_unlike_engine([trajectory, other], [logged(trajectory)]) == 1
+
+
+def test_a_turn_that_two_branches_share_counts_once(trajectory: Trajectory) -> None:
+    assert turns_unlike_engine([trajectory, trajectory], [logged(trajectory)]) == 0

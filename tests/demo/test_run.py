@@ -1,0 +1,67 @@
+"""The demo, small: real agents, engine, sockets and record."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tokentape.demo.report import print_report
+from tokentape.demo.run import DemoReport, new_directory, run_demo
+from tokentape.errors import Conflict
+from tokentape.session.arrow import read_parquet
+from tokentape.store import SqliteStore
+from tokentape.types import Provenance
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoReport]:
+    return run_demo(tmp_path_factory.mktemp("demo") / "run", sessions=4, seed=0)
+
+
+def test_the_record_is_what_the_engine_sampled(report: DemoReport) -> None:
+    assert report.turns > 4
+    assert (report.turns_unlike_engine, report.findings) == (0, 0)
+    assert report.exact
+
+
+def test_half_is_greedy_and_half_of_each_is_streamed(report: DemoReport) -> None:
+    assert [(g.temperature, g.sessions, g.streamed) for g in report.groups] == [(0.0, 2, 1), (1.0, 2, 1)]
+
+
+def test_the_file_holds_every_session_with_its_reward(report: DemoReport) -> None:
+    found = read_parquet(report.parquet)
+    assert len(found) == report.trajectories
+    assert {one.session_id for one in found} == {"demo-00", "demo-01", "demo-02", "demo-03"}
+    assert sum(one.reward or 0.0 for one in found) == sum(group.solved for group in report.groups)
+    assert all((one.provenance[one.loss_mask] == Provenance.SAMPLED).all() for one in found)
+
+
+def test_the_counts_are_those_of_the_record(report: DemoReport) -> None:
+    with SqliteStore.open(report.directory, read_only=True) as store:
+        listed = store.sessions()
+    assert report.turns == sum(one.turns for one in listed) == sum(g.drift.completions for g in report.groups)
+    assert report.tokens == sum(one.tokens for one in listed)
+    assert sum(g.drift.tokens for g in report.groups) == sum(one.sampled_tokens for one in listed)
+
+
+def test_the_report_fits_80_columns_and_names_the_file(report: DemoReport) -> None:
+    printed = io.StringIO()
+    print_report(report, Console(file=printed, width=80))
+    lines = printed.getvalue().splitlines()
+    assert f"  {report.parquet}" in lines
+    assert max(len(line) for line in lines if str(report.directory) not in line) <= 80
+    assert f"  0 of {report.turns} turns differ in prompt, sampled ids or logprobs; verify: 0 findings" in lines
+
+
+def test_a_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Conflict, match="not empty"):
+        run_demo(tmp_path, sessions=1, seed=0)
+
+
+def test_a_new_directory_is_not_there_yet() -> None:
+    assert not new_directory().exists()

@@ -1,0 +1,80 @@
+"""An engine that says what a test wants, token by token, and fails or stalls where a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Sequence
+
+from tokentape.chat.renderer import Renderer
+from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
+from tokentape.types import TokenIds
+
+
+class ScriptedEngine:
+    """Answers each call with the next of `replies`, text in which control tokens are spelled out.
+
+    `fail_after` raises `error` behind that many tokens of a reply, `stall_after` waits there until the call is aborted.
+    `sampling` are the parameters that it claims to honour: all but the penalties if not given.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        replies: Sequence[str],
+        *,
+        fail_after: int | None = None,
+        error: Exception | None = None,
+        stall_after: int | None = None,
+        sampling: frozenset[str] = frozenset({"temperature", "top_p", "top_k", "seed", "stop_token_ids"}),
+    ) -> None:
+        self._tokenizer = renderer.tokenizer
+        self._replies = list(replies)
+        self.fail_after = fail_after
+        self.error = error
+        self.stall_after = stall_after
+        self.asked: list[tuple[list[int], SamplingParams]] = []
+        """Per call the prompt ids and the parameters."""
+        self.stalled = threading.Event()
+        """A call waits at `stall_after`."""
+        self.aborted = threading.Event()
+        """A call was closed before it was finished, or failed."""
+        self.closed = False
+        self.info = EngineInfo(
+            name="scripted",
+            version="1",
+            model="script",
+            vocab_size=self._tokenizer.vocab_size,
+            max_context=1 << 20,
+            logprobs_mode="raw_logprobs",
+            sampling=sampling | {"max_tokens"},
+        )
+
+    async def sample(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+    ) -> AsyncGenerator[SampleDelta, None]:
+        self.asked.append((prompt_ids.tolist(), params))
+        ids = self._tokenizer.encode_plain(self._replies.pop(0))
+        finished = False
+        try:
+            for at, token_id in enumerate(ids):
+                if at == self.fail_after and self.error is not None:
+                    raise self.error
+                if at == self.stall_after:
+                    self.stalled.set()
+                    await asyncio.Event().wait()
+                last = at == len(ids) - 1
+                finished = finished or last
+                stop = token_id if token_id in params.stop_token_ids else None
+                finish = None if not last else "length" if stop is None else "stop"
+                yield SampleDelta((token_id,), (-0.5,), finish, stop if last else None, weight_version="7")
+        finally:
+            if not finished:
+                self.aborted.set()
+
+    async def check(self) -> None:
+        if self.error is not None and self.fail_after is None:
+            raise self.error
+
+    async def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,100 @@
+"""Paths, health, limits and shutdown of the application."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import httpx2
+import pytest
+
+from tests.gateway.scripted import ScriptedEngine
+from tokentape.chat.renderer import Renderer
+from tokentape.errors import EngineUnavailable, StoreError
+from tokentape.gateway.app import create_app
+from tokentape.gateway.serve import running
+from tokentape.gateway.turns import Turns
+from tokentape.store import SqliteStore
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/completions", "/sessions/s/v1/nothing", "/sessions/a/b/v1/models"])
+def test_unknown_path_is_a_404_in_json(gateway_url: str, path: str) -> None:
+    answer = httpx2.get(gateway_url + path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "not_found"
+
+
+def test_wrong_method_is_a_405_in_json(gateway_url: str) -> None:
+    answer = httpx2.put(f"{gateway_url}/v1/chat/completions")
+    assert answer.status_code == 405
+    assert answer.json()["error"]["code"] == "method_not_allowed"
+    assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("prefix", ["", "/sessions/s"])
+def test_models_name_the_one_that_is_served(gateway_url: str, turns: Turns, prefix: str) -> None:
+    (model,) = httpx2.get(f"{gateway_url}{prefix}/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("tiny", turns.engine.info.max_context)
+
+
+def test_healthy_gateway_says_so(gateway_url: str) -> None:
+    assert httpx2.get(f"{gateway_url}/healthz").status_code == 200
+    assert httpx2.get(f"{gateway_url}/readyz").status_code == 200
+
+
+def test_not_ready_without_its_engine(renderer: Renderer, store: SqliteStore) -> None:
+    engine = ScriptedEngine(renderer, [], error=EngineUnavailable("connection refused"))
+    with running(create_app(Turns(engine, renderer, store), model_id="m")) as url:
+        answer = httpx2.get(f"{url}/readyz")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert httpx2.get(f"{url}/healthz").status_code == 200
+
+
+def test_not_ready_without_its_store(gateway_url: str, store: SqliteStore) -> None:
+    store.close()
+    answer = httpx2.get(f"{gateway_url}/readyz")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_error")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/sessions", "/sessions/s/reward"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_body_over_the_limit_is_a_413(renderer: Renderer, store: SqliteStore, path: str, chunked: bool) -> None:
+    engine = ScriptedEngine(renderer, [])
+    with running(create_app(Turns(engine, renderer, store), model_id="m", max_body_bytes=1000)) as url:
+        body = b" " * 1001
+        answer = httpx2.post(url + path, content=iter([body]) if chunked else body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+
+
+def test_bug_is_a_500_and_leaks_nothing(
+    renderer: Renderer, store: SqliteStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ScriptedEngine(renderer, ["hi"], fail_after=0, error=RuntimeError("LEAKMARKER"))
+    with caplog.at_level(logging.DEBUG), running(create_app(Turns(engine, renderer, store), model_id="m")) as url:
+        answer = httpx2.post(
+            f"{url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "LEAKMARKER"}]}
+        )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert "LEAKMARKER" not in answer.text
+    assert "unexpected RuntimeError" in caplog.text
+    assert "LEAKMARKER" not in caplog.text
+
+
+def test_client_that_leaves_within_its_body_is_no_bug(gateway_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    url = httpx2.URL(gateway_url)
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(b"POST /sessions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    # The server sees the other connection's end before it answers this one: both are its one thread's.
+    assert httpx2.get(f"{gateway_url}/healthz").status_code == 200
+    assert "unexpected" not in caplog.text
+
+
+def test_shutdown_closes_engine_and_store(renderer: Renderer, store: SqliteStore) -> None:
+    engine = ScriptedEngine(renderer, ["hi"])
+    with running(create_app(Turns(engine, renderer, store), model_id="m")) as url:
+        assert httpx2.post(f"{url}/sessions/s/v1/chat/completions", json={"messages": [USER]}).status_code == 200
+    assert engine.closed
+    with pytest.raises(StoreError):
+        store.load_session("s")

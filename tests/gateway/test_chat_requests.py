@@ -1,0 +1,294 @@
+"""Chat completions requests that can't be served: every one is a 400 that names the culprit, none a 500."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tokentape.engines.base import EngineInfo
+from tokentape.errors import InvalidRequest, UnsupportedParameter
+from tokentape.gateway.chat_completions import IGNORED, ChatRequest, decode
+
+ENGINE = EngineInfo(
+    name="plain",
+    version="1",
+    model="m",
+    vocab_size=100,
+    max_context=1000,
+    logprobs_mode="raw_logprobs",
+    sampling=frozenset({"max_tokens", "temperature", "stop_token_ids", "stop_strings", "top_logprobs", "top_k"}),
+)
+USER = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def read(**body: Any) -> ChatRequest:
+    return decode({"messages": [USER], **body}, "s", ENGINE, 100)
+
+
+def read_message(message: dict[str, Any]) -> Any:
+    return read(messages=[message]).turn.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("foo", 1),
+        ("functions", []),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("parallel_tool_calls", False),
+        ("response_format", {"type": "json_object"}),
+        ("modalities", ["text", "audio"]),
+        ("logit_bias", {"5": 1}),
+        ("seed", 1),
+        ("top_p", 0.5),
+        ("min_p", 0.5),
+        ("presence_penalty", 1),
+        ("repetition_penalty", 1.5),
+    ],
+)
+def test_unsupported_parameter_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedParameter, match=name) as caught:
+        read(**{name: value})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("messages", []),
+        ("messages", "hi"),
+        ("messages", [USER, {"role": "robot", "content": "x"}]),
+        ("messages", [{"role": "user", "content": 3}]),
+        ("messages", [{"content": "x"}]),
+        ("messages", [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}]),
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("max_completion_tokens", 2**70),
+        ("temperature", -0.1),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("n", 17),
+        ("n", 0),
+        ("seed", 2**63),
+        ("stop", ["x"] * 17),
+        ("stop", ""),
+        ("stop_token_ids", [100]),
+        ("stop_token_ids", [-1]),
+        ("top_logprobs", 21),
+        ("top_logprobs", 3),
+        ("tools", [{"type": "function"}]),
+        ("tools", ["f"]),
+        ("stream", "yes"),
+        ("chat_template_kwargs", []),
+        ("stream_options", 1),
+    ],
+)
+def test_wrong_type_or_range_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(**{name: value})
+    assert caught.value.param == name
+
+
+def test_missing_messages_are_named() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode({"model": "m"}, "s", ENGINE, 100)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("body", [None, [], 3, "x"])
+def test_body_must_be_an_object(body: Any) -> None:
+    with pytest.raises(InvalidRequest, match="object"):
+        decode(body, "s", ENGINE, 100)
+
+
+def test_error_text_quotes_no_caller_text() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(messages=[{"role": "LEAK", "content": "x"}])
+    assert "LEAK" not in str(caught.value)
+
+
+def test_images_are_refused_and_say_so() -> None:
+    image = {"type": "image_url", "image_url": {"url": "http://127.0.0.2/x.png"}}
+    with pytest.raises(UnsupportedParameter, match=r"messages\[0\]\.content\[1\] is not a text part"):
+        read_message({"role": "user", "content": [{"type": "text", "text": "what is it?"}, image]})
+
+
+def test_parameters_at_their_default_need_no_engine_support() -> None:
+    sampling = read(top_p=1, presence_penalty=0, repetition_penalty=1.0, min_p=0, seed=None).turn.sampling
+    assert (sampling.top_p, sampling.seed) == (1.0, None)
+
+
+def test_null_is_the_same_as_left_out() -> None:
+    names = set(decode.__globals__["_KNOWN"]) - {"messages"}
+    assert read(**dict.fromkeys(names)) == read()
+
+
+def test_ignored_parameters_change_nothing() -> None:
+    assert read(**dict.fromkeys(IGNORED, "anything")) == read()
+
+
+def test_max_completion_tokens_goes_before_max_tokens() -> None:
+    assert read(max_tokens=5).turn.sampling.max_tokens == 5
+    assert read(max_tokens=5, max_completion_tokens=7).turn.sampling.max_tokens == 7
+    assert read().turn.sampling.max_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "read_as"),
+    [
+        ('{"a": 1, "b": [true]}', {"a": 1, "b": [True]}),
+        ("{}", {}),
+        ({"a": 1}, {"a": 1}),
+        ("", ""),
+        ("[1]", "[1]"),
+        ('{"a": ', '{"a": '),
+        ('{"a": "\\ud800"}', '{"a": "\\ud800"}'),
+    ],
+)
+def test_tool_arguments_are_objects_where_they_can_be(written: Any, read_as: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": written}}
+    message = read_message({"role": "assistant", "content": None, "tool_calls": [call]})
+    assert message == {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": read_as}}],
+    }
+
+
+def test_message_fields_that_templates_read_are_kept_and_others_dropped() -> None:
+    kept = {"role": "tool", "content": "x", "reasoning_content": "r", "name": "f", "tool_call_id": "1"}
+    assert read_message({**kept, "annotations": [], "cache_control": {}, "refusal": None}) == kept
+
+
+@pytest.mark.parametrize("field", ["function_call", "audio", "refusal"])
+def test_message_fields_that_would_be_lost_are_refused(field: str) -> None:
+    with pytest.raises(UnsupportedParameter, match=field):
+        read_message({"role": "assistant", field: {"name": "f"}})
+
+
+def test_tools_are_kept_as_they_were_written() -> None:
+    tool = {"function": {"strict": True, **TOOL["function"]}, "type": "function"}  # type: ignore[dict-item]
+    (kept,) = read(tools=[tool]).turn.tools
+    assert msgspec.json.encode(kept) == msgspec.json.encode(tool)
+
+
+@pytest.mark.parametrize("name", ["tools", "chat_template_kwargs"])
+def test_deep_nesting_is_refused_by_name(name: str) -> None:
+    deep: Any = {}
+    for _ in range(100):
+        deep = {"x": deep}
+    value = deep if name == "chat_template_kwargs" else [{**TOOL, "more": deep}]
+    with pytest.raises(InvalidRequest) as caught:
+        read(**{name: value})
+    assert caught.value.param == name
+
+
+def test_deep_tool_arguments_are_refused() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 900 + "]" * 900}}
+    with pytest.raises(InvalidRequest, match="nest"):
+        read_message({"role": "assistant", "tool_calls": [call]})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+        b'{"messages": [{"role": "user", "content": "x"}], "seed": 99999999999999999999}',
+        b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 5000 + b"}",
+        b'{"messages": ' + b"[" * 100_000,
+        b'{"chat_template_kwargs": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
+    ],
+    ids=lambda body: repr(body[:40]),
+)
+def test_malformed_body_is_a_400(gateway_url: str, body: bytes) -> None:
+    answer = httpx2.post(f"{gateway_url}/v1/chat/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert answer.headers["x-should-retry"] == "false"
+
+
+TEXT = st.text(max_size=20) | st.sampled_from(["<|im_end|>", "<tool_call>", "\0", "\ue000\U000f0000", "</think>"])
+VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+CALL = st.fixed_dictionaries(
+    {
+        "id": TEXT,
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries(
+            {"name": TEXT, "arguments": TEXT | VALUE.map(lambda v: msgspec.json.encode(v).decode())}
+        ),
+    }
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"])},
+    optional={
+        "content": TEXT
+        | st.none()
+        | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXT}), max_size=2),
+        "reasoning_content": TEXT,
+        "tool_calls": st.lists(CALL, max_size=2),
+        "tool_call_id": TEXT,
+        "name": TEXT,
+        "extra": VALUE,
+    },
+)
+BODY = st.fixed_dictionaries(
+    {"messages": st.lists(MESSAGE, min_size=1, max_size=4)},
+    optional={
+        "tools": st.lists(
+            st.fixed_dictionaries(
+                {
+                    "type": st.just("function"),
+                    "function": st.fixed_dictionaries(
+                        {"name": TEXT}, optional={"parameters": st.dictionaries(TEXT, VALUE, max_size=3)}
+                    ),
+                }
+            ),
+            max_size=2,
+        ),
+        "chat_template_kwargs": st.dictionaries(TEXT, VALUE, max_size=3),
+        "stop": TEXT | st.lists(TEXT, max_size=2),
+        "seed": st.integers(-(2**65), 2**65),
+        "temperature": st.floats(-1, 3),
+        "stream": st.booleans(),
+    },
+)
+
+
+@given(
+    body=BODY,
+    changed=st.sampled_from(["messages", "tools", "stop", "n", "logprobs", "top_logprobs", "stream_options", "x"]),
+    value=st.none() | VALUE,
+    keep=st.booleans(),
+)
+@example(body={"messages": [USER]}, changed="x", value=None, keep=True)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_body_is_a_server_error(
+    gateway_url: str, body: dict[str, Any], changed: str, value: Any, keep: bool
+) -> None:
+    sent = {**body, "max_tokens": 1} if keep else {**body, "max_tokens": 1, changed: value}
+    try:
+        content = msgspec.json.encode(sent)
+    except UnicodeEncodeError:
+        return
+    answer = httpx2.post(f"{gateway_url}/v1/chat/completions", content=content)
+    assert answer.status_code < 500, answer.text
+    if answer.status_code == 200 and sent.get("stream"):
+        assert answer.text.endswith("data: [DONE]\n\n"), answer.text[-300:]

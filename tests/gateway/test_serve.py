@@ -1,0 +1,81 @@
+"""Binding, readiness and shutdown of the server."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from tokentape.errors import InvalidRequest, TokentapeError
+from tokentape.gateway.serve import running, serve
+
+
+async def hello(request: Request) -> PlainTextResponse:
+    return PlainTextResponse("hello")
+
+
+ROOT = Path(__file__).parents[2]
+APP = Starlette(routes=[Route("/", hello)])
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "8.8.8.8"])
+def test_host_that_others_can_reach_is_refused(host: str) -> None:
+    with pytest.raises(InvalidRequest, match="no authentication"):
+        serve(APP, host=host)
+
+
+def test_host_that_is_no_address_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="not an address"):
+        serve(APP, host="example.org")
+
+
+def test_running_answers_while_it_lasts_and_not_after() -> None:
+    with running(APP, host="localhost") as url:
+        assert url.startswith("http://127.0.0.1:")
+        assert httpx2.get(url).text == "hello"
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(url)
+
+
+def test_running_servers_do_not_share_a_port() -> None:
+    with running(APP) as one, running(APP) as other:
+        assert one != other
+
+
+def test_taken_port_is_an_os_error() -> None:
+    with running(APP) as url, pytest.raises(OSError, match="in use"):
+        serve(APP, port=int(url.rsplit(":", 1)[1]))
+
+
+def test_application_that_does_not_start_raises() -> None:
+    async def broken(scope: object, receive: object, send: object) -> None:
+        raise RuntimeError("no model")
+
+    with pytest.raises(TokentapeError, match="could not start"), running(broken):
+        pass
+
+
+SERVER = """
+from tests.gateway.test_serve import APP
+from tokentape.gateway.serve import serve
+serve(APP, port=0, on_ready=lambda url: print(url, flush=True))
+print("cleaned up")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_answers_when_it_says_so_and_returns_on_a_signal(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert httpx2.get(process.stdout.readline().strip()).text == "hello"
+        process.send_signal(number)
+        assert process.stdout.read() == "cleaned up\n"
+        assert process.wait(20) == 0

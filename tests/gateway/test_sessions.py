@@ -1,0 +1,214 @@
+"""Sessions as resources, over a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from tests.conftest import SharedEngine
+from tokentape.chat.renderer import Renderer
+from tokentape.gateway.app import create_app
+from tokentape.gateway.serve import running
+from tokentape.gateway.sessions import PARQUET
+from tokentape.gateway.turns import Turns
+from tokentape.session.arrow import read_parquet
+from tokentape.session.flatten import trajectories
+from tokentape.session.tree import Session
+from tokentape.store import SqliteStore
+
+USER = {"role": "user", "content": "What is 3 plus 4?"}
+
+
+@pytest.fixture
+def http(gateway_url: str) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=gateway_url) as http:
+        yield http
+
+
+def take_turn(http: httpx2.Client, session_id: str, messages: list[Any], **more: Any) -> dict[str, Any]:
+    body = {"messages": messages, "max_tokens": 6, "seed": 1, **more}
+    answer = http.post(f"/sessions/{session_id}/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    message: dict[str, Any] = answer.json()["choices"][0]["message"]
+    return message
+
+
+def two_branches(http: httpx2.Client) -> None:
+    """Session `s`: turn 0, turn 1 behind it, and turn 2 with an edited history."""
+    reply = take_turn(http, "s", [USER])
+    take_turn(http, "s", [USER, reply, {"role": "user", "content": "and 5?"}])
+    take_turn(http, "s", [{"role": "user", "content": "something else"}])
+
+
+def test_created_session_has_a_random_id_of_128_bits(http: httpx2.Client) -> None:
+    answers = [http.post("/sessions") for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [201, 201]
+    ids = [answer.json()["session_id"] for answer in answers]
+    assert len({*ids}) == 2
+    assert all(len(session_id) == 32 for session_id in ids)
+    assert http.get(answers[0].headers["location"]).json()["turns"] == []
+
+
+def test_created_session_keeps_its_id_and_metadata(http: httpx2.Client) -> None:
+    asked = {"session_id": "run-7:a.b_c", "metadata": {"task": [1, None], "ü": 0.5}}
+    made = http.post("/sessions", json=asked).json()
+    assert {key: made[key] for key in asked} == asked
+    assert http.get("/sessions/run-7:a.b_c").json()["metadata"] == asked["metadata"]
+
+
+def test_second_session_of_the_same_id_is_a_conflict(http: httpx2.Client) -> None:
+    assert http.post("/sessions", json={"session_id": "s"}).status_code == 201
+    answer = http.post("/sessions", json={"session_id": "s"})
+    assert answer.status_code == 409
+    assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("session_id", ["", "a/b", "a b", "ü", "x" * 129, "a\n", 7])
+def test_id_that_is_none_is_refused(http: httpx2.Client, session_id: Any) -> None:
+    answer = http.post("/sessions", json={"session_id": session_id})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")
+
+
+@pytest.mark.parametrize("body", [[], 0, "x", {"metadata": []}, {"more": 1}])
+def test_session_of_a_wrong_body_is_refused(http: httpx2.Client, body: Any) -> None:
+    assert http.post("/sessions", json=body).status_code == 400
+
+
+def test_listing_is_paged_and_in_order_of_creation(http: httpx2.Client) -> None:
+    for number in range(5):
+        http.post("/sessions", json={"session_id": f"s{number}"})
+    seen, after = [], 0
+    for _ in range(3):
+        page = http.get("/sessions", params={"limit": 2, "after": after}).json()
+        seen.append([session["session_id"] for session in page["data"]])
+        after = page["next_after"]
+        assert page["has_more"] == (after is not None)
+    assert seen == [["s0", "s1"], ["s2", "s3"], ["s4"]]
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", "after=-1", "after=" + "9" * 5000, "limit=²"])
+def test_listing_refuses_pages_that_are_none(http: httpx2.Client, query: str) -> None:
+    answer = http.get(f"/sessions?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.split("=")[0])
+
+
+def test_listing_has_sessions_of_an_earlier_process(tmp_path: Path, engine: SharedEngine, renderer: Renderer) -> None:
+    for _ in range(2):
+        turns = Turns(engine, renderer, SqliteStore.open(tmp_path / "kept"))
+        with running(create_app(turns, model_id="tiny")) as url, httpx2.Client(base_url=url) as http:
+            before = http.get("/sessions").json()["data"]
+            take_turn(http, "s", [USER])
+    assert [(session["session_id"], session["turns"]) for session in before] == [("s", 1)]
+
+
+def test_session_shows_its_tree(http: httpx2.Client, store: SqliteStore) -> None:
+    two_branches(http)
+    shown = http.get("/sessions/s").json()
+    recorded = store.load_session("s").turns
+    assert [(turn["seq"], turn["parent"], turn["fork"]) for turn in shown["turns"]] == [
+        (0, None, None),
+        (1, 0, None),
+        (2, None, "edited_history"),
+    ]
+    for turn, kept in zip(shown["turns"], recorded, strict=True):
+        assert (turn["added_tokens"], turn["sampled_tokens"]) == (len(kept.added_ids), len(kept.completion_ids))
+        assert (turn["finish_reason"], turn["weight_version"]) == (kept.finish_reason, kept.weight_version)
+        assert turn["digest"] == kept.digest
+    assert [(leaf["turn"], leaf["verdict"].split(":")[0]) for leaf in shown["leaves"]] == [
+        (1, trajectories(Session(store.load_session("s").info, recorded))[0].verdict),
+        (2, "forked"),
+    ]
+
+
+def test_trajectories_as_json_and_parquet_are_those_of_the_record(
+    http: httpx2.Client, store: SqliteStore, tmp_path: Path
+) -> None:
+    two_branches(http)
+    http.post("/sessions/s/reward", json={"value": 0.25})
+    stored = store.load_session("s")
+    expected = trajectories(Session(stored.info, stored.turns), stored.rewards)
+    as_json = http.get("/sessions/s/trajectories").json()["data"]
+    answer = http.get("/sessions/s/trajectories", headers={"accept": PARQUET})
+    assert answer.headers["content-type"] == PARQUET
+    (tmp_path / "t.parquet").write_bytes(answer.content)
+    from_parquet = read_parquet(tmp_path / "t.parquet")
+    assert len(as_json) == len(from_parquet) == len(expected) == 2
+    for one, other, kept in zip(as_json, from_parquet, expected, strict=True):
+        assert one["token_ids"] == kept.token_ids.tolist()
+        np.testing.assert_array_equal(np.array(one["logprobs"], np.float32), kept.logprobs)
+        np.testing.assert_array_equal(other.token_ids, kept.token_ids)
+        np.testing.assert_array_equal(other.logprobs, kept.logprobs)
+        assert one["reward"] == other.reward == kept.reward == 0.25
+        assert one["verdict"] == other.verdict == kept.verdict
+
+
+def test_one_leaf_can_be_asked_for(http: httpx2.Client) -> None:
+    two_branches(http)
+    (one,) = http.get("/sessions/s/trajectories?leaf=2").json()["data"]
+    assert (one["leaf"], one["turns"]) == (2, [2])
+    assert http.get("/sessions/s/trajectories?leaf=0").status_code == 404
+
+
+def test_rewards_of_session_and_turn_are_shown(http: httpx2.Client) -> None:
+    two_branches(http)
+    assert http.post("/sessions/s/reward", json={"value": 1}).status_code == 201
+    assert http.post("/sessions/s/reward", json={"value": -0.5, "turn": 2}).status_code == 201
+    shown = http.get("/sessions/s").json()
+    assert [(reward["turn"], reward["value"]) for reward in shown["rewards"]] == [(None, 1.0), (2, -0.5)]
+    assert [(leaf["turn"], leaf["reward"]) for leaf in shown["leaves"]] == [(1, 1.0), (2, -0.5)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b'{"value": "1"}',
+        b'{"value": true}',
+        b'{"value": 1e999}',
+        b'{"value": NaN}',
+        b'{"value": 1, "turn": -1}',
+        b'{"value": ' + b"9" * 400 + b"}",
+    ],
+)
+def test_reward_that_is_no_number_is_refused(http: httpx2.Client, body: bytes) -> None:
+    http.post("/sessions", json={"session_id": "s"})
+    assert http.post("/sessions/s/reward", content=body).status_code == 400
+
+
+def test_reward_of_an_unknown_turn_is_not_found(http: httpx2.Client) -> None:
+    http.post("/sessions", json={"session_id": "s"})
+    assert http.post("/sessions/s/reward", json={"value": 1, "turn": 0}).status_code == 404
+
+
+def test_deleted_session_is_gone_and_its_id_is_free(http: httpx2.Client) -> None:
+    two_branches(http)
+    assert http.delete("/sessions/s").status_code == 204
+    assert http.get("/sessions/s").status_code == 404
+    assert http.get("/sessions").json()["data"] == []
+    take_turn(http, "s", [USER])
+    assert len(http.get("/sessions/s").json()["turns"]) == 1
+
+
+@pytest.mark.parametrize("session_id", ["unknown", "..%2f..%2fetc", "%00", "%ff", "a%20b", "x" * 5000])
+def test_unknown_session_is_not_found_whatever_its_id(http: httpx2.Client, session_id: str) -> None:
+    path = f"/sessions/{session_id}"
+    answers = [
+        http.get(path),
+        http.get(f"{path}/trajectories"),
+        http.post(f"{path}/reward", json={"value": 1}),
+        http.delete(path),
+    ]
+    assert [answer.status_code for answer in answers] == [404] * 4
+    assert {answer.json()["error"]["code"] for answer in answers} == {"not_found"}
+
+
+@pytest.mark.parametrize("session_id", ["a b", "x" * 129])
+def test_turn_in_a_session_that_can_not_be_is_refused(http: httpx2.Client, session_id: str) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": [USER]}, headers={"x-session-id": session_id})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")

@@ -1,0 +1,35 @@
+"""What `import tokentape` offers, and what it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import tokentape
+
+
+def test_public_names() -> None:
+    assert tokentape.__all__ == ["Client", "Provenance", "Renderer", "TokentapeError", "Trajectory", "__version__"]
+    for name in tokentape.__all__:
+        assert getattr(tokentape, name) is not None
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nothing"):
+        tokentape.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import tokentape",
+        "import tokentape; [getattr(tokentape, n) for n in tokentape.__all__]",
+        "import tokentape.gateway.app",
+    ],
+)
+def test_importing_loads_neither_torch_nor_transformers_nor_pyarrow(use: str) -> None:
+    check = "import sys; print(sorted({'torch', 'transformers', 'pyarrow'} & sys.modules.keys()))"
+    run = subprocess.run([sys.executable, "-c", f"{use}; {check}"], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"

@@ -1,0 +1,18 @@
+"""A gateway in a process of its own, to be killed: `python serving_process.py MODEL DATA`; prints its URL."""
+
+from __future__ import annotations
+
+import sys
+
+from tokentape.chat.renderer import Renderer
+from tokentape.engines.transformers import TransformersEngine
+from tokentape.gateway.app import create_app
+from tokentape.gateway.serve import serve
+from tokentape.gateway.turns import Turns
+from tokentape.store import SqliteStore
+
+if __name__ == "__main__":
+    model, data = sys.argv[1:]
+    engine = TransformersEngine.open(model, threads=1)
+    turns = Turns(engine, Renderer.load(model), SqliteStore.open(data))
+    serve(create_app(turns, model_id="tiny"), port=0, on_ready=lambda url: print(url, flush=True))
