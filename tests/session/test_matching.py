@@ -31,6 +31,7 @@ def calling(arguments: Any, **message: Any) -> dict[str, Any]:
         (calling('{"a": 1, "b": 2}'), calling('{"b":2,"a":1}')),
         (calling('{"a": 1}'), calling({"a": 1})),
         (calling('{"a": 1.0}'), calling('{"a": 1}')),
+        (calling("[" * 20000), calling("[" * 20000)),
         (calling("{}", refusal=None, annotations=[]), calling("{}")),
     ],
 )  # fmt: skip

@@ -169,7 +169,7 @@ def common_prefix(a: str, b: str) -> int:
     return n - 1 if n and "\ud800" <= a[n - 1] <= "\udb7f" else n
 
 
-def _common_suffix(a: str, b: str) -> int:
+def common_suffix(a: str, b: str) -> int:
     """Length of the common suffix, never beginning inside a mark."""
     n = len(os.path.commonprefix([a[::-1], b[::-1]]))
     return n - 1 if n and "\udc00" <= a[len(a) - n] <= "\udfff" else n
@@ -219,7 +219,7 @@ def _split_arguments(syntax: CallSyntax, region: str) -> CallSyntax | None:
     before, between = region[name + len(NAME) : key], region[value + len(VALUE) : other_key]
     # Where the key closes its value (`<key>value</key>`), KEY stands for it.
     behind = region[other_value + len(OTHER_VALUE) :].replace(OTHER_KEY, KEY)
-    opening = _common_suffix(before, between)
+    opening = common_suffix(before, between)
     closing = common_prefix(between[: len(between) - opening], behind)
     return replace(
         syntax,
@@ -246,7 +246,7 @@ def _split_section(syntax: CallSyntax, region: str) -> CallSyntax:
     if first is None or second is None:
         return syntax
     before, between, behind = region[: first[0]], region[first[1] : second[0]], region[second[1] :]
-    opening = _common_suffix(before, between)
+    opening = common_suffix(before, between)
     closing = common_prefix(between[: len(between) - opening], behind)
     return replace(
         syntax,

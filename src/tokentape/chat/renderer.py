@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +23,7 @@ from tokentape.chat.caller_text import (
     with_edges,
 )
 from tokentape.chat.parse import Parser
+from tokentape.chat.splice import History, find_splices
 from tokentape.chat.template import ChatTemplate, plain_message
 from tokentape.chat.tokenizer import MARK, Tokenizer
 from tokentape.errors import TemplateRefused
@@ -67,21 +68,54 @@ class Renderer:
             template = ChatTemplate.load(folder, tokenizer.config)
         return cls(tokenizer, template)
 
-    def render(self, messages: Sequence[Message], setup: Setup) -> Added:
+    def render(
+        self,
+        messages: Sequence[Message],
+        setup: Setup,
+        sampled: Mapping[int, TokenIds] | None = None,
+        history: History = "sampled",
+    ) -> Added:
         """Ids of a conversation, ending with the generation prompt.
 
         On conversations that spell no control token these are the ids of `transformers.apply_chat_template`. A control
         token that a caller's text spells is encoded as text.
 
+        `sampled` maps indices of assistant messages to the completions they were parsed from, whose exact ids then
+        stand in the rendering, with provenance ASSISTANT: all of them (`history` "sampled"), or as far as the template
+        keeps their text ("template").
+
         Raises `TemplateRefused` if the template refuses the conversation or does not know one of its roles.
         """
-        plain = self._plain(messages, setup)
-        text = self._render(plain, setup, generate=True)
+        plain, text = self._accepted(messages, setup, generate=True)
         edged = self._render([with_edges(message) for message in plain], setup, generate=True)
         self._refuse_unknown_roles(plain, edged, setup)
-        encoded = self.tokenizer.encode_marked(text)
-        codes = provenance_of_characters(edged, len(encoded.text))
-        return Added(self.tokenizer.array(encoded.ids), provenance_of_tokens(codes, encoded.spans))
+        codes = provenance_of_characters(edged, len(MARK.sub(" ", text)))
+        splices = find_splices(
+            text,
+            messages,
+            sampled or {},
+            tokenizer=self.tokenizer,
+            form=self.format(setup),
+            stop_ids=self.stop_ids(setup) if sampled else frozenset(),
+            history=history,
+        )
+        pieces: list[Added] = []
+        at = 0
+        for splice in splices:
+            pieces.append(self._encode_piece(text, at, splice.start, codes))
+            provenance = np.full(len(splice.ids), Provenance.ASSISTANT, dtype=np.uint8)
+            pieces.append(Added(self.tokenizer.array(splice.ids), provenance))
+            at = splice.end
+        pieces.append(self._encode_piece(text, at, len(text), codes))
+        return Added(np.concatenate([p.ids for p in pieces]), np.concatenate([p.provenance for p in pieces]))
+
+    def _encode_piece(self, text: str, start: int, end: int, codes: Codes) -> Added:
+        """Ids of a stretch of marked text, with `codes` per character of the whole text in which marks count as one."""
+        encode = self.tokenizer.encode_after_control if start else self.tokenizer.encode_marked
+        encoded = encode(text[start:end])
+        offset = len(MARK.sub(" ", text[:start]))
+        own = codes[offset : offset + len(encoded.text)]
+        return Added(self.tokenizer.array(encoded.ids), provenance_of_tokens(own, encoded.spans))
 
     def bridge(
         self,
@@ -180,9 +214,9 @@ class Renderer:
     def _mark_id(self, mark: str) -> int:
         return self.tokenizer.control_of_mark(mark).id
 
-    def _plain(self, messages: Sequence[Message], setup: Setup) -> list[dict[str, Any]]:
-        """Messages as the template takes them, caller text disarmed."""
-        shape = self.format(setup).shape
+    def _plain(self, messages: Sequence[Message], setup: Setup, *, reshape: bool) -> list[dict[str, Any]]:
+        """Messages as templates take them, caller text disarmed; `reshape`: tool calls in the template's own shape."""
+        shape = self.format(setup).shape if reshape else None
         plain = []
         for message in messages:
             one = plain_message(message)
@@ -191,9 +225,22 @@ class Renderer:
             plain.append(self._disarmer.mask_all(one))
         return plain
 
+    def _accepted(
+        self, messages: Sequence[Message], setup: Setup, *, generate: bool
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Messages in the shape that the template accepts, as they come if it does, and their marked text."""
+        plain = self._plain(messages, setup, reshape=False)
+        try:
+            return plain, self._render(plain, setup, generate=generate)
+        except TemplateRefused:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+        plain = self._plain(messages, setup, reshape=True)
+        return plain, self._render(plain, setup, generate=generate)
+
     def marked(self, messages: Sequence[Message], setup: Setup, *, generate: bool) -> str:
         """Marked text of a conversation, with or without the generation prompt. For certificates."""
-        return self._render(self._plain(messages, setup), setup, generate=generate)
+        return self._accepted(messages, setup, generate=generate)[1]
 
     def _render(self, plain: Sequence[Message], setup: Setup, *, generate: bool) -> str:
         """Marked text of messages that are disarmed already."""
@@ -225,8 +272,8 @@ class Renderer:
         history: Sequence[Message] | None,
     ) -> tuple[str, str, str]:
         """The tail behind a turn like `reply`, the same with edges, and how such a turn ends a conversation."""
-        before = [QUESTION] if history is None else self._plain(history, setup)
-        plain = self._plain(new_messages, setup)
+        before = [QUESTION] if history is None else self._plain(history, setup, reshape=True)
+        plain = self._plain(new_messages, setup, reshape=True)
         edged = [with_edges(message) for message in plain]
         refused = TemplateRefused("there is no new message to continue with")
         for probe, sentinel, close in _probes(reply, new_messages, form):

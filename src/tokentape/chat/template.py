@@ -89,8 +89,9 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TemplateRefused(f"the chat template refused this conversation: {error.message}") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            kind = type(error).__name__
-            raise TemplateRefused(f"the chat template failed on this conversation: {kind}: {error}") from error
+            # Only a TypeError's text is sure to hold types and no text of a caller.
+            detail = f"TypeError: {error}" if isinstance(error, TypeError) else type(error).__name__
+            raise TemplateRefused(f"the chat template failed on this conversation: {detail}") from error
 
 
 def plain_message(message: Message) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
 def _arguments(arguments: Any) -> Any:
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except ValueError:
+            return _numbers(json.loads(arguments))
+        except (ValueError, RecursionError):
             return arguments
     return _numbers(arguments)
 

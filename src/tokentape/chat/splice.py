@@ -1,0 +1,106 @@
+"""Exact sampled ids in place of what a template would write for them again.
+
+A conversation that is rendered from the start may hold assistant turns that were sampled in this session. Their text is
+found in the rendering between an assistant header and the token that ends the turn, both control tokens, and gives way
+to the ids that were sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from tokentape.chat.assistant_format import AssistantFormat
+from tokentape.chat.call_syntax import common_prefix, common_suffix
+from tokentape.chat.reader import Reader
+from tokentape.chat.tokenizer import MARK, Tokenizer
+from tokentape.types import Message, TokenIds
+
+History: TypeAlias = Literal["sampled", "template"]
+"""Which part of earlier turns stays in context: all that was sampled, or what the template keeps of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splice:
+    """Characters `start` to `end` of a marked text, to be replaced by `ids`."""
+
+    start: int
+    end: int
+    ids: list[int]
+
+
+def find_splices(
+    text: str,
+    messages: Sequence[Message],
+    sampled: Mapping[int, TokenIds],
+    *,
+    tokenizer: Tokenizer,
+    form: AssistantFormat,
+    stop_ids: frozenset[int],
+    history: History,
+) -> list[Splice]:
+    """Where sampled ids belong in `text`, the marked rendering of `messages` with the generation prompt.
+
+    `sampled` maps indices of assistant messages to completion ids. Nothing is spliced into a template whose turns can't
+    be told apart: one without an assistant header of its own for each assistant message.
+    """
+    header = form.header[: common_prefix(form.header, form.generation_prompt)]
+    regions = _regions(text, header, tokenizer, stop_ids)
+    speakers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    if not MARK.match(header) or len(regions) != len(speakers):
+        return []
+    opened = form.generation_prompt[len(header) :]
+    opened_ids = tokenizer.encode_after_control(opened).ids if opened else []
+    splices = []
+    for n, (start, end) in zip(speakers, regions, strict=True):
+        if n not in sampled:
+            continue
+        ids = sampled[n].tolist()
+        if history == "template":
+            splices += _kept(text, start, end, ids, tokenizer)
+        else:
+            # Of a turn that was cut short, what ends it stays the template's.
+            ended = not stop_ids.isdisjoint(ids)
+            splices.append(Splice(start, end if ended else _last_mark(text, start, end), opened_ids + ids))
+    return splices
+
+
+def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> list[tuple[int, int]]:
+    """Bounds of what stands behind each assistant header, through the token that ends the turn.
+
+    The last header, which has no turn yet, is the generation prompt's.
+    """
+    regions = []
+    at = text.find(header) if header else -1
+    while at >= 0:
+        start = at + len(header)
+        end = next(
+            (m.end() for m in MARK.finditer(text, start) if tokenizer.control_of_mark(m[0]).id in stop_ids), None
+        )
+        if end is None:
+            break
+        regions.append((start, end))
+        at = text.find(header, start)
+    return regions
+
+
+def _last_mark(text: str, start: int, end: int) -> int:
+    """Where the last mark before `end` begins."""
+    return max(match.start() for match in MARK.finditer(text, start, end))
+
+
+def _kept(text: str, start: int, end: int, ids: list[int], tokenizer: Tokenizer) -> list[Splice]:
+    """The longest tail of the sampled ids whose text is the tail of what the template wrote, if there is any."""
+    reader = Reader(tokenizer, frozenset(), ())
+    starts = []
+    for token_id in ids:
+        starts.append(len(reader.text))
+        reader.feed([token_id])
+    reader.finish()
+    for tail_end in (end, _last_mark(text, start, end)):
+        kept_from = len(reader.text) - common_suffix(text[start:tail_end], reader.text)
+        first = next((n for n, at in enumerate(starts) if at >= kept_from), len(ids))
+        if first < len(ids):
+            return [Splice(tail_end - (len(reader.text) - starts[first]), tail_end, ids[first:])]
+    return []
