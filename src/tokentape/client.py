@@ -17,7 +17,7 @@ from tokentape.types import Trajectory
 class Client:
     """A gateway at `base_url`. One client may be shared by threads; it is a context manager that closes it.
 
-    >>> client = tokentape.Client("http://127.0.0.1:8000")                          # doctest: +SKIP
+    >>> client = tokentape.Client("http://127.0.0.1:8800")                          # doctest: +SKIP
     >>> session = client.session(metadata={"task": 7})                              # doctest: +SKIP
     >>> agent = OpenAI(base_url=session.base_url, api_key="none")                   # doctest: +SKIP
     >>> agent.chat.completions.create(model="any", messages=[...])                  # doctest: +SKIP
@@ -29,7 +29,7 @@ class Client:
     can't be reached or did not answer within `timeout` seconds.
     """
 
-    def __init__(self, base_url: str = "http://127.0.0.1:8000", *, timeout: float = 60.0) -> None:
+    def __init__(self, base_url: str = "http://127.0.0.1:8800", *, timeout: float = 60.0) -> None:
         self.base_url = base_url.rstrip("/")
         self._http = httpx2.Client(base_url=self.base_url, timeout=timeout)
 

@@ -80,7 +80,8 @@ def test_only_chat_control_is_special(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["What is 12 plus 37?", "  spaces\n\n\tand tabs ", "naïve 東京 🙂 ١٢", "it's \r\n{'a': 1}", "<think>x</think>"]
+    "text",
+    ["What is 12 plus 37?", "  spaces\n\n\tand tabs ", "naïve 東京 🙂 ١٢", "it's \r\n{'a': 1}", "<think>x</think>"],
 )
 def test_tokenizer_round_trips(tokenizer: Tokenizer, text: str) -> None:
     ids = encode(tokenizer, text)

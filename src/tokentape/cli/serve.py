@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from tokentape.chat.renderer import Renderer
+    from tokentape.chat.splice import History
     from tokentape.engines.base import Engine
     from tokentape.store import SqliteStore
 
@@ -25,6 +26,13 @@ class EngineName(StrEnum):
     VLLM = "vllm"
 
 
+class HistoryName(StrEnum):
+    """What of earlier turns stays in context."""
+
+    SAMPLED = "sampled"
+    TEMPLATE = "template"
+
+
 class Synchronous(StrEnum):
     """How often the record is flushed to the disk."""
 
@@ -34,14 +42,14 @@ class Synchronous(StrEnum):
 
 def serve(
     model: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             metavar="MODEL",
             exists=True,
             file_okay=False,
-            help="Model folder: tokenizer and chat template, weights if embedded.",
+            help="Model folder: tokenizer, chat template, weights if embedded. Default: the tiny model shipped.",
         ),
-    ],
+    ] = None,
     engine: Annotated[
         EngineName, typer.Option(help="transformers: embedded in this process. vllm: the server at --engine-url.")
     ] = EngineName.TRANSFORMERS,
@@ -52,6 +60,16 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template to use instead of the model's own.")
     ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="CPU threads of the embedded engine. Default: torch's choice; 1 for the tiny model."),
+    ] = None,
+    history: Annotated[
+        HistoryName,
+        typer.Option(
+            help="sampled: earlier turns stay as sampled. template: what the template drops of them, goes; that forks."
+        ),
+    ] = HistoryName.SAMPLED,
     synchronous: Annotated[
         Synchronous, typer.Option(help="full: acknowledged turns survive a power cut. normal: a crash of the gateway.")
     ] = Synchronous.FULL,
@@ -64,6 +82,10 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model over the OpenAI API; record token-exactly."""
+    from tokentape.demo import MODEL
+
+    if model is None:
+        model, threads = MODEL, threads or 1
     if (engine is EngineName.VLLM) != (engine_url is not None):
         raise typer.BadParameter("--engine vllm and --engine-url belong together")
     if engine is EngineName.TRANSFORMERS:
@@ -83,13 +105,8 @@ def serve(
     renderer = Renderer.load(model, chat_template)
     with SqliteStore.open(data, synchronous=flushed) as store:
         write_served_model(data, ServedModel(str(model.resolve()), renderer.tokenizer.sha256, renderer.fingerprint))
-        gateway = _Gateway(model, engine_url, engine_api_key, renderer, store, name)
-        try:
-            run(gateway, host=host, port=port, on_ready=tell)
-        except KeyboardInterrupt:
-            pass  # how a gateway is stopped: uvicorn raises it again after shutting down
-        except SystemExit:
-            raise typer.Exit(1) from None  # how uvicorn ends a start that failed; it has logged why
+        gateway = _Gateway(model, engine_url, engine_api_key, renderer, store, name, history.value, threads)
+        run(gateway, host=host, port=port, on_ready=tell)
 
 
 class _Gateway:
@@ -103,7 +120,11 @@ class _Gateway:
         renderer: Renderer,
         store: SqliteStore,
         name: str,
+        history: History,
+        threads: int | None,
     ) -> None:
+        self._history: History = history
+        self._threads = threads
         self._model = model
         self._engine_url = engine_url
         self._engine_api_key = engine_api_key
@@ -128,13 +149,15 @@ class _Gateway:
         from tokentape.gateway.app import create_app
         from tokentape.gateway.turns import Turns
 
-        return create_app(Turns(await self._engine(), self._renderer, self._store), model_id=self._name)
+        return create_app(
+            Turns(await self._engine(), self._renderer, self._store, history=self._history), model_id=self._name
+        )
 
     async def _engine(self) -> Engine:
         if self._engine_url is None:
             from tokentape.engines.transformers import TransformersEngine
 
-            return TransformersEngine.open(self._model)
+            return TransformersEngine.open(self._model, threads=self._threads)
         from tokentape.engines.vllm import VllmEngine
 
         vocab_size = self._renderer.tokenizer.vocab_size

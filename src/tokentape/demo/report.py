@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tokentape.chat.tokenizer import Tokenizer
+from tokentape.demo import MODEL
 from tokentape.demo.drift import Change
-from tokentape.demo.run import MODEL, DemoReport, Group
+from tokentape.demo.run import DemoReport, Group
 
 
 def print_report(report: DemoReport, console: Console | None = None) -> None:

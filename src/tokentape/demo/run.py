@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 
 from tokentape.chat.renderer import Renderer
 from tokentape.client import Client
+from tokentape.demo import MODEL
 from tokentape.demo.agent import Conversation, solve
 from tokentape.demo.drift import Drift, retokenization_drift, turns_unlike_engine
 from tokentape.demo.tasks import Task, is_solved, sample_tasks
@@ -28,8 +29,6 @@ from tokentape.store import SqliteStore, StoredSession
 from tokentape.store.served_model import ServedModel, write_served_model
 from tokentape.store.verify import verify
 from tokentape.types import Trajectory
-
-MODEL = Path(__file__).parent / "model"
 
 
 @dataclass(frozen=True, slots=True)

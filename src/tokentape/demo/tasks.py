@@ -238,7 +238,7 @@ def split_of(question: Question) -> Split:
 
 def _sample_task(rng: random.Random, split: Split) -> Task:
     prices = {item: rng.randint(2, 99) for item in ITEMS}
-    count = rng.choices((1, 2, 3), weights=(5, 4, 1))[0]
+    count = rng.choices((1, 2), weights=(5, 4))[0]
     questions: list[Question] = []
     value: int | None = None
     while len(questions) < count:

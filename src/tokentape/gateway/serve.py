@@ -19,7 +19,7 @@ _DRAIN_SECONDS = 10
 
 
 def serve(
-    app: ASGIApp, *, host: str = "127.0.0.1", port: int = 8000, on_ready: Callable[[str], None] | None = None
+    app: ASGIApp, *, host: str = "127.0.0.1", port: int = 8800, on_ready: Callable[[str], None] | None = None
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish the requests under way, shut the application down and return.
 

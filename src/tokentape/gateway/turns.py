@@ -19,9 +19,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tokentape.chat.certify import Certificate, Strategy, certify, choose
+from tokentape.chat.certificate import Certificate, Strategy
+from tokentape.chat.certify import certify, choose
 from tokentape.chat.parse import Reply, ReplyDelta, ToolCall
 from tokentape.chat.renderer import Added, Renderer
+from tokentape.chat.splice import History
 from tokentape.engines.base import Engine, SampleDelta, SamplingParams
 from tokentape.errors import (
     Conflict,
@@ -76,12 +78,18 @@ class TurnDone:
 
 
 class Turns:
-    """Takes turns in sessions: the only writer of records. All methods belong to one event loop."""
+    """Takes turns in sessions: the only writer of records. All methods belong to one event loop.
 
-    def __init__(self, engine: Engine, renderer: Renderer, store: SqliteStore) -> None:
+    `history` says what of earlier turns stays in context: `sampled`, all that was sampled, whatever the template does
+    to old turns; or `template`, what the template keeps (it may drop old reasoning at a new user message), to train
+    what a stateless server serves. Then a turn whose history the template rewrites starts a new branch.
+    """
+
+    def __init__(self, engine: Engine, renderer: Renderer, store: SqliteStore, *, history: History = "sampled") -> None:
         self.engine = engine
         self.renderer = renderer
         self.store = store
+        self._history = history
         self._sessions: dict[str, Session] = {}
         self._unstored: set[str] = set()
         """Sessions that begin with their first turn: stored together with it."""
@@ -139,13 +147,23 @@ class Turns:
         setup = self._setup(session, request)
         found = session.continuation(request.messages, setup.digest)
         call = await asyncio.to_thread(self._call, request, session, setup, found)
-        events = self._choice(call, 0) if request.n == 1 else self._choices(call)
-        async with aclosing(events):
+        finished: list[_Sampled] = []
+        async with aclosing(self._sample(call, 0) if request.n == 1 else self._sample_all(call)) as events:
             async for event in events:
-                yield event
+                if isinstance(event, TurnDelta):
+                    yield event
+                else:
+                    finished.append(event)
+        finished.sort(key=lambda sampled: sampled.choice)
+        turns = await self._commit(call, finished)
+        for sampled, turn in zip(finished, turns, strict=True):
+            finish: Literal["stop", "length", "tool_calls"] = "length" if turn.finish_reason == "length" else "stop"
+            if finish == "stop" and sampled.reply.calls_for_client:
+                finish = "tool_calls"
+            yield TurnDone(sampled.choice, call.prompt_ids, turn, sampled.reply, sampled.rest, finish)
 
-    async def _choice(self, call: _Call, choice: int) -> AsyncGenerator[TurnDelta | TurnDone, None]:
-        """Sample and record one completion."""
+    async def _sample(self, call: _Call, choice: int) -> AsyncGenerator[TurnDelta | _Sampled, None]:
+        """Sample one completion and parse it as it comes."""
         request_id = secrets.token_hex(12)
         sampling = call.sampling
         if sampling.seed is not None:
@@ -161,21 +179,20 @@ class Turns:
                 reply_delta = _name_calls(parser.feed(delta.token_ids), request_id, told)
                 told += len(reply_delta.tool_calls)
                 yield TurnDelta(choice, call.prompt_ids, delta, reply_delta)
+        if completion.finish_reason is None:
+            raise EngineContractError("the engine stopped answering without a finish reason")
+        if completion.finish_reason == "abort":
+            raise EngineUnavailable("the engine aborted this call before it was finished; send it again")
         rest, reply = parser.finish()
-        rest = _name_calls(rest, request_id, told)
         reply = replace(reply, tool_calls=_named(reply.tool_calls, request_id))
-        turn = await self._commit(call, sampling, completion, reply)
-        finish: Literal["stop", "length", "tool_calls"] = "length" if turn.finish_reason == "length" else "stop"
-        if finish == "stop" and reply.calls_for_client:
-            finish = "tool_calls"
-        yield TurnDone(choice, call.prompt_ids, turn, reply, rest, finish)
+        yield _Sampled(choice, sampling, completion, reply, _name_calls(rest, request_id, told))
 
-    async def _choices(self, call: _Call) -> AsyncGenerator[TurnDelta | TurnDone, None]:
-        """Several choices at once, their events as they come."""
-        events: asyncio.Queue[TurnDelta | TurnDone | None] = asyncio.Queue()
+    async def _sample_all(self, call: _Call) -> AsyncGenerator[TurnDelta | _Sampled, None]:
+        """Several completions at once, their events as they come; one that fails ends them all."""
+        events: asyncio.Queue[TurnDelta | _Sampled | None] = asyncio.Queue()
 
         async def run(choice: int) -> None:
-            async with aclosing(self._choice(call, choice)) as own:
+            async with aclosing(self._sample(call, choice)) as own:
                 async for event in own:
                     events.put_nowait(event)
 
@@ -198,55 +215,60 @@ class Turns:
             running.cancel()
             await asyncio.wait([running])
 
-    async def _commit(self, call: _Call, sampling: SamplingParams, completion: _Completion, reply: Reply) -> Turn:
-        """Record a sampled turn. Raises, with nothing committed, if an invariant does not hold."""
-        if completion.finish_reason is None:
-            raise EngineContractError("the engine stopped answering without a finish reason")
-        if completion.finish_reason == "abort":
-            raise EngineUnavailable("the engine aborted this call before it was finished; send it again")
-        session, setup, parent = call.session, call.setup, call.parent
+    async def _commit(self, call: _Call, sampled: Sequence[_Sampled]) -> list[Turn]:
+        """Record all choices of a call at once. Raises, with nothing committed, if an invariant does not hold."""
+        session, setup = call.session, call.setup
         session_id = session.info.session_id
         async with self._lock(session_id):
             if self._sessions.get(session_id) is not session:
                 raise NotFound(f"session {session_id!r} was deleted while this turn was being sampled")
-            seq = None if parent is None else parent.seq
-            turn = Turn(
-                session_id=session_id,
-                seq=len(session.turns),
-                parent=seq,
-                setup=setup.digest,
-                messages=call.messages,
-                reply=reply_message(reply),
-                added_ids=call.added.ids,
-                added_provenance=call.added.provenance,
-                completion_ids=np.array(completion.ids, dtype=np.int32),
-                logprobs=np.array(completion.logprobs, dtype=np.float32),
-                finish_reason=completion.finish_reason,
-                stop=completion.stop,
-                fork=call.fork or session.fork_cause(seq, call.messages, setup.digest),
-                sampling=asdict(sampling),
-                engine=str(self.engine.info),
-                weight_version=completion.weight_version,
-                created_at=time.time(),
-                digest="",
-            )
-            check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
-            check_turn(turn, call.context_ids, call.prompt_ids)
-            turn = seal(turn, None if parent is None else parent.digest)
-            records: list[Record] = [turn]
+            turns = [self._turn(call, one, len(session.turns) + n) for n, one in enumerate(sampled)]
+            records: list[Record] = [*turns]
             if setup.digest not in self._setups.get(session_id, ()):
                 records.insert(0, setup)
             if session_id in self._unstored:
                 records.insert(0, session.info)
             # A client that leaves now must not tear the record in memory from the one on disk.
-            await asyncio.shield(self._write_turn(session, setup, turn, records))
-        return turn
+            await asyncio.shield(self._write(session, setup, turns, records))
+        return turns
 
-    async def _write_turn(self, session: Session, setup: Setup, turn: Turn, records: Sequence[Record]) -> None:
+    def _turn(self, call: _Call, sampled: _Sampled, seq: int) -> Turn:
+        """The record of one choice, its invariants checked."""
+        session, parent = call.session, call.parent
+        parent_seq = None if parent is None else parent.seq
+        fork = call.fork or session.fork_cause(parent_seq, call.messages, call.setup.digest)
+        completion = sampled.completion
+        assert completion.finish_reason is not None
+        turn = Turn(
+            session_id=session.info.session_id,
+            seq=seq,
+            parent=parent_seq,
+            setup=call.setup.digest,
+            messages=call.messages,
+            reply=reply_message(sampled.reply),
+            added_ids=call.added.ids,
+            added_provenance=call.added.provenance,
+            completion_ids=np.array(completion.ids, dtype=np.int32),
+            logprobs=np.array(completion.logprobs, dtype=np.float32),
+            finish_reason=completion.finish_reason,
+            stop=completion.stop,
+            fork="sibling" if sampled.choice else fork,
+            sampling=asdict(sampled.sampling),
+            engine=str(self.engine.info),
+            weight_version=completion.weight_version,
+            created_at=time.time(),
+            digest="",
+        )
+        check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
+        check_turn(turn, call.context_ids, call.prompt_ids)
+        return seal(turn, None if parent is None else parent.digest)
+
+    async def _write(self, session: Session, setup: Setup, turns: Sequence[Turn], records: Sequence[Record]) -> None:
         await self.store.write(*records)
-        self._unstored.discard(turn.session_id)
-        self._setups.setdefault(turn.session_id, set()).add(setup.digest)
-        session.add(turn)
+        self._unstored.discard(session.info.session_id)
+        self._setups.setdefault(session.info.session_id, set()).add(setup.digest)
+        for turn in turns:
+            session.add(turn)
 
     async def _find(self, session_id: str) -> Session | None:
         """The session in memory, else from the store."""
@@ -282,20 +304,30 @@ class Turns:
 
     def _call(self, request: TurnRequest, session: Session, setup: Setup, found: Continuation) -> _Call:
         """What to send for a request: bridged where its certificate allows that, else rendered as a new branch."""
-        parent, fork = found.parent, None
-        messages, context_ids = found.new_messages, found.context_ids
-        strategy = "fork" if parent is None else self._strategy(found, parent, setup)
-        if parent is None or strategy == "fork":
-            if parent is not None:
-                parent, fork = None, "template_rewrites"
-                messages, context_ids = request.messages, NO_IDS
-            added = self.renderer.render(messages, setup)
+        parent, messages, context_ids, fork = found.parent, found.new_messages, found.context_ids, None
+        if self._history == "template":
+            added = self._rendered(session, setup, request.messages)
+            if np.array_equal(added.ids[: len(context_ids)], context_ids):
+                added = Added(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
+            else:
+                parent, messages, context_ids, fork = None, request.messages, NO_IDS, "template_history"
+        elif parent is None:
+            added = self._rendered(session, setup, messages)
+        elif (strategy := self._strategy(found, parent, setup)) == "fork":
+            parent, messages, context_ids, fork = None, request.messages, NO_IDS, "template_rewrites"
+            added = self._rendered(session, setup, messages)
         else:
             history = found.history if strategy == "contextual" else None
             added = self.renderer.bridge(parent.completion_ids, parent.reply, messages, setup, history)
         prompt_ids = np.concatenate([context_ids, added.ids])
         sampling = self._sampling(request, setup, len(prompt_ids))
         return _Call(request, session, setup, parent, messages, context_ids, added, prompt_ids, fork, sampling)
+
+    def _rendered(self, session: Session, setup: Setup, messages: Sequence[Message]) -> Added:
+        """A rendering from the start in which what this session sampled stands by its exact ids."""
+        replies = {n: session.turn_of_reply(m) for n, m in enumerate(messages) if m["role"] == "assistant"}
+        sampled = {n: turn.completion_ids for n, turn in replies.items() if turn is not None}
+        return self.renderer.render(messages, setup, sampled, self._history)
 
     def _strategy(self, found: Continuation, parent: Turn, setup: Setup) -> Strategy:
         kwargs = canonical_json(setup.template_kwargs)
@@ -369,6 +401,17 @@ class _Completion:
         self.finish_reason = delta.finish_reason
         self.stop = delta.stop
         self.weight_version = delta.weight_version or self.weight_version
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """One choice, sampled and parsed but not recorded yet."""
+
+    choice: int
+    sampling: SamplingParams
+    completion: _Completion
+    reply: Reply
+    rest: ReplyDelta
 
 
 def _name_calls(delta: ReplyDelta, request_id: str, start: int) -> ReplyDelta:

@@ -1,0 +1,41 @@
+"""The README's code, run as it stands there against a gateway; only the port differs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def blocks() -> dict[str, str]:
+    text = README.read_text(encoding="utf-8")
+    return dict(
+        re.findall(r"<!-- executed by tests/docs/test_readme.py: (\w+) -->\n```python\n(.*?)```", text, re.DOTALL)
+    )
+
+
+def test_the_readme_s_agent_and_samples_run(gateway_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = blocks()
+    assert set(code) == {"agent", "samples"}
+    names: dict[str, object] = {}
+    exec(code["agent"].replace("http://127.0.0.1:8800", gateway_url), names)
+    exec(code["samples"], names)
+    assert capsys.readouterr().out == "exact 1.0\n"
+    assert names["input_ids"].shape == names["loss_mask"].shape == names["old_logprobs"].shape
+
+
+def test_the_readme_s_python_is_all_executed() -> None:
+    assert README.read_text(encoding="utf-8").count("```python") == len(blocks())
+
+
+def test_the_readme_s_example_of_drift_is_real() -> None:
+    from tests.chat.conftest import ROOT, load_tokenizer
+
+    if not (ROOT / "qwen3" / "tokenizer.json").exists():
+        pytest.skip("the Qwen3 tokenizer is not here")
+    tokenizer = load_tokenizer("qwen3")
+    assert tokenizer.decode([32713, 385]) == tokenizer.decode([9707]) == "Hello"
+    assert tokenizer.encode_plain("Hello") == [9707]

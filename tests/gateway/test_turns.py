@@ -1,0 +1,133 @@
+"""Turns taken in a session, with an engine that says what the test wants it to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.scripted import ScriptedEngine
+from tokentape.chat.renderer import Renderer
+from tokentape.chat.splice import History
+from tokentape.engines.base import SamplingParams
+from tokentape.errors import EngineError, InvalidRequest
+from tokentape.gateway.turns import TurnDone, TurnRequest, Turns
+from tokentape.store import SqliteStore
+from tokentape.types import Provenance, Turn
+
+ONE = "<think>\nfirst thought\n</think>\n\nfirst answer<|im_end|>"
+TWO = "second answer<|im_end|>"
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+class Talk:
+    """A session against a scripted engine."""
+
+    def __init__(self, renderer: Renderer, path: Path, replies: Sequence[str], history: History = "sampled") -> None:
+        self.renderer = renderer
+        self.engine = ScriptedEngine(renderer, replies)
+        self.store = SqliteStore.open(path)
+        self.turns = Turns(self.engine, renderer, self.store, history=history)
+
+    def say(self, *messages: Any, n: int = 1, tools: tuple[Any, ...] = ()) -> list[Turn]:
+        return asyncio.run(self._say(messages, n, tools))
+
+    async def _say(self, messages: Sequence[Any], n: int, tools: tuple[Any, ...]) -> list[Turn]:
+        request = TurnRequest("s", tuple(messages), tools, {}, SamplingParams(max_tokens=0), n=n)
+        return [event.turn async for event in self.turns.take(request) if isinstance(event, TurnDone)]
+
+    def recorded(self) -> tuple[Turn, ...]:
+        return self.store.load_session("s").turns
+
+    def text(self, ids: Any) -> str:
+        return self.renderer.tokenizer.decode(ids)
+
+
+def test_what_was_sampled_stays_in_context_though_the_template_would_drop_it(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    talk = Talk(renderer, tmp_path, [ONE, TWO])
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a"), first.reply, user("b"))
+    assert (second.parent, second.fork) == (0, None)
+    assert "first thought" in talk.text(talk.engine.asked[1][0])
+
+
+def test_a_template_s_history_starts_a_branch_that_keeps_the_exact_ids(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, [ONE, TWO], history="template")
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a"), first.reply, user("b"))
+    assert (second.parent, second.fork) == (None, "template_history")
+    prompt, _ = talk.engine.asked[1]
+    assert "first thought" not in talk.text(prompt)
+    answer = renderer.tokenizer.encode_plain("first answer<|im_end|>")
+    spliced = second.added_ids[second.added_provenance == Provenance.ASSISTANT]
+    assert spliced.tolist() == first.completion_ids.tolist()[-len(answer) :]
+
+
+def test_a_template_s_history_that_only_appends_is_no_branch(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, ["first answer<|im_end|>", TWO], history="template")
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a"), first.reply, user("b"))
+    assert (second.parent, second.fork) == (0, None)
+
+
+def test_an_edited_history_keeps_the_exact_ids_of_what_was_sampled(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, [ONE, TWO])
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a, edited"), first.reply, user("b"))
+    assert (second.parent, second.fork) == (None, "edited_history")
+    spliced = second.added_ids[second.added_provenance == Provenance.ASSISTANT]
+    assert spliced.tolist() == first.completion_ids.tolist()
+    assert talk.engine.asked[1][0] == second.added_ids.tolist()
+
+
+def test_a_cut_short_reply_is_spliced_and_closed(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, ["first ans", TWO])
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("edited"), first.reply, user("b"))
+    assert "first ans<|im_end|>\n<|im_start|>user\nb" in talk.text(second.added_ids.tolist())
+
+
+def test_a_message_that_was_not_sampled_here_is_rendered_as_text(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, [ONE])
+    (turn,) = talk.say(user("a"), {"role": "assistant", "content": "not mine"}, user("b"))
+    assert turn.fork is None
+    said = turn.added_ids[turn.added_provenance == Provenance.ASSISTANT]
+    assert talk.text(said.tolist()) == "not mine"
+
+
+def test_other_tools_start_a_new_branch(renderer: Renderer, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    talk = Talk(renderer, tmp_path, [ONE, TWO])
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a"), first.reply, user("b"), tools=(tool,))
+    assert (second.parent, second.fork) == (None, "new_setup")
+
+
+def test_choices_are_recorded_together_as_siblings(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, [ONE, TWO])
+    assert len(talk.say(user("a"), n=2)) == 2
+    assert [(turn.seq, turn.parent, turn.fork) for turn in talk.recorded()] == [(0, None, None), (1, None, "sibling")]
+
+
+def test_if_one_choice_fails_none_is_recorded(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, ["ok<|im_end|>", "a longer reply than the other one<|im_end|>"])
+    talk.engine.fail_after, talk.engine.error = 6, EngineError("gone")
+    with pytest.raises(EngineError, match="gone"):
+        talk.say(user("a"), n=2)
+    assert talk.turns.store.sessions() == []
+
+
+def test_a_context_without_room_for_a_reply_is_refused(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, [ONE])
+    talk.engine.info = replace(talk.engine.info, max_context=5)
+    with pytest.raises(InvalidRequest, match="the model takes 5"):
+        talk.say(user("a"))
