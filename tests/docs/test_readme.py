@@ -17,6 +17,8 @@ def blocks() -> dict[str, str]:
     )
 
 
+# The README does not show how clients are closed.
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_readme_s_agent_and_samples_run(gateway_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = blocks()
     assert set(code) == {"agent", "samples"}

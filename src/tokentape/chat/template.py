@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import jinja2.sandbox
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 from tokentape.types import Message, Tool
 
+_ASKED = "asked-word"
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -73,25 +75,45 @@ class ChatTemplate:
 
         Raises `TemplateRefused` with the template's own reason.
         """
-        template = self._tool_use if tools else self._default
-        clock = datetime.fromisoformat(date)
-        try:
-            return template.render(
-                {
-                    "documents": None,
-                    **variables,
-                    "messages": messages,
-                    "tools": list(tools) or None,
-                    "add_generation_prompt": add_generation_prompt,
-                    "strftime_now": clock.strftime,
-                }
-            )
-        except jinja2.TemplateError as error:
-            raise TemplateRefused(f"the chat template refused this conversation: {error.message}") from error
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            # Only a TypeError's text is sure to hold types and no text of a caller.
-            detail = f"TypeError: {error}" if isinstance(error, TypeError) else type(error).__name__
-            raise TemplateRefused(f"the chat template failed on this conversation: {detail}") from error
+        given = {
+            "documents": None,
+            **variables,
+            "messages": [_with_parts(message) for message in messages] if self.takes_parts_only else messages,
+            "tools": list(tools) or None,
+            "add_generation_prompt": add_generation_prompt,
+            "strftime_now": datetime.fromisoformat(date).strftime,
+        }
+        return _render(self._tool_use if tools else self._default, given)
+
+    @cached_property
+    def takes_parts_only(self) -> bool:
+        """Whether the template renders text only in a list of parts, as templates of some vision models do."""
+
+        def shows(content: Any) -> bool:
+            messages = [{"role": "user", "content": content}]
+            given = {"messages": messages, "bos_token": "", "eos_token": "", "add_generation_prompt": True}
+            try:
+                return _ASKED in _render(self._default, given)
+            except TemplateRefused:
+                return False
+
+        return not shows(_ASKED) and shows([{"type": "text", "text": _ASKED}])
+
+
+def _render(template: jinja2.Template, given: Mapping[str, Any]) -> str:
+    try:
+        return template.render(given)
+    except jinja2.TemplateError as error:
+        raise TemplateRefused(f"the chat template refused this conversation: {error.message}") from error
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        # Only a TypeError's text is sure to hold types and no text of a caller.
+        detail = f"TypeError: {error}" if isinstance(error, TypeError) else type(error).__name__
+        raise TemplateRefused(f"the chat template failed on this conversation: {detail}") from error
+
+
+def _with_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def plain_message(message: Message) -> dict[str, Any]:

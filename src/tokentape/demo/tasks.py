@@ -125,8 +125,10 @@ class Question:
 
     @property
     def subject(self) -> tuple[object, ...]:
-        """What is asked, however phrased and in whatever order: the unit that the splits are made of."""
-        return sorted(self.items), sorted(self.numbers), self.continues, self.operator, self.name
+        """What is asked, however phrased and in whatever order; a greeting is its own words."""
+        if self.name:
+            return (self.prompt,)
+        return sorted(self.items), sorted(self.numbers), self.continues, self.operator
 
     def operands(self, prices: Mapping[str, int], before: int) -> tuple[int, ...]:
         """The numbers to reckon with, given the price list and the answer to the question before."""
@@ -224,7 +226,7 @@ def sample_tasks(seed: int, n: int, split: Split = "train") -> list[Task]:
     """Draw `n` tasks, the same for the same arguments.
 
     No question of a "heldout" task is ever asked in a "train" task, in whatever phrasing: a hash of what is
-    asked decides to which split it belongs.
+    asked (`Question.subject`) decides to which split it belongs.
     """
     rng = random.Random(f"{split} {seed}")
     return [_sample_task(rng, split) for _ in range(n)]

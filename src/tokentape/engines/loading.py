@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging as hf_logging
 
 from tokentape.engines.kv import NO_PREFIX, Batch
 from tokentape.errors import EngineError, TokenizerUnusable
@@ -33,6 +34,8 @@ def load_model(folder: Path, *, dtype: str, device: str) -> Any:
         raise EngineError(f"no config.json in {folder}; expected a folder as save_pretrained writes it")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    shows_progress = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=_DTYPES[dtype], local_files_only=True, trust_remote_code=False
@@ -40,6 +43,9 @@ def load_model(folder: Path, *, dtype: str, device: str) -> Any:
         return model.to(device).eval()
     except (OSError, ValueError, RuntimeError) as error:
         raise EngineError(f"transformers can't load {folder}: {error}") from error
+    finally:
+        if shows_progress:
+            hf_logging.enable_progress_bar()
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

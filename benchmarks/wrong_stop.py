@@ -1,0 +1,108 @@
+"""What a model does after a turn that ended with another stop token than its template writes there.
+
+    python benchmarks/wrong_stop.py [--tasks 60] [--model MODEL]
+
+Every reply's `<|im_end|>` is replaced by `<|endoftext|>`, as if the model had sampled that. Then the conversation goes
+on in one of three ways, and tasks solved are counted, greedily, on held-out tasks:
+
+- `as sampled`: nothing is replaced; what the model can do.
+- `stands`: the sampled stop stands for the turn's end (what Tokentape does).
+- `closed`: the template's own token is appended behind the sampled one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokentape.chat.renderer import Renderer
+from tokentape.demo import MODEL
+from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, Task, call_tool, is_solved, sample_tasks
+from tokentape.engines.base import SamplingParams
+from tokentape.engines.transformers import TransformersEngine
+from tokentape.gateway.turns import reply_message
+from tokentape.session.chain import setup_digest
+from tokentape.types import Message, Setup, TokenIds
+
+WAYS = ("as sampled", "stands", "closed")
+MAX_CALLS = 8
+
+
+async def solve(engine: TransformersEngine, renderer: Renderer, setup: Setup, task: Task, way: str) -> bool:
+    """Whether the model solves the task when its turns end the given way."""
+    end, other = (renderer.tokenizer.control(name) for name in ("<|im_end|>", "<|endoftext|>"))
+    assert end is not None
+    assert other is not None
+    context: TokenIds | None = None
+    completion = np.empty(0, np.int32)
+    reply: Message = {}
+    new: list[Message] = [{"role": "system", "content": SYSTEM_PROMPT}]
+    text = ""
+    for prompt in task.prompts:
+        new.append({"role": "user", "content": prompt})
+        for _ in range(MAX_CALLS):
+            if context is None:
+                context = renderer.render(new, setup).ids
+            else:
+                added = renderer.bridge(completion, reply, new, setup).ids
+                closing = [end.id] if way == "closed" else []
+                context = np.concatenate([context, completion, np.array(closing, np.int32), added])
+            ids = await sample(engine, context, sorted(renderer.stop_ids(setup)))
+            parser = renderer.parser(setup)
+            parser.feed(ids)
+            reply, text = reply_message(parser.finish()[1]), ""
+            calls = reply.get("tool_calls", [])
+            for n, call in enumerate(calls):
+                call["id"] = f"call0000{n}"
+            if way != "as sampled" and ids[-1] == end.id:
+                ids[-1] = other.id
+            completion = np.array(ids, np.int32)
+            new = [tool_message(task, call) for call in calls]
+            if not calls:
+                text = reply["content"] or ""
+                break
+    return is_solved(task, text)
+
+
+def tool_message(task: Task, call: Any) -> Message:
+    """The answer of a tool."""
+    function = call["function"]
+    return {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "content": call_tool(task, function["name"], function["arguments"]),
+    }
+
+
+async def sample(engine: TransformersEngine, context: TokenIds, stop_ids: Sequence[int]) -> list[int]:
+    """One greedy completion."""
+    params = SamplingParams(max_tokens=160, temperature=0.0, stop_token_ids=tuple(stop_ids))
+    deltas = engine.sample(context, params, stream=False, request_id="wrong-stop")
+    return [token_id async for delta in deltas for token_id in delta.token_ids]
+
+
+async def main(model: Path, tasks: int) -> None:
+    """Run all ways on the same tasks and print what was solved."""
+    renderer = Renderer.load(model)
+    tools = tuple(TOOLS)
+    digest = setup_digest(tools, {}, "2026-01-01", renderer.fingerprint)
+    setup = Setup(tools, {}, "2026-01-01", renderer.fingerprint, digest)
+    engine = TransformersEngine.open(model, threads=1)
+    drawn = [task for task in sample_tasks(11, 3 * tasks, "heldout") if len(task.questions) > 1][:tasks]
+    for way in WAYS:
+        solved = await asyncio.gather(*(solve(engine, renderer, setup, task, way) for task in drawn))
+        print(f"{way:12} {sum(solved):4} of {len(drawn)} solved")
+    await engine.close()
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--model", type=Path, default=MODEL)
+    arguments.add_argument("--tasks", type=int, default=60)
+    given = arguments.parse_args()
+    asyncio.run(main(given.model, given.tasks))
