@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types layers check test-slow test-engines clean
+.PHONY: demo test lint types layers check test-slow test-engines test-differential clean
 
 $(STAMP): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/tokentape demo
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow and not engines"
+	$(BIN)/pytest -m "not slow and not engines and not differential"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -38,5 +38,17 @@ test-slow: $(STAMP)
 test-engines: $(STAMP)
 	$(BIN)/pytest -m engines
 
+# An environment of its own, since renderers needs openai 2; kept between runs.
+PEERS := $(VENV)-peers
+
+$(PEERS)/.installed:
+	$(PYTHON) -m venv $(PEERS)
+	command -v nvidia-smi >/dev/null 2>&1 || $(PEERS)/bin/pip install --quiet torch
+	$(PEERS)/bin/pip install --quiet "openai<3" renderers==0.1.12 trl==1.16.0
+	touch $@
+
+test-differential: $(STAMP) $(PEERS)/.installed
+	TOKENTAPE_RENDERERS_PYTHON=$(abspath $(PEERS)/bin/python) $(BIN)/pytest -m differential
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
@@ -47,6 +48,12 @@ class SharedEngine:
 # Machines are shared and slow at times: how long an example takes proves nothing.
 settings.register_profile("tokentape", deadline=None)
 settings.load_profile("tokentape")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing in the cache of whoever runs the tests is read or written, by processes of the tests neither."""
+    os.environ["TOKENTAPE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

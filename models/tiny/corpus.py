@@ -184,7 +184,9 @@ def records(seed: int, count: int) -> Iterator[str]:
     """JSON objects with short keys, so that their punctuation gets tokens as in a real vocabulary."""
     rng = random.Random(seed)
     for _ in range(count):
-        record: dict[str, object] = {rng.choice(NOUNS): rng.choice([rng.randint(0, 999), rng.choice(NOUNS), True, None, []])}
+        record: dict[str, object] = {
+            rng.choice(NOUNS): rng.choice([rng.randint(0, 999), rng.choice(NOUNS), True, None, []])
+        }
         yield json.dumps({"name": rng.choice(NOUNS), "arguments": record}) + "\n"
 
 

@@ -90,7 +90,7 @@ def test_half_a_call_is_text_for_the_client_and_unclosed_in_the_record() -> None
     reply = parse('well\n<tool_call>\n{"name": "add", "argu')
     assert [call.status for call in reply.tool_calls] == ["unclosed"]
     assert reply.calls_for_client == ()
-    assert reply.content == 'well<tool_call>\n{"name": "add", "argu'
+    assert reply.content == 'well\n<tool_call>\n{"name": "add", "argu'
 
 
 def test_a_complete_call_may_lack_its_closing_token() -> None:

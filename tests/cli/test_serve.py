@@ -94,3 +94,11 @@ def test_other_machines_are_not_served(run: Run, model_dir: Path, tmp_path: Path
     done = run("serve", model_dir, "--data", tmp_path, "--host", "0.0.0.0", "--port", 0)
     assert done.exit_code == 1
     assert "no authentication" in done.stderr
+
+
+def test_a_template_that_refuses_everything_is_told_in_one_line(run: Run, model_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "never.jinja"
+    template.write_text("{{ raise_exception('never') }}", encoding="utf-8")
+    done = run("serve", model_dir, "--data", tmp_path / "data", "--chat-template", template, "--port", 0)
+    assert (done.exit_code, done.stderr) == (1, "error: the chat template refused this conversation: never\n")
+    assert not (tmp_path / "data").exists()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import socket
+from pathlib import Path
 
 import httpx2
 import pytest
 
 from tests.gateway.scripted import ScriptedEngine
 from tokentape.chat.renderer import Renderer
-from tokentape.errors import EngineUnavailable, StoreError
+from tokentape.chat.template import ChatTemplate
+from tokentape.errors import EngineUnavailable, StoreError, TokentapeError
 from tokentape.gateway.app import create_app
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
@@ -89,6 +91,25 @@ def test_client_that_leaves_within_its_body_is_no_bug(gateway_url: str, caplog: 
     # The server sees the other connection's end before it answers this one: both are its one thread's.
     assert httpx2.get(f"{gateway_url}/healthz").status_code == 200
     assert "unexpected" not in caplog.text
+
+
+def test_the_certificate_is_there_before_the_first_request(
+    renderer: Renderer, store: SqliteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path / "cache"))
+    with running(create_app(Turns(ScriptedEngine(renderer, []), renderer, store), model_id="m")):
+        assert len(list((tmp_path / "cache" / "certificates").iterdir())) == 1
+
+
+def test_a_template_without_a_certificate_is_not_served(renderer: Renderer, store: SqliteStore) -> None:
+    refusing = Renderer(renderer.tokenizer, ChatTemplate("{{ raise_exception('never') }}"))
+    engine = ScriptedEngine(refusing, [])
+    with (
+        pytest.raises(TokentapeError, match="could not start"),
+        running(create_app(Turns(engine, refusing, store), model_id="m")),
+    ):
+        pass
+    assert engine.closed
 
 
 def test_shutdown_closes_engine_and_store(renderer: Renderer, store: SqliteStore) -> None:

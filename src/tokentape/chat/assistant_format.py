@@ -55,6 +55,8 @@ class Channels:
     """The word in the header of reasoning."""
     call_open: str
     """What stands in front of a tool's name in the header of a call; empty if calls are not written so."""
+    marks: tuple[str, ...]
+    """All marks of such framing: what a part ends at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,8 @@ def _read_channels(content_open: str, reasoning: Reasoning | None, calls: CallSy
     if frames[0] is None or frames[1] is None or close is None or frames[0].group(1, 3) != frames[1].group(1, 3):
         return None
     call_open = calls.open.strip() if calls is not None and calls.style == "named" else ""
-    return Channels(frames[0][3], close[0], frames[0][2], call_open)
+    marks = MARK.findall(reasoning.open + reasoning.close)
+    return Channels(frames[0][3], close[0], frames[0][2], call_open, tuple(dict.fromkeys(marks)))
 
 
 def _last_delimiter(text: str) -> str:

@@ -7,6 +7,7 @@ model that stopped by itself has sampled that part.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,11 +45,27 @@ def cut_tail(tail: str, close: str, turn_close: str, tokenizer: Tokenizer, eos_i
         # This vocabulary has no token for the end of a turn, so it is text.
         at = shared.rindex(spelled)
         return Tail(tail[at:], ends_turn=True, cut=at)
+    if MARK.match(close, len(shared)) and _closes_messages(tail, len(shared)):
+        # What ends a conversation is another token than what ends a turn within one (gpt-oss).
+        return Tail(tail[len(shared) :], ends_turn=True, cut=len(shared))
     header = MARK.search(tail, len(shared))
     if header is None or tail[len(shared) : header.start()].strip():
         # Neither the turn nor the next message is framed by control tokens: all of the tail is text.
         return Tail(tail, ends_turn=False, cut=0)
     return Tail(tail[header.start() :], ends_turn=False, cut=header.start())
+
+
+def _closes_messages(tail: str, at: int) -> bool:
+    """Whether a mark that ends messages stands at `at`.
+
+    It stands behind each new message too, with the same mark behind it every time, the one that begins a message. What
+    begins messages is followed by their roles.
+    """
+    mark = MARK.match(tail, at)
+    if mark is None:
+        return False
+    behind = [re.match(rf"\s*({MARK.pattern})", part) for part in tail[at:].split(mark[0])[1:]]
+    return len(behind) > 1 and None not in behind and len({found[1] for found in behind if found}) == 1
 
 
 def overlap(completion_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
@@ -58,6 +75,6 @@ def overlap(completion_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
     (1, 2, 0)
     """
     for n in range(min(len(completion_ids), len(tail_ids)), 0, -1):
-        if list(completion_ids[-n:]) == list(tail_ids[:n]):
+        if tail_ids[n - 1] == completion_ids[-1] and list(completion_ids[-n:]) == list(tail_ids[:n]):
             return n
     return 0

@@ -221,12 +221,14 @@ def _split_arguments(syntax: CallSyntax, region: str) -> CallSyntax | None:
     behind = region[other_value + len(OTHER_VALUE) :].replace(OTHER_KEY, KEY)
     opening = common_suffix(before, between)
     closing = common_prefix(between[: len(between) - opening], behind)
+    key_open, close = between[len(between) - opening :], behind[closing:]
+    shared = _shared_tag(key_open, close)
     return replace(
         syntax,
-        name_close=before[: len(before) - opening],
-        key_open=between[len(between) - opening :],
-        value_close=between[:closing],
-        close=behind[closing:],
+        name_close=before[: len(before) - opening] + shared,
+        key_open=key_open[len(shared) :],
+        value_close=between[:closing] + shared,
+        close=close[len(shared) :],
     )
 
 
@@ -248,14 +250,23 @@ def _split_section(syntax: CallSyntax, region: str) -> CallSyntax:
     before, between, behind = region[: first[0]], region[first[1] : second[0]], region[second[1] :]
     opening = common_suffix(before, between)
     closing = common_prefix(between[: len(between) - opening], behind)
+    separator = between[closing : len(between) - opening]
+    call_open, section_close = between[len(between) - opening :], behind[closing:]
+    shared = "" if separator else _shared_tag(call_open, section_close)
     return replace(
         syntax,
-        section_open=before[: len(before) - opening],
-        open=between[len(between) - opening :],
-        close=between[:closing],
-        separator=between[closing : len(between) - opening],
-        section_close=behind[closing:],
+        section_open=before[: len(before) - opening] + shared,
+        open=call_open[len(shared) :],
+        close=between[:closing] + shared,
+        separator=separator,
+        section_close=section_close[len(shared) :],
     )
+
+
+def _shared_tag(one: str, other: str) -> str:
+    """The end of a tag with which two delimiters begin since it stands in front of both: `>` of `><b>` and `></a>`."""
+    shared, end, _ = one[: common_prefix(one, other)].partition(">")
+    return shared + end if end and "<" not in shared else ""
 
 
 def _call_bounds(region: str, name: str, key: str, value: str, syntax: CallSyntax) -> tuple[int, int] | None:

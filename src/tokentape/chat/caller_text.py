@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tokentape.chat.tokenizer import MARK, Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable
@@ -24,6 +25,7 @@ _EDGES = range(0xDBA0, 0xDBC0)
 SENTINELS = tuple(map(chr, range(0xDBC0, 0xDC00)))
 """Characters that stand for a string while a template is being asked what it writes around it."""
 
+_MASK = re.compile(f"[{chr(_MASKS.start)}-{chr(_MASKS.stop - 1)}]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _PROVENANCE_OF_ROLE = {
@@ -46,7 +48,7 @@ class Disarmer:
         if len(outer) > len(_MASKS):
             raise TokenizerUnusable(f"control tokens begin or end with more than {len(_MASKS)} different characters")
         self._mask_of = dict(zip(outer, map(chr, _MASKS), strict=False))
-        self._unmask = {ord(mask): char for char, mask in self._mask_of.items()}
+        self._unmask = {mask: char for char, mask in self._mask_of.items()}
         self._heads = {content[:n] for content in contents for n in range(1, len(content))}
         self._tails = {content[n:] for content in contents for n in range(1, len(content))}
         self._longest = max(map(len, contents), default=0)
@@ -93,7 +95,7 @@ class Disarmer:
 
     def unmask(self, text: str) -> str:
         """`text` with every mask replaced by the character it hid."""
-        return text.translate(self._unmask)
+        return _MASK.sub(lambda match: self._unmask[match[0]], text)
 
     def marked(self, rendered: str) -> str:
         """Marked text of what a template rendered from masked strings."""
@@ -132,14 +134,12 @@ def edges_found(edged: str) -> int:
     return sum(len(pattern.findall(edged)) for code, pattern in _EDGED.items() if code != Provenance.ASSISTANT)
 
 
-def provenance_of_tokens(codes: Codes, spans: Sequence[tuple[int, int]]) -> Codes:
-    """Provenance per token: the caller's if any of its characters is, else the template's."""
+def provenance_of_tokens(codes: Codes, spans: npt.NDArray[np.int64]) -> Codes:
+    """Provenance per token, given the characters it covers: the caller's if any of them is, else the template's."""
     out = np.full(len(spans), Provenance.TEMPLATE, dtype=np.uint8)
-    if not spans:
-        return out
-    starts = np.array([a for a, _ in spans])
+    starts = spans[:, 0]
     # A caller's code differs from TEMPLATE; a token that mixes both starts or ends in the caller's text.
-    ends = np.array([max(b - 1, a) for a, b in spans])
+    ends = np.maximum(spans[:, 1] - 1, starts)
     inside = starts < len(codes)
     first = codes[starts[inside]]
     last = codes[np.minimum(ends[inside], len(codes) - 1)]

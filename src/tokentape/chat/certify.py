@@ -9,111 +9,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any
 
 from tokentape.chat import grammar
 from tokentape.chat.bridge import cut_tail
+from tokentape.chat.certificate import Certificate, Continuation, ParseCheck, Strategy
+from tokentape.chat.certify_foreign import foreign_continuation
 from tokentape.chat.parse import Reply
+from tokentape.chat.reader import Reader
 from tokentape.chat.renderer import Renderer
+from tokentape.chat.template import plain_message
 from tokentape.chat.tokenizer import MARK
 from tokentape.errors import TemplateRefused
 from tokentape.types import Message, Setup
-
-Strategy = Literal["local", "contextual", "fork", "refused"]
-
-FORMAT = 1
-"""Version of the certificate's JSON."""
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """What was found for one kind of new messages."""
-
-    name: str
-    strategy: Strategy
-    """`local`: what follows a turn does not depend on the history. `contextual`: it does, but only appends.
-    `fork`: the template writes again behind the turn what it had written before it. `refused`: not taken."""
-    append_only: Literal["yes", "clean text", "no"]
-    """Whether rendering the longer conversation keeps the ids of the shorter one and of the turn. `clean text`: except
-    after a turn that is empty or has white space at its ends."""
-    tried: int
-    """Conversations tried."""
-    reason: str
-    """Why it is not append-only, or refused; empty otherwise."""
-    counterexample: tuple[Message, ...] = ()
-    """The smallest conversation tried on which the template rewrites what came before."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParseCheck:
-    """Whether a message comes back from what the template writes for it."""
-
-    name: str
-    holds: bool | None
-    """None where the template writes no such turn behind its own prompt: there is nothing to compare with."""
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """What was found for one tokenizer, template and set of template kwargs."""
-
-    fingerprint: str
-    template_kwargs: Mapping[str, Any]
-    versions: Mapping[str, str]
-    continuations: tuple[Continuation, ...]
-    parsing: tuple[ParseCheck, ...]
-    call_style: str | None
-    reasoning: tuple[str, str] | None
-    """Opening and closing delimiter."""
-    reasoning_opened_by_prompt: bool
-    generation_prompt: str
-    stop_tokens: tuple[str, ...]
-    date_dependent: bool
-    dropped: tuple[str, ...]
-    """What the template silently leaves out."""
-    injection_safe: bool
-
-    def continuation(self, name: str) -> Continuation | None:
-        """What was found for the continuation of this name; see `continuation_name`."""
-        return next((found for found in self.continuations if found.name == name), None)
-
-    def to_json(self) -> str:
-        """One JSON object, keys sorted."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1, ensure_ascii=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Certificate:
-        """Read what `to_json` wrote. Raises `ValueError` for anything else."""
-        fields = json.loads(text)
-        if fields.pop("format", None) != FORMAT:
-            raise ValueError(f"not a certificate of format {FORMAT}")
-        fields["continuations"] = tuple(
-            Continuation(**{**found, "counterexample": tuple(found["counterexample"])})
-            for found in fields["continuations"]
-        )
-        fields["parsing"] = tuple(ParseCheck(**found) for found in fields["parsing"])
-        for key in ("stop_tokens", "dropped"):
-            fields[key] = tuple(fields[key])
-        fields["reasoning"] = tuple(fields["reasoning"]) if fields["reasoning"] else None
-        return cls(**fields)
-
-
-def continuation_name(new_messages: Sequence[Message]) -> str:
-    """The kind of continuation that new messages are: their roles, a run of tool results as `tool` or `tools`.
-
-    >>> continuation_name([{"role": "tool"}, {"role": "tool"}, {"role": "user"}])
-    'tools, user'
-    """
-    names: list[str] = []
-    for message in new_messages:
-        if message["role"] == "tool" and names and names[-1] in ("tool", "tools"):
-            names[-1] = "tools"
-        else:
-            names.append(message["role"])
-    return ", ".join(names)
 
 
 def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None) -> Certificate:
@@ -123,14 +33,19 @@ def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None
     """
     kwargs = dict(template_kwargs or {})
     setup = grammar.setup(renderer.fingerprint, kwargs)
+    without_tools = grammar.setup(renderer.fingerprint, kwargs, tools=())
     form = renderer.format(setup)
     tokenizer = renderer.tokenizer
     stops = [tokenizer.control_by_id(token_id) for token_id in sorted(renderer.stop_ids(setup))]
     return Certificate(
         fingerprint=renderer.fingerprint,
         template_kwargs=kwargs,
-        versions={name: version(name) for name in ("tokenizers", "jinja2")},
-        continuations=tuple(_continuation(renderer, setup, name) for name in grammar.CONTINUATIONS),
+        versions={name: version(name) for name in ("tokentape", "tokenizers", "jinja2")},
+        overrides=renderer.overrides.name if renderer.overrides else None,
+        continuations=tuple(
+            _continuation(renderer, without_tools if grammar.NO_TOOLS in name else setup, name)
+            for name in grammar.NAMES
+        ),
         parsing=tuple(_parsing(renderer, setup)),
         call_style=form.calls.style if form.calls else None,
         reasoning=(
@@ -148,19 +63,21 @@ def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None
 
 
 def _continuation(renderer: Renderer, setup: Setup, name: str) -> Continuation:
+    if renderer.overrides is not None and renderer.overrides.renderer is not None:
+        return foreign_continuation(renderer, renderer.overrides.renderer, setup, name)
     refusal = "no conversation with it was taken"
     tried = 0
     strategy: Strategy = "local"
     rewritten: dict[bool, tuple[str, tuple[Message, ...]]] = {}
-    for history, reply, new in sorted(grammar.conversations(name), key=lambda parts: len(parts[0])):
+    for history, reply, new in grammar.conversations(name):
         try:
             full = renderer.marked([*history, reply, *new], setup, generate=True)
-            tail = renderer.tail(reply, new, setup, history)
+            found, tail = _strategy(renderer, setup, history, reply, new)
         except TemplateRefused as error:
             refusal = str(error)
             continue
         tried += 1
-        strategy = _worse(strategy, _strategy(renderer, setup, history, reply, new, tail))
+        strategy = _worse(strategy, found)
         clean = grammar.is_clean(reply)
         if clean not in rewritten:
             reason = _rewrites(renderer, setup, history, reply, full, tail)
@@ -181,15 +98,23 @@ def _worse(one: Strategy, other: Strategy) -> Strategy:
 
 
 def _strategy(
-    renderer: Renderer,
-    setup: Setup,
-    history: Sequence[Message],
-    reply: Message,
-    new: Sequence[Message],
-    tail: str,
-) -> Strategy:
+    renderer: Renderer, setup: Setup, history: Sequence[Message], reply: Message, new: Sequence[Message]
+) -> tuple[Strategy, str | None]:
+    """The strategy for one conversation of the grammar, with its tail if there is one that says all that is new."""
+    try:
+        tail = renderer.tail(reply, new, setup, history)
+    except TemplateRefused:
+        if _reaches_prompt(renderer, setup, [*history, reply], new):
+            return "fork", None
+        raise
     if any(word in tail for word in grammar.words_of([*history, *setup.tools])):
-        return "fork"
+        return "fork", tail
+    return _local_or_contextual(renderer, setup, reply, new, tail), tail
+
+
+def _local_or_contextual(
+    renderer: Renderer, setup: Setup, reply: Message, new: Sequence[Message], tail: str
+) -> Strategy:
     try:
         return "local" if renderer.tail(reply, new, setup) == tail else "contextual"
     except TemplateRefused:
@@ -197,9 +122,11 @@ def _strategy(
 
 
 def _rewrites(
-    renderer: Renderer, setup: Setup, history: Sequence[Message], reply: Message, full: str, tail: str
+    renderer: Renderer, setup: Setup, history: Sequence[Message], reply: Message, full: str, tail: str | None
 ) -> str | None:
     """How rendering the longer conversation changes the ids before; None if it does not."""
+    if tail is None:
+        return "what a new message says is written in front of the turn"
     tokenizer = renderer.tokenizer
     prompt = renderer.marked(history, setup, generate=True)
     spoken = renderer.marked([*history, reply], setup, generate=False)
@@ -220,6 +147,9 @@ def _rewrites(
     return None
 
 
+_PARTS = {"content": "content", "reasoning_content": "reasoning", "tool_calls": "calls"}
+
+
 def _parsing(renderer: Renderer, setup: Setup) -> Iterator[ParseCheck]:
     """Render each kind of turn, parse what the template wrote, compare with what of the turn it wrote."""
     for name, message in grammar.TURNS.items():
@@ -232,6 +162,10 @@ def _parsing(renderer: Renderer, setup: Setup) -> Iterator[ParseCheck]:
             yield ParseCheck(name, holds=None, detail="the template writes no such turn behind its own prompt")
             continue
         shown, completion = written
+        left_out = [what for key, what in _PARTS.items() if message.get(key) and not shown.get(key)]
+        if left_out:
+            yield ParseCheck(name, holds=None, detail=f"the template leaves out the {' and the '.join(left_out)}")
+            continue
         parser = renderer.parser(setup)
         parser.feed(renderer.tokenizer.encode_after_control(completion).ids)
         problem = _difference(shown, parser.finish()[1])
@@ -272,12 +206,13 @@ def written_turn(renderer: Renderer, setup: Setup, message: Message) -> tuple[Me
 
 
 def _shown(message: Message, turn: str) -> Message:
-    """What of a message its written turn shows; the rest the template dropped."""
+    """What of a message its written turn shows; the rest the template dropped. Calls are shown all or not at all."""
     shown = dict(message)
     for key in ("content", "reasoning_content"):
         if (message.get(key) or "").strip() not in turn:
             shown[key] = ""
-    if not any(call["function"]["name"] in turn for call in message.get("tool_calls") or ()):
+    calls = message.get("tool_calls") or ()
+    if calls and turn.count(calls[0]["function"]["name"]) < len(calls):
         shown["tool_calls"] = []
     return shown
 
@@ -302,7 +237,7 @@ def _difference(message: Message, reply: Reply) -> str | None:
 
 def _depends_on_date(renderer: Renderer, kwargs: Mapping[str, Any]) -> bool:
     texts = {
-        renderer.marked([grammar.QUESTION], grammar.setup(renderer.fingerprint, kwargs, date=date), generate=True)
+        _prompt(renderer, [grammar.QUESTION], grammar.setup(renderer.fingerprint, kwargs, date=date))
         for date in ("2024-01-01", "2025-12-31")
     }
     return len(texts) > 1
@@ -312,7 +247,7 @@ def _dropped(renderer: Renderer, setup: Setup) -> Iterator[str]:
     """Name what callers may say that this template does not pass on."""
     for what, word, messages in grammar.LOSSES:
         try:
-            text = renderer.marked(messages, setup, generate=True)
+            text = _prompt(renderer, messages, setup)
         except TemplateRefused:
             continue
         if word not in text:
@@ -327,13 +262,23 @@ def _injection_safe(renderer: Renderer, setup: Setup) -> bool:
         grammar.spoken_everywhere("word"), *(grammar.spoken_everywhere(c.content) for c in sample[:24]), strict=True
     ):
         try:
-            expected = MARK.findall(renderer.marked(plain, setup, generate=True))
+            expected = MARK.findall(_prompt(renderer, plain, setup))
         except TemplateRefused:
             continue
         for conversation in armed:
-            if MARK.findall(renderer.marked(conversation, setup, generate=True)) != expected:
+            if MARK.findall(_prompt(renderer, conversation, setup)) != expected:
                 return False
     return True
+
+
+def _prompt(renderer: Renderer, messages: Sequence[Message], setup: Setup) -> str:
+    """Marked text of a conversation with the generation prompt, read from the ids of an overriding renderer."""
+    if renderer.overrides is None or renderer.overrides.renderer is None:
+        return renderer.marked(messages, setup, generate=True)
+    reader = Reader(renderer.tokenizer, frozenset(), ())
+    reader.feed(renderer.render(messages, setup).ids.tolist())
+    reader.finish()
+    return reader.text
 
 
 def choose(
@@ -346,16 +291,64 @@ def choose(
 ) -> Strategy:
     """The bridge strategy for these very messages.
 
-    A continuation that the certificate does not name is tried out here and now, at the cost of one full rendering.
+    A continuation that the certificate does not name is tried out here and now, at the cost of some full renderings.
     Raises `TemplateRefused` with the certificate's reason for one that the template does not take.
     """
-    found = certificate.continuation(continuation_name(new_messages))
+    system = any(message["role"] in ("system", "developer") for message in history)
+    name = grammar.continuation_name(new_messages, tools=bool(setup.tools), system=system)
+    found = certificate.continuation(name)
+    if found is None and renderer.overrides is not None and renderer.overrides.renderer is not None:
+        return "fork"
     if found is None:
-        tail = renderer.tail(reply, new_messages, setup, history)
-        try:
-            return "local" if renderer.tail(reply, new_messages, setup) == tail else "contextual"
-        except TemplateRefused:
-            return "contextual"
+        return _try_out(renderer, reply, new_messages, setup, history)
     if found.strategy == "refused":
-        raise TemplateRefused(f"continuation {found.name!r} is not certified for this chat template: {found.reason}")
+        raise TemplateRefused(f"continuation {name!r} is not certified for this chat template: {found.reason}")
     return found.strategy
+
+
+_TELLING = "tokentapetellingword"
+
+
+def _try_out(
+    renderer: Renderer, reply: Message, new_messages: Sequence[Message], setup: Setup, history: Sequence[Message]
+) -> Strategy:
+    """As `_strategy`, for a real conversation: a word put into all that was said before shows if it comes up again."""
+    try:
+        tail = renderer.tail(reply, new_messages, setup, history)
+    except TemplateRefused:
+        if _reaches_prompt(renderer, setup, [*history, reply], new_messages):
+            return "fork"
+        raise
+    tools = tuple(
+        {**tool, "function": {**tool["function"], "description": _told(tool["function"].get("description") or "")}}
+        for tool in setup.tools
+    )
+    told = [_telling(message) if message["role"] != "assistant" else message for message in history]
+    telling = replace(setup, tools=tools, digest=f"telling {setup.digest}")
+    if _TELLING in renderer.tail(reply, new_messages, telling, told):
+        return "fork"
+    return _local_or_contextual(renderer, setup, reply, new_messages, tail)
+
+
+def _reaches_prompt(renderer: Renderer, setup: Setup, before: Sequence[Message], new: Sequence[Message]) -> bool:
+    """Whether a rendering from the start has, wherever, the turn that `before` ends with and each new message."""
+    messages = [*before, *new]
+    return all(
+        _TELLING in renderer.marked([*messages[:n], _telling(messages[n]), *messages[n + 1 :]], setup, generate=True)
+        for n in range(len(before) - 1, len(messages))
+    )
+
+
+def _telling(message: Message) -> Message:
+    """The message with the telling word in its content, or in the name of its last call."""
+    plain = plain_message(message)
+    if not plain.get("tool_calls"):
+        return {**plain, "content": _told(plain.get("content", ""))}
+    *calls, last = plain["tool_calls"]
+    name = _told(last["function"]["name"])
+    return {**plain, "tool_calls": [*calls, {**last, "function": {**last["function"], "name": name}}]}
+
+
+def _told(text: str) -> str:
+    # In the middle: templates look at how texts begin and end.
+    return text[: len(text) // 2] + _TELLING + text[len(text) // 2 :]

@@ -9,15 +9,18 @@ name: templates and models differ in that.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 
 from tokentape.chat.assistant_format import Channels
+from tokentape.chat.call_body import object_arguments
 from tokentape.chat.reader import Reader
 from tokentape.chat.reply import CallStatus, ReplyParts, ToolCall
 from tokentape.chat.tokenizer import MARK, Tokenizer
 from tokentape.types import Tool
+
+_LONGEST_NAME = 3
+"""Words that a header may have behind one of its marks: a role or channel, a recipient, a type."""
 
 
 class ChannelScanner:
@@ -31,10 +34,16 @@ class ChannelScanner:
         self._parts = parts
         self._channels = channels
         self._tools = tools
-        self._position = 0
         self._header_at = 0
+        self._seek = 0
+        """Where the end of the open header or call is looked for."""
         self._region: str = "header"
         self._name = ""
+        prefix, _, place = channels.call_open.partition("=")
+        self._recipient = re.compile(rf"(?:^|\s){re.escape(prefix)}=(?:{re.escape(place)})?(\S+)" if prefix else "(?!)")
+        others = [mark for mark in channels.marks if mark != channels.header_close]
+        self._part_end = re.compile("|".join(map(re.escape, others)))
+        self._header_end = re.compile(f"{re.escape(channels.header_close)}|{re.escape(channels.part_close)}")
 
     @property
     def reasoning_open(self) -> bool:
@@ -45,58 +54,69 @@ class ChannelScanner:
         """Read what the reader has; `final`: no more will come."""
         while self._step_header(final=final) if self._region == "header" else self._step_part(final=final):
             pass
+        if self._region in ("content", "reasoning"):
+            self._reader.forget()
 
     def _step_header(self, *, final: bool) -> bool:
-        text = self._reader.text
-        at = text.find(self._channels.header_close, self._position)
-        if at < 0:
-            rest = text[self._position :]
-            if final and not MARK.search(rest):
-                # No header at all: the model just spoke.
-                self._parts.content.append(rest)
-                self._position = len(text)
+        reader, channels = self._reader, self._channels
+        end = self._header_end.search(reader.text, max(self._seek, reader.at))
+        self._seek = len(reader.text) if end is None else 0
+        if end is None and not final:
             return False
-        header = MARK.sub(" ", text[self._position : at])
-        self._header_at = self._position
-        self._position = at + len(self._channels.header_close)
-        recipient = (
-            re.search(rf"{re.escape(self._channels.call_open)}(\S+)", header) if self._channels.call_open else None
-        )
-        if recipient is not None:
+        if end is None or end[0] == channels.part_close:
+            # No header at all: the model just spoke.
+            said = reader.take(end.start() if end else len(reader.text))
+            for n, text in enumerate(MARK.split(said)):
+                if n == 0 or len(text.split()) > _LONGEST_NAME:
+                    self._say("content", text)
+            if end is not None:
+                reader.take(end.end())
+            return end is not None
+        self._header_at = reader.at
+        lead, *named = MARK.split(reader.take(end.start()))
+        reader.take(end.end())
+        header = " ".join([lead, *named])
+        recipient = self._recipient.search(header)
+        if lead.strip() and not self._recipient.search(lead) and (named or len(lead.split()) > _LONGEST_NAME):
+            self._say("content", lead)
+            self._parts.interrupt()
+        if recipient is not None and self._tools:
             self._region, self._name = "call", recipient[1]
         else:
-            self._region = "reasoning" if self._channels.reasoning_name in header.split() else "content"
+            self._region = "reasoning" if channels.reasoning_name in header.split() else "content"
         return True
 
     def _step_part(self, *, final: bool) -> bool:
-        text = self._reader.text
-        end = MARK.search(text, self._position)
-        at = end.start() if end else len(text)
-        if self._region == "call":
-            if end is None and not final:
+        reader = self._reader
+        call = self._region == "call"
+        found = self._part_end.search(reader.text, max(self._seek, reader.at) if call else reader.at)
+        end = found.start() if found else len(reader.text)
+        self._seek = end if call and found is None else 0
+        if call:
+            if found is None and not final:
                 return False
-            self._add_call(text[self._position : at], at, ended=end is not None or self._reader.stopped)
+            raw = self._tokenizer.spell_marks(reader.take(end))
+            self._add_call(raw, end, ended=found is not None or reader.ended)
         else:
-            region = self._parts.reasoning if self._region == "reasoning" else self._parts.content
-            region.append(text[self._position : at])
-        self._position = at
-        if end is None:
+            self._say(self._region, reader.take(end))
+        if found is None:
             return False
+        self._parts.interrupt()
         self._region = "header"
-        if end[0] == self._channels.part_close:
-            self._position = end.end()
+        if found[0] == self._channels.part_close:
+            reader.take(found.end())
         return True
 
+    def _say(self, region: str, text: str) -> None:
+        self._parts.add("reasoning" if region == "reasoning" else "content", self._tokenizer.spell_marks(text))
+
     def _add_call(self, raw: str, end: int, *, ended: bool) -> None:
-        try:
-            valid = isinstance(json.loads(raw), dict)
-        except (ValueError, RecursionError):
-            valid = False
+        arguments, valid = object_arguments(raw)
         status: CallStatus = "ok" if self._name in self._tools else "unknown_tool"
-        if not ended and not valid:
+        if not ended and not (valid and raw.strip()):
             status = "unclosed"
-            self._parts.content.append(self._tokenizer.spell_marks(self._reader.text[self._header_at : end]))
+            self._say("content", self._reader.text[self._header_at : end])
         elif not valid:
             status = "bad_arguments"
         span = self._reader.tokens(self._header_at, end)
-        self._parts.tool_calls.append(ToolCall(self._name, raw, status, span))
+        self._parts.tool_calls.append(ToolCall(self._name, arguments, status, span))

@@ -40,10 +40,13 @@ NEXT: Message = {"role": "user", "content": "  then a nextword\n\n"}
 _WORDS = ("toolword", "systemword", "questionword", "earlierword")
 
 
-def setup(fingerprint: str, template_kwargs: Mapping[str, Any], *, date: str = "2024-07-26") -> Setup:
-    """The setup that certificates are made under: one tool with a parameter of each type."""
-    digest = hashlib.sha256(json.dumps([fingerprint, template_kwargs, date], sort_keys=True).encode()).hexdigest()
-    return Setup((TOOL,), template_kwargs, date, fingerprint, f"certificate {digest}")
+def setup(
+    fingerprint: str, template_kwargs: Mapping[str, Any], *, tools: tuple[Tool, ...] = (TOOL,), date: str = "2024-07-26"
+) -> Setup:
+    """The setup that certificates are made under: one tool with a parameter of each type, or none."""
+    parts = [fingerprint, template_kwargs, tools, date]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return Setup(tools, template_kwargs, date, fingerprint, f"certificate {digest}")
 
 
 def call(n: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,13 +104,47 @@ CONTINUATIONS: Mapping[str, tuple[tuple[Message, ...], tuple[Message, ...]]] = {
     "user": (_ANSWERS, (NEXT,)),
     "tool": (_CALLING, (_RESULT,)),
     "tools": (_CALLING_TWICE, (_RESULT, _SECOND)),
-    "tool, user": (_CALLING, (_RESULT, NEXT)),
-    "tools, user": (_CALLING_TWICE, (_RESULT, _SECOND, NEXT)),
+    "tool+user": (_CALLING, (_RESULT, NEXT)),
+    "tools+user": (_CALLING_TWICE, (_RESULT, _SECOND, NEXT)),
     "system": (_ANSWERS, ({"role": "system", "content": "A newrulesword."},)),
-    "system, user": (_ANSWERS, ({"role": "system", "content": "A newrulesword."}, NEXT)),
-    "user, user": (_ANSWERS, (NEXT, {"role": "user", "content": "and a lastword"})),
+    "system+user": (_ANSWERS, ({"role": "system", "content": "A newrulesword."}, NEXT)),
+    "user+user": (_ANSWERS, (NEXT, {"role": "user", "content": "and a lastword"})),
 }
 """Per kind of new messages: the turns it may follow, and the messages."""
+
+NO_TOOLS, NO_SYSTEM = "/no-tools", "/no-system"
+
+NAMES = (
+    *CONTINUATIONS,
+    *(name + NO_TOOLS for name in CONTINUATIONS if not name.startswith("tool")),
+    *(name + NO_TOOLS + NO_SYSTEM for name in CONTINUATIONS if not name.startswith("tool")),
+)
+"""Names of all continuations tried. Templates that put tools or system text into the last user message append only
+where there is nothing to put there, so conversations without them have names of their own."""
+
+
+def continuation_name(new_messages: Sequence[Message], *, tools: bool = True, system: bool = True) -> str:
+    """The kind of continuation that new messages are.
+
+    Their roles, a run of several tool results as `tools`; then what the conversation lacks: `/no-tools`, and with it
+    `/no-system` where no system message came before.
+
+    >>> continuation_name([{"role": "tool"}, {"role": "tool"}, {"role": "user"}])
+    'tools+user'
+    >>> continuation_name([{"role": "user"}], tools=False, system=False)
+    'user/no-tools/no-system'
+    """
+    names: list[str] = []
+    for message in new_messages:
+        if message["role"] == "tool" and names and names[-1] in ("tool", "tools"):
+            names[-1] = "tools"
+        else:
+            names.append(message["role"])
+    name = "+".join(names)
+    if not tools:
+        name += NO_TOOLS if system else NO_TOOLS + NO_SYSTEM
+    return name
+
 
 _HISTORIES: tuple[tuple[Message, ...], ...] = (
     (QUESTION,),
@@ -119,9 +156,11 @@ _HISTORIES: tuple[tuple[Message, ...], ...] = (
 
 
 def conversations(name: str) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
-    """All (history, turn, new messages) of a continuation."""
-    turns, new = CONTINUATIONS[name]
-    for history in _HISTORIES:
+    """All (history, turn, new messages) of a continuation, the shortest histories first."""
+    turns, new = CONTINUATIONS[name.partition("/")[0]]
+    for history in sorted(_HISTORIES, key=len):
+        if NO_SYSTEM in name and SYSTEM in history:
+            continue
         for turn in turns:
             yield history, turn, new
 

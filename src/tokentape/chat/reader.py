@@ -7,7 +7,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tokentape.chat.delimiters import first_of, held_back
 from tokentape.chat.tokenizer import Tokenizer
+
+_FORGET_FROM, _KEEP = 4096, 128
 
 
 @dataclass(slots=True)
@@ -18,72 +21,70 @@ class Reader:
     stop_ids: frozenset[int]
     stop_strings: Sequence[str]
     text: str = ""
+    """What has arrived and was not forgotten."""
+    at: int = 0
+    """Where in it the part begins that was not taken yet."""
+    stopped: bool = False
+    """By a stop id or a stop string."""
+    ended: bool = False
+    """By a stop id: the model has ended its turn."""
+    _forgotten: int = 0
     _held: str = ""
     _ends: list[int] = field(default_factory=list)
-    stopped: bool = False
     _decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
 
     def feed(self, ids: Iterable[int]) -> None:
         """Take newly sampled ids."""
+        fresh: list[str] = []
+        end = self._ends[-1] if self._ends else 0
         for token_id in ids:
-            if not self.stopped and token_id in self.stop_ids:
-                self.finish()
-                self.stopped = True
             if not self.stopped:
                 control = self.tokenizer.control_by_id(token_id)
-                if control is not None:
-                    self._held += self._decoder.decode(b"", final=True) + control.mark
+                self.ended = token_id in self.stop_ids
+                if control is not None or self.ended:
+                    arrived = self._decoder.decode(b"", final=True)
+                    arrived += control.mark if control is not None and not self.ended else ""
                 else:
-                    self._held += self._decoder.decode(self.tokenizer.token_bytes(token_id))
-                self._release()
-            self._ends.append(len(self.text) + len(self._held))
+                    arrived = self._decoder.decode(self.tokenizer.token_bytes(token_id))
+                fresh.append(self._release(arrived, final=self.ended))
+                self.stopped = self.stopped or self.ended
+                end += len(arrived)
+            self._ends.append(end)
+        self.text += "".join(fresh)
 
     def finish(self) -> None:
         """Say that no more will come: give out what was held back."""
         if not self.stopped:
-            self._held += self._decoder.decode(b"", final=True)
-            self._release()
-            self.text += self._held
-            self._held = ""
+            self.text += self._release(self._decoder.decode(b"", final=True), final=True)
+
+    def take(self, end: int) -> str:
+        """The text up to `end`, which is done with."""
+        start, self.at = self.at, max(self.at, end)
+        return self.text[start:end]
+
+    def forget(self) -> None:
+        """Drop most of what was taken, so that a long completion costs no more per token than a short one.
+
+        Changes the positions of what is left.
+        """
+        if self.at > _FORGET_FROM:
+            cut = self.at - _KEEP
+            self.text, self.at, self._forgotten = self.text[cut:], _KEEP, self._forgotten + cut
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
         """The half-open range of tokens that wrote characters start to end."""
+        start, end = start + self._forgotten, end + self._forgotten
         return bisect_right(self._ends, start), min(bisect_left(self._ends, end) + 1, len(self._ends))
 
-    def _release(self) -> None:
-        if not self.stop_strings:
-            self.text += self._held
-            self._held = ""
-            return
-        found = first_of(self._held, 0, self.stop_strings)
+    def _release(self, arrived: str, *, final: bool) -> str:
+        """What is certain of the text held back and the text arrived: that it is no part of a stop string."""
+        text, self._held = self._held + arrived, ""
+        found = first_of(text, 0, self.stop_strings)
         if found is not None:
-            self.text += self._held[: found[0]]
-            self._held, self.stopped = "", True
-            return
-        keep = held_back(self._held, 0, self.stop_strings)
-        cut = len(self._held) - keep
-        self.text += self._held[:cut]
-        self._held = self._held[cut:]
-
-
-def first_of(text: str, start: int, delimiters: Sequence[str]) -> tuple[int, str] | None:
-    """The leftmost delimiter at or behind `start`, the longest of those that begin there."""
-    best: tuple[int, str] | None = None
-    for delimiter in delimiters:
-        at = text.find(delimiter, start)
-        if at >= 0 and (best is None or (at, -len(delimiter)) < (best[0], -len(best[1]))):
-            best = at, delimiter
-    return best
-
-
-def held_back(text: str, start: int, delimiters: Sequence[str]) -> int:
-    """How many characters at the end may still grow into a delimiter."""
-    most = 0
-    for delimiter in delimiters:
-        for n in range(min(len(delimiter) - 1, len(text) - start), most, -1):
-            if text.endswith(delimiter[:n]):
-                most = n
-                break
-    return most
+            self.stopped = True
+            return text[: found[0]]
+        keep = 0 if final else held_back(text, 0, self.stop_strings)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]

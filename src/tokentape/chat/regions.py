@@ -6,18 +6,27 @@ what templates render.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from tokentape.chat.assistant_format import AssistantFormat
-from tokentape.chat.call_reader import CallReader
-from tokentape.chat.reader import Reader, first_of, held_back
+from tokentape.chat.call_reader import CallReader, ReadCall
+from tokentape.chat.delimiters import held_back
+from tokentape.chat.reader import Reader
 from tokentape.chat.reply import ReplyParts, ToolCall
 from tokentape.chat.tokenizer import MARK, Tokenizer
 from tokentape.types import Tool
 
-_Region = Literal["reasoning", "content", "call"]
+_Speech = Literal["reasoning", "content"]
+_Region = Literal["reasoning", "content", "call", "between calls"]
+
+_MOST_BLANK = 1000
+"""Characters of white space that are held back until it shows what they stand in front of."""
+
+_MOST_INDENT = 100
+"""Characters of white space that may stand in front of a call without delimiters on its line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +34,15 @@ class _Delimiter:
     """What ends one region of a completion and begins another, with the white space that belongs to it."""
 
     core: str
-    enters: _Region
+    enters: Literal["reasoning", "content", "call"]
     space_before: int = 0
     space_after: int = 0
 
     @classmethod
-    def of(cls, text: str, enters: _Region) -> _Delimiter | None:
+    def of(cls, text: str, enters: _Speech) -> list[_Delimiter]:
         core = text.strip()
-        if not core:
-            return None
         at = text.index(core)
-        return cls(core, enters, at, len(text) - at - len(core))
+        return [cls(core, enters, at, len(text) - at - len(core))] if core else []
 
 
 class RegionScanner:
@@ -47,115 +54,175 @@ class RegionScanner:
         self._tokenizer = tokenizer
         self._reader = reader
         self._parts = parts
-        self._calls_of = CallReader(form.calls, tools) if form.calls is not None and tools else None
-        self._leaves = _leaves(form, self._calls_of)
+        self._calls = CallReader(form.calls, tools) if form.calls is not None and tools else None
+        leaves = _leaves(form, self._calls)
+        self._leaves = {region: {leave.core: leave for leave in found} for region, found in leaves.items()}
+        bare = self._calls is not None and self._calls.bare
+        self._search = {region: _search(found, marks=bare) for region, found in leaves.items()}
         self._end_space = len(form.content_close) - len(form.content_close.lstrip())
-        self._position = 0
         self._region: _Region = "content"
+        self._speech: _Speech = "content"
+        """The region of what is said at present, or was before the call that is being read."""
+        self._call_at = 0
+        self._blank = True
+        """Nothing but white space was said since the region began."""
         self._skip = 0
         """White space still to be left out because it belongs to the delimiter before."""
         if form.reasoning is not None and form.reasoning.opened_by_prompt:
-            self._region = "reasoning"
+            self._region = self._speech = "reasoning"
         elif not form.content_open.strip():
             self._skip = len(form.content_open)
 
     @property
     def reasoning_open(self) -> bool:
         """Sampling ended, or stands, inside reasoning."""
-        return self._region == "reasoning"
+        return self._speech == "reasoning"
 
     def scan(self, *, final: bool) -> None:
         """Read what the reader has; `final`: no more will come."""
-        while self._step_call(final=final) if self._region == "call" else self._step_text(final=final):
+        steps = {"call": self._step_call, "between calls": self._step_between}
+        while steps.get(self._region, self._step_text)(final=final):
             pass
+        if self._region != "call":
+            self._reader.forget()
 
     def _step_text(self, *, final: bool) -> bool:
         """Move over one delimiter, or over text that is surely none; False when there is nothing more to do."""
-        text, leaves = self._reader.text, self._leaves[self._region]
-        if self._may_be_bare_call():
-            if final and self._calls_of is not None and self._calls_of.is_bare_call(text, self._position):
-                self._region = "call"
-                return True
-            if not final:
-                return False
-        found = first_of(text, self._position, [leave.core for leave in leaves])
+        reader, leaves = self._reader, self._leaves[self._speech]
+        found = self._search[self._speech].search(reader.text, reader.at)
         if found is None:
-            end = len(text)
+            end = len(reader.text)
             if not final:
-                end -= held_back(text, self._position, [leave.core for leave in leaves])
-                end = self._before_space(end, max((leave.space_before for leave in leaves), default=0))
-            elif self._region == "content" and self._reader.stopped:
+                end -= held_back(reader.text, reader.at, list(leaves))
+                end = self._before_space(end, max((leave.space_before for leave in leaves.values()), default=0))
+                if self._is_blank(end):
+                    return False
+            elif self._speech == "content" and reader.stopped:
                 end = self._before_space(end, self._end_space)
-            self._take(end)
+            self._say(end)
             return False
-        at, core = found
-        delimiter = next(leave for leave in leaves if leave.core == core)
-        self._take(self._before_space(at, delimiter.space_before))
-        self._region = delimiter.enters
-        self._skip = delimiter.space_after
-        self._position = at if delimiter.enters == "call" else at + len(core)
+        delimiter = leaves.get(found[0]) or _Delimiter(found[0], "call")
+        if delimiter.enters == "call":
+            return self._enter_call(found.start(), delimiter)
+        if delimiter.enters == self._speech and not self._is_blank(found.start()):
+            self._say(found.end())
+            return True
+        self._leave(found.start(), delimiter.space_before)
+        reader.take(found.end())
+        if delimiter.enters != self._speech:
+            self._parts.interrupt()
+        self._region = self._speech = delimiter.enters
+        self._blank, self._skip = True, delimiter.space_after
         return True
 
-    def _may_be_bare_call(self) -> bool:
-        """Whether calls have no delimiters and this may be one: nothing was said yet and a brace comes first."""
-        if self._calls_of is None or not self._calls_of.bare or self._parts.content:
+    def _enter_call(self, at: int, delimiter: _Delimiter) -> bool:
+        if delimiter.core == "{" and not self._begins_line(at):
+            self._say(at + 1)
+            return True
+        # What is blank in front of a call is left out, but only once it is one.
+        self._leave(at, delimiter.space_before)
+        self._region, self._call_at = "call", at
+        return True
+
+    def _step_call(self, *, final: bool) -> bool:
+        assert self._calls is not None
+        reader = self._reader
+        call = self._calls.read(reader.text, self._call_at, final=final, ended=reader.ended)
+        if call is None:
             return False
-        start = MARK.sub("", self._reader.text[self._position : self._position + 64]).lstrip()
-        return not start or start[0] == "{"
+        said = self._speech == "content"
+        made = call.name is not None and (call.status == "ok" or (said and call.status != "unclosed"))
+        if made or call.status == "unclosed":
+            self._record(call)
+        if made:
+            reader.take(call.end)
+            self._parts.interrupt()
+            self._region, self._speech, self._blank, self._skip = "between calls", "content", True, 0
+        else:
+            # Opened like a call, but nothing that was ever called: it stays what it is, text.
+            self._region = self._speech
+            self._say(call.end)
+        return True
+
+    def _record(self, call: ReadCall) -> None:
+        if call.name is None:
+            return
+        spell = self._tokenizer.spell_marks
+        span = self._reader.tokens(self._call_at, call.end)
+        call_id = _valid(spell(call.id)) if call.id is not None else None
+        self._parts.tool_calls.append(
+            ToolCall(_valid(spell(call.name)), _valid(spell(call.arguments)), call.status, span, call_id)
+        )
+
+    def _step_between(self, *, final: bool) -> bool:
+        assert self._calls is not None
+        found = self._calls.skip_between(self._reader.text, self._reader.at, final=final)
+        if found is None:
+            return False
+        self._call_at, another = found
+        self._reader.take(self._call_at)
+        self._region = "call" if another else "content"
+        return True
+
+    def _leave(self, at: int, space_before: int) -> None:
+        """End a region at a delimiter, without the white space that belongs to it or is all there is."""
+        end = self._before_space(at, space_before)
+        if not self._is_blank(end):
+            self._say(end)
+
+    def _is_blank(self, end: int) -> bool:
+        """Whether the region holds nothing but white space up to `end`."""
+        at = self._reader.at
+        return self._blank and end - at <= _MOST_BLANK and not self._reader.text[at:end].strip()
+
+    def _begins_line(self, at: int) -> bool:
+        text, start = self._reader.text, max(0, at - _MOST_INDENT)
+        before = text[start:at].rstrip(" \t")
+        return (not before and start == 0) or before.endswith("\n") or MARK.fullmatch(before[-2:]) is not None
 
     def _before_space(self, end: int, most: int) -> int:
         """`end` moved back over at most `most` characters of white space."""
         text = self._reader.text
-        while most and end > self._position and text[end - 1].isspace():
+        while most and end > self._reader.at and text[end - 1].isspace():
             end, most = end - 1, most - 1
         return end
 
-    def _take(self, end: int) -> None:
-        """Add the text up to `end` to the open region."""
-        text = self._reader.text
-        while self._skip and self._position < end and text[self._position].isspace():
-            self._position, self._skip = self._position + 1, self._skip - 1
-        if self._position < end:
-            self._skip = 0
-            region = self._parts.reasoning if self._region == "reasoning" else self._parts.content
-            region.append(self._tokenizer.spell_marks(text[self._position : end]))
-            self._position = end
-
-    def _step_call(self, *, final: bool) -> bool:
-        assert self._calls_of is not None
-        text = self._reader.text
-        call = self._calls_of.read(text, self._position, final=final)
-        if call is None:
-            return False
-        raw = text[self._position : call.end]
-        if call.name is None or call.status == "unclosed":
-            # Opened like a call, but nothing that was ever called: for the client it stays what it is, text.
-            self._parts.content.append(self._tokenizer.spell_marks(raw))
-        if call.name is not None:
-            span = self._reader.tokens(self._position, call.end)
-            arguments = self._tokenizer.spell_marks(call.arguments)
-            self._parts.tool_calls.append(
-                ToolCall(self._tokenizer.spell_marks(call.name), arguments, call.status, span, call.id)
-            )
-        self._position = call.end
-        self._region = "call" if call.more else "content"
-        self._skip = call.space_after
-        return bool(raw)
+    def _say(self, end: int) -> None:
+        """Add the text up to `end` to what is being said."""
+        reader = self._reader
+        while self._skip and reader.at < end and reader.text[reader.at].isspace():
+            reader.take(reader.at + 1)
+            self._skip -= 1
+        if reader.at < end:
+            self._skip, self._blank = 0, False
+            self._parts.add(self._speech, self._tokenizer.spell_marks(reader.take(end)))
 
 
-def _leaves(form: AssistantFormat, calls: CallReader | None) -> dict[str, list[_Delimiter]]:
+def _leaves(form: AssistantFormat, calls: CallReader | None) -> dict[_Speech, list[_Delimiter]]:
     """Per region the delimiters that end it."""
-    triggers = [_Delimiter(core, "call", space) for core, space in calls.triggers] if calls is not None else []
-    content: list[_Delimiter | None] = [*triggers]
-    reasoning: list[_Delimiter | None] = []
+    space = form.calls.space_before if form.calls is not None else 0
+    triggers = [_Delimiter(core, "call", space) for core in calls.triggers] if calls is not None else []
+    if calls is not None and calls.bare:
+        triggers = [_Delimiter("{", "call")]
+    content, reasoning = [*triggers], [t for t in triggers if MARK.match(t.core)]
     if form.reasoning is not None:
-        content.append(_Delimiter.of(form.reasoning.open, "reasoning"))
+        opening = _Delimiter.of(form.reasoning.open, "reasoning")
+        # Where the prompt opens reasoning, models open it again all the same.
+        content, reasoning = content + opening, reasoning + opening
+        # Models forget to close their reasoning before a call; a call's control token is clear enough.
+        reasoning += _Delimiter.of(form.reasoning.close, "content")
         if form.content_open.strip() == form.reasoning.close.strip():
             # Turns without reasoning begin with the delimiter that would close it.
-            content.append(_Delimiter.of(form.content_open, "content"))
-        # Models forget to close their reasoning before a call; a call's control token is clear enough.
-        reasoning = [_Delimiter.of(form.reasoning.close, "content"), *(t for t in triggers if MARK.match(t.core))]
-    return {
-        "content": [leave for leave in content if leave is not None],
-        "reasoning": [leave for leave in reasoning if leave is not None],
-    }
+            content += _Delimiter.of(form.content_open, "content")
+    return {"content": content, "reasoning": reasoning}
+
+
+def _search(leaves: list[_Delimiter], *, marks: bool) -> re.Pattern[str]:
+    """An expression for the leftmost of these delimiters; `marks`: or of all control tokens."""
+    cores = [re.escape(core) for core in sorted({leave.core for leave in leaves}, key=len, reverse=True)]
+    return re.compile("|".join([*cores, *([MARK.pattern] if marks else [])]) or "(?!)")
+
+
+def _valid(text: str) -> str:
+    """Text that can be written as UTF-8: JSON escapes may decode to half a character."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,14 +22,19 @@ from tokentape.chat.caller_text import (
     provenance_of_tokens,
     with_edges,
 )
+from tokentape.chat.foreign_renderer import foreign_bridge, foreign_parse, foreign_render
+from tokentape.chat.overrides import Overrides, ReplyParser, find_overrides, parse_whole
 from tokentape.chat.parse import Parser
 from tokentape.chat.splice import History, find_splices
 from tokentape.chat.template import ChatTemplate, plain_message
 from tokentape.chat.tokenizer import MARK, Tokenizer
-from tokentape.errors import TemplateRefused
+from tokentape.errors import InvariantViolation, TemplateRefused
 from tokentape.types import Codes, Message, Provenance, Setup, TokenIds
 
-_KEPT_FORMATS = 256
+_KEPT_SETUPS = 256
+"""For how many setups the format and the masked tools are kept."""
+
+_Kept = TypeVar("_Kept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +53,22 @@ class Renderer:
     array([...], dtype=int32)
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, overrides: Overrides | None = None) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.fingerprint = _fingerprint(tokenizer, template)
+        self.overrides = overrides
+        self.fingerprint = _fingerprint(tokenizer, template, overrides)
         self._disarmer = Disarmer(tokenizer)
         self._formats: dict[str, AssistantFormat] = {}
+        self._tools: dict[str, list[Any]] = {}
 
     @classmethod
-    def load(cls, folder: str | Path, chat_template: str | Path | None = None) -> Renderer:
+    def load(
+        cls, folder: str | Path, chat_template: str | Path | None = None, overrides: Overrides | None = None
+    ) -> Renderer:
         """Load from a model folder; `chat_template` names a file to use in place of the model's own template.
+
+        `overrides` replace what is read off the template; without, see `find_overrides`.
 
         Raises `TokenizerUnusable` if tokenizer or template can't be loaded safely.
         """
@@ -66,7 +77,8 @@ class Renderer:
             template = ChatTemplate(Path(chat_template).read_text(encoding="utf-8"))
         else:
             template = ChatTemplate.load(folder, tokenizer.config)
-        return cls(tokenizer, template)
+        overrides = overrides or find_overrides(cls(tokenizer, template))
+        return cls(tokenizer, template, overrides)
 
     def render(
         self,
@@ -82,10 +94,12 @@ class Renderer:
 
         `sampled` maps indices of assistant messages to the completions they were parsed from, whose exact ids then
         stand in the rendering, with provenance ASSISTANT: all of them (`history` "sampled"), or as far as the template
-        keeps their text ("template").
+        keeps their text ("template"). An overriding renderer knows of no such ids and renders the text.
 
         Raises `TemplateRefused` if the template refuses the conversation or does not know one of its roles.
         """
+        if self.overrides is not None and self.overrides.renderer is not None:
+            return self._foreign(foreign_render(self.overrides.renderer, messages, setup))
         plain, text = self._accepted(messages, setup, generate=True)
         edged = self._render([with_edges(message) for message in plain], setup, generate=True)
         self._refuse_unknown_roles(plain, edged, setup)
@@ -124,6 +138,7 @@ class Renderer:
         new_messages: Sequence[Message],
         setup: Setup,
         history: Sequence[Message] | None = None,
+        context_ids: TokenIds | None = None,
     ) -> Added:
         """Ids to append behind a sampled turn for `new_messages`, ending with the generation prompt.
 
@@ -135,8 +150,16 @@ class Renderer:
         depend on what came before. With `history`, the messages before `reply`, it is the real conversation
         (`contextual`). A certificate says which a template needs.
 
-        Raises `TemplateRefused` if the template does not take these messages after such a turn.
+        `context_ids` are all ids so far, the completion's included: an overriding renderer continues those.
+
+        Raises `TemplateRefused` if the template does not take these messages after such a turn, and
+        `InvariantViolation` if an overriding renderer would change `context_ids`.
         """
+        if self.overrides is not None and self.overrides.renderer is not None:
+            if context_ids is None:
+                raise InvariantViolation("an overriding renderer bridges from the ids of the context; none were given")
+            foreign = self.overrides.renderer
+            return self._foreign(foreign_bridge(foreign, context_ids, completion_ids, new_messages, setup))
         form = self.format(setup)
         tail, edged, close = self._tail(reply, new_messages, setup, form, history)
         cut = cut_tail(tail, close, form.content_close, self.tokenizer, self.tokenizer.eos_ids)
@@ -161,8 +184,24 @@ class Renderer:
             np.concatenate([np.full(len(closing), Provenance.CLOSE, dtype=np.uint8), provenance]),
         )
 
-    def parser(self, setup: Setup, stop_strings: Sequence[str] = ()) -> Parser:
+    def _foreign(self, ids: TokenIds) -> Added:
+        # It does not say whose text a token is.
+        return Added(ids, np.full(len(ids), Provenance.TEMPLATE, dtype=np.uint8))
+
+    def parser(self, setup: Setup, stop_strings: Sequence[str] = ()) -> ReplyParser:
         """A parser for one completion sampled under `setup`."""
+        overrides = self.overrides
+        if overrides is not None and overrides.parser is not None:
+            return overrides.parser(setup, stop_strings)
+        if overrides is not None and overrides.renderer is not None:
+            foreign = overrides.renderer
+            return parse_whole(self, lambda completion: foreign_parse(foreign, completion.ids, setup))(
+                setup, stop_strings
+            )
+        return self.derived_parser(setup, stop_strings)
+
+    def derived_parser(self, setup: Setup, stop_strings: Sequence[str] = ()) -> Parser:
+        """The parser that is read off the template, whatever overrides there are."""
         return Parser(
             self.tokenizer,
             self.format(setup),
@@ -187,12 +226,10 @@ class Renderer:
         """What the template writes around assistant turns under `setup`."""
         found = self._formats.get(setup.digest)
         if found is None:
-            if len(self._formats) >= _KEPT_FORMATS:
-                self._formats.pop(next(iter(self._formats)))
             found = read_format(
                 lambda messages, generate: self._render(messages, setup, generate=generate), self.tokenizer
             )
-            self._formats[setup.digest] = found = self._without_stops(found)
+            found = _keep(self._formats, setup, self._without_stops(found))
         return found
 
     def _without_stops(self, form: AssistantFormat) -> AssistantFormat:
@@ -244,9 +281,12 @@ class Renderer:
 
     def _render(self, plain: Sequence[Message], setup: Setup, *, generate: bool) -> str:
         """Marked text of messages that are disarmed already."""
+        tools = self._tools.get(setup.digest)
+        if tools is None:
+            tools = _keep(self._tools, setup, self._disarmer.mask_all(setup.tools))
         rendered = self.template.render(
             plain,
-            tools=self._disarmer.mask_all(setup.tools),
+            tools=tools,
             add_generation_prompt=generate,
             date=setup.date,
             variables={**self.tokenizer.special_tokens, **setup.template_kwargs},
@@ -284,8 +324,9 @@ class Renderer:
                 refused = error
                 continue
             if sentinel in text:
-                self._refuse_dropped(plain, [*before, probe], edges, setup)
-                return _behind(text, sentinel), _behind(edges, sentinel), close
+                tail = _behind(text, sentinel), _behind(edges, sentinel), close
+                self._refuse_dropped(plain, [*before, probe], tail, sentinel, setup)
+                return tail
         raise refused
 
     def _refuse_unknown_roles(self, plain: Sequence[Message], edged: str, setup: Setup) -> None:
@@ -311,15 +352,20 @@ class Renderer:
         except TemplateRefused:
             return ""
 
-    def _refuse_dropped(self, new: Sequence[Message], before: Sequence[Message], edged: str, setup: Setup) -> None:
-        """Raise `TemplateRefused` if the content of a new message does not reach the bridge."""
+    def _refuse_dropped(
+        self, new: Sequence[Message], before: Sequence[Message], tail: tuple[str, str, str], sentinel: str, setup: Setup
+    ) -> None:
+        """Raise `TemplateRefused` if the content of a new message does not reach the bridge.
+
+        A template may drop it, or write it in front of the turn (Mistral v3, a system message that comes last).
+        """
+        text, edged, _ = tail
         spoken = [n for n, message in enumerate(new) if _speaks(message)]
         if edges_found(edged) >= len(spoken):
             return
-        text = self._render([*before, *new], setup, generate=True)
         for n in spoken:
-            changed = [*new[:n], {**new[n], "content": VALUE + new[n]["content"]}, *new[n + 1 :]]
-            if self._render([*before, *changed], setup, generate=True) == text:
+            changed = [*new[:n], {**new[n], "content": KEY + new[n]["content"]}, *new[n + 1 :]]
+            if _behind(self._render([*before, *changed], setup, generate=True), sentinel) == text:
                 raise TemplateRefused(
                     f"the chat template drops new message {n} (role {new[n]['role']!r}) after such a turn: what it "
                     "says would not reach the model"
@@ -333,6 +379,14 @@ class Renderer:
         if form.reasoning is None or not reply.reasoning_open:
             return self.tokenizer.array([])
         return self.tokenizer.array(self.tokenizer.encode_after_control(form.reasoning.close).ids)
+
+
+def _keep(kept: dict[str, _Kept], setup: Setup, value: _Kept) -> _Kept:
+    """Keep a value for a setup, in place of the oldest one if there are too many."""
+    if len(kept) >= _KEPT_SETUPS:
+        kept.pop(next(iter(kept)), None)
+    kept[setup.digest] = value
+    return value
 
 
 def _probes(
@@ -368,7 +422,7 @@ def _speaks(message: Message) -> bool:
     return message["role"] != "assistant" and isinstance(content, str) and bool(content.strip())
 
 
-def _fingerprint(tokenizer: Tokenizer, template: ChatTemplate) -> str:
+def _fingerprint(tokenizer: Tokenizer, template: ChatTemplate, overrides: Overrides | None) -> str:
     """Hex SHA-256 of everything that maps messages to ids, library versions included."""
     parts = {
         "tokenizer": tokenizer.sha256,
@@ -376,5 +430,6 @@ def _fingerprint(tokenizer: Tokenizer, template: ChatTemplate) -> str:
         "template": template.sha256,
         "tokenizers": version("tokenizers"),
         "jinja2": version("jinja2"),
+        **({"overrides": overrides.name} if overrides else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

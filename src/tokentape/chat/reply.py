@@ -52,8 +52,26 @@ class ReplyDelta:
 
 @dataclass(slots=True)
 class ReplyParts:
-    """A reply while it grows."""
+    """A reply while it grows.
+
+    What is said in several places, before and behind a call say, comes out as several lines.
+    """
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
+    _interrupted: dict[str, bool] = field(default_factory=lambda: {"content": False, "reasoning": False})
+
+    def add(self, region: Literal["content", "reasoning"], text: str) -> None:
+        """Add text to the content or the reasoning."""
+        if not text:
+            return
+        parts = self.content if region == "content" else self.reasoning
+        if parts and self._interrupted[region] and not parts[-1].endswith("\n") and not text.startswith("\n"):
+            parts.append("\n")
+        self._interrupted[region] = False
+        parts.append(text)
+
+    def interrupt(self) -> None:
+        """Say that what was said is over, and something else comes."""
+        self._interrupted = {"content": True, "reasoning": True}

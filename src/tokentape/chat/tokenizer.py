@@ -14,10 +14,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 
 from tokentape.errors import InvalidRequest, TokenizerUnusable
@@ -59,8 +61,8 @@ class Encoded:
     """Ids of a marked text, with the characters of it that each id covers."""
 
     ids: list[int]
-    spans: list[tuple[int, int]]
-    """Per id the half-open range of characters in `text`."""
+    spans: npt.NDArray[np.int64]
+    """Per id the half-open range of characters in `text`, shape [ids, 2]."""
     text: str
     """What `spans` count in: the marked text with every mark as one character."""
 
@@ -154,7 +156,9 @@ class Tokenizer:
             encoding = self._twin(start).encode(text, add_special_tokens=False)
         except TypeError as error:  # what `tokenizers` raises for text that is not valid Unicode
             raise InvalidRequest("the text holds a lone surrogate, which is not valid Unicode") from error
-        return Encoded(encoding.ids, encoding.offsets, text)
+        ids = encoding.ids
+        spans = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
+        return Encoded(ids, spans, text)
 
     def encode_after_control(self, marked: str) -> Encoded:
         """Encode marked text as it is encoded behind a control token, not at the start of a text.
@@ -165,7 +169,7 @@ class Tokenizer:
         encoded = self.encode_marked(anchor + marked)
         if not anchor:
             return encoded
-        return Encoded(encoded.ids[1:], [(a - 1, b - 1) for a, b in encoded.spans[1:]], encoded.text[1:])
+        return Encoded(encoded.ids[1:], encoded.spans[1:] - 1, encoded.text[1:])
 
     def encode_plain(self, text: str) -> list[int]:
         """Encode as `tokenizers` and `transformers` do, control tokens spelled in `text` included.

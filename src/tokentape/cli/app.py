@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from tokentape import __version__
+from tokentape.cli.certify import certify
 from tokentape.cli.demo import demo
 from tokentape.cli.export import export
 from tokentape.cli.serve import serve
@@ -52,6 +53,7 @@ def _options(
 
 
 app.command()(serve)
+app.command()(certify)
 app.command()(demo)
 app.command()(show)
 app.command()(export)

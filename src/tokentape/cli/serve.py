@@ -91,6 +91,7 @@ def serve(
     if engine is EngineName.TRANSFORMERS:
         require("torch", "transformers", extra="hf")
 
+    from tokentape.chat.certificate_cache import load_or_certify
     from tokentape.chat.renderer import Renderer
     from tokentape.gateway.serve import serve as run
     from tokentape.store import SqliteStore
@@ -103,6 +104,8 @@ def serve(
         typer.echo(f"serving {name} at {base_url}/v1, recording to {data}", err=True)
 
     renderer = Renderer.load(model, chat_template)
+    # A template that can't be used is told at once, not after the weights are loaded.
+    load_or_certify(renderer, {})
     with SqliteStore.open(data, synchronous=flushed) as store:
         write_served_model(data, ServedModel(str(model.resolve()), renderer.tokenizer.sha256, renderer.fingerprint))
         gateway = _Gateway(model, engine_url, engine_api_key, renderer, store, name, history.value, threads)

@@ -38,6 +38,7 @@ def create_app(turns: Turns, *, model_id: str, max_body_bytes: int = MAX_BODY_BY
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         try:
+            await turns.prepare()
             yield
         finally:
             await turns.engine.close()

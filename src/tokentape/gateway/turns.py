@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 
 from tokentape.chat.certificate import Certificate, Strategy
-from tokentape.chat.certify import certify, choose
+from tokentape.chat.certificate_cache import load_or_certify
+from tokentape.chat.certify import choose
 from tokentape.chat.parse import Reply, ReplyDelta, ToolCall
 from tokentape.chat.renderer import Added, Renderer
 from tokentape.chat.splice import History
@@ -96,8 +99,21 @@ class Turns:
         self._setups: dict[str, set[str]] = {}
         """Per session the digests of setups that the store has."""
         self._locks: dict[str, asyncio.Lock] = {}
-        self._certificates: dict[str, Certificate] = {}
+
+        # Kwargs come from clients, who must not fill the memory.
+        @lru_cache(maxsize=64)
+        def certificate(template_kwargs: str) -> Certificate:
+            return load_or_certify(renderer, json.loads(template_kwargs))
+
+        self._certificate = certificate
         """By template kwargs, as canonical JSON."""
+
+    async def prepare(self) -> None:
+        """Make or load the certificate of requests without template kwargs, so that the first need not wait for it.
+
+        Raises `TemplateRefused` if the template renders not even a question and an answer.
+        """
+        await asyncio.to_thread(self._certificate, canonical_json({}))
 
     @property
     def vocab_size(self) -> int:
@@ -318,7 +334,7 @@ class Turns:
             added = self._rendered(session, setup, messages)
         else:
             history = found.history if strategy == "contextual" else None
-            added = self.renderer.bridge(parent.completion_ids, parent.reply, messages, setup, history)
+            added = self.renderer.bridge(parent.completion_ids, parent.reply, messages, setup, history, context_ids)
         prompt_ids = np.concatenate([context_ids, added.ids])
         sampling = self._sampling(request, setup, len(prompt_ids))
         return _Call(request, session, setup, parent, messages, context_ids, added, prompt_ids, fork, sampling)
@@ -330,10 +346,7 @@ class Turns:
         return self.renderer.render(messages, setup, sampled, self._history)
 
     def _strategy(self, found: Continuation, parent: Turn, setup: Setup) -> Strategy:
-        kwargs = canonical_json(setup.template_kwargs)
-        certificate = self._certificates.get(kwargs)
-        if certificate is None:
-            certificate = self._certificates[kwargs] = certify(self.renderer, setup.template_kwargs)
+        certificate = self._certificate(canonical_json(setup.template_kwargs))
         return choose(self.renderer, certificate, parent.reply, found.new_messages, setup, found.history)
 
     def _sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokentape.session.matching import history_keys
+from tokentape.session.matching import history_keys, message_key
 from tokentape.types import Message, SessionInfo, TokenIds, Turn
 
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
@@ -37,6 +37,7 @@ class Session:
         self._history: list[bytes] = []
         """Per turn the key of its whole message history, reply included."""
         self._by_history: dict[bytes, int] = {}
+        self._by_reply: dict[bytes, int] = {}
         self._children: dict[int | None, list[int]] = {}
         self._last_context: tuple[int, TokenIds] | None = None
         for turn in turns:
@@ -52,6 +53,7 @@ class Session:
         self._history.append(key)
         if turn.finish_reason != "abort":
             self._by_history[key] = turn.seq
+            self._by_reply[message_key(turn.reply)] = turn.seq
             self._children.setdefault(turn.parent, []).append(turn.seq)
 
     def continuation(self, messages: Sequence[Message], setup: str) -> Continuation:
@@ -91,7 +93,8 @@ class Session:
 
         `sibling`: the same messages were answered before. `branched`: an earlier turn is continued another way.
         `new_setup`: tools or template settings changed. `edited_history`: the messages match no turn from the start.
-        A fifth cause, `template_rewrites`, is not the agent's: the template can't append what is asked for.
+        Two more causes are not the agent's: `template_rewrites`, the template can't append what is asked for, and
+        `template_history`, it drops part of earlier turns and was asked to.
         """
         children = self._children.get(parent, [])
         if not children and (parent is not None or not self._by_history):
@@ -105,6 +108,11 @@ class Session:
         if parent is not None:
             return "branched"
         return "edited_history" if any(turn.setup == setup for turn in self.turns) else "new_setup"
+
+    def turn_of_reply(self, message: Message) -> Turn | None:
+        """The newest turn whose reply is this message."""
+        seq = self._by_reply.get(message_key(message))
+        return None if seq is None else self.turns[seq]
 
     def leaves(self) -> list[int]:
         """`seq` of every turn that nothing continues, aborted ones left out, in order of commits."""

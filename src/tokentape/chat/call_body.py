@@ -1,0 +1,302 @@
+"""Reads what stands between the delimiters of one tool call, while it is still being written.
+
+One reader per style of `CallSyntax`. A reader is given the same text again and again as it grows and goes on where it
+stopped, so that the whole costs no more than reading it once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from tokentape.chat.call_syntax import KEY, CallSyntax
+from tokentape.chat.call_values import property_schema, value_json
+from tokentape.chat.delimiters import any_of, may_grow, pattern, pieces, skip_space
+from tokentape.chat.json_text import ObjectEnd, decode, first_member, members, standard
+from tokentape.chat.tokenizer import MARK
+from tokentape.types import Tool
+
+_NAME = r"""[^\s<>{}()\[\]"'`,;=\ud800-\udfff]{1,256}"""
+_LONGEST_HEAD = 600
+"""Characters from the opening delimiter to a call's arguments, or from that of an argument to its value, at most."""
+_ARGUMENT_KEYS = ("arguments", "parameters")
+"""What models call the arguments in JSON, whatever their template does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A complete call without its closing delimiter, which begins at `end` or is missing."""
+
+    end: int
+    name: str
+    arguments: str
+    valid: bool
+    """The arguments are a JSON object."""
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """No call, whatever follows: `at` is where that shows."""
+
+    at: int
+
+
+class BodyReader(Protocol):
+    """Reads one body."""
+
+    def read(self, text: str, *, over: bool) -> Body | Broken | None:
+        """The call, once it is complete in `text`; None as long as it may become so.
+
+        `over`: the model has ended its turn here, so that nothing that follows is needed to know the end of the call.
+        """
+        ...
+
+
+def body_reader(syntax: CallSyntax, tools: Mapping[str, Tool], text: str, start: int) -> BodyReader | None:
+    """The reader for the body that begins at `start`; None if there is too little text to choose it."""
+    start = skip_space(text, start)
+    if start == len(text):
+        return None
+    if syntax.style == "json" or text[start] == "{":
+        return _JsonBody(syntax, start)
+    return _NamedBody(syntax, tools, start) if syntax.style == "named" else _TaggedBody(syntax, tools, start)
+
+
+def breaks(syntax: CallSyntax) -> str:
+    """A regular expression for what can't stand in JSON outside of its strings: control tokens, the call's close."""
+    closing = [piece for piece in pieces(syntax.close) if not set(piece) <= set("{}[],: ")]
+    return f"{MARK.pattern}|{any_of(closing)}"
+
+
+def object_arguments(raw: str) -> tuple[str, bool]:
+    """Arguments as JSON text, and whether they are an object. They may be missing, null, or written out as a string."""
+    core = raw.strip()
+    if core in ("", "null", '""'):
+        return "{}", True
+    try:
+        value = decode(core)
+        if core[0] == '"':
+            core = value.strip() or "{}"
+            value = decode(core)
+    except ValueError:
+        return core, False
+    return standard(core), isinstance(value, dict)
+
+
+class _JsonBody:
+    """Reads `{"name": NAME, "arguments": {...}}`."""
+
+    def __init__(self, syntax: CallSyntax, start: int) -> None:
+        self._syntax = syntax
+        self._object = ObjectEnd(start, breaks(syntax))
+
+    def read(self, text: str, *, over: bool) -> Body | Broken | None:
+        start = self._object.start
+        if text[start] != "{":
+            return Broken(start)
+        at = skip_space(text, start + 1)
+        if at < len(text) and text[at] != '"':
+            return Broken(start + 1)
+        end = self._object.find(text)
+        if end is None:
+            return None if self._object.broken_at is None else Broken(self._object.broken_at)
+        try:
+            value = decode(text[start:end])
+        except ValueError:
+            return Broken(end)
+        fields = dict(members(text[start:end]))
+        function = value.get("function")
+        call_id = value.get("id")
+        if isinstance(function, dict):
+            # As the OpenAI API writes a call.
+            value, fields = function, dict(members(fields["function"]))
+        name = value.get(self._syntax.name_key) if self._syntax.name_key in value else function
+        if not isinstance(name, str):
+            return Broken(end)
+        arguments, valid = object_arguments(first_member(fields, self._syntax.arguments_key, *_ARGUMENT_KEYS) or "")
+        return Body(end, name, arguments, valid, call_id if isinstance(call_id, str) else None)
+
+
+class _NamedBody:
+    """Reads `NAME name_close [ID id_close] {...}`."""
+
+    def __init__(self, syntax: CallSyntax, tools: Mapping[str, Tool], start: int) -> None:
+        self._syntax = syntax
+        self._tools = tools
+        self._start = start
+        self._head: re.Match[str] | None = None
+        self._object: ObjectEnd | None = None
+
+    def read(self, text: str, *, over: bool) -> Body | Broken | None:
+        if self._head is None or self._object is None:
+            head, behind_head = _named(self._syntax)
+            limit = self._start + _LONGEST_HEAD
+            found = behind_head.search(text, self._start, limit)
+            if found is None and not over:
+                return None if len(text) < limit else Broken(self._start)
+            at = found.start() if found else len(text)
+            name = head.fullmatch(text, self._start, min(at, limit))
+            if name is None:
+                return Broken(self._start)
+            if found is None or found[0] != "{":
+                body = self._body(at, name, "")
+                return body if body.name in self._tools else Broken(at)
+            self._head = name
+            self._object = ObjectEnd(at, breaks(self._syntax))
+        end = self._object.find(text)
+        if end is None:
+            return None if self._object.broken_at is None else Broken(self._object.broken_at)
+        return self._body(end, self._head, text[self._object.start : end])
+
+    def _body(self, end: int, head: re.Match[str], raw: str) -> Body:
+        arguments, valid = object_arguments(raw)
+        name: str = head["name"]
+        if not self._syntax.name_is_id:
+            return Body(end, name, arguments, valid, head["id"])
+        # Of an id such as `functions.add:0` the name is the longest known one that stands in it.
+        found = [tool for tool in self._tools if re.search(rf"(?<!\w){re.escape(tool)}(?!\w)", name)]
+        return Body(end, max(found, key=len, default=name), arguments, valid, name)
+
+
+class _TaggedBody:
+    """Reads `NAME name_close (key_open KEY key_close VALUE value_close)*`."""
+
+    def __init__(self, syntax: CallSyntax, tools: Mapping[str, Tool], start: int) -> None:
+        self._syntax = syntax
+        self._tags = _tags(syntax)
+        self._tools = tools
+        self._start = start
+        self._name = ""
+        self._named = False
+        """All of the name has arrived, since an argument has begun."""
+        self._arguments: dict[str, str] = {}
+        self._at = start
+        """Where the next argument or the end of the call is expected."""
+        self._key: re.Match[str] | None = None
+        """The key whose value is being read."""
+        self._seek = start
+        """Where to look for the end of that value."""
+
+    def read(self, text: str, *, over: bool) -> Body | Broken | None:
+        tags = self._tags
+        while True:
+            if not self._named:
+                head = tags.head.match(text, self._start)
+                if head is None:
+                    return Broken(self._start)
+                self._name, self._at = head["name"], head.end()
+            if self._key is None:
+                at = skip_space(text, self._at)
+                opening = tags.key_open.match(text, at)
+                if opening is None:
+                    if tags.end.match(text, at) or (over and at == len(text)):
+                        return self._body()
+                    return None if not over and may_grow(text, at, tags.expected) else Broken(at)
+                if not over and may_grow(text, at, [self._syntax.close]):
+                    return None
+                self._named = True
+                self._key = tags.key.match(text, opening.end())
+                if self._key is None:
+                    return Broken(at) if over or len(text) > opening.end() + _LONGEST_HEAD else None
+                self._seek = self._key.end()
+            if not self._read_value(text, self._key, over=over):
+                return None
+            self._key = None
+
+    def _read_value(self, text: str, key: re.Match[str], *, over: bool) -> bool:
+        """Take the value up to the first closing delimiter that an argument or the end of the call follows."""
+        tags = self._tags
+        closing = tags.value_close(key["key"])
+        while found := closing.search(text, self._seek):
+            at = skip_space(text, found.end())
+            if tags.key_open.match(text, at) or tags.end.match(text, at) or (over and at == len(text)):
+                raw = text[key.end() : found.start()]
+                self._arguments[key["key"]] = self._value(key, raw)
+                self._at = found.end()
+                return True
+            if not over and may_grow(text, at, tags.expected):
+                return False
+            self._seek = found.start() + 1
+        self._seek = max(self._seek, len(text) - _LONGEST_HEAD)
+        return False
+
+    def _value(self, key: re.Match[str], raw: str) -> str:
+        """JSON text of a value, without the white space that the template writes around it."""
+        syntax = self._syntax
+        before = len(syntax.key_close) - len(syntax.key_close.rstrip())
+        after = len(syntax.value_close) - len(syntax.value_close.lstrip())
+        for _ in range(before):
+            raw = raw[1:] if raw[:1].isspace() else raw
+        for _ in range(after):
+            raw = raw[:-1] if raw[-1:].isspace() else raw
+        schema = property_schema(self._tools.get(self._name), key["key"])
+        return value_json(raw, schema, is_text=bool(syntax.json_key_close) and key["text"] is not None)
+
+    def _body(self) -> Body | Broken:
+        if not self._arguments and self._name not in self._tools:
+            return Broken(self._at)
+        # Models write an empty parameter where there is none.
+        pairs = [
+            f"{json.dumps(key, ensure_ascii=False)}: {value}"
+            for key, value in self._arguments.items()
+            if key or value != '""'
+        ]
+        return Body(self._at, self._name, f"{{{', '.join(pairs)}}}", valid=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tags:
+    """Expressions for a syntax with tagged arguments."""
+
+    head: re.Pattern[str]
+    key_open: re.Pattern[str]
+    key: re.Pattern[str]
+    end: re.Pattern[str]
+    expected: tuple[str, ...]
+    """Delimiters that may stand between arguments or behind them."""
+    closing: str
+
+    def value_close(self, key: str) -> re.Pattern[str]:
+        return re.compile(pattern(self.closing.replace(KEY, key)))
+
+
+@lru_cache(64)
+def _tags(syntax: CallSyntax) -> _Tags:
+    key_open, close = pattern(syntax.key_open), pattern(syntax.close)
+    first = pieces(syntax.key_open)[0]
+    ends = [pattern(text) for text in (syntax.close, syntax.section_close, syntax.open) if pieces(text)]
+    ends += [re.escape(piece) for piece in pieces(syntax.close)[:1] if not first.startswith(piece)]
+    if not MARK.match(first):
+        ends.append(MARK.pattern)
+    json_key = rf"|{pattern(syntax.json_key_close)}" if syntax.json_key_close else ""
+    # A key may begin like what ends the call: `<` and `</call>`.
+    not_key = f"(?!{close})" if close else ""
+    return _Tags(
+        head=re.compile(rf"(?P<name>{_NAME})\s*(?:{pattern(syntax.name_close)})?"),
+        key_open=re.compile(not_key + key_open),
+        key=re.compile(
+            rf"\s*(?P<key>[^\n\ud800-\udfff]{{0,256}}?)\s*(?:(?P<text>{pattern(syntax.key_close)}){json_key})"
+        ),
+        end=re.compile("|".join(ends) or "(?!)"),
+        expected=(syntax.name_close, syntax.key_open, syntax.close, syntax.section_close, syntax.open),
+        closing=syntax.value_close,
+    )
+
+
+@lru_cache(64)
+def _named(syntax: CallSyntax) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Expressions for all in front of the arguments, and for what ends it: the arguments, or the end of the call."""
+    behind = [syntax.close, syntax.separator, syntax.section_close, syntax.section_open, syntax.open]
+    ends = [piece for text in behind for piece in pieces(text)]
+    marks = [piece for piece in ends if MARK.match(piece)]
+    end = any_of(marks or [piece for piece in ends if not re.fullmatch(r"\w+", piece)])
+    other_mark = rf"(?!{end})(?:{MARK.pattern})"
+    named = rf"(?:{any_of([syntax.name_close])}|{other_mark}|```(?:json)?)"
+    call_id = rf"(?:(?P<id>[\w.:-]{{1,256}})\s*(?:{any_of([syntax.id_close])}|{other_mark})\s*)?"
+    head = re.compile(rf"(?P<name>{_NAME})\s*(?:{named}\s*){{0,8}}?{call_id}(?:{named}\s*){{0,8}}")
+    return head, re.compile(rf"\{{|{end}")

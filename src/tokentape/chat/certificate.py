@@ -1,0 +1,133 @@
+"""What was found out about one tokenizer and template: which bridges are exact, what parses, what is dropped.
+
+`certify` makes a certificate; this is the paper it writes on, how it is read back, and what a user may require of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tokentape.chat import grammar
+from tokentape.types import Message
+
+Strategy = Literal["local", "contextual", "fork", "refused"]
+
+FORMAT = 2
+"""Version of the certificate's JSON."""
+
+FEATURES: Mapping[str, tuple[str, ...]] = {
+    "reasoning": ("reasoning",),
+    "calls": ("call", "no arguments", "typed arguments", "multi-line argument"),
+    "parallel": ("parallel calls",),
+    "injection": (),
+}
+"""What may be required besides continuations, with the parse checks that have to hold for it."""
+
+REQUIRABLE = (*grammar.NAMES, *FEATURES)
+"""Every name that `shortfalls` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What was found for one kind of new messages."""
+
+    name: str
+    """See `grammar.continuation_name`."""
+    strategy: Strategy
+    """`local`: what follows a turn does not depend on the history. `contextual`: it does, but only appends.
+    `fork`: the template writes again behind the turn what it had written before it. `refused`: not taken."""
+    append_only: Literal["yes", "clean text", "no"]
+    """Whether rendering the longer conversation keeps the ids of the shorter one and of the turn. `clean text`: except
+    after a turn that is empty or has white space at its ends."""
+    tried: int
+    """Conversations tried."""
+    reason: str
+    """Why it is not append-only, or refused; empty otherwise."""
+    counterexample: tuple[Message, ...] = ()
+    """The smallest conversation tried on which the template rewrites what came before."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParseCheck:
+    """Whether a message comes back from what the template writes for it."""
+
+    name: str
+    holds: bool | None
+    """None where the template writes no such turn, or not all of it: there is nothing to compare with."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What was found for one tokenizer, template and set of template kwargs."""
+
+    fingerprint: str
+    template_kwargs: Mapping[str, Any]
+    versions: Mapping[str, str]
+    overrides: str | None
+    """Name of what takes the place of what is read off the template; None: nothing does."""
+    continuations: tuple[Continuation, ...]
+    parsing: tuple[ParseCheck, ...]
+    call_style: str | None
+    reasoning: tuple[str, str] | None
+    """Opening and closing delimiter."""
+    reasoning_opened_by_prompt: bool
+    generation_prompt: str
+    stop_tokens: tuple[str, ...]
+    date_dependent: bool
+    dropped: tuple[str, ...]
+    """What the template silently leaves out."""
+    injection_safe: bool
+
+    def continuation(self, name: str) -> Continuation | None:
+        """What was found for the continuation of this name; see `grammar.continuation_name`."""
+        return next((found for found in self.continuations if found.name == name), None)
+
+    def shortfalls(self, required: Sequence[str]) -> Iterator[str]:
+        """Yield a line for each of `required`, names from `REQUIRABLE`, that is not certified.
+
+        A continuation is certified unless it is refused. A feature is certified if each of its parse checks was made
+        and holds, see `FEATURES`; `injection` if control tokens in callers' text stay text.
+        """
+        checks = {check.name: check for check in self.parsing}
+        for name in dict.fromkeys(required):
+            if name == "injection":
+                if not self.injection_safe:
+                    yield f"{name}: text of callers can become control tokens"
+            elif name in FEATURES:
+                failed = [checks[check] for check in FEATURES[name] if checks[check].holds is not True]
+                if name == "reasoning" and self.reasoning is None:
+                    yield f"{name}: the template shows none"
+                elif failed:
+                    yield f"{name}: {failed[0].name}: {failed[0].detail}"
+            else:
+                found = self.continuation(name)
+                if found is None or found.strategy == "refused":
+                    yield f"{name}: {'not tried' if found is None else found.reason}"
+
+    def to_json(self) -> str:
+        """One JSON object, keys sorted."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Certificate:
+        """Read what `to_json` wrote. Raises `ValueError` for anything else."""
+        try:
+            fields = json.loads(text)
+            found = fields.pop("format", None)
+            if found != FORMAT:
+                raise ValueError(f"this is of format {found}, not of format {FORMAT}")
+            fields["continuations"] = tuple(
+                Continuation(**{**one, "counterexample": tuple(one["counterexample"])})
+                for one in fields["continuations"]
+            )
+            fields["parsing"] = tuple(ParseCheck(**one) for one in fields["parsing"])
+            for key in ("stop_tokens", "dropped"):
+                fields[key] = tuple(fields[key])
+            fields["reasoning"] = tuple(fields["reasoning"]) if fields["reasoning"] else None
+            return cls(**fields)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(f"not a certificate: {error}") from error

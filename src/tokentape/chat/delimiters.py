@@ -1,0 +1,94 @@
+"""Delimiters as models write them: the pieces of what a template writes, with more, less or no white space between."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from tokentape.chat.tokenizer import MARK
+
+_BETWEEN_PIECES = re.compile(rf"({MARK.pattern})|\s+|(?<=>)(?=<)")
+
+_SPACE = re.compile(r"\s{0,1000}")
+
+
+@lru_cache(1024)
+def pieces(delimiter: str) -> tuple[str, ...]:
+    """What a delimiter is made of: control tokens, tags, words.
+
+    >>> pieces("</function>\\n</call>")
+    ('</function>', '</call>')
+    """
+    return tuple(piece for piece in _BETWEEN_PIECES.split(delimiter) if piece)
+
+
+def pattern(delimiter: str) -> str:
+    """A regular expression for all pieces of a delimiter in their order."""
+    return r"\s*".join(map(re.escape, pieces(delimiter)))
+
+
+def optional(delimiters: Iterable[str]) -> str:
+    """A regular expression for the pieces of these delimiters in their order, of which any may be missing."""
+    found = [piece for delimiter in delimiters for piece in pieces(delimiter)]
+    return "".join(rf"(?:\s*{_whole(piece)})?" for piece in found)
+
+
+def any_of(delimiters: Iterable[str]) -> str:
+    """A regular expression for one piece of any of these delimiters; what never matches where there are none."""
+    found = {piece: None for delimiter in delimiters for piece in pieces(delimiter)}
+    return "|".join(_whole(piece) for piece in sorted(found, key=len, reverse=True)) or "(?!)"
+
+
+def may_grow(text: str, at: int, delimiters: Iterable[str]) -> bool:
+    """Whether what stands behind `at`, to the end, is the beginning of a delimiter, or white space in front of one.
+
+    The delimiter's first pieces may be missing.
+    """
+    return any(
+        _is_beginning(text, at, found[n:]) for found in map(pieces, delimiters) for n in range(max(len(found), 1))
+    )
+
+
+def first_of(text: str, start: int, delimiters: Sequence[str]) -> tuple[int, str] | None:
+    """The leftmost delimiter at or behind `start`, the longest of those that begin there."""
+    best: tuple[int, str] | None = None
+    for delimiter in delimiters:
+        at = text.find(delimiter, start)
+        if at >= 0 and (best is None or (at, -len(delimiter)) < (best[0], -len(best[1]))):
+            best = at, delimiter
+    return best
+
+
+def held_back(text: str, start: int, delimiters: Sequence[str]) -> int:
+    """How many characters at the end may still grow into a delimiter."""
+    most = 0
+    for delimiter in delimiters:
+        for n in range(min(len(delimiter) - 1, len(text) - start), most, -1):
+            if text.endswith(delimiter[:n]):
+                most = n
+                break
+    return most
+
+
+def skip_space(text: str, at: int) -> int:
+    """Position of the first character at or behind `at` that is no white space, or 1000 characters on.
+
+    There is a limit because what is looked for behind white space is looked for again with every token.
+    """
+    space = _SPACE.match(text, at)
+    return space.end() if space else at
+
+
+def _whole(piece: str) -> str:
+    """A piece that ends like a word ends there: `function` is none in `function_name`."""
+    return re.escape(piece) + (r"(?!\w)" if re.match(r"\w", piece[-1]) else "")
+
+
+def _is_beginning(text: str, at: int, expected: Sequence[str]) -> bool:
+    for piece in expected:
+        at = skip_space(text, at)
+        if not text.startswith(piece, at):
+            return piece.startswith(text[at : at + len(piece)])
+        at += len(piece)
+    return not expected and skip_space(text, at) == len(text)

@@ -1,0 +1,100 @@
+"""JSON within a text that still grows: where an object ends, and where in it a member stands.
+
+Values are kept as the model wrote them. Decoding them and writing them anew would change numbers, escapes and order.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_LENIENT = json.JSONDecoder(strict=False, parse_int=str, parse_float=str, parse_constant=_refuse)
+"""Takes line breaks within strings, which models write; leaves numbers alone, however large."""
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
+_CONTROL = re.compile("[\x00-\x1f]")
+_SPACE = re.compile(r"\s*")
+_IN_STRING = re.compile(r'["\\]')
+
+
+class ObjectEnd:
+    """Finds the end of the object or list that begins at `start`; looks at each character once.
+
+    `breaks` matches what can't stand between the values of JSON: behind it, the object is beyond repair.
+    """
+
+    def __init__(self, start: int, breaks: str) -> None:
+        self.start = start
+        self.broken_at: int | None = None
+        """Where something stands that ends the text before the object is complete."""
+        self.end: int | None = None
+        self._at = start
+        self._depth = 0
+        self._in_string = False
+        self._outside = re.compile(rf'["{{}}\[\]]|(?P<break>{breaks})')
+
+    def find(self, text: str) -> int | None:
+        """Position behind the object; None as long as it is not complete, or if it is broken."""
+        while self.end is None and self.broken_at is None:
+            found = (_IN_STRING if self._in_string else self._outside).search(text, self._at)
+            if found is None or (found[0] == "\\" and found.end() == len(text)):
+                self._at = found.start() if found else len(text)
+                return None
+            self._at = found.end()
+            if self._in_string:
+                self._at += found[0] == "\\"
+                self._in_string = found[0] == "\\"
+            elif found[0] == '"':
+                self._in_string = True
+            elif found["break"] is not None:
+                self.broken_at = found.start()
+            else:
+                self._depth += 1 if found[0] in "{[" else -1
+                if self._depth == 0:
+                    self.end = found.end()
+        return self.end
+
+
+def decode(text: str) -> Any:
+    """The value of a JSON text, its numbers as text. Raises `ValueError` for what is none or nested too deep."""
+    try:
+        value, end = _LENIENT.raw_decode(text, _skip_space(text, 0))
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    if _skip_space(text, end) != len(text):
+        raise ValueError("text behind a JSON value")
+    return value
+
+
+def members(text: str) -> Iterator[tuple[str, str]]:
+    """Names and raw values of a JSON object that `decode` takes."""
+    at = _skip_space(text, _skip_space(text, 0) + 1)
+    while text[at] != "}":
+        name, at = _LENIENT.raw_decode(text, at)
+        start = _skip_space(text, _skip_space(text, at) + 1)
+        _, end = _LENIENT.raw_decode(text, start)
+        yield name, text[start:end]
+        at = _skip_space(text, end)
+        if text[at] == ",":
+            at = _skip_space(text, at + 1)
+
+
+def standard(raw: str) -> str:
+    """A value that `decode` takes as JSON that every reader takes: line breaks within strings are escaped."""
+    return _STRING.sub(lambda found: _CONTROL.sub(lambda c: f"\\u{ord(c[0]):04x}", found[0]), raw)
+
+
+def first_member(fields: Mapping[str, str], *names: str) -> str | None:
+    """The raw value of the first of these members that there is."""
+    return next((fields[name] for name in names if name in fields), None)
+
+
+def _skip_space(text: str, at: int) -> int:
+    space = _SPACE.match(text, at)
+    return space.end() if space else at

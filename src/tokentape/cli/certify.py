@@ -1,0 +1,91 @@
+"""`tokentape certify`: what holds for a model's chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokentape.cli.arguments import AsJson
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_REQUIRE_HELP = (
+    "Exit with 1 unless all of these are certified: continuations by their roles joined with +, such as "
+    "user,tool,tools+user, and reasoning, calls, parallel, injection. Names separated by commas."
+)
+
+
+def certify(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="Model folder on this machine; nothing is downloaded."),
+    ],
+    chat_template: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template to use instead of the model's own.")
+    ] = None,
+    kwargs: Annotated[
+        str, typer.Option("--kwargs", metavar="JSON", help="Template kwargs, such as '{\"enable_thinking\": false}'.")
+    ] = "{}",
+    required: Annotated[str, typer.Option("--require", metavar="NAMES", help=_REQUIRE_HELP)] = "",
+    cache: Annotated[bool, typer.Option(help="Use the certificate that is kept on this machine.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Say what holds for a model's chat template.
+
+    Which bridges are exact, what is parsed back, what the template drops: tried out on a grammar of conversations, by
+    rendering them. Certificates are kept under TOKENTAPE_CACHE or the user's cache directory. A continuation is
+    certified unless it is refused; `fork` is exact too, on a new branch.
+    """
+    if not path.is_dir():
+        raise typer.BadParameter(
+            f"{str(path)!r} is not a folder. This takes a model folder on this machine and downloads nothing; "
+            "tokenizer and chat template are enough, weights are not needed.",
+            param_hint="PATH",
+        )
+    template_kwargs = _object(kwargs)
+
+    from rich.console import Console
+
+    from tokentape.chat.certificate_cache import load_or_certify
+    from tokentape.chat.certify import certify as certify_anew
+    from tokentape.chat.renderer import Renderer
+    from tokentape.cli.certificate_report import print_certificate
+
+    names = _names(required)
+    renderer = Renderer.load(path, chat_template)
+    with Console(stderr=True).status("trying out conversations"):
+        certificate = (load_or_certify if cache else certify_anew)(renderer, template_kwargs)
+    if as_json:
+        typer.echo(certificate.to_json())
+    else:
+        print_certificate(certificate, renderer.template.sha256)
+    shortfalls = list(certificate.shortfalls(names))
+    for line in shortfalls:
+        typer.echo(f"not certified: {line}", err=True)
+    raise typer.Exit(1 if shortfalls else 0)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}", param_hint="--kwargs") from None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"expected a JSON object, found {text}", param_hint="--kwargs")
+    return found
+
+
+def _names(text: str) -> Sequence[str]:
+    from tokentape.chat.certificate import REQUIRABLE
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in REQUIRABLE]
+    if unknown:
+        raise typer.BadParameter(
+            f"unknown: {', '.join(unknown)}. Known: {', '.join(REQUIRABLE)}", param_hint="--require"
+        )
+    return names

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from tokentape.chat import certificate_cache
+from tokentape.chat.certificate import Certificate
+from tokentape.chat.certificate_cache import default_directory, load_or_certify
+from tokentape.chat.certify import certify
+from tokentape.chat.renderer import Renderer
+from tokentape.chat.template import ChatTemplate
+
+
+class Counted:
+    """Counts how often a certificate is made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made = 0
+        monkeypatch.setattr(certificate_cache, "certify", self)
+
+    def __call__(self, *args: object) -> Certificate:
+        self.made += 1
+        return certify(*args)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+def test_it_is_made_once(renderer: Renderer, tmp_path: Path, counted: Counted) -> None:
+    first = load_or_certify(renderer, {}, tmp_path / "new")
+    assert load_or_certify(renderer, {}, tmp_path / "new") == first == certify(renderer)
+    assert counted.made == 1
+    assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".json"]
+
+
+def test_other_kwargs_another_template_and_other_source_are_other_certificates(
+    renderer: Renderer, tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_or_certify(renderer, {}, tmp_path)
+    assert load_or_certify(renderer, {"a": [1]}, tmp_path).template_kwargs == {"a": [1]}
+    other = Renderer(renderer.tokenizer, ChatTemplate(renderer.template.source + " "))
+    assert load_or_certify(other, {}, tmp_path).fingerprint == other.fingerprint
+    monkeypatch.setattr(certificate_cache, "_algorithm", lambda: "changed")
+    load_or_certify(renderer, {}, tmp_path)
+    assert counted.made == 4
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b'{"format": 1}', b"[1]"])
+def test_a_corrupt_file_is_made_again_and_replaced(
+    renderer: Renderer, tmp_path: Path, counted: Counted, damage: bytes
+) -> None:
+    made = load_or_certify(renderer, {}, tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage)
+    assert load_or_certify(renderer, {}, tmp_path) == made
+    assert Certificate.from_json(path.read_text(encoding="utf-8")) == made
+    assert counted.made == 2
+
+
+def test_a_file_of_another_model_is_made_again(renderer: Renderer, tmp_path: Path, counted: Counted) -> None:
+    made = load_or_certify(renderer, {}, tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(made.to_json().replace(renderer.fingerprint, "0" * 64), encoding="utf-8")
+    assert load_or_certify(renderer, {}, tmp_path) == made
+    assert counted.made == 2
+
+
+def test_without_a_place_to_write_it_works_and_says_so_once(
+    renderer: Renderer, tmp_path: Path, counted: Counted, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert load_or_certify(renderer, {}, taken / "certificates").fingerprint == renderer.fingerprint
+    assert counted.made == 2
+    (record,) = caplog.records
+    assert "TOKENTAPE_CACHE" in record.message
+
+
+def test_a_write_that_fails_leaves_nothing_behind(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    load_or_certify(renderer, {}, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_oldest_go_when_there_are_too_many(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificate_cache, "_MOST", 2)
+    for age, name in enumerate(("a", "b", "c")):
+        old = tmp_path / f"{name}.json"
+        old.write_text("")
+        os.utime(old, (1000 - age, 1000 - age))
+    load_or_certify(renderer, {}, tmp_path)
+    assert {path.stem for path in tmp_path.iterdir()} > {"a"}
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_directory_is_the_chosen_one_else_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENTAPE_CACHE", "/chosen")
+    assert default_directory() == Path("/chosen/certificates")
+    monkeypatch.delenv("TOKENTAPE_CACHE")
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert default_directory() == Path("/xdg/tokentape/certificates")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert default_directory() == Path("/home/me/.cache/tokentape/certificates")
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert default_directory() == Path("/home/me/Library/Caches/tokentape/certificates")

@@ -1,0 +1,526 @@
+"""What models write instead of what their templates render: read where it is unambiguous, text where it is not."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.chat.conftest import TEMPLATES, load_renderer, needs_tokenizers, setup_for
+from tokentape.chat import grammar
+from tokentape.chat.certify import written_turn
+from tokentape.chat.parse import Reply
+from tokentape.errors import TemplateRefused
+from tokentape.types import Tool
+
+pytestmark = needs_tokenizers
+
+QWEN3, THINKING = "qwen3/templates/Qwen3.jinja", "qwen3/templates/Qwen3-Thinking-2507.jinja"
+CODER = "qwen3/templates/Qwen3-Coder.jinja"
+GLM = "glm4_5/templates/GLM-4.6.jinja"
+DEEPSEEK, DEEPSEEK_V31 = "deepseek_v3/templates/DeepSeek-V3-Dec2024.jinja", "deepseek_v31/templates/DeepSeek-V3.1.jinja"
+LLAMA = "llama3/templates/Llama-3.1-3.3-Instruct.jinja"
+MISTRAL_V3, MISTRAL_V11 = "mistral_nemo/templates/v3.jinja", "mistral_nemo/templates/v11.jinja"
+MISTRAL_V13 = "mistral_nemo/templates/v13.jinja"
+GPT_OSS = "gpt_oss/templates/gpt-oss.jinja"
+MINIMAX, NEMOTRON = "minimax_m2/templates/MiniMax-M2.jinja", "nemotron3/templates/Nemotron-3-Nano.jinja"
+
+BARE_SCHEMA: Tool = {"type": "function", "function": {"name": "free", "parameters": {"type": "object"}}}
+OPTIONAL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "ask",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "who": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "kind": {"enum": ["1", "2"]},
+                "either": {"type": ["string", "integer"]},
+            },
+        },
+    },
+}
+TOOLS = (grammar.TOOL, BARE_SCHEMA, OPTIONAL)
+
+
+def parse(template: str, text: str, *, ended: bool = True, tools: tuple[Tool, ...] = TOOLS) -> Reply:
+    """Parse a completion in which control tokens are spelled; `ended`: a stop token follows."""
+    renderer = load_renderer(template)
+    setup = setup_for(renderer, tools=tools)
+    ids = renderer.tokenizer.encode_plain(text)
+    if ended:
+        ids.append(min(renderer.stop_ids(setup)))
+    parser = renderer.parser(setup)
+    parser.feed(ids)
+    return parser.finish()[1]
+
+
+def told(reply: Reply) -> tuple[str, list[tuple[str, Any, str]]]:
+    """Content and calls, arguments decoded where they are JSON."""
+    return reply.content, [
+        (call.name, json.loads(call.arguments) if call.status != "bad_arguments" else None, call.status)
+        for call in reply.calls_for_client
+    ]
+
+
+HERE = ("measure", {"place": "here"}, "ok")
+ARGUMENTS = '{"place": "here"}'
+
+ONE_CALL = {
+    QWEN3: [
+        '<tool_call>\n{"name": "measure", "arguments": {"place": "here"}}\n</tool_call>',
+        '<tool_call>{"name":"measure","arguments":{"place":"here"}}</tool_call>',
+        '<tool_call>\n\n\n  {"name": "measure", "arguments": {"place": "here"}}  \n\n</tool_call>\n\n',
+        '\n\n<tool_call>\n{"arguments": {"place": "here"}, "name": "measure"}\n</tool_call>',
+        '<tool_call>\n{"id": 7, "type": "function", "name": "measure", "arguments": {"place": "here"}}\n</tool_call>',
+        '<tool_call>\n{"name": "measure", "arguments": "{\\"place\\": \\"here\\"}"}\n</tool_call>',
+        '<tool_call>\n{"name": "measure", "parameters": {"place": "here"}}\n</tool_call>',
+        '<tool_call>\n{"function": {"name": "measure", "arguments": {"place": "here"}}}\n</tool_call>',
+        '<tool_call>\n{"name": "measure", "arguments": {"place": "here"}}',
+        '<tool_call>\n{"name": "measure", "arguments": {"place": "here"}}}\n</tool_call>',
+        '<tool_call>\n<tool_call>\n{"name": "measure", "arguments": {"place": "here"}}\n</tool_call>\n</tool_call>',
+        '<tool_call>\n{"name": "measure", "arguments": {"place": "gone", "place": "here"}}\n</tool_call>',
+        '<tool_call>\n{"name": "measure", "arguments": {"place": "h\\u0065re"}}\n</tool_call>',
+        '<tool_call>\n{\n  "name": "measure",\n  "arguments": {\n    "place": "here"\n  }\n}\n</tool_call>',
+    ],
+    CODER: [
+        "<tool_call>\n<function=measure>\n<parameter=place>\nhere\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call><function=measure><parameter=place>here</parameter></function></tool_call>",
+        "<tool_call>\n\n<function=measure>\n\n<parameter=place>\nhere\n</parameter>\n\n</function>\n\n</tool_call>\n",
+        "<tool_call>\n<function= measure >\n<parameter= place >\nhere\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=measure>\n<parameter=place>\nhere\n</parameter>\n</function>",
+        "<tool_call>\n<function=measure>\n<parameter=place>\nhere\n</parameter>",
+        "<tool_call>\n<function=measure>\n<parameter=place>\nhere\n</parameter>\n</tool_call>",
+        '<tool_call>\n{"name": "measure", "arguments": {"place": "here"}}\n</tool_call>',
+    ],
+    GLM: [
+        "\n<tool_call>measure\n<arg_key>place</arg_key>\n<arg_value>here</arg_value>\n</tool_call>",
+        "<tool_call>measure<arg_key>place</arg_key><arg_value>here</arg_value></tool_call>",
+        "<tool_call>\nmeasure \n <arg_key> place </arg_key>\n\n<arg_value>here</arg_value>\n\n</tool_call>\n",
+        "<tool_call>measure\n<arg_key>place</arg_key>\n<arg_value>here</arg_value>\n",
+    ],
+    DEEPSEEK: [
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n```json\n{ARGUMENTS}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜> function <｜tool▁sep｜> measure ```json{ARGUMENTS}```"
+        "<｜tool▁call▁end｜>",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n```\n{ARGUMENTS}\n```\n",
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>measure<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ],
+    DEEPSEEK_V31: [
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>measure<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜> measure\n<｜tool▁sep｜>\n{ARGUMENTS}\n<｜tool▁call▁end｜>\n",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>measure<｜tool▁sep｜>{ARGUMENTS}",
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>",
+    ],
+    LLAMA: [
+        '{"name": "measure", "parameters": {"place": "here"}}',
+        '  \n{"name": "measure", "arguments": {"place": "here"}}\n',
+        '<|python_tag|>{"name": "measure", "parameters": {"place": "here"}}',
+        '{"type": "function", "name": "measure", "parameters": {"place": "here"}}<|eom_id|>',
+        '{"function": "measure", "parameters": {"place": "here"}}',
+    ],
+    MISTRAL_V3: [
+        '[TOOL_CALLS][{"name": "measure", "arguments": {"place": "here"}, "id": "abcdefghi"}]',
+        '[TOOL_CALLS] [ {"name": "measure", "arguments": {"place": "here"}} ]',
+        '[TOOL_CALLS]{"name": "measure", "arguments": {"place": "here"}}',
+        '[TOOL_CALLS][{"name": "measure", "arguments": {"place": "here"}}',
+    ],
+    MISTRAL_V11: [
+        f"[TOOL_CALLS]measure[CALL_ID]abcdefghi[ARGS]{ARGUMENTS}",
+        f"[TOOL_CALLS]measure[ARGS]{ARGUMENTS}",
+        f"[TOOL_CALLS] measure\n{ARGUMENTS}\n",
+    ],
+    MISTRAL_V13: [
+        f"[TOOL_CALLS]measure[ARGS]{ARGUMENTS}",
+        f"[TOOL_CALLS]measure[CALL_ID]abcdefghi[ARGS]{ARGUMENTS}",
+        f"[TOOL_CALLS]measure{ARGUMENTS}",
+    ],
+    GPT_OSS: [
+        f" to=functions.measure<|channel|>commentary json<|message|>{ARGUMENTS}",
+        f"<|channel|>commentary to=functions.measure <|constrain|>json<|message|>{ARGUMENTS}",
+        f"<|channel|>commentary to=functions.measure<|constrain|>json<|message|>{ARGUMENTS}",
+        f"<|channel|>commentary to=functions.measure<|message|>\n{ARGUMENTS}\n",
+        f"<|channel|>analysis to=functions.measure code<|message|>{ARGUMENTS}",
+        f"<|channel|>commentary to=measure json<|message|>{ARGUMENTS}",
+    ],
+    MINIMAX: [
+        '</think>\n<minimax:tool_call>\n<invoke name="measure">\n<parameter name="place">here</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        '</think><minimax:tool_call><invoke name="measure"><parameter name="place">here</parameter></invoke>'
+        "</minimax:tool_call>",
+        '</think><invoke name="measure">\n<parameter name="place">here</parameter>\n</invoke>',
+        '</think><minimax:tool_call>\n<invoke  name="measure">\n<parameter  name="place">here</parameter>\n</invoke>\n',
+    ],
+    NEMOTRON: [
+        "</think>\n<tool_call>\n<function=measure>\n<parameter=place>\nhere\n</parameter>\n</function>\n</tool_call>\n",
+        "</think><tool_call><function=measure><parameter=place>here</parameter></function></tool_call>",
+    ],
+}
+
+
+@pytest.mark.parametrize(("template", "text"), [(name, text) for name, texts in ONE_CALL.items() for text in texts])
+def test_a_call_is_read_however_it_is_written(template: str, text: str) -> None:
+    assert told(parse(template, text)) == ("", [HERE])
+
+
+NO_ARGUMENTS = {
+    QWEN3: [
+        '<tool_call>\n{"name": "measure", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "measure"}\n</tool_call>',
+        '<tool_call>\n{"name": "measure", "arguments": null}\n</tool_call>',
+        '<tool_call>\n{"name": "measure", "arguments": ""}\n</tool_call>',
+        '<tool_call>\n{"name": "measure", "arguments": "{}"}\n</tool_call>',
+    ],
+    CODER: [
+        "<tool_call>\n<function=measure>\n</function>\n</tool_call>",
+        "<tool_call><function=measure></function></tool_call>",
+        "<tool_call>\n<function=measure>\n</tool_call>",
+        "<tool_call>\n<function=measure>\n<parameter=>\n</parameter>\n</function>\n</tool_call>",
+    ],
+    GLM: ["<tool_call>measure\n</tool_call>", "<tool_call>measure</tool_call>", "<tool_call>\nmeasure\n"],
+    DEEPSEEK: [
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n```json\n\n```<｜tool▁call▁end｜>"
+    ],
+    DEEPSEEK_V31: [
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>measure<｜tool▁sep｜><｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>measure<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ],
+    LLAMA: ['{"name": "measure", "parameters": {}}', '{"name": "measure", "parameters": null}'],
+    MISTRAL_V13: ["[TOOL_CALLS]measure[ARGS]{}", "[TOOL_CALLS]measure[ARGS]"],
+    GPT_OSS: [" to=functions.measure<|channel|>commentary json<|message|>"],
+    MINIMAX: [
+        '</think>\n<minimax:tool_call>\n<invoke name="measure">\n</invoke>\n</minimax:tool_call>',
+        '</think><minimax:tool_call><invoke name="measure"></invoke></minimax:tool_call>',
+    ],
+}
+
+
+@pytest.mark.parametrize(("template", "text"), [(name, text) for name, texts in NO_ARGUMENTS.items() for text in texts])
+def test_a_call_without_arguments(template: str, text: str) -> None:
+    assert told(parse(template, text)) == ("", [("measure", {}, "ok")])
+
+
+TWO_CALLS = {
+    QWEN3: f'<tool_call>{{"name": "measure", "arguments": {ARGUMENTS}}}</tool_call>\n\n' * 2,
+    CODER: "<tool_call><function=measure><parameter=place>here</parameter></function></tool_call>" * 2,
+    GLM: "<tool_call>measure<arg_key>place</arg_key><arg_value>here</arg_value></tool_call>" * 2,
+    DEEPSEEK_V31: "<｜tool▁calls▁begin｜>"
+    + f"\n<｜tool▁call▁begin｜>measure<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>\n" * 2,
+    LLAMA: f'{{"name": "measure", "parameters": {ARGUMENTS}}}; {{"name": "measure", "parameters": {ARGUMENTS}}}',
+    MISTRAL_V3: f'[TOOL_CALLS][{{"name": "measure", "arguments": {ARGUMENTS}}},'
+    f'\n{{"name": "measure", "arguments": {ARGUMENTS}}}]',
+    MISTRAL_V13: f"[TOOL_CALLS]measure[ARGS]{ARGUMENTS}" * 2,
+    GPT_OSS: f"<|channel|>commentary to=functions.measure json<|message|>{ARGUMENTS}<|end|><|start|>assistant"
+    f"<|channel|>commentary to=functions.measure json<|message|>{ARGUMENTS}",
+    MINIMAX: "</think><minimax:tool_call>"
+    + '<invoke name="measure"><parameter name="place">here</parameter></invoke>' * 2
+    + "</minimax:tool_call>",
+}
+
+
+@pytest.mark.parametrize("template", TWO_CALLS)
+def test_two_calls(template: str) -> None:
+    assert told(parse(template, TWO_CALLS[template])) == ("", [HERE, HERE])
+
+
+@pytest.mark.parametrize(
+    "template", [QWEN3, CODER, GLM, DEEPSEEK_V31, MISTRAL_V3, LLAMA], ids=lambda name: name.split("/")[-1]
+)
+def test_text_before_between_and_behind_calls_is_content(template: str) -> None:
+    call = ONE_CALL[template][0]
+    end = "\n" if template == LLAMA else ""
+    content, calls = told(parse(template, f"first\n{call}{end}second\n{call}{end}third"))
+    assert (content.split(), calls) == (["first", "second", "third"], [HERE, HERE])
+
+
+def test_a_call_that_another_one_interrupts_is_broken_and_the_other_is_read() -> None:
+    call = ONE_CALL[QWEN3][0]
+    reply = parse(QWEN3, '<tool_call>\n{"name": "measure", "arguments": {"pla\n' + call.replace('"here"', '"there"'))
+    # The second opens within a string of the first, which nothing closes: which of the two was meant is a guess.
+    assert [call.status for call in reply.tool_calls][-1:] != []
+    reply = parse(QWEN3, '<tool_call>\n{"name": "measure", "arguments": {\n' + call)
+    assert [call.status for call in reply.tool_calls] == ["bad_arguments", "ok"]
+
+
+@pytest.mark.parametrize(
+    "value", ["a } b", '"quoted" \\ {"', "</tool_call>", "[TOOL_CALLS]", "```\n<tool_call>", "é\U0001fae0\u2028"]
+)
+def test_braces_and_delimiters_within_strings_are_text(value: str) -> None:
+    arguments = json.dumps({"place": value})
+    renderer = load_renderer(QWEN3)
+    tokenizer = renderer.tokenizer
+    ids = tokenizer.encode_plain("<tool_call>")
+    ids += tokenizer.encode_marked(f'\n{{"name": "measure", "arguments": {arguments}}}\n').ids
+    ids += tokenizer.encode_plain("</tool_call><|im_end|>")
+    parser = renderer.parser(setup_for(renderer, tools=TOOLS))
+    parser.feed(ids)
+    assert told(parser.finish()[1]) == ("", [("measure", {"place": value}, "ok")])
+
+
+def test_a_control_token_within_a_string_closes_nothing_if_the_string_goes_on() -> None:
+    text = '<tool_call>\n{"name": "measure", "arguments": {"place": "a </tool_call> b"}}\n</tool_call>'
+    assert told(parse(QWEN3, text)) == ("", [("measure", {"place": "a </tool_call> b"}, "ok")])
+
+
+def test_a_line_break_within_a_json_string_is_read() -> None:
+    text = '<tool_call>\n{"name": "measure", "arguments": {"place": "one\n\ttwo"}}\n</tool_call>'
+    assert told(parse(QWEN3, text)) == ("", [("measure", {"place": "one\n\ttwo"}, "ok")])
+
+
+def test_arguments_are_kept_as_they_were_written() -> None:
+    arguments = '{"ratio": 1.10, "count": 123456789012345678901234567890, "huge": 1e999, "place": "\\u00e9\\ud83d"}'
+    for template, text in (
+        (QWEN3, f'<tool_call>\n{{"name": "measure", "arguments": {arguments}}}\n</tool_call>'),
+        (MISTRAL_V13, f"[TOOL_CALLS]measure[ARGS]{arguments}"),
+        (LLAMA, f'{{"name": "measure", "parameters": {arguments}}}'),
+    ):
+        (call,) = parse(template, text).tool_calls
+        assert (call.arguments, call.status) == (arguments, "ok")
+
+
+def test_a_number_too_large_for_python_to_print_is_read() -> None:
+    digits = "9" * 6000
+    (call,) = parse(
+        CODER, f"<tool_call><function=measure><parameter=count>{digits}</parameter></function></tool_call>"
+    ).tool_calls
+    assert (call.arguments, call.status) == (f'{{"count": {digits}}}', "ok")
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_what_is_not_json_is_no_argument(constant: str) -> None:
+    text = f'<tool_call>\n{{"name": "measure", "arguments": {{"ratio": {constant}}}}}\n</tool_call>'
+    (call,) = parse(QWEN3, text).tool_calls
+    assert call.status == "bad_arguments"
+
+
+def test_half_a_character_in_a_name_can_be_written_as_utf8() -> None:
+    (call,) = parse(
+        QWEN3, '<tool_call>\n{"name": "a\\ud800", "arguments": "{\\"a\\": \\"\\udc00\\"}"}\n</tool_call>'
+    ).tool_calls
+    (call.name + call.arguments).encode("utf-8")
+    assert call.status == "unknown_tool"
+
+
+def tagged(name: str, **values: str) -> str:
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "raw", "value"),
+    [
+        ("measure", "exact", "True", True),
+        ("measure", "exact", "true", True),
+        ("measure", "tags", "['a', \"b\", None]", ["a", "b", None]),
+        ("measure", "options", "{'a': True, 'b': (1, 2)}", {"a": True, "b": [1, 2]}),
+        ("measure", "options", '{"a": {"b": []}}', {"a": {"b": []}}),
+        ("measure", "place", "None", "None"),
+        ("measure", "place", "42", "42"),
+        ("measure", "place", '{"a": 1}', '{"a": 1}'),
+        ("measure", "place", "\n two \n", "\n two \n"),
+        ("measure", "place", "", ""),
+        ("measure", "place", "a < b && </param> <parameter=x", "a < b && </param> <parameter=x"),
+        ("measure", "place", "before </parameter> behind", "before </parameter> behind"),
+        ("measure", "count", "seven", "seven"),
+        ("measure", "unknown", "7", 7),
+        ("measure", "unknown", "seven", "seven"),
+        ("free", "any", "None", None),
+        ("free", "any", "[1, 2", "[1, 2"),
+        ("ask", "who", "7", "7"),
+        ("ask", "who", "null", None),
+        ("ask", "kind", "1", "1"),
+        ("ask", "either", "7", 7),
+        ("ask", "either", "seven", "seven"),
+        ("multiply", "a", "7", 7),
+    ],
+)
+def test_a_tagged_value_takes_the_type_that_the_schema_leaves_it(name: str, key: str, raw: str, value: Any) -> None:
+    (call,) = parse(CODER, tagged(name, **{key: raw})).tool_calls
+    assert call.status == ("unknown_tool" if name == "multiply" else "ok")
+    assert json.loads(call.arguments) == {key: value}
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"properties": None}, {"properties": {"a": 7}}])
+def test_a_schema_may_say_nothing(parameters: Any) -> None:
+    tool: Any = {"type": "function", "function": {"name": "measure", "parameters": parameters}}
+    (call,) = parse(CODER, tagged("measure", a="7"), tools=(tool,)).tool_calls
+    assert (json.loads(call.arguments), call.status) == ({"a": 7}, "ok")
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "reasoning", "content"),
+    [
+        (THINKING, "<think>\nhm\n</think>\n\nwell", "hm", "well"),
+        (THINKING, "\n<think>hm</think>well", "hm", "well"),
+        (THINKING, "hm</think>\n\nwell", "hm", "well"),
+        (QWEN3, "<think>hm</think>well", "hm", "well"),
+        (QWEN3, "\n\n<think>\n\nhm\n\n</think>\n\n\nwell", "\nhm\n", "\nwell"),
+        (QWEN3, "<think>\n\n\n\n</think>\n\nwell", "", "well"),
+        (QWEN3, "<think>one</think>well<think>two</think>then", "one\ntwo", "well\nthen"),
+        (QWEN3, "<think>\nI would <tool_call> it\n</think>\n\nwell", "I would <tool_call> it", "well"),
+        (GPT_OSS, "well", "", "well"),
+        (GPT_OSS, "well<|end|><|start|>assistant<|channel|>final<|message|>then", "", "well\nthen"),
+        (GPT_OSS, "well now<|channel|>final<|message|>then", "", "well now\nthen"),
+        (
+            GPT_OSS,
+            "<|channel|>analysis<|message|>one<|end|><|start|>assistant<|channel|>analysis<|message|>two<|end|>"
+            "<|start|>assistant<|channel|>commentary<|message|>preamble<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>well",
+            "one\ntwo",
+            "preamble\nwell",
+        ),
+        (GPT_OSS, "<|channel|>final <|constrain|>json<|message|>{}", "", "{}"),
+        (
+            LLAMA,
+            '{"well": {"name": "measure", "parameters": {}}}',
+            "",
+            '{"well": {"name": "measure", "parameters": {}}}',
+        ),
+        (LLAMA, 'so {"name": "measure", "parameters": {}}', "", 'so {"name": "measure", "parameters": {}}'),
+        (LLAMA, '{"name": "multiply", "parameters": {}}', "", '{"name": "multiply", "parameters": {}}'),
+    ],
+)
+def test_reasoning_and_content(template: str, text: str, reasoning: str, content: str) -> None:
+    reply = parse(template, text)
+    assert (reply.reasoning, reply.content, reply.tool_calls) == (reasoning, content, ())
+
+
+def test_a_call_closes_reasoning_that_was_left_open() -> None:
+    reply = parse(QWEN3, f"<think>\nhm\n{ONE_CALL[QWEN3][0]}")
+    assert (reply.reasoning, reply.reasoning_open, told(reply)) == ("hm\n", False, ("", [HERE]))
+
+
+def test_half_a_call_within_reasoning_is_reasoning() -> None:
+    reply = parse(QWEN3, '<think>\nhm <tool_call>\n{"name": "measure", "argu', ended=False)
+    assert (reply.reasoning, reply.content) == ('hm <tool_call>\n{"name": "measure", "argu', "")
+    assert (reply.reasoning_open, reply.calls_for_client) == (True, ())
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (CODER, "<tool_call>\n<function=measure>\n"),
+        (CODER, "<tool_call>\n<function=measure>\n<parameter=place>\nhere\n</parameter>\n"),
+        (GLM, "<tool_call>measure"),
+        (GLM, "<tool_call>measure\n<arg_key>place</arg_key>\n<arg_value>here</arg_value>\n"),
+        (MISTRAL_V13, "[TOOL_CALLS]measure[ARGS]"),
+        (GPT_OSS, " to=functions.measure<|channel|>commentary json<|message|>"),
+    ],
+)
+def test_what_would_be_a_call_if_the_model_had_stopped_is_none_if_it_was_cut_off(template: str, text: str) -> None:
+    assert [call.status for call in parse(template, text).tool_calls] == ["ok"]
+    assert parse(template, text, ended=False).calls_for_client == ()
+
+
+@functools.cache
+def written(template: str) -> tuple[list[int], ...]:
+    """Completions as the template writes them, one for each kind of turn."""
+    renderer = load_renderer(template)
+    setup = grammar.setup(renderer.fingerprint, {})
+    completions = []
+    for message in grammar.TURNS.values():
+        try:
+            turn = written_turn(renderer, setup, message)
+        except TemplateRefused:
+            continue
+        if turn is not None:
+            completions.append(renderer.tokenizer.encode_after_control(turn[1]).ids)
+    return tuple(completions)
+
+
+def stream(template: str, ids: list[int], step: int, stop_strings: tuple[str, ...] = ()) -> Reply:
+    """Parse `step` tokens at a time; the deltas must add up to the reply."""
+    renderer = load_renderer(template)
+    parser = renderer.parser(grammar.setup(renderer.fingerprint, {}), stop_strings=stop_strings)
+    deltas = [parser.feed(ids[at : at + step]) for at in range(0, len(ids), step)]
+    rest, reply = parser.finish()
+    deltas.append(rest)
+    assert "".join(delta.content for delta in deltas) == reply.content
+    assert "".join(delta.reasoning for delta in deltas) == reply.reasoning
+    assert tuple(call for delta in deltas for call in delta.tool_calls) == reply.calls_for_client
+    return reply
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_completion_cut_off_anywhere_loses_nothing_and_makes_up_no_call(template: str) -> None:
+    renderer = load_renderer(template)
+    words = ("answerword", "thoughtword", "line one", "réponse")
+    for ids in written(template):
+        whole = stream(template, ids, 1)
+        complete = [(call.name, call.arguments) for call in whole.tool_calls]
+        for n in range(len(ids)):
+            reply = stream(template, ids[:n], n or 1)
+            calls = [(call.name, call.arguments) for call in reply.calls_for_client]
+            assert calls == complete[: len(calls)]
+            assert all(call.status == "ok" for call in reply.calls_for_client)
+            text = renderer.tokenizer.decode(ids[:n])
+            shown = "".join([reply.content, reply.reasoning, *(call.arguments for call in reply.tool_calls)])
+            assert [word for word in words if word in text and word not in shown] == []
+
+
+def mangled(template: str, rng: random.Random) -> list[int]:
+    """Ids of a completion or two, with pieces missing, doubled, moved and strewn in."""
+    renderer = load_renderer(template)
+    tokenizer = renderer.tokenizer
+    ids = [i for _ in range(rng.randint(1, 2)) for i in rng.choice(written(template))]
+    controls = [control.id for control in tokenizer.controls if control.content in renderer.template.source]
+    strewn = ' |\n|{|}|"|}}|x|<|>|</|function|parameter|\\|[|]|```|;|,|measure|:|{"name": "measure"}'.split("|")
+    for _ in range(rng.randint(0, 6)):
+        at, kind = rng.randint(0, len(ids)), rng.randint(0, 4)
+        if kind == 0:
+            del ids[at : at + rng.randint(1, 5)]
+        elif kind == 1:
+            ids[at:at] = tokenizer.encode_plain(rng.choice(strewn))
+        elif kind == 2 and controls:
+            ids.insert(at, rng.choice(controls))
+        elif kind == 3:
+            del ids[at:]
+        else:
+            start = rng.randint(0, len(ids))
+            ids[at:at] = ids[start : start + 20]
+    if rng.random() < 0.5:
+        stops = renderer.stop_ids(grammar.setup(renderer.fingerprint, {}))
+        ids = [token_id for token_id in ids if token_id not in stops]
+    return ids
+
+
+@given(
+    template=st.sampled_from(TEMPLATES), seed=st.integers(0, 2**32), stop=st.sampled_from([(), ("here",), ("\n\n",)])
+)
+@settings(max_examples=400, deadline=None)
+def test_what_is_told_does_not_depend_on_how_tokens_arrive(template: str, seed: int, stop: tuple[str, ...]) -> None:
+    ids = mangled(template, random.Random(seed))
+    whole = stream(template, ids, len(ids) or 1, stop)
+    assert stream(template, ids, 1, stop) == whole
+    assert stream(template, ids, 3, stop) == whole
+
+
+HOSTILE = [
+    "<tool_call>" * 3000,
+    '<tool_call>{"name": "measure", "arguments": ' + '{"a": ' * 20000,
+    '{"name": "measure", "parameters": ' + "[" * 50000,
+    '<tool_call>{"name": "measure", "arguments": "' + "\\" * 30001,
+    "<tool_call><function=measure>" + "<parameter=place>" * 3000,
+    "<tool_call><function=measure><parameter=tags>" + "[" * 5000 + "</parameter></function></tool_call>",
+    "[TOOL_CALLS]" * 3000 + "[" * 3000,
+    "<|channel|>" * 2000 + "<|message|>" * 2000,
+    "</think>" * 2000 + "<think>" * 2000,
+    " \n" * 20000 + "<tool_call>" + "\n" * 20000,
+]
+
+
+@pytest.mark.parametrize(
+    "template", [QWEN3, CODER, GLM, LLAMA, MISTRAL_V3, MISTRAL_V13, DEEPSEEK_V31, GPT_OSS, MINIMAX]
+)
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_completions_are_read_to_their_end(template: str, text: str) -> None:
+    reply = parse(template, text, ended=False)
+    json.dumps([reply.content, reply.reasoning, [call.arguments for call in reply.tool_calls]]).encode("utf-8")
+    assert [call for call in reply.tool_calls if call.status == "ok"] == []
