@@ -1,6 +1,6 @@
 """Measure the tiny model on held-out tasks, through the whole loop of prompting, calling tools and answering.
 
-    python models/tiny/evaluate.py [--tasks N] [--model FOLDER] [--json]
+    python models/tiny/evaluate.py [--tasks N] [--model FOLDER]
 
 Contexts are append-only ids: the first prompt is rendered, then every sampled id stays and only the bridge to the
 next messages is encoded. Nothing that was sampled is decoded and encoded again, except to count what would change.

@@ -244,7 +244,7 @@ TEXTS = st.text(max_size=30) | st.sampled_from(["", " ", "\n\n", "<|im_end|>", "
 
 
 @given(user=TEXTS, tool=TEXTS, system=TEXTS, template=st.sampled_from(QWEN), seed=st.integers(0, 2**16))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_context_is_only_ever_appended_to(user: str, tool: str, system: str, template: str, seed: int) -> None:
     """Whatever callers say and however the model split its text, not one sampled id changes over many turns."""
     renderer = load_renderer(template)
@@ -252,7 +252,7 @@ def test_context_is_only_ever_appended_to(user: str, tool: str, system: str, tem
     call_id = f"call{seed:05d}"
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     context = renderer.render(messages, setup).ids.tolist()
-    for n in range(4):
+    for n in range(30):
         completion = random_split(tokenizer, f"word{n} {user[:8]}", rng) + tokenizer.encode_plain("<|im_end|>")
         reply: dict[str, Any] = {"role": "assistant", "content": "said"}
         new = [{"role": "user", "content": user}]
@@ -267,7 +267,7 @@ def test_context_is_only_ever_appended_to(user: str, tool: str, system: str, tem
         context = context + completion + added.ids.tolist()
     starts = tokenizer.control("<|im_start|>")
     assert starts is not None
-    assert context.count(starts.id) == len(renderer_starts(renderer, system, user)) + 4 * 2
+    assert context.count(starts.id) == len(renderer_starts(renderer, system, user)) + 30 * 2
 
 
 def renderer_starts(renderer: Renderer, system: str, user: str) -> list[int]:

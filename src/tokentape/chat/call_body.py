@@ -291,12 +291,13 @@ def _tags(syntax: CallSyntax) -> _Tags:
 @lru_cache(64)
 def _named(syntax: CallSyntax) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Expressions for all in front of the arguments, and for what ends it: the arguments, or the end of the call."""
-    behind = [syntax.close, syntax.separator, syntax.section_close, syntax.section_open, syntax.open]
+    behind = [syntax.close, syntax.separator, syntax.section_close]
     ends = [piece for text in behind for piece in pieces(text)]
+    ends += [piece for text in (syntax.section_open, syntax.open) for piece in pieces(text)[:1]]
     marks = [piece for piece in ends if MARK.match(piece)]
     end = any_of(marks or [piece for piece in ends if not re.fullmatch(r"\w+", piece)])
     other_mark = rf"(?!{end})(?:{MARK.pattern})"
-    named = rf"(?:{any_of([syntax.name_close])}|{other_mark}|```(?:json)?)"
+    named = rf"(?:{any_of([syntax.name_close, syntax.id_close])}|{other_mark}|```(?:json)?)"
     call_id = rf"(?:(?P<id>[\w.:-]{{1,256}})\s*(?:{any_of([syntax.id_close])}|{other_mark})\s*)?"
     head = re.compile(rf"(?P<name>{_NAME})\s*(?:{named}\s*){{0,8}}?{call_id}(?:{named}\s*){{0,8}}")
     return head, re.compile(rf"\{{|{end}")

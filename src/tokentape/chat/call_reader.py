@@ -63,10 +63,11 @@ class CallReader:
         self._start = self._seek = 0
         self._body: BodyReader | None = None
 
-    def read(self, text: str, at: int, *, final: bool, ended: bool) -> ReadCall | None:
+    def read(self, text: str, at: int, *, final: bool, ended: bool, within_reasoning: bool) -> ReadCall | None:
         """The call that begins at `at`; None if more text may complete it, or end it.
 
-        `final`: no more text will come. `ended`: because the model has ended its turn.
+        `final`: no more text will come. `ended`: because the model has ended its turn. `within_reasoning`: only a call
+        that is beyond doubt is one.
         """
         over = final and ended
         if self._body is None:
@@ -82,9 +83,10 @@ class CallReader:
         body = self._body.read(text, over=over) if self._body is not None else None
         if body is None and not final:
             return None
-        call = (
-            self._closed(text, body, final=final) if isinstance(body, Body) else self._broken(text, body, final=final)
-        )
+        if isinstance(body, Body):
+            call = self._closed(text, body, final=final)
+        else:
+            call = self._broken(text, body, final=final, within_reasoning=within_reasoning)
         if call is not None:
             self._body = None
         return call
@@ -123,11 +125,17 @@ class CallReader:
             status = "unknown_tool"
         return ReadCall(end, body.name, body.arguments, status, body.id)
 
-    def _broken(self, text: str, broken: Broken | None, *, final: bool) -> ReadCall | None:
-        """What began like a call and is none: up to its closing delimiter, the next call or the end of the turn."""
+    def _broken(self, text: str, broken: Broken | None, *, final: bool, within_reasoning: bool) -> ReadCall | None:
+        """What began like a call and is none: up to its closing delimiter, the next call or the end of the turn.
+
+        Where no tool is named it is only the opening delimiter that is no call; what follows has to be read again.
+        """
+        none = ReadCall(max(self._start, broken.at if broken and self.bare else 0), None)
+        if within_reasoning:
+            return none
         if self.bare:
             name = self._name_in(text[self._start :]) if broken is None else None
-            return ReadCall(broken.at if broken else len(text), name if name in self._tools else None)
+            return ReadCall(len(text), name) if name in self._tools else none
         found = self._broken_end.search(text, max(broken.at if broken else 0, self._seek))
         delimiters = [self._syntax.close, self._syntax.section_close, *self.triggers]
         if not final and (found is None or may_grow(text, found.start(), delimiters)):
@@ -135,6 +143,8 @@ class CallReader:
             return None
         end = found.start() if found else len(text)
         name, arguments = self._guess(text[self._start : end])
+        if name is None:
+            return none
         if found and found[0] not in self.triggers:
             end = found.end()
         return ReadCall(end, name, arguments, "bad_arguments" if found else "unclosed")

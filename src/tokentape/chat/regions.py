@@ -127,12 +127,12 @@ class RegionScanner:
     def _step_call(self, *, final: bool) -> bool:
         assert self._calls is not None
         reader = self._reader
-        call = self._calls.read(reader.text, self._call_at, final=final, ended=reader.ended)
+        thinking = self._speech == "reasoning"
+        call = self._calls.read(reader.text, self._call_at, final=final, ended=reader.ended, within_reasoning=thinking)
         if call is None:
             return False
-        said = self._speech == "content"
-        made = call.name is not None and (call.status == "ok" or (said and call.status != "unclosed"))
-        if made or call.status == "unclosed":
+        made = call.name is not None and (call.status == "ok" if thinking else call.status != "unclosed")
+        if made or (call.status == "unclosed" and not thinking):
             self._record(call)
         if made:
             reader.take(call.end)
