@@ -87,7 +87,7 @@ json_values = st.recursive(
 )
 json_objects = st.dictionaries(any_text, json_values, max_size=4)
 
-sessions = st.builds(SessionInfo, session_id=names, created_at=finite, metadata=json_objects)
+sessions = st.builds(SessionInfo, session_id=names, created_at=finite, metadata=json_objects, owner=names)
 
 
 @st.composite
@@ -122,6 +122,8 @@ def turns(draw: st.DrawFn, session_id: str, seq: int, parents: list[Turn], setup
         weight_version=draw(names),
         created_at=draw(finite),
         digest="",
+        weight_changes=tuple(draw(st.lists(st.tuples(st.integers(1, 100), names), max_size=2))),
+        abort_cause=draw(st.none() | names),
     )
     return seal(turn, None if parent is None else parent.digest)
 

@@ -3,10 +3,14 @@
     TokentapeError                  500
       InvalidRequest                400  (ValueError)
         UnsupportedParameter        400
+        IdempotencyMismatch         400
+      Unauthorized                  401
+      Forbidden                     403
       NotFound                      404  (LookupError)
       Conflict                      409
       TooLarge                      413
       TemplateRefused               422  (ValueError)
+      LimitReached                  429
       TokenizerUnusable             500  (ValueError)
       InvariantViolation            500
       EngineError                   502
@@ -31,11 +35,13 @@ class TokentapeError(Exception):
 
     `status` is the HTTP status the gateway answers with, `code` the machine-readable name in the body, and
     `retry` says whether sending the same request again can help (the gateway turns it into `x-should-retry`).
+    `retry_after` are the seconds to wait before, if that is known.
     """
 
     status = 500
     code = "internal_error"
     retry = False
+    retry_after: float | None = None
 
 
 class InvalidRequest(TokentapeError, ValueError):
@@ -57,6 +63,26 @@ class UnsupportedParameter(InvalidRequest):
     """The parameter is known, but this gateway or its engine doesn't do it. Refused, never ignored."""
 
     code = "unsupported_parameter"
+
+
+class IdempotencyMismatch(InvalidRequest):
+    """An Idempotency-Key came again with another body."""
+
+    code = "idempotency_mismatch"
+
+
+class Unauthorized(TokentapeError):
+    """No API key, or none that this gateway knows."""
+
+    status = 401
+    code = "unauthorized"
+
+
+class Forbidden(TokentapeError):
+    """The API key is known, but not for this."""
+
+    status = 403
+    code = "forbidden"
 
 
 class NotFound(TokentapeError, LookupError):
@@ -85,6 +111,19 @@ class TemplateRefused(TokentapeError, ValueError):
 
     status = 422
     code = "template_refused"
+
+
+class LimitReached(TokentapeError):
+    """A limit of this gateway is reached; `retry_after` seconds later there may be room."""
+
+    status = 429
+    code = "limit_reached"
+    retry = True
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.retry = retry_after is not None
 
 
 class TokenizerUnusable(TokentapeError, ValueError):

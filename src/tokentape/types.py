@@ -74,6 +74,8 @@ class SessionInfo:
     created_at: float
     """Unix seconds."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    owner: str = ""
+    """Name of the API key that it belongs to; empty where the gateway has no keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +110,34 @@ class Turn:
     engine: str
     """Engine name, version and logprobs mode, for example `transformers 5.23.0 raw_logprobs`."""
     weight_version: str
+    """Version of the weights that sampled the first token, `unknown` where the engine does not tell."""
     created_at: float
     """Unix seconds."""
     digest: str
     """Hex SHA-256 over this turn and its parent's digest: the hash chain of the branch."""
+    weight_changes: tuple[tuple[int, str], ...] = ()
+    """Where the weights changed while sampling: offset in the completion of the first token of the new version."""
+    abort_cause: str | None = None
+    """With finish_reason `abort`, why: `client_left`, `shutdown`, or the code of the engine's error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Which turns answered a call: what a retry of that call is answered with again."""
+
+    session_id: str
+    reply_id: str
+    """Names the reply to clients; random."""
+    turns: tuple[int, ...]
+    """`seq` of the turn of each choice."""
+    key: str | None
+    """The call's Idempotency-Key."""
+    body_digest: str
+    """Hex SHA-256 of path and body."""
+    created_at: float
+    """Unix seconds."""
+    top_logprobs: tuple[tuple[tuple[tuple[int, float], ...], ...], ...] = ()
+    """Per choice and token the alternatives reported, if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
 from tokentape.errors import EngineUnavailable, StoreError, TokentapeError
 from tokentape.gateway.app import create_app
+from tokentape.gateway.limits import Limits
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
 from tokentape.store import SqliteStore
@@ -64,7 +65,7 @@ def test_not_ready_without_its_store(gateway_url: str, store: SqliteStore) -> No
 @pytest.mark.parametrize("chunked", [False, True])
 def test_body_over_the_limit_is_a_413(renderer: Renderer, store: SqliteStore, path: str, chunked: bool) -> None:
     engine = ScriptedEngine(renderer, [])
-    with running(create_app(Turns(engine, renderer, store), model_id="m", max_body_bytes=1000)) as url:
+    with running(create_app(Turns(engine, renderer, store, limits=Limits(body_bytes=1000)), model_id="m")) as url:
         body = b" " * 1001
         answer = httpx2.post(url + path, content=iter([body]) if chunked else body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx2
@@ -19,8 +20,9 @@ from tests.gateway.scripted import ScriptedEngine
 from tokentape.chat.renderer import Renderer
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, call_tool, sample_tasks
 from tokentape.engines.base import Engine
-from tokentape.errors import EngineError, EngineTimeout
+from tokentape.errors import EngineError, EngineTimeout, NotFound
 from tokentape.gateway.app import create_app
+from tokentape.gateway.limits import Limits
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
 from tokentape.session.flatten import trajectories
@@ -55,7 +57,7 @@ def serve(renderer: Renderer, store: SqliteStore) -> Iterator[Serve]:
     with ExitStack() as served:
 
         def start(engine: Engine) -> str:
-            app = create_app(Turns(engine, renderer, store), model_id="script")
+            app = create_app(Turns(engine, renderer, store, limits=Limits(retry_grace=0.1)), model_id="script")
             return served.enter_context(running(app)) + "/sessions/s/v1"
 
         yield start
@@ -385,7 +387,9 @@ def test_engine_error_in_a_stream_is_an_event_and_no_done(
     assert "SECRET" not in answer.text + caplog.text
     engine.error = engine.fail_after = None
     assert httpx2.post(f"{base_url}/chat/completions", json={"messages": [QUESTION]}).status_code == 200
-    assert len(store.load_session("s").turns) == 1, "the failed turn was committed"
+    *failed, answered = store.load_session("s").turns
+    assert answered.parent is None
+    assert [turn.finish_reason for turn in failed] == (["abort"] if isinstance(error, EngineError) else [])
 
 
 def test_client_sees_an_error_in_a_stream(serve: Serve, renderer: Renderer, openai_client: Any) -> None:
@@ -394,9 +398,20 @@ def test_client_sees_an_error_in_a_stream(serve: Serve, renderer: Renderer, open
         list(ask(openai_client(serve(engine)), [QUESTION], stream=True))
 
 
+def wait_for_turns(store: SqliteStore, count: int) -> None:
+    """Wait until the session has as many turns: aborted ones are recorded when nobody listens any more."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with suppress(NotFound):
+            if len(store.load_session("s").turns) >= count:
+                return
+        time.sleep(0.01)
+    raise AssertionError(f"the session has not come to {count} turns")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stall_after", [0, 3])
-def test_client_that_leaves_aborts_the_engine_and_commits_nothing(
+def test_client_that_leaves_aborts_the_engine_and_its_turn_is_kept_as_aborted(
     serve: Serve, renderer: Renderer, store: SqliteStore, stream: bool, stall_after: int
 ) -> None:
     engine = ScriptedEngine(renderer, [ANSWER, ANSWER], stall_after=stall_after)
@@ -413,9 +428,16 @@ def test_client_that_leaves_aborts_the_engine_and_commits_nothing(
     asyncio.run(leave())
     assert engine.aborted.wait(10), "the engine went on sampling for nobody"
     engine.stall_after = None
+    wait_for_turns(store, 1)
     answer = httpx2.post(f"{base_url}/chat/completions", json={"messages": [QUESTION]})
-    assert answer.json()["choices"][0]["tokentape"]["turn"] == 0
-    assert len(store.load_session("s").turns) == 1
+    assert answer.json()["choices"][0]["tokentape"]["turn"] == 1
+    orphan, answered = store.load_session("s").turns
+    assert (orphan.finish_reason, orphan.abort_cause, len(orphan.completion_ids)) == (
+        "abort",
+        "client_left",
+        stall_after,
+    )
+    assert (answered.parent, answered.fork) == (None, None)
 
 
 def test_leaving_mid_stream_aborts_the_real_engine(client: OpenAI, engine: SharedEngine, store: SqliteStore) -> None:
@@ -427,5 +449,5 @@ def test_leaving_mid_stream_aborts_the_real_engine(client: OpenAI, engine: Share
     turns = store.load_session("s").turns
     # The tiny model may stop before it is told to; then the turn was over, and is kept or not as the race went.
     if "abort" in ends:
-        assert len(turns) == 1
-        assert turns[0].fork is None
+        assert [turn.finish_reason for turn in turns if turn.fork is None][:1] == ["abort"]
+        assert turns[-1].fork is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -10,29 +12,31 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tokentape.engines.base import EngineInfo
+import tokentape.demo
+from tests.gateway.asking import FixedAsking
+from tokentape.chat.renderer import Renderer
 from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.gateway.chat_completions import IGNORED, ChatRequest, decode
+from tokentape.gateway.chat_completions import IGNORED, PARAMETERS, ChatCompletions
+from tokentape.gateway.endpoint import Asked
+from tokentape.gateway.events import TurnRequest
 
-ENGINE = EngineInfo(
-    name="plain",
-    version="1",
-    model="m",
-    vocab_size=100,
-    max_context=1000,
-    logprobs_mode="raw_logprobs",
-    sampling=frozenset({"max_tokens", "temperature", "stop_token_ids", "stop_strings", "top_logprobs", "top_k"}),
-)
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def read(**body: Any) -> ChatRequest:
-    return decode({"messages": [USER], **body}, "s", ENGINE, 100)
+DIALECT = ChatCompletions("m", Renderer.load(Path(tokentape.demo.__file__).parent / "model").tokenizer)
+
+
+def decode(body: Any) -> Asked:
+    return asyncio.run(DIALECT.decode(body, FixedAsking()))
+
+
+def read(**body: Any) -> TurnRequest:
+    return decode({"messages": [USER], **body}).turn
 
 
 def read_message(message: dict[str, Any]) -> Any:
-    return read(messages=[message]).turn.messages[0]
+    return read(messages=[message]).messages[0]
 
 
 @pytest.mark.parametrize(
@@ -41,9 +45,8 @@ def read_message(message: dict[str, Any]) -> Any:
         ("foo", 1),
         ("functions", []),
         ("prediction", {"type": "content", "content": "x"}),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
-        ("parallel_tool_calls", False),
+        ("tool_choice", "sometimes"),
+        ("tool_choice", {"type": "custom", "custom": {"name": "f"}}),
         ("response_format", {"type": "json_object"}),
         ("modalities", ["text", "audio"]),
         ("logit_bias", {"5": 1}),
@@ -58,6 +61,19 @@ def test_unsupported_parameter_is_refused_by_name(name: str, value: Any) -> None
     with pytest.raises(UnsupportedParameter, match=name) as caught:
         read(**{name: value})
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("parallel_tool_calls", False),
+    ],
+)
+def test_what_no_model_is_made_to_obey_is_taken_and_named(name: str, value: Any) -> None:
+    assert decode({"messages": [USER], name: value}).unhonoured == (name,)
+    assert decode({"messages": [USER], "tools": [TOOL], name: value}).turn == read(tools=[TOOL])
 
 
 @pytest.mark.parametrize(
@@ -100,14 +116,14 @@ def test_wrong_type_or_range_is_refused_by_name(name: str, value: Any) -> None:
 
 def test_missing_messages_are_named() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        decode({"model": "m"}, "s", ENGINE, 100)
+        decode({"model": "m"})
     assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize("body", [None, [], 3, "x"])
 def test_body_must_be_an_object(body: Any) -> None:
     with pytest.raises(InvalidRequest, match="object"):
-        decode(body, "s", ENGINE, 100)
+        decode(body)
 
 
 def test_error_text_quotes_no_caller_text() -> None:
@@ -123,12 +139,12 @@ def test_images_are_refused_and_say_so() -> None:
 
 
 def test_parameters_at_their_default_need_no_engine_support() -> None:
-    sampling = read(top_p=1, presence_penalty=0, repetition_penalty=1.0, min_p=0, seed=None).turn.sampling
+    sampling = read(top_p=1, presence_penalty=0, repetition_penalty=1.0, min_p=0, seed=None).sampling
     assert (sampling.top_p, sampling.seed) == (1.0, None)
 
 
 def test_null_is_the_same_as_left_out() -> None:
-    names = set(decode.__globals__["_KNOWN"]) - {"messages"}
+    names = PARAMETERS - {"messages"}
     assert read(**dict.fromkeys(names)) == read()
 
 
@@ -137,9 +153,9 @@ def test_ignored_parameters_change_nothing() -> None:
 
 
 def test_max_completion_tokens_goes_before_max_tokens() -> None:
-    assert read(max_tokens=5).turn.sampling.max_tokens == 5
-    assert read(max_tokens=5, max_completion_tokens=7).turn.sampling.max_tokens == 7
-    assert read().turn.sampling.max_tokens == 0
+    assert read(max_tokens=5).sampling.max_tokens == 5
+    assert read(max_tokens=5, max_completion_tokens=7).sampling.max_tokens == 7
+    assert read().sampling.max_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -176,7 +192,7 @@ def test_message_fields_that_would_be_lost_are_refused(field: str) -> None:
 
 def test_tools_are_kept_as_they_were_written() -> None:
     tool = {"function": {"strict": True, **TOOL["function"]}, "type": "function"}  # type: ignore[dict-item]
-    (kept,) = read(tools=[tool]).turn.tools
+    (kept,) = read(tools=[tool]).tools
     assert msgspec.json.encode(kept) == msgspec.json.encode(tool)
 
 

@@ -28,7 +28,7 @@ APP = Starlette(routes=[Route("/", hello)])
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "8.8.8.8"])
 def test_host_that_others_can_reach_is_refused(host: str) -> None:
-    with pytest.raises(InvalidRequest, match="no authentication"):
+    with pytest.raises(InvalidRequest, match="no API keys"):
         serve(APP, host=host)
 
 

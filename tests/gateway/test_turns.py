@@ -15,9 +15,11 @@ from tokentape.chat.renderer import Renderer
 from tokentape.chat.splice import History
 from tokentape.engines.base import SamplingParams
 from tokentape.errors import EngineError, InvalidRequest
-from tokentape.gateway.turns import TurnDone, TurnRequest, Turns
+from tokentape.gateway.events import TurnDone, TurnRequest
+from tokentape.gateway.turns import Turns
+from tokentape.session.tree import Session
 from tokentape.store import SqliteStore
-from tokentape.types import Provenance, Turn
+from tokentape.types import Provenance, SessionInfo, Turn
 
 ONE = "<think>\nfirst thought\n</think>\n\nfirst answer<|im_end|>"
 TWO = "second answer<|im_end|>"
@@ -118,12 +120,14 @@ def test_choices_are_recorded_together_as_siblings(renderer: Renderer, tmp_path:
     assert [(turn.seq, turn.parent, turn.fork) for turn in talk.recorded()] == [(0, None, None), (1, None, "sibling")]
 
 
-def test_if_one_choice_fails_none_is_recorded(renderer: Renderer, tmp_path: Path) -> None:
+def test_if_one_choice_fails_all_are_recorded_as_aborted(renderer: Renderer, tmp_path: Path) -> None:
     talk = Talk(renderer, tmp_path, ["ok<|im_end|>", "a longer reply than the other one<|im_end|>"])
     talk.engine.fail_after, talk.engine.error = 6, EngineError("gone")
     with pytest.raises(EngineError, match="gone"):
         talk.say(user("a"), n=2)
-    assert talk.turns.store.sessions() == []
+    turns = talk.recorded()
+    assert [(turn.finish_reason, turn.abort_cause) for turn in turns] == [("abort", "engine_error")] * 2
+    assert Session(SessionInfo("s", 0.0), turns).leaves() == []
 
 
 def test_a_context_without_room_for_a_reply_is_refused(renderer: Renderer, tmp_path: Path) -> None:

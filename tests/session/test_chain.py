@@ -43,6 +43,8 @@ OTHER_VALUES: dict[str, Any] = {
     "engine": "other",
     "weight_version": "other",
     "created_at": 1.0,
+    "weight_changes": ((2, "other"),),
+    "abort_cause": "client_left",
 }
 
 
@@ -56,7 +58,9 @@ def plainly(turn: Turn, parent_digest: str) -> str:
     scalars = {
         each.name: getattr(turn, each.name)
         for each in dataclasses.fields(turn)
-        if each.name not in arrays and each.name != "digest"
+        if each.name not in arrays
+        and each.name != "digest"
+        and (each.name not in ("weight_changes", "abort_cause") or getattr(turn, each.name))
     }
     text = json.dumps(scalars, sort_keys=True, separators=(",", ":"))
     encoded = field(b"tokentape turn 1") + field(parent_digest.encode()) + field(text.encode())
@@ -79,6 +83,8 @@ def test_a_digest_follows_the_written_encoding() -> None:
     child = make_turn("session", 3, root)
     assert root.digest == plainly(root, session_digest("session"))
     assert child.digest == plainly(child, root.digest)
+    aborted = make_turn("session", 3, root, weight_changes=((2, "b"), (3, "c")), abort_cause="client_left")
+    assert aborted.digest == plainly(aborted, root.digest)
 
 
 def test_every_field_of_a_turn_has_another_value_below() -> None:

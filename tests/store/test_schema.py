@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection, text
 
-from tests.records import SETUP, bits, make_chain
+from tests.records import SETUP, bits, make_chain, make_turn
 from tokentape.errors import StoreCorrupt, StoreError
 from tokentape.store import SqliteStore, schema
+from tokentape.store.verify import verify
 from tokentape.types import SessionInfo
 
 TURNS = make_chain("s", 2)
+RELEASED = schema.MIGRATIONS
+NOW = len(RELEASED) + 1
+GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.fixture
@@ -48,7 +53,7 @@ def version(directory: Path) -> object:
 
 
 def with_migrations(monkeypatch: pytest.MonkeyPatch, *migrations: schema.Migration) -> None:
-    monkeypatch.setattr(schema, "MIGRATIONS", migrations)
+    monkeypatch.setattr(schema, "MIGRATIONS", (*RELEASED, *migrations))
 
 
 def test_a_new_database_has_the_current_version(directory: Path) -> None:
@@ -60,11 +65,11 @@ def test_an_older_database_is_migrated_step_by_step_with_its_records(
 ) -> None:
     with_migrations(monkeypatch, add_note)
     SqliteStore.open(directory).close()
-    assert version(directory) == "2"
+    assert version(directory) == str(NOW + 1)
     with_migrations(monkeypatch, add_note, fill_note)
     with SqliteStore.open(directory) as store:
         assert bits(store.load_session("s").turns) == bits(TURNS)
-    assert version(directory) == "3"
+    assert version(directory) == str(NOW + 2)
     assert execute(directory, "SELECT note FROM sessions") == [("from s",)]
 
 
@@ -72,10 +77,22 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(directory: Path, m
     with_migrations(monkeypatch, add_note, fail)
     with pytest.raises(StoreError, match="this migration fails"):
         SqliteStore.open(directory)
-    assert version(directory) == "1"
+    assert version(directory) == str(NOW)
     with_migrations(monkeypatch)
     with SqliteStore.open(directory) as store:
         assert len(store.load_session("s").turns) == 2
+
+
+@pytest.mark.parametrize("written", range(1, NOW))
+def test_a_database_of_every_earlier_version_is_migrated_and_verifies(written: int, tmp_path: Path) -> None:
+    shutil.copy(GOLDEN / f"schema-{written}.db", tmp_path / "tokentape.db")
+    with SqliteStore.open(tmp_path) as store:
+        plain, forked = store.load_session("plain"), store.load_session("forked")
+        asyncio.run(store.write(make_turn("plain", 3, plain.turns[2])))
+    assert bits(plain.turns) == bits(make_chain("plain", 3))
+    assert (plain.info.metadata, plain.info.owner, len(plain.rewards)) == ({"task": 7}, "", 2)
+    assert [turn.finish_reason for turn in forked.turns] == ["stop", "stop", "stop", "abort"]
+    assert verify(tmp_path).findings == ()
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -90,7 +107,7 @@ def test_an_older_database_is_not_opened_read_only(directory: Path, monkeypatch:
     with_migrations(monkeypatch, add_note)
     with pytest.raises(StoreError, match="for writing once"):
         SqliteStore.open(directory, read_only=True)
-    assert version(directory) == "1"
+    assert version(directory) == str(NOW)
 
 
 @pytest.mark.parametrize("value", ["", "0", "one", "²"])

@@ -16,24 +16,24 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokentape.errors import NotFound, StoreError, TokentapeError
-from tokentape.gateway import chat_completions, sessions
-from tokentape.gateway.http import (
-    MAX_BODY_BYTES,
-    ClientLeft,
-    error_body,
-    error_response,
-    json_response,
-    unexpected,
-)
+from tokentape.gateway import sessions
+from tokentape.gateway.chat_completions import ChatCompletions
+from tokentape.gateway.endpoint import Dialect, Gateway, Nameless, endpoint
+from tokentape.gateway.http import ClientLeft, error_body, error_response, json_response, unexpected
+from tokentape.gateway.keys import Keys
+from tokentape.gateway.limits import Calls
 from tokentape.gateway.turns import Turns
 
 
-def create_app(turns: Turns, *, model_id: str, max_body_bytes: int = MAX_BODY_BYTES) -> Starlette:
+def create_app(turns: Turns, *, model_id: str, keys: Keys | None = None) -> Starlette:
     """The gateway over one engine, one renderer and one store.
 
     It takes the engine and the store over: both are closed when the application shuts down, what is being written
-    first. `model_id` is the model's name in replies and in /v1/models.
+    first. `model_id` is the model's name in replies and in /v1/models. Without `keys` whoever reaches the gateway may
+    do everything.
     """
+    gateway = Gateway(turns, model_id, keys or Keys(), Calls(turns.limits.calls_per_key), Nameless())
+    dialects: list[Dialect] = [ChatCompletions(model_id, turns.renderer.tokenizer)]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -41,12 +41,14 @@ def create_app(turns: Turns, *, model_id: str, max_body_bytes: int = MAX_BODY_BY
             await turns.prepare()
             yield
         finally:
+            await turns.abort_all()
             await turns.engine.close()
             await asyncio.to_thread(turns.store.close)
 
     started = int(time.time())
 
     async def models(request: Request) -> Response:
+        gateway.keys.caller(request.headers)
         model = {
             "id": model_id,
             "object": "model",
@@ -67,8 +69,12 @@ def create_app(turns: Turns, *, model_id: str, max_body_bytes: int = MAX_BODY_BY
 
     return Starlette(
         routes=[
-            *chat_completions.routes(turns, model_id, max_body_bytes),
-            *sessions.routes(turns, max_body_bytes),
+            *(
+                Route(prefix + dialect.path, endpoint(gateway, dialect), methods=["POST"])
+                for dialect in dialects
+                for prefix in ("", "/sessions/{session_id}")
+            ),
+            *sessions.routes(gateway),
             Route("/v1/models", models, methods=["GET"]),
             Route("/sessions/{session_id}/v1/models", models, methods=["GET"]),
             Route("/healthz", healthz, methods=["GET"]),

@@ -7,6 +7,8 @@ extensions that vLLM made common: `top_k`, `min_p`, `repetition_penalty`, `stop_
 Choices where the protocol leaves some:
 
 - Any `model` is accepted; replies name the model that is served.
+- `tool_choice: "required"` or a function, and `parallel_tool_calls: false`, are accepted, but no model is made to obey;
+  the reply's header `X-Tokentape-Unhonoured` names them.
 - `tool_choice: "none"` takes the tools out of the prompt: a model can't call what it does not see. Against a turn with
   tools that is another setup, so the session forks.
 - Without `max_tokens` a reply may fill the context.
@@ -18,35 +20,21 @@ Choices where the protocol leaves some:
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from tokentape.chat.parse import ReplyDelta
 from tokentape.chat.tokenizer import Tokenizer
-from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
-from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.gateway.http import (
-    EventStream,
-    check_depth,
-    encode_event,
-    json_response,
-    read_as,
-    read_json,
-    unless_client_leaves,
-)
-from tokentape.gateway.sessions import check_session_id, new_session_id
-from tokentape.gateway.turns import TurnDelta, TurnDone, TurnRequest, Turns
-from tokentape.types import TokenIds
+from tokentape.engines.base import SampleDelta, SamplingParams
+from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
+from tokentape.gateway.endpoint import Asked, Asking, DoneChoice
+from tokentape.gateway.events import TurnDone, TurnEvent, TurnRequest, TurnStarted
+from tokentape.gateway.http import check_depth, encode_event, error_body, read_as
+from tokentape.gateway.sampling_fields import refuse_unhonoured
 
 MAX_CHOICES = 16
 
@@ -144,87 +132,89 @@ class _Body(Struct, kw_only=True):
     logit_bias: Any = None
 
 
-_KNOWN = frozenset(_Body.__struct_fields__) | IGNORED
+PARAMETERS = frozenset(_Body.__struct_fields__) | IGNORED
+"""Every parameter that is known; others are refused."""
 
 _API_NAMES = {"stop_strings": "stop"}
 """Where a field of `SamplingParams` has another name in requests."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A decoded request: the turn to take, and what the reply is to hold besides the message."""
+class ChatCompletions:
+    """The dialect. `model_id` is the model's name in replies, `tokenizer` spells tokens beside their logprobs."""
 
-    turn: TurnRequest
-    logprobs: bool
-    return_token_ids: bool
-    include_usage: bool
+    path = "/v1/chat/completions"
+
+    def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
+        self._model_id = model_id
+        self._tokenizer = tokenizer
+
+    def session_of(self, body: Any) -> str | None:
+        """Bodies of this API name no session."""
+        return None
+
+    async def decode(self, body: Any, asking: Asking) -> Asked:
+        """Read a request body. Raises `InvalidRequest` and `UnsupportedParameter` naming the parameter."""
+        read, given = _read(body)
+        sampling = _sampling(read, asking.vocab_size)
+        refuse_unhonoured(sampling, asking.engine, _API_NAMES)
+        check_depth(read.chat_template_kwargs, "chat_template_kwargs")
+        # As the caller wrote them: templates print tools whole, in the order of their keys.
+        tools = () if read.tool_choice == "none" else tuple(given.get("tools", ()))
+        check_depth(given.get("tools", []), "tools")
+        turn = TurnRequest(
+            session_id=asking.session_id,
+            messages=tuple(_message(index, message) for index, message in enumerate(read.messages)),
+            tools=tools,
+            template_kwargs=read.chat_template_kwargs,
+            sampling=sampling,
+            n=read.n,
+            stream=read.stream,
+        )
+        return Asked(turn, lambda started: _Encoder(read, started, self._model_id, self._tokenizer), _unhonoured(read))
+
+    def error(self, error: TokentapeError) -> Any:
+        """An error in OpenAI's shape."""
+        return error_body(error)
+
+    def error_event(self, error: TokentapeError) -> bytes:
+        """An error as the last event of a stream."""
+        return encode_event(error_body(error))
 
 
-def routes(turns: Turns, model_id: str, max_body_bytes: int) -> list[Route]:
-    """The chat completions endpoints: the session in the path, or in the header `X-Session-Id`."""
-
-    async def create(request: Request) -> Response:
-        body = await read_json(request, max_body_bytes)
-        session_id = request.path_params.get("session_id") or request.headers.get("x-session-id") or new_session_id()
-        check_session_id(session_id)
-        chat = decode(body, session_id, turns.engine.info, turns.vocab_size)
-        encoder = _Encoder(chat, model_id, turns.renderer.tokenizer)
-        headers = {"X-Session-Id": session_id}
-        if not chat.turn.stream:
-            choices = await unless_client_leaves(request, _collect(turns, chat.turn))
-            headers["X-Tokentape-Turn"] = ",".join(str(choice.done.turn.seq) for choice in choices)
-            return json_response(encoder.completion(choices), headers=headers)
-        events = turns.take(chat.turn)
-        # The status line waits for the first tokens, so that whatever fails before them has its own status.
-        first = await unless_client_leaves(request, anext(events))
-        return EventStream(encoder.stream(first, events), headers)
-
-    return [
-        Route("/v1/chat/completions", create, methods=["POST"]),
-        Route("/sessions/{session_id}/v1/chat/completions", create, methods=["POST"]),
-    ]
-
-
-def decode(body: Any, session_id: str, engine: EngineInfo, vocab_size: int) -> ChatRequest:
-    """Read a request body, already parsed as JSON, for an engine.
-
-    Raises `InvalidRequest` and `UnsupportedParameter` naming the parameter.
-    """
+def _read(body: Any) -> tuple[_Body, dict[str, Any]]:
+    """A body's fields, and the body without those that are null."""
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     for name in body:
-        if name not in _KNOWN:
+        if name not in PARAMETERS:
             raise UnsupportedParameter(f"parameter {name[:64]!r} is not supported", name[:64])
     given = {name: value for name, value in body.items() if value is not None}
     if "messages" not in given:
         raise InvalidRequest("messages is missing", "messages")
     read = read_as(given, _Body)
     _refuse_unserved(read)
-    sampling = _sampling(read, vocab_size)
-    _refuse_unhonoured(sampling, engine)
-    check_depth(read.chat_template_kwargs, "chat_template_kwargs")
-    # As the caller wrote them: templates print tools whole, in the order of their keys.
-    tools = tuple(given.get("tools", ())) if read.tool_choice == "auto" else ()
-    check_depth(given.get("tools", []), "tools")
-    turn = TurnRequest(
-        session_id=session_id,
-        messages=tuple(_message(index, message) for index, message in enumerate(read.messages)),
-        tools=tools,
-        template_kwargs=read.chat_template_kwargs,
-        sampling=sampling,
-        n=read.n,
-        stream=read.stream,
-    )
-    include_usage = read.stream_options is not None and read.stream_options.include_usage
-    return ChatRequest(turn, read.logprobs, read.return_token_ids, include_usage)
+    return read, given
+
+
+def _unhonoured(body: _Body) -> tuple[str, ...]:
+    """What is asked of the model that no engine is made to enforce."""
+    names = []
+    if body.tool_choice not in ("auto", "none"):
+        names.append("tool_choice")
+    if not body.parallel_tool_calls:
+        names.append("parallel_tool_calls")
+    return tuple(names)
 
 
 def _refuse_unserved(body: _Body) -> None:
     """Raise `UnsupportedParameter` for a known parameter with a value that is not served."""
     kind = body.response_format.get("type") if isinstance(body.response_format, dict) else body.response_format
+    choice = body.tool_choice.get("type") if isinstance(body.tool_choice, dict) else body.tool_choice
     served = {
-        "tool_choice": (body.tool_choice in ("auto", "none"), '"auto" and "none"'),
-        "parallel_tool_calls": (body.parallel_tool_calls, "true"),
+        "tool_choice": (
+            choice in ("auto", "none", "required", "function"),
+            '"auto", "none", "required" and {"type": "function", ...}',
+        ),
         "response_format": (kind in (None, "text"), '{"type": "text"}'),
         "modalities": (body.modalities in (None, ["text"]), '["text"]'),
         "logit_bias": (body.logit_bias in (None, {}), "an empty object"),
@@ -253,15 +243,6 @@ def _sampling(body: _Body, vocab_size: int) -> SamplingParams:
         stop_strings=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
         top_logprobs=body.top_logprobs,
     )
-
-
-def _refuse_unhonoured(sampling: SamplingParams, engine: EngineInfo) -> None:
-    """Raise `UnsupportedParameter` for a sampling parameter that was set and that the engine would ignore."""
-    default = SamplingParams(max_tokens=sampling.max_tokens)
-    for one in fields(SamplingParams):
-        if one.name not in engine.sampling and getattr(sampling, one.name) != getattr(default, one.name):
-            name = _API_NAMES.get(one.name, one.name)
-            raise UnsupportedParameter(f"the engine {engine.name!r} does not do {name}", name)
 
 
 def _message(index: int, message: _Message) -> dict[str, Any]:
@@ -297,93 +278,69 @@ def _arguments(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
     return value if isinstance(value, dict) else arguments
 
 
-@dataclass(slots=True)
-class _Choice:
-    """One finished choice: what was sampled, and how it was recorded."""
-
-    done: TurnDone
-    sampled: list[SampleDelta]
-
-
-async def _collect(turns: Turns, request: TurnRequest) -> list[_Choice]:
-    """Take the turns and return all choices, in order."""
-    sampled: list[list[SampleDelta]] = [[] for _ in range(request.n)]
-    done: dict[int, TurnDone] = {}
-    async with aclosing(turns.take(request)) as events:
-        async for event in events:
-            if isinstance(event, TurnDone):
-                done[event.choice] = event
-            else:
-                sampled[event.choice].append(event.sampled)
-    return [_Choice(done[choice], sampled[choice]) for choice in range(request.n)]
-
-
 class _Encoder:
     """Writes the replies to one request."""
 
-    def __init__(self, chat: ChatRequest, model_id: str, tokenizer: Tokenizer) -> None:
-        self._chat = chat
+    def __init__(self, body: _Body, started: TurnStarted, model_id: str, tokenizer: Tokenizer) -> None:
+        self._body = body
         self._tokenizer = tokenizer
-        self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model_id}
+        self._prompt_ids = started.prompt_ids
+        self._head = {"id": f"chatcmpl-{started.reply_id}", "created": int(started.created_at), "model": model_id}
 
-    def completion(self, choices: Sequence[_Choice]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
         """The reply to a request without `stream`."""
         reply: dict[str, Any] = {**self._head, "object": "chat.completion"}
-        prompt_ids = choices[0].done.prompt_ids
-        if self._chat.return_token_ids:
-            reply["prompt_token_ids"] = prompt_ids.tolist()
+        if self._body.return_token_ids:
+            reply["prompt_token_ids"] = self._prompt_ids.tolist()
         reply["choices"] = [self._choice(choice) for choice in choices]
-        reply["usage"] = _usage(prompt_ids, [choice.done for choice in choices])
+        reply["usage"] = self._usage([choice.done for choice in choices])
         return reply
 
-    async def stream(
-        self, first: TurnDelta | TurnDone, events: AsyncGenerator[TurnDelta | TurnDone]
-    ) -> AsyncGenerator[bytes]:
-        """The events of a stream, `first` being the first of `events`."""
-        calls = [0] * self._chat.turn.n
+    async def stream(self, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[bytes]:
+        """The events of a stream: an opening chunk per choice, deltas, and when all is recorded how it ended."""
+        calls = [0] * self._body.n
         started: set[int] = set()
         done: dict[int, TurnDone] = {}
         async with aclosing(events):
-            event: TurnDelta | TurnDone | None = first
-            while event is not None:
+            async for event in events:
+                if isinstance(event, TurnStarted):
+                    continue
                 choice = event.choice
                 if choice not in started:
-                    yield self._opening(choice, event.prompt_ids if not started else None)
+                    yield self._opening(choice, first=not started)
                     started.add(choice)
                 if isinstance(event, TurnDone):
                     done[choice] = event
                     delta, sampled = event.rest, None
                 else:
                     delta, sampled = event.reply, event.sampled
-                if delta or (sampled is not None and (self._chat.logprobs or self._chat.return_token_ids)):
+                if delta or (sampled is not None and (self._body.logprobs or self._body.return_token_ids)):
                     yield self._delta(choice, delta, sampled, calls[choice])
                     calls[choice] += len(delta.tool_calls)
-                event = await anext(events, None)
         for choice in sorted(done):
             yield self._finish(done[choice])
-        if self._chat.include_usage:
-            ordered = list(done.values())
-            usage = _usage(ordered[0].prompt_ids, ordered)
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            usage = self._usage(list(done.values()))
             yield encode_event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
 
-    def _choice(self, choice: _Choice) -> dict[str, Any]:
+    def _choice(self, choice: DoneChoice) -> dict[str, Any]:
         turn = choice.done.turn
         written: dict[str, Any] = {
             "index": choice.done.choice,
             "message": turn.reply,
-            "logprobs": {"content": self._logprobs(choice.sampled)} if self._chat.logprobs else None,
+            "logprobs": {"content": self._logprobs(choice.sampled)} if self._body.logprobs else None,
             "finish_reason": choice.done.finish,
             "tokentape": _recorded(choice.done),
         }
-        if self._chat.return_token_ids:
+        if self._body.return_token_ids:
             written["token_ids"] = turn.completion_ids.tolist()
         return written
 
-    def _opening(self, choice: int, prompt_ids: TokenIds | None) -> bytes:
+    def _opening(self, choice: int, *, first: bool) -> bytes:
         more: dict[str, Any] = {}
-        if self._chat.return_token_ids and prompt_ids is not None:
-            more["prompt_token_ids"] = prompt_ids.tolist()
+        if self._body.return_token_ids and first:
+            more["prompt_token_ids"] = self._prompt_ids.tolist()
         return self._chunk({"index": choice, "delta": {"role": "assistant", "content": ""}}, more)
 
     def _delta(self, choice: int, reply: ReplyDelta, sampled: SampleDelta | None, calls_before: int) -> bytes:
@@ -403,9 +360,9 @@ class _Encoder:
                 for at, call in enumerate(reply.tool_calls)
             ]
         written: dict[str, Any] = {"index": choice, "delta": delta}
-        if sampled is not None and self._chat.logprobs:
+        if sampled is not None and self._body.logprobs:
             written["logprobs"] = {"content": self._logprobs([sampled])}
-        if sampled is not None and self._chat.return_token_ids:
+        if sampled is not None and self._body.return_token_ids:
             written["token_ids"] = sampled.token_ids
         return self._chunk(written)
 
@@ -428,6 +385,14 @@ class _Encoder:
             for at, (token_id, logprob) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True))
         ]
 
+    def _usage(self, choices: Sequence[TurnDone]) -> dict[str, int]:
+        completion = sum(len(done.turn.completion_ids) for done in choices)
+        return {
+            "prompt_tokens": len(self._prompt_ids),
+            "completion_tokens": completion,
+            "total_tokens": len(self._prompt_ids) + completion,
+        }
+
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)
         return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
@@ -435,12 +400,3 @@ class _Encoder:
 
 def _recorded(done: TurnDone) -> dict[str, Any]:
     return {"session_id": done.turn.session_id, "turn": done.turn.seq}
-
-
-def _usage(prompt_ids: TokenIds, choices: Sequence[TurnDone]) -> dict[str, int]:
-    completion = sum(len(done.turn.completion_ids) for done in choices)
-    return {
-        "prompt_tokens": len(prompt_ids),
-        "completion_tokens": completion,
-        "total_tokens": len(prompt_ids) + completion,
-    }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import traceback
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -16,8 +17,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokentape.errors import InvalidRequest, TokentapeError, TooLarge
-
-MAX_BODY_BYTES = 64 * 2**20
 
 MAX_DEPTH = 64
 """How deep objects and arrays of a caller's free-form JSON may nest: far below what recursion over them bears."""
@@ -34,14 +33,17 @@ class ClientLeft(Exception):
 
 
 async def read_json(request: Request, max_bytes: int) -> Any:
-    """The request's body as JSON; None if it has none.
+    """The request's body as JSON; None if it has none. Raises as `read_body` and `parse_json`."""
+    body = await read_body(request, max_bytes)
+    return parse_json(body) if body else None
 
-    Raises `TooLarge` before more than `max_bytes` are held, and `InvalidRequest` for what is not strict JSON: NaN,
-    infinities, lone surrogates, numbers that no double holds.
+
+def parse_json(body: bytes) -> Any:
+    """A body as JSON.
+
+    Raises `InvalidRequest` for what is not strict JSON: nothing at all, NaN, infinities, lone surrogates, numbers that
+    no double holds.
     """
-    body = await _read(request, max_bytes)
-    if not body:
-        return None
     try:
         return _decoder.decode(body)
     except RecursionError:
@@ -52,7 +54,8 @@ async def read_json(request: Request, max_bytes: int) -> Any:
         raise InvalidRequest(f"the body is not valid JSON: {reason}") from None
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The request's body. Raises `TooLarge` before more than `max_bytes` are held."""
     too_large = TooLarge(f"the body is larger than the {max_bytes} bytes that this gateway takes")
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
@@ -123,10 +126,19 @@ def error_body(error: TokentapeError) -> dict[str, Any]:
     }
 
 
-def error_response(error: TokentapeError) -> Response:
-    """The response to a request that failed. `x-should-retry` is obeyed by OpenAI's clients."""
+def error_headers(error: TokentapeError) -> dict[str, str]:
+    """What a failed request's response says in headers. OpenAI's and Anthropic's clients obey `x-should-retry`."""
     headers = {"x-should-retry": "true" if error.retry else "false"}
-    return json_response(error_body(error), error.status, headers)
+    if error.retry_after is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return headers
+
+
+def error_response(error: TokentapeError) -> Response:
+    """The response to a request that failed, in the shape that OpenAI's clients read."""
+    return json_response(error_body(error), error.status, error_headers(error))
 
 
 def unexpected(error: Exception) -> TokentapeError:
@@ -148,15 +160,21 @@ async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, _T]) 
 class EventStream(Response):
     """Server-sent events. When the client leaves, the generator of events is closed, wherever it stands.
 
-    An error in the generator becomes a last event `{"error": ...}`: the status line is long gone by then.
+    An error in the generator becomes a last event, written by `error_event`: the status line is long gone by then.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        headers: Mapping[str, str],
+        error_event: Callable[[TokentapeError], bytes],
+    ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
+        self._error_event = error_event
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,17 +190,16 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-        except TokentapeError as error:
-            await send({"type": "http.response.body", "body": encode_event(error_body(error)), "more_body": True})
         except Exception as error:
-            body = encode_event(error_body(unexpected(error)))
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            told = error if isinstance(error, TokentapeError) else unexpected(error)
+            await send({"type": "http.response.body", "body": self._error_event(told), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def encode_event(value: Any) -> bytes:
-    """One server-sent event with `value` as JSON."""
-    return b"data: " + _encoder.encode(value) + b"\n\n"
+def encode_event(value: Any, name: str | None = None) -> bytes:
+    """One server-sent event with `value` as JSON, and a name in dialects that name them."""
+    data = b"data: " + _encoder.encode(value) + b"\n\n"
+    return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 
 async def _first(working: asyncio.Task[Any], receive: Receive) -> None:

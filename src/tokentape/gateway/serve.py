@@ -19,16 +19,21 @@ _DRAIN_SECONDS = 10
 
 
 def serve(
-    app: ASGIApp, *, host: str = "127.0.0.1", port: int = 8800, on_ready: Callable[[str], None] | None = None
+    app: ASGIApp,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8800,
+    has_keys: bool = False,
+    on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish the requests under way, shut the application down and return.
 
     `port` 0 takes a free one. `on_ready` is called with the base URL once requests are answered.
 
-    Raises `InvalidRequest` for a host that is not this machine alone: there is no authentication yet, and whoever
-    reaches the gateway reads and deletes every session. Raises `OSError` if the port is taken.
+    Raises `InvalidRequest` for a host that is not this machine alone unless the application `has_keys`: whoever reaches
+    a gateway without keys reads and deletes every session. Raises `OSError` if the port is taken.
     """
-    with _listen(host, port) as listener:
+    with _listen(host, port, has_keys) as listener:
         ready = None if on_ready is None else lambda: on_ready(_url(listener))
         server = _Server(_config(app), ready)
         server.run(sockets=[listener])
@@ -42,7 +47,7 @@ def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> Iterator
     >>> with running(create_app(turns, model_id="tiny")) as base_url:     # doctest: +SKIP
     ...     OpenAI(base_url=f"{base_url}/v1", api_key="none").models.list()
     """
-    with _listen(host, port) as listener:
+    with _listen(host, port, has_keys=False) as listener:
         answered = threading.Event()
         server = _Server(_config(app), answered.set)
 
@@ -114,12 +119,12 @@ def _config(app: ASGIApp) -> uvicorn.Config:
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, has_keys: bool) -> socket.socket:
     address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else _address(host))
-    if not address.is_loopback:
+    if not address.is_loopback and not has_keys:
         raise InvalidRequest(
-            f"host {host!r} is reachable from other machines, and the gateway has no authentication yet: whoever "
-            "reaches it reads and deletes every session. Use 127.0.0.1, behind a proxy of your own if need be.",
+            f"host {host!r} is reachable from other machines, and this gateway has no API keys: whoever reaches it "
+            "reads and deletes every session. Give it keys, or use 127.0.0.1.",
             "host",
         )
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import re
-import secrets
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -13,9 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tokentape.errors import InvalidRequest, NotFound
+from tokentape.errors import Forbidden, InvalidRequest, NotFound
+from tokentape.gateway.endpoint import Gateway, address
 from tokentape.gateway.http import check_depth, json_response, read_as, read_json
-from tokentape.gateway.turns import Turns
+from tokentape.gateway.keys import Caller
+from tokentape.gateway.open_sessions import not_found
+from tokentape.gateway.session_ids import check_session_id, may_be_session_id, new_session_id
 from tokentape.session.arrow import write_parquet
 from tokentape.session.flatten import trajectories
 from tokentape.session.jsonl import trajectory_to_json
@@ -26,8 +28,6 @@ from tokentape.types import Reward, SessionInfo, Turn
 PARQUET = "application/vnd.apache.parquet"
 
 MAX_PAGE = 1000
-
-_SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class _NewSession(Struct, forbid_unknown_fields=True):
@@ -40,40 +40,46 @@ class _NewReward(Struct, forbid_unknown_fields=True):
     turn: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
 
 
-def new_session_id() -> str:
-    """A random id of 128 bits, in hex."""
-    return secrets.token_hex(16)
-
-
-def check_session_id(session_id: str) -> None:
-    """Raise `InvalidRequest` unless this may be the id of a session."""
-    if not _SESSION_ID.fullmatch(session_id):
-        raise InvalidRequest("a session id has 1 to 128 letters, digits and the characters . _ : -", "session_id")
-
-
-def routes(turns: Turns, max_body_bytes: int) -> list[Route]:
+def routes(gateway: Gateway) -> list[Route]:
     """The endpoints under /sessions, the wire APIs of a session left out.
 
-    They read the record, not the memory of this process: what they show is durable.
+    What they show is read from the record, not from the memory of this process: it is durable. A session belongs to
+    the key that made it; to other keys it does not exist. An admin key sees all.
     """
+    turns = gateway.turns
+
+    async def asked(request: Request) -> tuple[Caller, str]:
+        caller = gateway.keys.caller(request.headers)
+        session_id: str = request.path_params["session_id"]
+        if not may_be_session_id(session_id) or caller.session_id not in (None, session_id):
+            raise not_found(session_id)
+        # Whose it is, before anything is said of it.
+        await turns.session(session_id, caller.sees)
+        return caller, session_id
 
     async def stored(request: Request) -> StoredSession:
-        return await asyncio.to_thread(turns.store.load_session, request.path_params["session_id"])
+        _, session_id = await asked(request)
+        return await asyncio.to_thread(turns.store.load_session, session_id)
 
     async def create(request: Request) -> Response:
-        body = await read_json(request, max_body_bytes)
-        asked = _NewSession() if body is None else read_as(body, _NewSession)
-        session_id = new_session_id() if asked.session_id is None else asked.session_id
+        caller = gateway.keys.caller(request.headers)
+        body = await read_json(request, gateway.limits.body_bytes)
+        wanted = _NewSession() if body is None else read_as(body, _NewSession)
+        session_id = address(request, caller, wanted.session_id) or new_session_id()
         check_session_id(session_id)
-        metadata = asked.metadata or {}
+        metadata = wanted.metadata or {}
         check_depth(metadata, "metadata")
-        info = await turns.create_session(session_id, metadata)
-        return json_response(_info(info), 201, {"Location": f"/sessions/{session_id}"})
+        info = await turns.create_session(session_id, metadata, caller.owner)
+        key = gateway.keys.session_key(caller.owner, session_id)
+        return json_response({**_info(info), "api_key": key}, 201, {"Location": f"/sessions/{session_id}"})
 
     async def show_all(request: Request) -> Response:
+        caller = gateway.keys.caller(request.headers)
+        if caller.session_id is not None:
+            raise Forbidden("a session's own key opens that session only; list sessions with an API key")
         limit = _number(request, "limit", range(1, MAX_PAGE + 1)) or 100
         after = _number(request, "after", range(2**63)) or 0
-        page = await asyncio.to_thread(turns.store.sessions, limit=limit + 1, after=after)
+        page = await asyncio.to_thread(turns.store.sessions, limit=limit + 1, after=after, owner=caller.sees)
         shown, more = page[:limit], len(page) > limit
         return json_response(
             {
@@ -94,12 +100,14 @@ def routes(turns: Turns, max_body_bytes: int) -> list[Route]:
         return await asyncio.to_thread(_trajectories, session, leaf, PARQUET in request.headers.get("accept", ""))
 
     async def reward(request: Request) -> Response:
-        asked = read_as(await read_json(request, max_body_bytes), _NewReward)
-        given = await turns.reward(request.path_params["session_id"], asked.turn, asked.value)
+        wanted = read_as(await read_json(request, gateway.limits.body_bytes), _NewReward)
+        caller, session_id = await asked(request)
+        given = await turns.reward(session_id, wanted.turn, wanted.value, caller.sees)
         return json_response(_reward(given), 201)
 
     async def delete(request: Request) -> Response:
-        await turns.delete_session(request.path_params["session_id"])
+        caller, session_id = await asked(request)
+        await turns.delete_session(session_id, caller.sees)
         return Response(status_code=204)
 
     return [
@@ -163,6 +171,8 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "added_tokens": len(turn.added_ids),
         "sampled_tokens": len(turn.completion_ids),
         "weight_version": turn.weight_version,
+        "weight_changes": turn.weight_changes,
+        "abort_cause": turn.abort_cause,
         "engine": turn.engine,
         "created_at": turn.created_at,
         "digest": turn.digest,

@@ -8,76 +8,35 @@ client told that the turn is done.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
-from functools import lru_cache
-from typing import Any, Literal
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 
-from tokentape.chat.certificate import Certificate, Strategy
-from tokentape.chat.certificate_cache import load_or_certify
-from tokentape.chat.certify import choose
-from tokentape.chat.parse import Reply, ReplyDelta, ToolCall
-from tokentape.chat.renderer import Added, Renderer
+from tokentape.chat.parse import Reply, ReplyDelta
+from tokentape.chat.plain_text import PlainReader
+from tokentape.chat.renderer import Renderer
 from tokentape.chat.splice import History
-from tokentape.engines.base import Engine, SampleDelta, SamplingParams
-from tokentape.errors import (
-    Conflict,
-    EngineContractError,
-    EngineUnavailable,
-    InvalidRequest,
-    NotFound,
-    TokentapeError,
-)
-from tokentape.session.chain import canonical_json, seal, setup_digest
-from tokentape.session.invariants import check_completion, check_ids, check_turn
-from tokentape.session.tree import NO_IDS, Continuation, Session
+from tokentape.engines.base import Engine, SampleDelta
+from tokentape.errors import EngineContractError, EngineError, LimitReached, NotFound, TokentapeError
+from tokentape.gateway.choices import Choice, ReplyReader, name_calls, sample_choices
+from tokentape.gateway.events import Finish, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
+from tokentape.gateway.flights import Flight
+from tokentape.gateway.limits import Limits
+from tokentape.gateway.open_sessions import OpenSession, OpenSessions, not_found
+from tokentape.gateway.preparing import PROMPT, Prepared, Preparer
+from tokentape.session.chain import seal
+from tokentape.session.invariants import check_completion, check_turn
+from tokentape.session.tree import Session
 from tokentape.store import Record, SqliteStore
-from tokentape.types import FinishReason, Message, Reward, SessionInfo, Setup, TokenIds, Tool, Turn
+from tokentape.types import Answer, Message, Reward, SessionInfo, Turn
 
-
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """What a wire API asks for, whatever its dialect."""
-
-    session_id: str
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
-    template_kwargs: Mapping[str, Any]
-    sampling: SamplingParams
-    """`max_tokens` 0 stands for as many as fit; `stop_token_ids` are added to those of the model."""
-    n: int = 1
-    stream: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TurnDelta:
-    """Newly sampled tokens of one choice, with what they added to the reply."""
-
-    choice: int
-    prompt_ids: TokenIds
-    sampled: SampleDelta
-    reply: ReplyDelta
-
-
-@dataclass(frozen=True, slots=True)
-class TurnDone:
-    """A committed turn. `rest` is what was held back of the reply until sampling had ended."""
-
-    choice: int
-    prompt_ids: TokenIds
-    """The whole context that was sent, int32 [tokens]."""
-    turn: Turn
-    reply: Reply
-    rest: ReplyDelta
-    finish: Literal["stop", "length", "tool_calls"]
+_log = logging.getLogger("tokentape.gateway")
 
 
 class Turns:
@@ -86,282 +45,323 @@ class Turns:
     `history` says what of earlier turns stays in context: `sampled`, all that was sampled, whatever the template does
     to old turns; or `template`, what the template keeps (it may drop old reasoning at a new user message), to train
     what a stateless server serves. Then a turn whose history the template rewrites starts a new branch.
+
+    Where a method takes an `owner`, it is the name of the API key that asks, and None for one that may see all.
     """
 
-    def __init__(self, engine: Engine, renderer: Renderer, store: SqliteStore, *, history: History = "sampled") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        store: SqliteStore,
+        *,
+        history: History = "sampled",
+        limits: Limits | None = None,
+    ) -> None:
         self.engine = engine
         self.renderer = renderer
         self.store = store
-        self._history = history
-        self._sessions: dict[str, Session] = {}
-        self._unstored: set[str] = set()
-        """Sessions that begin with their first turn: stored together with it."""
-        self._setups: dict[str, set[str]] = {}
-        """Per session the digests of setups that the store has."""
-        self._locks: dict[str, asyncio.Lock] = {}
-
-        # Kwargs come from clients, who must not fill the memory.
-        @lru_cache(maxsize=64)
-        def certificate(template_kwargs: str) -> Certificate:
-            return load_or_certify(renderer, json.loads(template_kwargs))
-
-        self._certificate = certificate
-        """By template kwargs, as canonical JSON."""
+        self.limits = limits or Limits()
+        self._preparer = Preparer(renderer, engine, history)
+        self._sessions = OpenSessions(store, self.limits)
 
     async def prepare(self) -> None:
         """Make or load the certificate of requests without template kwargs, so that the first need not wait for it.
 
         Raises `TemplateRefused` if the template renders not even a question and an answer.
         """
-        await asyncio.to_thread(self._certificate, canonical_json({}))
+        await asyncio.to_thread(self._preparer.certify)
+
+    async def abort_all(self) -> None:
+        """End every call under way; what was sampled of it is recorded as aborted."""
+        flights = [flight for opened in self._sessions for flight in opened.flights]
+        for flight in flights:
+            flight.abort("shutdown")
+        for flight in flights:
+            await flight.ended()
+
+    @property
+    def open_sessions(self) -> int:
+        """How many sessions are in memory."""
+        return len(self._sessions)
 
     @property
     def vocab_size(self) -> int:
         """Ids at or above this are neither sent nor accepted."""
         return min(self.engine.info.vocab_size, self.renderer.tokenizer.vocab_size)
 
-    async def create_session(self, session_id: str, metadata: Mapping[str, Any]) -> SessionInfo:
-        """Create a session. Raises `Conflict` if there is one with this id."""
-        if await self._find(session_id) is not None:
-            raise Conflict(f"session {session_id!r} exists already; use another id or none")
-        info = SessionInfo(session_id, time.time(), metadata)
-        await self.store.write(info)
-        self._sessions[session_id] = Session(info)
-        return info
+    async def create_session(self, session_id: str, metadata: Mapping[str, Any], owner: str = "") -> SessionInfo:
+        """Create a session. Raises `Conflict` if there is one with this id, and `LimitReached`."""
+        return await self._sessions.create(session_id, metadata, owner)
 
-    async def session(self, session_id: str) -> Session:
+    async def session(self, session_id: str, owner: str | None = None) -> Session:
         """The session with this id. Raises `NotFound`."""
-        found = await self._find(session_id)
-        if found is None:
-            raise NotFound(f"there is no session {session_id!r}")
-        return found
+        return (await self._sessions.get(session_id, owner)).session
 
-    async def delete_session(self, session_id: str) -> None:
+    async def delete_session(self, session_id: str, owner: str | None = None) -> None:
         """Delete a session and its record. Raises `NotFound`."""
-        async with self._lock(session_id):
-            await self.store.delete_session(session_id)
-            self._sessions.pop(session_id, None)
-            self._setups.pop(session_id, None)
-        self._locks.pop(session_id, None)
+        opened = await self._sessions.get(session_id, owner)
+        async with opened.lock:
+            if opened.deleted:
+                raise not_found(session_id)
+            if opened.stored:
+                await self.store.delete_session(session_id)
+            opened.deleted = True
+            self._sessions.drop(opened)
 
-    async def reward(self, session_id: str, turn: int | None, value: float) -> Reward:
+    async def reward(self, session_id: str, turn: int | None, value: float, owner: str | None = None) -> Reward:
         """Give a session, or one of its turns, a reward. Raises `NotFound`."""
-        session = await self.session(session_id)
+        session = await self.session(session_id, owner)
         if turn is not None and not 0 <= turn < len(session.turns):
             raise NotFound(f"session {session_id!r} has no turn {turn}; it has {len(session.turns)} turns")
         given = Reward(session_id, turn, value, time.time())
         await self.store.write(given)
         return given
 
-    async def take(self, request: TurnRequest) -> AsyncGenerator[TurnDelta | TurnDone, None]:
-        """Sample and record `n` turns; yields deltas as they come and a `TurnDone` for each.
+    async def conversation(self, session_id: str, reply_id: str, owner: str | None = None) -> tuple[Message, ...]:
+        """The messages up to and including the first choice of a reply. Raises `NotFound`."""
+        opened = await self._sessions.get(session_id, owner)
+        answer = opened.answer_named(reply_id)
+        if answer is None:
+            stored = await asyncio.to_thread(self.store.load_session, session_id)
+            answer = next((one for one in stored.answers if one.reply_id == reply_id), None)
+        if answer is None:
+            raise not_found(session_id)
+        path = opened.session.path(answer.turns[0])
+        return tuple(message for turn in path for message in (*turn.messages, turn.reply))
 
-        A session that does not exist is created. Closing the iterator aborts what is still being sampled; nothing of
-        that is committed.
+    async def take(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
+        """Sample and record `n` turns; yields a `TurnStarted`, deltas as they come, and a `TurnDone` for each.
+
+        A session that does not exist is created. A call that repeats another (see `Attempt`) joins it, or is answered
+        with what is recorded. Closing the iterator leaves the call; when everybody has left it, it is aborted, after
+        `Limits.retry_grace` seconds if nothing of its reply was read, and what was sampled is recorded as an aborted
+        turn, outside of every trajectory.
+
+        Raises `EngineError`, `TemplateRefused`, `InvalidRequest`, `NotFound`, `LimitReached`, `StoreError` and kinds.
         """
-        session = await self._find_or_start(request.session_id)
-        setup = self._setup(session, request)
-        found = session.continuation(request.messages, setup.digest)
-        call = await asyncio.to_thread(self._call, request, session, setup, found)
-        finished: list[_Sampled] = []
-        async with aclosing(self._sample(call, 0) if request.n == 1 else self._sample_all(call)) as events:
-            async for event in events:
-                if isinstance(event, TurnDelta):
+        opened = await self._sessions.find_or_begin(request.session_id, request.owner)
+        # No await from here to the start of the flight: a repetition must find it.
+        flight = opened.flight_of(request.attempt)
+        if flight is None:
+            answer = opened.answer_to(request.attempt)
+            if answer is not None:
+                for event in self._recorded(opened.session, answer, request):
                     yield event
-                else:
-                    finished.append(event)
-        finished.sort(key=lambda sampled: sampled.choice)
-        turns = await self._commit(call, finished)
-        for sampled, turn in zip(finished, turns, strict=True):
-            finish: Literal["stop", "length", "tool_calls"] = "length" if turn.finish_reason == "length" else "stop"
-            if finish == "stop" and sampled.reply.calls_for_client:
-                finish = "tool_calls"
-            yield TurnDone(sampled.choice, call.prompt_ids, turn, sampled.reply, sampled.rest, finish)
-
-    async def _sample(self, call: _Call, choice: int) -> AsyncGenerator[TurnDelta | _Sampled, None]:
-        """Sample one completion and parse it as it comes."""
-        request_id = secrets.token_hex(12)
-        sampling = call.sampling
-        if sampling.seed is not None:
-            sampling = replace(sampling, seed=sampling.seed + choice)
-        parser = self.renderer.parser(call.setup, sampling.stop_strings)
-        completion = _Completion()
-        told = 0
-        engine = self.engine.sample(call.prompt_ids, sampling, stream=call.request.stream, request_id=request_id)
-        async with aclosing(engine) as deltas:
-            async for delta in deltas:
-                check_ids(delta.token_ids, self.vocab_size)
-                completion.add(delta)
-                reply_delta = _name_calls(parser.feed(delta.token_ids), request_id, told)
-                told += len(reply_delta.tool_calls)
-                yield TurnDelta(choice, call.prompt_ids, delta, reply_delta)
-        if completion.finish_reason is None:
-            raise EngineContractError("the engine stopped answering without a finish reason")
-        if completion.finish_reason == "abort":
-            raise EngineUnavailable("the engine aborted this call before it was finished; send it again")
-        rest, reply = parser.finish()
-        reply = replace(reply, tool_calls=_named(reply.tool_calls, request_id))
-        yield _Sampled(choice, sampling, completion, reply, _name_calls(rest, request_id, told))
-
-    async def _sample_all(self, call: _Call) -> AsyncGenerator[TurnDelta | _Sampled, None]:
-        """Several completions at once, their events as they come; one that fails ends them all."""
-        events: asyncio.Queue[TurnDelta | _Sampled | None] = asyncio.Queue()
-
-        async def run(choice: int) -> None:
-            async with aclosing(self._sample(call, choice)) as own:
-                async for event in own:
-                    events.put_nowait(event)
-
-        async def run_all() -> None:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for choice in range(call.request.n):
-                        group.create_task(run(choice))
-            except* TokentapeError as errors:
-                raise errors.exceptions[0] from None
-            finally:
-                events.put_nowait(None)
-
-        running = asyncio.create_task(run_all())
-        try:
-            while (event := await events.get()) is not None:
+                return
+            flight = self._start(opened, request)
+        async with aclosing(flight.follow()) as events:
+            async for event in events:
                 yield event
-            await running
-        finally:
-            running.cancel()
-            await asyncio.wait([running])
 
-    async def _commit(self, call: _Call, sampled: Sequence[_Sampled]) -> list[Turn]:
+    def _start(self, opened: OpenSession, request: TurnRequest) -> Flight:
+        most = self.limits.turns_per_session
+        if most and len(opened.session.turns) + request.n > most:
+            raise LimitReached(f"session {opened.session_id!r} has {most} turns, which is the limit; begin another")
+        flight = Flight(request.attempt, stream=request.stream, grace=self.limits.retry_grace)
+        opened.flights.append(flight)
+        flight.start(self._fly(flight, opened, request), lambda: opened.flights.remove(flight))
+        return flight
+
+    async def _fly(self, flight: Flight, opened: OpenSession, request: TurnRequest) -> None:
+        """Take the turns of a call, telling its flight what happens."""
+        session = opened.session
+        setup = self._preparer.setup(session, request)
+        if request.prompt_ids is not None:
+            found = session.continuation_of_ids(request.prompt_ids, PROMPT)
+        else:
+            found = session.continuation(request.messages, setup.digest)
+        prepared = await asyncio.to_thread(self._preparer.prepare, request, session, setup, found)
+        started = TurnStarted(secrets.token_hex(12), time.time(), prepared.prompt_ids)
+        flight.tell(started)
+        choices = [self._choice(index, prepared, request) for index in range(request.n)]
+        sampling = sample_choices(
+            self.engine, prepared.prompt_ids, choices, vocab_size=self.vocab_size, stream=request.stream
+        )
+        try:
+            async with aclosing(sampling) as deltas:
+                async for delta in deltas:
+                    flight.tell(delta)
+            # Nobody is told of it before it is durable, and it is not made durable as long as there is nobody to tell.
+            await flight.wanted()
+        except asyncio.CancelledError:
+            await asyncio.shield(self._commit_aborted(opened, prepared, choices, flight.abort_cause))
+            raise
+        except EngineContractError:
+            raise
+        except EngineError as error:
+            if any(choice.ids for choice in choices):
+                await asyncio.shield(self._commit_aborted(opened, prepared, choices, error.code))
+            raise
+        for done in await self._commit(opened, prepared, choices, started, request):
+            flight.tell(done)
+
+    def _choice(self, index: int, prepared: Prepared, request: TurnRequest) -> Choice:
+        sampling = prepared.sampling
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=sampling.seed + index)
+        return Choice(index, sampling, self._reader(prepared, request))
+
+    def _reader(self, prepared: Prepared, request: TurnRequest) -> ReplyReader:
+        stop_strings = prepared.sampling.stop_strings
+        if request.prompt_ids is not None:
+            stop_ids = frozenset(prepared.sampling.stop_token_ids)
+            return PlainReader(self.renderer.tokenizer, stop_ids=stop_ids, stop_strings=stop_strings)
+        return self.renderer.parser(prepared.setup, stop_strings)
+
+    async def _commit(
+        self,
+        opened: OpenSession,
+        prepared: Prepared,
+        choices: Sequence[Choice],
+        started: TurnStarted,
+        request: TurnRequest,
+    ) -> list[TurnDone]:
         """Record all choices of a call at once. Raises, with nothing committed, if an invariant does not hold."""
-        session, setup = call.session, call.setup
-        session_id = session.info.session_id
-        async with self._lock(session_id):
-            if self._sessions.get(session_id) is not session:
-                raise NotFound(f"session {session_id!r} was deleted while this turn was being sampled")
-            turns = [self._turn(call, one, len(session.turns) + n) for n, one in enumerate(sampled)]
-            records: list[Record] = [*turns]
-            if setup.digest not in self._setups.get(session_id, ()):
-                records.insert(0, setup)
-            if session_id in self._unstored:
-                records.insert(0, session.info)
+        async with opened.lock:
+            if opened.deleted:
+                raise NotFound(f"session {opened.session_id!r} was deleted while this turn was being sampled")
+            turns = self._turns(opened.session, prepared, choices)
+            for turn in turns:
+                check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
+                check_turn(turn, prepared.context_ids, prepared.prompt_ids)
+            answer = None
+            if request.attempt is not None:
+                tops = tuple(tuple(choice.top_logprobs) for choice in choices)
+                answer = Answer(
+                    session_id=opened.session_id,
+                    reply_id=started.reply_id,
+                    turns=tuple(turn.seq for turn in turns),
+                    key=request.attempt.key,
+                    body_digest=request.attempt.body_digest,
+                    created_at=started.created_at,
+                    top_logprobs=tops if any(tops) else (),
+                )
             # A client that leaves now must not tear the record in memory from the one on disk.
-            await asyncio.shield(self._write(session, setup, turns, records))
+            await asyncio.shield(self._write(opened, prepared, turns, answer))
+        return [
+            TurnDone(choice.index, turn, choice.reply, choice.rest, _finish(turn, choice.reply))
+            for choice, turn in zip(choices, turns, strict=True)
+            if choice.reply is not None
+        ]
+
+    async def _commit_aborted(
+        self, opened: OpenSession, prepared: Prepared, choices: Sequence[Choice], cause: str
+    ) -> None:
+        """Record what was sampled of a call that nobody gets an answer to."""
+        async with opened.lock:
+            if opened.deleted or not self.store.healthy:
+                return
+            for choice in choices:
+                choice.end()
+                choice.finish_reason, choice.stop = "abort", None
+            turns = self._turns(opened.session, prepared, choices, abort_cause=cause)
+            try:
+                await self._write(opened, prepared, turns, None)
+            except TokentapeError as error:
+                _log.warning("an aborted turn could not be recorded (%s)", error.code)
+
+    def _turns(
+        self, session: Session, prepared: Prepared, choices: Sequence[Choice], abort_cause: str | None = None
+    ) -> list[Turn]:
+        """The records of the choices of a call, sealed."""
+        parent = prepared.parent
+        parent_seq = None if parent is None else parent.seq
+        fork = prepared.fork or session.fork_cause(parent_seq, prepared.messages, prepared.setup.digest)
+        turns = []
+        for choice in choices:
+            assert choice.finish_reason is not None
+            assert choice.reply is not None
+            turn = Turn(
+                session_id=session.info.session_id,
+                seq=len(session.turns) + choice.index,
+                parent=parent_seq,
+                setup=prepared.setup.digest,
+                messages=prepared.messages,
+                reply=reply_message(choice.reply),
+                added_ids=prepared.added.ids,
+                added_provenance=prepared.added.provenance,
+                completion_ids=np.array(choice.ids, dtype=np.int32),
+                logprobs=np.array(choice.logprobs, dtype=np.float32),
+                finish_reason=choice.finish_reason,
+                stop=choice.stop,
+                fork="sibling" if choice.index else fork,
+                sampling=asdict(choice.sampling),
+                engine=str(self.engine.info),
+                weight_version=choice.weight_version,
+                created_at=time.time(),
+                digest="",
+                weight_changes=tuple(choice.weight_changes),
+                abort_cause=abort_cause,
+            )
+            turns.append(seal(turn, None if parent is None else parent.digest))
         return turns
 
-    def _turn(self, call: _Call, sampled: _Sampled, seq: int) -> Turn:
-        """The record of one choice, its invariants checked."""
-        session, parent = call.session, call.parent
-        parent_seq = None if parent is None else parent.seq
-        fork = call.fork or session.fork_cause(parent_seq, call.messages, call.setup.digest)
-        completion = sampled.completion
-        assert completion.finish_reason is not None
-        turn = Turn(
-            session_id=session.info.session_id,
-            seq=seq,
-            parent=parent_seq,
-            setup=call.setup.digest,
-            messages=call.messages,
-            reply=reply_message(sampled.reply),
-            added_ids=call.added.ids,
-            added_provenance=call.added.provenance,
-            completion_ids=np.array(completion.ids, dtype=np.int32),
-            logprobs=np.array(completion.logprobs, dtype=np.float32),
-            finish_reason=completion.finish_reason,
-            stop=completion.stop,
-            fork="sibling" if sampled.choice else fork,
-            sampling=asdict(sampled.sampling),
-            engine=str(self.engine.info),
-            weight_version=completion.weight_version,
-            created_at=time.time(),
-            digest="",
-        )
-        check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
-        check_turn(turn, call.context_ids, call.prompt_ids)
-        return seal(turn, None if parent is None else parent.digest)
-
-    async def _write(self, session: Session, setup: Setup, turns: Sequence[Turn], records: Sequence[Record]) -> None:
+    async def _write(
+        self, opened: OpenSession, prepared: Prepared, turns: Sequence[Turn], answer: Answer | None
+    ) -> None:
+        """Write turns with what they need that is not stored yet; then, and only then, add them in memory."""
+        setup = prepared.setup
+        records: list[Record] = [*turns]
+        if answer is not None:
+            records.append(answer)
+        if setup.digest not in opened.setups:
+            records.insert(0, setup)
+        if not opened.stored:
+            records.insert(0, opened.session.info)
         await self.store.write(*records)
-        self._unstored.discard(session.info.session_id)
-        self._setups.setdefault(session.info.session_id, set()).add(setup.digest)
+        opened.stored = True
+        opened.setups.add(setup.digest)
         for turn in turns:
-            session.add(turn)
+            opened.session.add(turn)
+        if answer is not None:
+            opened.remember(answer)
 
-    async def _find(self, session_id: str) -> Session | None:
-        """The session in memory, else from the store."""
-        async with self._lock(session_id):
-            session = self._sessions.get(session_id)
-            if session is None:
-                try:
-                    stored = await asyncio.to_thread(self.store.load_session, session_id)
-                except NotFound:
-                    return None
-                session = self._sessions[session_id] = Session(stored.info, stored.turns)
-                self._setups[session_id] = {turn.setup for turn in stored.turns}
-            return session
-
-    async def _find_or_start(self, session_id: str) -> Session:
-        """The session, or a new one that is stored with its first turn."""
-        session = await self._find(session_id)
-        if session is None:
-            session = self._sessions.setdefault(session_id, Session(SessionInfo(session_id, time.time(), {})))
-            if not session.turns:
-                self._unstored.add(session_id)
-        return session
-
-    def _lock(self, session_id: str) -> asyncio.Lock:
-        return self._locks.setdefault(session_id, asyncio.Lock())
-
-    def _setup(self, session: Session, request: TurnRequest) -> Setup:
-        # The day the session began, on every turn: templates that print the date must not change overnight.
-        date = datetime.fromtimestamp(session.info.created_at, UTC).date().isoformat()
-        fingerprint = self.renderer.fingerprint
-        digest = setup_digest(request.tools, request.template_kwargs, date, fingerprint)
-        return Setup(request.tools, request.template_kwargs, date, fingerprint, digest)
-
-    def _call(self, request: TurnRequest, session: Session, setup: Setup, found: Continuation) -> _Call:
-        """What to send for a request: bridged where its certificate allows that, else rendered as a new branch."""
-        parent, messages, context_ids, fork = found.parent, found.new_messages, found.context_ids, None
-        if self._history == "template":
-            added = self._rendered(session, setup, request.messages)
-            if np.array_equal(added.ids[: len(context_ids)], context_ids):
-                added = Added(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
-            else:
-                parent, messages, context_ids, fork = None, request.messages, NO_IDS, "template_history"
-        elif parent is None:
-            added = self._rendered(session, setup, messages)
-        elif (strategy := self._strategy(found, parent, setup)) == "fork":
-            parent, messages, context_ids, fork = None, request.messages, NO_IDS, "template_rewrites"
-            added = self._rendered(session, setup, messages)
-        else:
-            history = found.history if strategy == "contextual" else None
-            added = self.renderer.bridge(parent.completion_ids, parent.reply, messages, setup, history, context_ids)
-        prompt_ids = np.concatenate([context_ids, added.ids])
-        sampling = self._sampling(request, setup, len(prompt_ids))
-        return _Call(request, session, setup, parent, messages, context_ids, added, prompt_ids, fork, sampling)
-
-    def _rendered(self, session: Session, setup: Setup, messages: Sequence[Message]) -> Added:
-        """A rendering from the start in which what this session sampled stands by its exact ids."""
-        replies = {n: session.turn_of_reply(m) for n, m in enumerate(messages) if m["role"] == "assistant"}
-        sampled = {n: turn.completion_ids for n, turn in replies.items() if turn is not None}
-        return self.renderer.render(messages, setup, sampled, self._history)
-
-    def _strategy(self, found: Continuation, parent: Turn, setup: Setup) -> Strategy:
-        certificate = self._certificate(canonical_json(setup.template_kwargs))
-        return choose(self.renderer, certificate, parent.reply, found.new_messages, setup, found.history)
-
-    def _sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
-        most = self.engine.info.max_context
-        room = most - prompt_length
-        if room < 1:
-            raise InvalidRequest(
-                f"the context has {prompt_length} tokens, the model takes {most} with its reply", "messages"
+    def _recorded(self, session: Session, answer: Answer, request: TurnRequest) -> list[TurnEvent]:
+        """The events of a call that was answered before, each choice in one delta."""
+        turns = [session.turns[seq] for seq in answer.turns]
+        context = session.context_before(turns[0].seq)
+        events: list[TurnEvent] = [TurnStarted(answer.reply_id, answer.created_at, context, replayed=True)]
+        done: list[TurnEvent] = []
+        for index, turn in enumerate(turns):
+            reply = self._read_again(session, turn, request)
+            tops = answer.top_logprobs[index] if answer.top_logprobs else ()
+            sampled = SampleDelta(
+                tuple(turn.completion_ids.tolist()),
+                tuple(turn.logprobs.tolist()),
+                turn.finish_reason,
+                turn.stop,
+                tops,
+                turn.weight_version,
             )
-        sampling = request.sampling
-        return replace(
-            sampling,
-            max_tokens=min(sampling.max_tokens or room, room),
-            stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *self.renderer.stop_ids(setup)})),
-        )
+            whole = ReplyDelta(reply.content, reply.reasoning, reply.calls_for_client)
+            events.append(TurnDelta(index, sampled, whole))
+            done.append(TurnDone(index, turn, reply, ReplyDelta(), _finish(turn, reply)))
+        return [*events, *done]
+
+    def _read_again(self, session: Session, turn: Turn, request: TurnRequest) -> Reply:
+        """A recorded completion's reply, its calls with the ids that the client was told."""
+        stop_strings = request.sampling.stop_strings
+        reader: ReplyReader
+        if request.prompt_ids is not None:
+            stop_ids = frozenset(turn.sampling["stop_token_ids"])
+            reader = PlainReader(self.renderer.tokenizer, stop_ids=stop_ids, stop_strings=stop_strings)
+        else:
+            reader = self.renderer.parser(self._preparer.setup(session, request), stop_strings)
+        reader.feed(turn.completion_ids.tolist())
+        _, reply = reader.finish()
+        told = iter(turn.reply.get("tool_calls", ()))
+        calls = [
+            call if call.status == "unclosed" else replace(call, id=next(told)["id"])
+            for call in name_calls(reply.tool_calls, "")
+        ]
+        return replace(reply, tool_calls=tuple(calls))
+
+
+def _finish(turn: Turn, reply: Reply) -> Finish:
+    if turn.finish_reason == "length":
+        return "length"
+    return "tool_calls" if reply.calls_for_client else "stop"
 
 
 def reply_message(reply: Reply) -> dict[str, Any]:
@@ -376,68 +376,3 @@ def reply_message(reply: Reply) -> dict[str, Any]:
             for call in calls
         ]
     return message
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One request made ready for the engine; its choices share it."""
-
-    request: TurnRequest
-    session: Session
-    setup: Setup
-    parent: Turn | None
-    messages: tuple[Message, ...]
-    """Those that the parent does not have."""
-    context_ids: TokenIds
-    """The parent's context and completion."""
-    added: Added
-    prompt_ids: TokenIds
-    """`context_ids` and `added.ids`: what is sent."""
-    fork: str | None
-    """A cause that lies with the template, known before sampling."""
-    sampling: SamplingParams
-
-
-@dataclass(slots=True)
-class _Completion:
-    """What the engine has returned of a completion so far."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop: int | str | None = None
-    weight_version: str = "unknown"
-
-    def add(self, delta: SampleDelta) -> None:
-        self.ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.finish_reason = delta.finish_reason
-        self.stop = delta.stop
-        self.weight_version = delta.weight_version or self.weight_version
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampled:
-    """One choice, sampled and parsed but not recorded yet."""
-
-    choice: int
-    sampling: SamplingParams
-    completion: _Completion
-    reply: Reply
-    rest: ReplyDelta
-
-
-def _name_calls(delta: ReplyDelta, request_id: str, start: int) -> ReplyDelta:
-    if not delta.tool_calls:
-        return delta
-    return replace(delta, tool_calls=_named(delta.tool_calls, request_id, start))
-
-
-def _named(calls: Sequence[ToolCall], request_id: str, start: int = 0) -> tuple[ToolCall, ...]:
-    """Calls with an id each: the model's own, else nine letters and digits, which every template takes."""
-    named, told = [], start
-    for call in calls:
-        own = hashlib.sha256(f"{request_id} {told}".encode()).hexdigest()[:9]
-        named.append(call if call.id else replace(call, id=own))
-        told += call.status != "unclosed"
-    return tuple(named)

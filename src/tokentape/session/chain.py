@@ -7,7 +7,8 @@ change under it. A digest is the hex SHA-256 of the concatenation of fields, eac
     session   "tokentape session 1", the session id as canonical JSON
     setup     "tokentape setup 1", canonical JSON of {tools, template_kwargs, date, fingerprint}
     turn      "tokentape turn 1", the parent's digest as hex (for a root the session's digest), canonical JSON of
-              the object of all fields that are neither an array nor the digest itself, then for `added_ids`,
+              the object of all fields that are neither an array nor the digest itself (`weight_changes` and
+              `abort_cause`, younger than the rest, only where there are any), then for `added_ids`,
               `added_provenance`, `completion_ids` and `logprobs` in this order: its name, its dtype ("<i4", "|u1"
               or "<f4") and its elements, little-endian
 
@@ -75,7 +76,7 @@ def turn_digest(turn: Turn, parent_digest: str | None) -> str:
             f"turn {turn.seq} of session {turn.session_id!r} has parent {turn.parent}, but "
             f"{'no' if parent_digest is None else 'a'} parent digest was given"
         )
-    scalars = {
+    scalars: dict[str, Any] = {
         "session_id": turn.session_id,
         "seq": turn.seq,
         "parent": turn.parent,
@@ -91,6 +92,10 @@ def turn_digest(turn: Turn, parent_digest: str | None) -> str:
         # A database may drop the sign of a zero.
         "created_at": float(turn.created_at) + 0.0,
     }
+    if turn.weight_changes:
+        scalars["weight_changes"] = turn.weight_changes
+    if turn.abort_cause is not None:
+        scalars["abort_cause"] = turn.abort_cause
     arrays: dict[str, npt.NDArray[Any]] = {
         "added_ids": turn.added_ids,
         "added_provenance": turn.added_provenance,

@@ -70,6 +70,33 @@ class Session:
                 )
         return Continuation(None, tuple(messages), NO_IDS)
 
+    def continuation_of_ids(self, prompt_ids: TokenIds, stand_in: Message) -> Continuation:
+        """Find the deepest turn, under any setup, whose context and completion begin `prompt_ids`.
+
+        `stand_in` takes the place of the messages that such a request does not have.
+        """
+        deepest: int | None = None
+        start, level = 0, self._children.get(None, [])
+        while level:
+            for seq in reversed(level):
+                turn = self.turns[seq]
+                end = start + len(turn.added_ids) + len(turn.completion_ids)
+                own = prompt_ids[start:end]
+                # Something has to be asked behind a turn.
+                if end < len(prompt_ids) and np.array_equal(own, np.concatenate([turn.added_ids, turn.completion_ids])):
+                    deepest, start, level = seq, end, self._children.get(seq, [])
+                    break
+            else:
+                break
+        parent = None if deepest is None else self.turns[deepest]
+        return Continuation(parent, (stand_in,), prompt_ids[:start])
+
+    def context_before(self, seq: int) -> TokenIds:
+        """The ids that were sent for turn `seq`, int32 [tokens]."""
+        turn = self.turns[seq]
+        context = NO_IDS if turn.parent is None else self.context_after(turn.parent)
+        return np.concatenate([context, turn.added_ids])
+
     def context_after(self, seq: int) -> TokenIds:
         """The ids of the path from the root through turn `seq`'s completion, int32 [tokens]."""
         if self._last_context is not None and self._last_context[0] == seq:

@@ -10,8 +10,8 @@ from sqlalchemy import Connection, func, select
 from tokentape.errors import NotFound, StoreCorrupt
 from tokentape.store import schema
 from tokentape.store.checks import chained
-from tokentape.store.rows import decode_reward, decode_session, decode_setup, decode_turn
-from tokentape.types import Reward, SessionInfo, Setup, Turn
+from tokentape.store.rows import decode_answer, decode_reward, decode_session, decode_setup, decode_turn
+from tokentape.types import Answer, Reward, SessionInfo, Setup, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,18 @@ class StoredSession:
     """In order of `seq`, which counts from 0."""
     rewards: tuple[Reward, ...]
     """In order of arrival."""
+    answers: tuple[Answer, ...]
+    """In order of their turns."""
 
 
-def list_sessions(connection: Connection, limit: int, after: int) -> list[SessionSummary]:
-    """Return up to `limit` sessions with a position greater than `after`, in order of position."""
+def list_sessions(connection: Connection, limit: int, after: int, owner: str | None) -> list[SessionSummary]:
+    """Return up to `limit` sessions with a position greater than `after`, in order of position.
+
+    `owner` None stands for everybody's.
+    """
     page = (
         select(schema.sessions)
-        .where(schema.sessions.c.position > after)
+        .where(schema.sessions.c.position > after, *([] if owner is None else [schema.sessions.c.owner == owner]))
         .order_by(schema.sessions.c.position)
         .limit(limit)
         .subquery()
@@ -90,11 +95,15 @@ def load_session(connection: Connection, session_id: str) -> StoredSession:
     rewards = connection.execute(
         select(schema.rewards).where(schema.rewards.c.session_id == session_id).order_by(schema.rewards.c.position)
     )
+    answers = connection.execute(
+        select(schema.answers).where(schema.answers.c.session_id == session_id).order_by(schema.answers.c.first_turn)
+    )
     return StoredSession(
         info=info,
         setups={setup.digest: setup for setup in setups},
         turns=turns,
         rewards=tuple(map(decode_reward, rewards)),
+        answers=tuple(map(decode_answer, answers)),
     )
 
 

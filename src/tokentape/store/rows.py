@@ -12,9 +12,9 @@ from sqlalchemy import Row, Table
 from tokentape.errors import InvalidRequest, InvariantViolation, StoreCorrupt
 from tokentape.session.chain import array_bytes, array_from_bytes, canonical_json, setup_digest
 from tokentape.store import schema
-from tokentape.types import Reward, SessionInfo, Setup, Turn
+from tokentape.types import Answer, Reward, SessionInfo, Setup, Turn
 
-Record: TypeAlias = SessionInfo | Setup | Turn | Reward
+Record: TypeAlias = SessionInfo | Setup | Turn | Answer | Reward
 """What a store takes."""
 
 Values: TypeAlias = dict[str, Any]
@@ -33,11 +33,14 @@ def encode(record: Record) -> tuple[Table, Values]:
                 "session_id": _text(record.session_id),
                 "created_at": _real(record.created_at),
                 "metadata": canonical_json(record.metadata),
+                "owner": _text(record.owner),
             }
         case Setup():
             return schema.setups, _encode_setup(record)
         case Turn():
             return schema.turns, _encode_turn(record)
+        case Answer():
+            return schema.answers, _encode_answer(record)
         case Reward():
             return schema.rewards, {
                 "session_id": _text(record.session_id),
@@ -50,7 +53,7 @@ def encode(record: Record) -> tuple[Table, Values]:
 def decode_session(row: Row[Any]) -> SessionInfo:
     """Return the session of a row of `schema.sessions`. Raises `StoreCorrupt` if it can't be one."""
     try:
-        return SessionInfo(row.session_id, float(row.created_at), dict(json.loads(row.metadata)))
+        return SessionInfo(row.session_id, float(row.created_at), dict(json.loads(row.metadata)), row.owner)
     except _UNDECODABLE as error:
         raise StoreCorrupt(f"session {row.session_id!r} can't be read ({type(error).__name__})") from error
 
@@ -101,11 +104,29 @@ def decode_turn(row: Row[Any]) -> Turn:
             weight_version=row.weight_version,
             created_at=row.created_at,
             digest=row.digest,
+            weight_changes=tuple((at, version) for at, version in json.loads(row.weight_changes or "[]")),
+            abort_cause=row.abort_cause,
         )
     except _UNDECODABLE as error:
         raise StoreCorrupt(
             f"turn {row.seq} of session {row.session_id!r} can't be read ({type(error).__name__})"
         ) from error
+
+
+def decode_answer(row: Row[Any]) -> Answer:
+    """Return the answer of a row of `schema.answers`. Raises `StoreCorrupt` if it can't be one."""
+    try:
+        return Answer(
+            session_id=row.session_id,
+            reply_id=row.reply_id,
+            turns=tuple(range(row.first_turn, row.first_turn + row.choices)),
+            key=row.key,
+            body_digest=row.body_digest.hex(),
+            created_at=float(row.created_at),
+            top_logprobs=() if row.top_logprobs is None else _tuples(_inflate(row.top_logprobs)),
+        )
+    except _UNDECODABLE as error:
+        raise StoreCorrupt(f"an answer of session {row.session_id!r} can't be read ({type(error).__name__})") from error
 
 
 def decode_reward(row: Row[Any]) -> Reward:
@@ -145,6 +166,8 @@ def _encode_turn(turn: Turn) -> Values:
         "fork": None if turn.fork is None else _text(turn.fork),
         "engine": _text(turn.engine),
         "weight_version": _text(turn.weight_version),
+        "weight_changes": canonical_json(turn.weight_changes) if turn.weight_changes else None,
+        "abort_cause": None if turn.abort_cause is None else _text(turn.abort_cause),
         "sampling": canonical_json(turn.sampling),
         "added_ids": array_bytes("added_ids", turn.added_ids),
         "added_provenance": zlib.compress(array_bytes("added_provenance", turn.added_provenance)),
@@ -153,6 +176,25 @@ def _encode_turn(turn: Turn) -> Values:
         "messages": _deflate(turn.messages),
         "reply": _deflate(turn.reply),
     }
+
+
+def _encode_answer(answer: Answer) -> Values:
+    if answer.turns != tuple(range(answer.turns[0], answer.turns[0] + len(answer.turns))):
+        raise InvariantViolation(f"the choices of a call are recorded one after the other, not as {answer.turns}")
+    return {
+        "session_id": _text(answer.session_id),
+        "reply_id": _text(answer.reply_id),
+        "first_turn": answer.turns[0],
+        "choices": len(answer.turns),
+        "key": None if answer.key is None else _text(answer.key),
+        "body_digest": bytes.fromhex(answer.body_digest),
+        "created_at": _real(answer.created_at),
+        "top_logprobs": _deflate(answer.top_logprobs) if answer.top_logprobs else None,
+    }
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _deflate(value: object) -> bytes:

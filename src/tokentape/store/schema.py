@@ -46,6 +46,7 @@ sessions = Table(
     Column("session_id", Text, nullable=False, unique=True),
     Column("created_at", Double, nullable=False),
     Column("metadata", Text, nullable=False),
+    Column("owner", Text, nullable=False, server_default=""),
     sqlite_autoincrement=True,
 )
 
@@ -81,9 +82,26 @@ turns = Table(
     Column("logprobs", LargeBinary, nullable=False),
     Column("messages", LargeBinary, nullable=False),
     Column("reply", LargeBinary, nullable=False),
+    Column("weight_changes", Text),
+    Column("abort_cause", Text),
     ForeignKeyConstraint(["session_id", "parent"], ["turns.session_id", "turns.seq"]),
 )
 """The primary key is the fence: of two writers of the same turn, one fails."""
+
+answers = Table(
+    "answers",
+    metadata,
+    Column("session_id", Text, primary_key=True),
+    Column("first_turn", Integer, primary_key=True),
+    Column("choices", Integer, nullable=False),
+    Column("reply_id", Text, nullable=False),
+    Column("key", Text),
+    Column("body_digest", LargeBinary, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("top_logprobs", LargeBinary),
+    ForeignKeyConstraint(["session_id", "first_turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
+)
+"""Written in the transaction of the turns, so that a retry after a restart finds them."""
 
 rewards = Table(
     "rewards",
@@ -100,7 +118,19 @@ rewards = Table(
 
 Migration: TypeAlias = Callable[[Connection], None]
 
-MIGRATIONS: tuple[Migration, ...] = ()
+
+def _to_2(connection: Connection) -> None:
+    """Owners, aborted turns, weights that change within a turn, answers to retries."""
+    for change in (
+        "sessions ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
+        "turns ADD COLUMN weight_changes TEXT",
+        "turns ADD COLUMN abort_cause TEXT",
+    ):
+        connection.exec_driver_sql(f"ALTER TABLE {change}")
+    answers.create(connection)
+
+
+MIGRATIONS: tuple[Migration, ...] = (_to_2,)
 """`MIGRATIONS[i]` turns schema version i + 1 into i + 2. Only ever appended to."""
 
 

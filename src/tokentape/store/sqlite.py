@@ -117,10 +117,13 @@ class SqliteStore:
         """Delete a session with its turns and rewards; return when that is durable. Raises `NotFound`."""
         await self._run(partial(writes.delete_session, session_id=session_id))
 
-    def sessions(self, limit: int = 100, after: int = 0) -> list[SessionSummary]:
-        """Return up to `limit` sessions in order of creation, those behind the position `after`."""
+    def sessions(self, limit: int = 100, after: int = 0, owner: str | None = None) -> list[SessionSummary]:
+        """Return up to `limit` sessions in order of creation, those behind the position `after`.
+
+        With `owner` only those of one API key.
+        """
         with self._reading() as connection:
-            return reads.list_sessions(connection, limit, after)
+            return reads.list_sessions(connection, limit, after, owner)
 
     def load_session(self, session_id: str) -> StoredSession:
         """Return a session with its hash chain checked; the arrays are read-only.

@@ -1,0 +1,143 @@
+"""The choices of one call: sampled side by side, read as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from tokentape.chat.parse import Reply, ReplyDelta, ToolCall
+from tokentape.engines.base import Engine, SampleDelta, SamplingParams
+from tokentape.errors import EngineUnavailable, TokentapeError
+from tokentape.gateway.events import TurnDelta
+from tokentape.session.invariants import check_ids
+from tokentape.types import FinishReason, TokenIds
+
+
+class ReplyReader(Protocol):
+    """Reads one completion: as chat, or as nothing but text."""
+
+    def feed(self, ids: Sequence[int]) -> ReplyDelta:
+        """Take newly sampled ids; return what can be told of the reply already."""
+        ...
+
+    def finish(self) -> tuple[ReplyDelta, Reply]:
+        """Say that sampling ended; return the rest and the whole reply."""
+        ...
+
+
+@dataclass(slots=True)
+class Choice:
+    """One completion as far as it has come."""
+
+    index: int
+    sampling: SamplingParams
+    reader: ReplyReader
+    request_id: str = field(default_factory=lambda: secrets.token_hex(12))
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop: int | str | None = None
+    weight_version: str = "unknown"
+    """Of the first token."""
+    weight_changes: list[tuple[int, str]] = field(default_factory=list)
+    reply: Reply | None = None
+    rest: ReplyDelta = field(default_factory=ReplyDelta)
+    told_calls: int = 0
+
+    def take(self, delta: SampleDelta) -> TurnDelta:
+        """Add newly sampled tokens and say what they told."""
+        if delta.weight_version is not None:
+            newest = self.weight_changes[-1][1] if self.weight_changes else self.weight_version
+            if not self.ids:
+                self.weight_version = delta.weight_version
+            elif delta.weight_version != newest and delta.token_ids:
+                self.weight_changes.append((len(self.ids), delta.weight_version))
+        self.ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.top_logprobs += delta.top_logprobs
+        self.finish_reason = delta.finish_reason
+        self.stop = delta.stop
+        return TurnDelta(self.index, delta, self._named(self.reader.feed(delta.token_ids)))
+
+    def end(self) -> None:
+        """Read what there is as the whole completion."""
+        rest, reply = self.reader.finish()
+        self.rest = self._named(rest)
+        self.reply = replace(reply, tool_calls=name_calls(reply.tool_calls, self.request_id))
+
+    def _named(self, delta: ReplyDelta) -> ReplyDelta:
+        if not delta.tool_calls:
+            return delta
+        calls = name_calls(delta.tool_calls, self.request_id, self.told_calls)
+        self.told_calls += len(calls)
+        return replace(delta, tool_calls=calls)
+
+
+def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0) -> tuple[ToolCall, ...]:
+    """Calls with an id each: the model's own, else nine letters and digits, which every template takes."""
+    named, told = [], start
+    for call in calls:
+        own = hashlib.sha256(f"{request_id} {told}".encode()).hexdigest()[:9]
+        named.append(call if call.id else replace(call, id=own))
+        told += call.status != "unclosed"
+    return tuple(named)
+
+
+async def sample_choices(
+    engine: Engine, prompt_ids: TokenIds, choices: Sequence[Choice], *, vocab_size: int, stream: bool
+) -> AsyncGenerator[TurnDelta, None]:
+    """Sample all `choices` from one context; yields deltas as they come. One that fails ends them all.
+
+    Raises `EngineError` and its kinds. Closing the iterator aborts what is still being sampled.
+    """
+    if len(choices) == 1:
+        async with aclosing(_sample(engine, prompt_ids, choices[0], vocab_size, stream)) as deltas:
+            async for delta in deltas:
+                yield delta
+        return
+    events: asyncio.Queue[TurnDelta | None] = asyncio.Queue()
+
+    async def run(choice: Choice) -> None:
+        async with aclosing(_sample(engine, prompt_ids, choice, vocab_size, stream)) as deltas:
+            async for delta in deltas:
+                events.put_nowait(delta)
+
+    async def run_all() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice in choices:
+                    group.create_task(run(choice))
+        except* TokentapeError as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            events.put_nowait(None)
+
+    running = asyncio.create_task(run_all())
+    try:
+        while (event := await events.get()) is not None:
+            yield event
+        await running
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def _sample(
+    engine: Engine, prompt_ids: TokenIds, choice: Choice, vocab_size: int, stream: bool
+) -> AsyncGenerator[TurnDelta, None]:
+    sampled = engine.sample(prompt_ids, choice.sampling, stream=stream, request_id=choice.request_id)
+    async with aclosing(sampled) as deltas:
+        async for delta in deltas:
+            check_ids(delta.token_ids, vocab_size)
+            yield choice.take(delta)
+    if choice.finish_reason is None:
+        raise EngineUnavailable("the engine stopped answering before it was finished; send it again")
+    if choice.finish_reason == "abort":
+        raise EngineUnavailable("the engine aborted this call before it was finished; send it again")
+    choice.end()

@@ -1,0 +1,100 @@
+"""API keys: who is asking, and keys that open one session only."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tokentape.errors import InvalidRequest, Unauthorized
+
+_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
+_DERIVED = re.compile(r"tts_([0-9a-f]{32})_([A-Za-z0-9-]{0,64})_(.+)")
+_SHORTEST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request."""
+
+    owner: str
+    """Name of its key; empty in a gateway without keys."""
+    admin: bool = False
+    """May see and delete everybody's sessions."""
+    session_id: str | None = None
+    """The one session that a derived key opens."""
+
+    @property
+    def sees(self) -> str | None:
+        """Whose sessions it may see: an owner, or None for everybody's."""
+        return None if self.admin else self.owner
+
+
+class Keys:
+    """The keys of a gateway, by name. Without any, whoever reaches it may do everything.
+
+    `admins` are keys that may see every session; they own sessions like any other.
+
+    Raises `InvalidRequest` for a name that is not made of letters, digits and hyphens, for a key shorter than 16
+    characters, and for one that is given twice.
+    """
+
+    def __init__(self, keys: Mapping[str, str] | None = None, admins: Mapping[str, str] | None = None) -> None:
+        named = {**(keys or {}), **(admins or {})}
+        if len(named) < len(keys or {}) + len(admins or {}) or len(set(named.values())) < len(named):
+            raise InvalidRequest("two API keys have the same name or are the same", "keys")
+        for name, key in named.items():
+            if not _NAME.fullmatch(name):
+                raise InvalidRequest(f"{name!r} can't name an API key: use letters, digits and hyphens", "keys")
+            if len(key) < _SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
+                raise InvalidRequest(
+                    f"the API key named {name!r} must be {_SHORTEST} or more printable ASCII characters, no space",
+                    "keys",
+                )
+        self._keys = {name: key.encode() for name, key in named.items()}
+        self._admins = frozenset(admins or ())
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        """Who sent a request with these headers (lower case): `Authorization: Bearer KEY`, or `x-api-key: KEY`.
+
+        Raises `Unauthorized` if there is no key or none that is known.
+        """
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        derived = _DERIVED.fullmatch(key)
+        if derived is not None:
+            mac, name, session_id = derived.groups()
+            secret = self._keys.get(name, b"") if self._keys else b""
+            known = name in self._keys if self._keys else not name
+            if hmac.compare_digest(_mac(secret, session_id), mac) and known:
+                return Caller(name, session_id=session_id)
+            raise Unauthorized("this session key is not one of this gateway's")
+        if not self._keys:
+            return Caller("", admin=True)
+        if not key:
+            raise Unauthorized("an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
+        given, found = key.encode(), ""
+        for name, own in self._keys.items():
+            # All of them, so that the time taken says nothing.
+            if hmac.compare_digest(given, own):
+                found = name
+        if not found:
+            raise Unauthorized("this API key is not one of this gateway's")
+        return Caller(found, admin=found in self._admins)
+
+    def session_key(self, owner: str, session_id: str) -> str:
+        """A key that opens one session: for agents that can be given an API key and nothing else.
+
+        >>> Keys().session_key("", "s1")
+        'tts_abfe5d3ec3f7cb8fcdbf3d2dbfcf6ff8__s1'
+        """
+        return f"tts_{_mac(self._keys.get(owner, b''), session_id)}_{owner}_{session_id}"
+
+
+def _mac(secret: bytes, session_id: str) -> str:
+    return hmac.new(secret, session_id.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()[:32]

@@ -1,0 +1,46 @@
+"""What one gateway allows: sizes, counts and times, each a plain number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tokentape.errors import LimitReached
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a gateway. 0 stands for none, where a count is meant."""
+
+    body_bytes: int = 64 * 2**20
+    """Largest request body."""
+    open_sessions: int = 0
+    """Sessions in memory per API key; those that idle don't count."""
+    turns_per_session: int = 0
+    idle_seconds: float = 3600.0
+    """A session that nobody used for so long is let go of. It is read from the store when it goes on."""
+    calls_per_key: int = 0
+    """Calls under way per API key."""
+    retry_grace: float = 2.0
+    """Seconds that a call goes on after its client has left, so that a retry can take it up. 0: it is aborted."""
+
+
+class Calls:
+    """Counts the calls under way of each key."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._under_way: Counter[str] = Counter()
+
+    @contextmanager
+    def one_more(self, owner: str) -> Iterator[None]:
+        """Count a call for as long as the context lasts. Raises `LimitReached`."""
+        if self._most and self._under_way[owner] >= self._most:
+            raise LimitReached(f"{self._most} calls are under way with this key, which is the limit", retry_after=1.0)
+        self._under_way[owner] += 1
+        try:
+            yield
+        finally:
+            self._under_way[owner] -= 1

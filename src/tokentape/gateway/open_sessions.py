@@ -1,0 +1,195 @@
+"""The sessions that this gateway has in memory: found or begun, each under its lock, let go of when they idle."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from tokentape.errors import Conflict, IdempotencyMismatch, LimitReached, NotFound
+from tokentape.gateway.events import Attempt
+from tokentape.gateway.flights import Flight
+from tokentape.gateway.limits import Limits
+from tokentape.session.tree import Session
+from tokentape.store import SqliteStore
+from tokentape.types import Answer, SessionInfo
+
+_KEPT_ANSWERS = 64
+"""Per session; a client retries what it asked last."""
+
+
+@dataclass(slots=True)
+class OpenSession:
+    """A session in memory, with what the gateway has to know of it besides its turns."""
+
+    session: Session
+    stored: bool
+    """False for one that begins with its first turn: stored together with it."""
+    setups: set[str] = field(default_factory=set)
+    """Digests of setups that the store has."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while turns are committed."""
+    flights: list[Flight] = field(default_factory=list)
+    used_at: float = 0.0
+    """Seconds of the monotonic clock."""
+    deleted: bool = False
+    """Deleted while somebody still works in it."""
+    _answers: OrderedDict[str, Answer] = field(default_factory=OrderedDict)
+
+    @property
+    def session_id(self) -> str:
+        """The session's id."""
+        return self.session.info.session_id
+
+    def remember(self, answer: Answer) -> None:
+        """Keep an answer at hand for retries."""
+        self._answers[answer.reply_id] = answer
+        if len(self._answers) > _KEPT_ANSWERS:
+            self._answers.popitem(last=False)
+
+    def flight_of(self, attempt: Attempt | None) -> Flight | None:
+        """The call under way that this one repeats. Raises `IdempotencyMismatch` for a used key with another body."""
+        for flight in reversed(self.flights):
+            if attempt is not None and flight.attempt is not None:
+                known = flight.attempt
+                if _repeats(attempt, known.key, known.body_digest):
+                    return flight
+        return None
+
+    def answer_to(self, attempt: Attempt | None) -> Answer | None:
+        """The recorded answer to the call that this one repeats. Raises as `flight_of`."""
+        for answer in reversed(self._answers.values()):
+            if attempt is not None and _repeats(attempt, answer.key, answer.body_digest):
+                return answer
+        return None
+
+    def answer_named(self, reply_id: str) -> Answer | None:
+        """The answer with this id, if it is one of the newest."""
+        return self._answers.get(reply_id)
+
+
+def _repeats(attempt: Attempt, key: str | None, body_digest: str) -> bool:
+    if attempt.key is not None:
+        if attempt.key != key:
+            return False
+        if attempt.body_digest != body_digest:
+            raise IdempotencyMismatch("this Idempotency-Key came with another body before; use a new key")
+        return True
+    return attempt.retried and key is None and attempt.body_digest == body_digest
+
+
+class OpenSessions:
+    """Sessions by id. An unknown id and somebody else's session look the same. For one event loop."""
+
+    def __init__(self, store: SqliteStore, limits: Limits) -> None:
+        self._store = store
+        self._limits = limits
+        self._open: OrderedDict[str, OpenSession] = OrderedDict()
+        """Least recently used first."""
+        self._loading: dict[str, asyncio.Lock] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[OpenSession]:
+        return iter(list(self._open.values()))
+
+    async def find(self, session_id: str, owner: str | None) -> OpenSession | None:
+        """The session in memory, else from the store; None if there is none.
+
+        `owner` None stands for somebody who may see all. Raises `NotFound` for somebody else's session.
+        """
+        opened = self._open.get(session_id)
+        if opened is None:
+            lock = self._loading.setdefault(session_id, asyncio.Lock())
+            try:
+                async with lock:
+                    opened = self._open.get(session_id) or await self._load(session_id)
+            finally:
+                self._loading.pop(session_id, None)
+        if opened is None:
+            return None
+        if owner is not None and opened.session.info.owner != owner:
+            raise not_found(session_id)
+        return self._touch(opened)
+
+    async def get(self, session_id: str, owner: str | None) -> OpenSession:
+        """The session. Raises `NotFound` if there is none or it is somebody else's."""
+        found = await self.find(session_id, owner)
+        if found is None:
+            raise not_found(session_id)
+        return found
+
+    async def find_or_begin(self, session_id: str, owner: str) -> OpenSession:
+        """The session, or a new one that is stored with its first turn. Raises `NotFound` and `LimitReached`."""
+        found = await self.find(session_id, owner)
+        # No await between a miss and the new session, so that two first turns begin one.
+        return found or self._begin(SessionInfo(session_id, time.time(), {}, owner), stored=False)
+
+    async def create(self, session_id: str, metadata: Mapping[str, Any], owner: str) -> SessionInfo:
+        """Create and store a session. Raises `Conflict` if the id is taken, and `LimitReached`."""
+        self._make_room(owner)
+        try:
+            taken = await self.find(session_id, owner) is not None
+        except NotFound:
+            taken = True
+        if taken:
+            raise Conflict(f"session {session_id!r} exists already; use another id or none")
+        info = SessionInfo(session_id, time.time(), metadata, owner)
+        await self._store.write(info)
+        if session_id not in self._open:
+            self._begin(info, stored=True)
+        return info
+
+    def drop(self, opened: OpenSession) -> None:
+        """Forget a session."""
+        if self._open.get(opened.session_id) is opened:
+            del self._open[opened.session_id]
+
+    async def _load(self, session_id: str) -> OpenSession | None:
+        try:
+            stored = await asyncio.to_thread(self._store.load_session, session_id)
+        except NotFound:
+            return None
+        self._make_room(stored.info.owner)
+        opened = OpenSession(
+            Session(stored.info, stored.turns), stored=True, setups={turn.setup for turn in stored.turns}
+        )
+        for answer in stored.answers:
+            opened.remember(answer)
+        return self._open.setdefault(session_id, opened)
+
+    def _begin(self, info: SessionInfo, *, stored: bool) -> OpenSession:
+        self._make_room(info.owner)
+        opened = self._open[info.session_id] = OpenSession(Session(info), stored)
+        return self._touch(opened)
+
+    def _touch(self, opened: OpenSession) -> OpenSession:
+        opened.used_at = time.monotonic()
+        self._open.move_to_end(opened.session_id)
+        return opened
+
+    def _make_room(self, owner: str) -> None:
+        """Let go of sessions that idle; they are read from the store when they go on. Raises `LimitReached`."""
+        most = self._limits.open_sessions
+        cutoff = time.monotonic() - self._limits.idle_seconds
+        for opened in list(takewhile(lambda one: one.used_at < cutoff, self._open.values())):
+            if not opened.flights and not opened.lock.locked():
+                self.drop(opened)
+        if most and sum(one.session.info.owner == owner for one in self._open.values()) >= most:
+            oldest = next(one for one in self._open.values() if one.session.info.owner == owner)
+            wait = max(oldest.used_at - cutoff, 1.0)
+            raise LimitReached(
+                f"{most} sessions are open, which is the limit; one that idles {self._limits.idle_seconds:g} s "
+                "makes room, or delete one",
+                retry_after=wait,
+            )
+
+
+def not_found(session_id: str) -> NotFound:
+    """The one answer for an unknown session and for somebody else's."""
+    return NotFound(f"there is no session {session_id!r}")

@@ -1,0 +1,126 @@
+"""From a request to what is sent: which turn it continues, what is appended there, how it is to be sampled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+
+import numpy as np
+
+from tokentape.chat.certificate import Certificate, Strategy
+from tokentape.chat.certificate_cache import load_or_certify
+from tokentape.chat.certify import choose
+from tokentape.chat.renderer import Added, Renderer
+from tokentape.chat.splice import History
+from tokentape.engines.base import Engine, SamplingParams
+from tokentape.errors import InvalidRequest
+from tokentape.gateway.events import TurnRequest
+from tokentape.session.chain import canonical_json, setup_digest
+from tokentape.session.tree import NO_IDS, Continuation, Session
+from tokentape.types import Message, Provenance, Setup, TokenIds, Turn
+
+PROMPT: Message = {"role": "prompt"}
+"""What stands for the messages of a turn whose context the caller made: no message of a chat is like it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request made ready for the engine; its choices share it."""
+
+    setup: Setup
+    parent: Turn | None
+    messages: tuple[Message, ...]
+    """Those that the parent does not have."""
+    context_ids: TokenIds
+    """The parent's context and completion."""
+    added: Added
+    prompt_ids: TokenIds
+    """`context_ids` and `added.ids`: what is sent."""
+    fork: str | None
+    """A cause that lies with the template, known before sampling."""
+    sampling: SamplingParams
+
+
+class Preparer:
+    """Prepares requests for one model and engine. `history` is explained at `Turns`."""
+
+    def __init__(self, renderer: Renderer, engine: Engine, history: History) -> None:
+        self._renderer = renderer
+        self._engine = engine
+        self._history = history
+
+        # Kwargs come from clients, who must not fill the memory.
+        @lru_cache(maxsize=64)
+        def certificate(template_kwargs: str) -> Certificate:
+            return load_or_certify(renderer, json.loads(template_kwargs))
+
+        self._certificate = certificate
+        """By template kwargs, as canonical JSON."""
+
+    def certify(self) -> None:
+        """Make or load the certificate of requests without template kwargs. Raises `TemplateRefused`."""
+        self._certificate(canonical_json({}))
+
+    def setup(self, session: Session, request: TurnRequest) -> Setup:
+        """What rendering depends on besides the messages."""
+        # The day the session began, on every turn: templates that print the date must not change overnight.
+        date = datetime.fromtimestamp(session.info.created_at, UTC).date().isoformat()
+        fingerprint = self._renderer.fingerprint
+        digest = setup_digest(request.tools, request.template_kwargs, date, fingerprint)
+        return Setup(request.tools, request.template_kwargs, date, fingerprint, digest)
+
+    def prepare(self, request: TurnRequest, session: Session, setup: Setup, found: Continuation) -> Prepared:
+        """What to send: bridged where the certificate allows that, else rendered as a new branch.
+
+        `found` is what the request continues. Raises `TemplateRefused`, and `InvalidRequest` if nothing fits behind
+        the context.
+        """
+        parent, messages, context_ids, fork = found.parent, found.new_messages, found.context_ids, None
+        if request.prompt_ids is not None:
+            own = request.prompt_ids[len(context_ids) :]
+            added = Added(own, np.full(len(own), Provenance.USER, np.uint8))
+        elif self._history == "template":
+            added = self._rendered(session, setup, request.messages)
+            if np.array_equal(added.ids[: len(context_ids)], context_ids):
+                added = Added(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
+            else:
+                parent, messages, context_ids, fork = None, request.messages, NO_IDS, "template_history"
+        elif parent is None:
+            added = self._rendered(session, setup, messages)
+        elif (strategy := self._strategy(found, parent, setup)) == "fork":
+            parent, messages, context_ids, fork = None, request.messages, NO_IDS, "template_rewrites"
+            added = self._rendered(session, setup, messages)
+        else:
+            history = found.history if strategy == "contextual" else None
+            added = self._renderer.bridge(parent.completion_ids, parent.reply, messages, setup, history, context_ids)
+        prompt_ids = np.concatenate([context_ids, added.ids])
+        sampling = self._sampling(request, setup, len(prompt_ids))
+        return Prepared(setup, parent, messages, context_ids, added, prompt_ids, fork, sampling)
+
+    def _rendered(self, session: Session, setup: Setup, messages: Sequence[Message]) -> Added:
+        """A rendering from the start in which what this session sampled stands by its exact ids."""
+        replies = {n: session.turn_of_reply(m) for n, m in enumerate(messages) if m["role"] == "assistant"}
+        sampled = {n: turn.completion_ids for n, turn in replies.items() if turn is not None}
+        return self._renderer.render(messages, setup, sampled, self._history)
+
+    def _strategy(self, found: Continuation, parent: Turn, setup: Setup) -> Strategy:
+        certificate = self._certificate(canonical_json(setup.template_kwargs))
+        return choose(self._renderer, certificate, parent.reply, found.new_messages, setup, found.history)
+
+    def _sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
+        most = self._engine.info.max_context
+        room = most - prompt_length
+        if room < 1:
+            raise InvalidRequest(
+                f"the context has {prompt_length} tokens, the model takes {most} with its reply",
+                "messages" if request.prompt_ids is None else "prompt",
+            )
+        sampling = request.sampling
+        return replace(
+            sampling,
+            max_tokens=min(sampling.max_tokens or room, room),
+            stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *self._renderer.stop_ids(setup)})),
+        )
