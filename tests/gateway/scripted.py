@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import fields
 
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
@@ -17,6 +18,8 @@ class ScriptedEngine:
     `fail_after` raises `error` behind that many tokens of a reply, `stall_after` waits there until the call is aborted.
     `sampling` are the parameters that it claims to honour: all but the penalties if not given.
     """
+
+    EVERYTHING = frozenset(field.name for field in fields(SamplingParams))
 
     def __init__(
         self,
@@ -40,6 +43,10 @@ class ScriptedEngine:
         self.aborted = threading.Event()
         """A call was closed before it was finished, or failed."""
         self.closed = False
+        self.gate: threading.Event | None = None
+        """Calls wait until it is set."""
+        self.called = threading.Event()
+        """A call has come."""
         self.info = EngineInfo(
             name="scripted",
             version="1",
@@ -56,7 +63,11 @@ class ScriptedEngine:
         self.asked.append((prompt_ids.tolist(), params))
         ids = self._tokenizer.encode_plain(self._replies.pop(0))
         finished = False
+        self.called.set()
         try:
+            # The gate is opened from another thread, which can't set an asyncio.Event.
+            while self.gate is not None and not self.gate.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
             for at, token_id in enumerate(ids):
                 if at == self.fail_after and self.error is not None:
                     raise self.error
@@ -67,7 +78,9 @@ class ScriptedEngine:
                 finished = finished or last
                 stop = token_id if token_id in params.stop_token_ids else None
                 finish = None if not last else "length" if stop is None else "stop"
-                yield SampleDelta((token_id,), (-0.5,), finish, stop if last else None, weight_version="7")
+                tops = tuple((token_id + other, -0.5 - other) for other in range(params.top_logprobs))
+                top_logprobs = (tops,) if tops else ()
+                yield SampleDelta((token_id,), (-0.5,), finish, stop if last else None, top_logprobs, "7")
         finally:
             if not finished:
                 self.aborted.set()

@@ -63,6 +63,10 @@ class Choice:
         self.top_logprobs += delta.top_logprobs
         self.finish_reason = delta.finish_reason
         self.stop = delta.stop
+        if delta.weight_spans:
+            # What a server says at the end covers all tokens, and corrects what it said in between.
+            self.weight_version = delta.weight_spans[0].version
+            self.weight_changes = [(span.start, span.version) for span in delta.weight_spans[1:]]
         return TurnDelta(self.index, delta, self._named(self.reader.feed(delta.token_ids)))
 
     def end(self) -> None:

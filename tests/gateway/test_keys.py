@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+
+from tokentape.errors import InvalidRequest, Unauthorized
+from tokentape.gateway.keys import Caller, Keys
+
+TEAM, OTHER, ADMIN = "team-secret-0123456789", "other-secret-0123456789", "admin-secret-0123456789"
+KEYS = Keys({"team": TEAM, "other": OTHER}, {"root": ADMIN})
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("headers", [bearer(TEAM), {"authorization": f"bearer  {TEAM}"}, {"x-api-key": TEAM}])
+def test_a_known_key_names_its_owner(headers: dict[str, str]) -> None:
+    assert KEYS.caller(headers) == Caller("team")
+
+
+def test_an_admin_sees_everything_and_others_their_own() -> None:
+    assert KEYS.caller(bearer(ADMIN)).sees is None
+    assert KEYS.caller(bearer(TEAM)).sees == "team"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        bearer(""),
+        bearer(TEAM + "x"),
+        bearer(TEAM[:-1]),
+        {"authorization": f"Basic {TEAM}"},
+        {"x-api-key": "\u00e9" * 20},
+        bearer("tts_" + "0" * 32 + "_team_s1"),
+        bearer(Keys().session_key("", "s1")),
+        bearer(KEYS.session_key("nobody", "s1")),
+    ],
+)
+def test_no_key_and_an_unknown_key_are_refused(headers: dict[str, str]) -> None:
+    with pytest.raises(Unauthorized):
+        KEYS.caller(headers)
+
+
+@pytest.mark.parametrize("session_id", ["s1", "a_b_c", "a:b.c-d", "tts_x"])
+def test_a_session_key_opens_its_session_and_no_other(session_id: str) -> None:
+    key = KEYS.session_key("team", session_id)
+    assert KEYS.caller(bearer(key)) == Caller("team", session_id=session_id)
+    with pytest.raises(Unauthorized):
+        KEYS.caller(bearer(key + "x"))
+    with pytest.raises(Unauthorized):
+        KEYS.caller(bearer(key.replace("_team_", "_other_")))
+
+
+def test_a_session_key_of_an_admin_is_no_admin_key() -> None:
+    assert KEYS.caller(bearer(KEYS.session_key("root", "s"))) == Caller("root", session_id="s")
+
+
+def test_without_keys_everybody_may_do_everything() -> None:
+    assert Keys().caller({}) == Keys().caller(bearer("anything")) == Caller("", admin=True)
+    assert Keys().caller(bearer(Keys().session_key("", "s1"))) == Caller("", session_id="s1")
+
+
+@pytest.mark.parametrize(
+    ("keys", "admins"),
+    [
+        ({"a": "short"}, {}),
+        ({"a b": TEAM}, {}),
+        ({"": TEAM}, {}),
+        ({"a": TEAM, "b": TEAM}, {}),
+        ({"a": TEAM}, {"a": OTHER}),
+        ({"a": TEAM}, {"b": TEAM}),
+        ({"a": "with a space in between"}, {}),
+    ],
+)
+def test_keys_that_can_t_be_told_apart_or_guessed_are_refused(keys: dict[str, str], admins: dict[str, str]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Keys(keys, admins)
+    assert TEAM not in str(caught.value)

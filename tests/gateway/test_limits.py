@@ -1,0 +1,176 @@
+"""Limits, owners and idle sessions, through the whole gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.gateway.scripted import ScriptedEngine
+from tokentape.chat.renderer import Renderer
+from tokentape.gateway.app import create_app
+from tokentape.gateway.keys import Keys
+from tokentape.gateway.limits import Limits
+from tokentape.gateway.serve import running
+from tokentape.gateway.turns import Turns
+from tokentape.store import SqliteStore
+
+A, B, ROOT = "team-a-secret-0123456789", "team-b-secret-0123456789", "root-secret-0123456789"
+KEYS = Keys({"a": A, "b": B}, {"root": ROOT})
+ANSWER = "4<|im_end|>"
+QUESTION: dict[str, Any] = {"role": "user", "content": "2 + 2?"}
+
+Serve = Callable[..., httpx2.Client]
+
+
+@pytest.fixture
+def engine(renderer: Renderer) -> ScriptedEngine:
+    return ScriptedEngine(renderer, [ANSWER] * 20)
+
+
+@pytest.fixture
+def serve(renderer: Renderer, store: SqliteStore, engine: ScriptedEngine) -> Iterator[Serve]:
+    with ExitStack() as opened:
+
+        def start(limits: Limits | None = None, keys: Keys | None = None) -> httpx2.Client:
+            turns = Turns(engine, renderer, store, limits=limits)
+            url = opened.enter_context(running(create_app(turns, model_id="m", keys=keys)))
+            return opened.enter_context(httpx2.Client(base_url=url, timeout=30))
+
+        yield start
+
+
+def ask(http: httpx2.Client, session_id: str, key: str | None = None, **more: Any) -> httpx2.Response:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    body = {"messages": [QUESTION], **more}
+    return http.post(f"/sessions/{session_id}/v1/chat/completions", json=body, headers=headers)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+PATHS = [
+    ("GET", "/v1/models", None),
+    ("POST", "/v1/chat/completions", {"messages": [QUESTION]}),
+    ("GET", "/sessions", None),
+    ("POST", "/sessions", {}),
+    ("GET", "/sessions/s", None),
+    ("DELETE", "/sessions/s", None),
+    ("GET", "/sessions/s/trajectories", None),
+    ("POST", "/sessions/s/reward", {"value": 1}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), PATHS)
+def test_every_endpoint_wants_a_key(serve: Serve, method: str, path: str, body: Any) -> None:
+    http = serve(keys=KEYS)
+    for headers in ({}, bearer("wrong-secret-0123456789")):
+        answer = http.request(method, path, json=body, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unauthorized")
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_health_needs_no_key(serve: Serve) -> None:
+    http = serve(keys=KEYS)
+    assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [entry for entry in PATHS if entry[1].startswith("/sessions/s")]
+    + [("POST", "/sessions/s/v1/chat/completions", {"messages": [QUESTION]})],
+)
+def test_somebody_elses_session_looks_like_none(serve: Serve, method: str, path: str, body: Any) -> None:
+    http = serve(keys=KEYS)
+    assert ask(http, "s", A).status_code == 200
+    foreign = http.request(method, path, json=body, headers=bearer(B))
+    assert foreign.status_code == 404
+    assert foreign.json()["error"]["code"] == "not_found"
+    if not path.endswith("completions"):
+        unknown = http.request(method, path.replace("/sessions/s", "/sessions/u"), json=body, headers=bearer(B))
+        assert unknown.status_code == 404
+        assert unknown.text.replace("'u'", "'s'") == foreign.text
+    assert len(http.get("/sessions/s", headers=bearer(A)).json()["turns"]) == 1
+
+
+def test_a_key_lists_its_own_sessions_and_an_admin_key_all(serve: Serve) -> None:
+    http = serve(keys=KEYS)
+    ask(http, "s", A)
+    ask(http, "t", B)
+    listed = {
+        key: [one["session_id"] for one in http.get("/sessions", headers=bearer(key)).json()["data"]]
+        for key in (A, B, ROOT)
+    }
+    assert listed == {A: ["s"], B: ["t"], ROOT: ["s", "t"]}
+
+
+def test_a_session_key_is_all_that_an_agent_needs(serve: Serve) -> None:
+    http = serve(keys=KEYS)
+    made = http.post("/sessions", json={"session_id": "s"}, headers=bearer(A)).json()
+    with OpenAI(base_url=f"{http.base_url}/v1", api_key=made["api_key"], max_retries=0) as client:
+        client.chat.completions.create(model="m", messages=[QUESTION])  # type: ignore[list-item]
+        assert len(http.get("/sessions/s", headers=bearer(A)).json()["turns"]) == 1
+        with pytest.raises(openai.PermissionDeniedError):
+            client.get("../sessions", cast_to=object)
+    assert ask(http, "t", made["api_key"]).status_code == 400
+    assert http.get("/sessions/t", headers=bearer(made["api_key"])).status_code == 404
+
+
+def test_calls_over_the_limit_of_a_key_are_429_with_a_time_to_wait(serve: Serve, engine: ScriptedEngine) -> None:
+    http = serve(Limits(calls_per_key=1), KEYS)
+    gate = engine.gate = threading.Event()
+
+    async def both() -> tuple[httpx2.Response, httpx2.Response, httpx2.Response]:
+        first = asyncio.create_task(asyncio.to_thread(ask, http, "s", A))
+        assert await asyncio.to_thread(engine.called.wait, 10)
+        refused = await asyncio.to_thread(ask, http, "t", A)
+        other = asyncio.create_task(asyncio.to_thread(ask, http, "u", B))
+        gate.set()
+        return await first, refused, await other
+
+    first, refused, other = asyncio.run(both())
+    assert (first.status_code, refused.status_code, other.status_code) == (200, 429, 200)
+    assert refused.headers["retry-after"] == "1"
+    assert refused.headers["x-should-retry"] == "true"
+    assert ask(http, "t", A).status_code == 200
+
+
+def test_sessions_over_the_limit_wait_for_one_that_idles(serve: Serve) -> None:
+    http = serve(Limits(open_sessions=2, idle_seconds=1.0))
+    assert [ask(http, name).status_code for name in "abc"] == [200, 200, 429]
+    refused = ask(http, "c")
+    assert int(refused.headers["retry-after"]) == 1
+    time.sleep(1.1)
+    assert ask(http, "c").status_code == 200
+
+
+def test_a_session_that_idled_goes_on_where_it_was(serve: Serve, store: SqliteStore) -> None:
+    http = serve(Limits(idle_seconds=0.05))
+    reply = ask(http, "s").json()["choices"][0]["message"]
+    time.sleep(0.1)
+    ask(http, "other")
+    ask(http, "s", messages=[QUESTION, reply, QUESTION])
+    assert [turn.parent for turn in store.load_session("s").turns] == [None, 0]
+
+
+def test_turns_over_the_limit_of_a_session_are_refused_for_good(serve: Serve) -> None:
+    http = serve(Limits(turns_per_session=2))
+    assert ask(http, "s", n=3).status_code == 429
+    assert [ask(http, "s").status_code for _ in range(3)] == [200, 200, 429]
+    assert ask(http, "s").headers["x-should-retry"] == "false"
+
+
+def test_a_session_named_twice_differently_is_refused(serve: Serve) -> None:
+    http = serve()
+    body = {"messages": [QUESTION]}
+    answer = http.post("/sessions/s/v1/chat/completions", json=body, headers={"x-session-id": "t"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")

@@ -1,0 +1,209 @@
+"""The same call again: joined while it runs, answered from the record when it is done, also after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.gateway.scripted import ScriptedEngine
+from tokentape.chat.renderer import Renderer
+from tokentape.errors import EngineUnavailable
+from tokentape.gateway.app import create_app
+from tokentape.gateway.limits import Limits
+from tokentape.gateway.serve import running
+from tokentape.gateway.turns import Turns
+from tokentape.store import SqliteStore
+
+QUESTION = {"role": "user", "content": "What is 3 plus 4?"}
+CALL = '<think>\nhm\n</think>\n\nOne moment.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+BODY = {"messages": [QUESTION], "tools": TOOLS, "logprobs": True, "top_logprobs": 0, "return_token_ids": True}
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+class Served:
+    """A gateway on a data directory, to be stopped and started again."""
+
+    def __init__(self, renderer: Renderer, directory: Path) -> None:
+        self.renderer, self.directory = renderer, directory
+        self.engine = ScriptedEngine(renderer, [CALL] * 9, sampling=ScriptedEngine.EVERYTHING)
+        self._opened = ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        self.store = self._opened.enter_context(SqliteStore.open(self.directory))
+        turns = Turns(self.engine, self.renderer, self.store, limits=Limits(retry_grace=5.0))
+        self.url = self._opened.enter_context(running(create_app(turns, model_id="m")))
+
+    def stop(self) -> None:
+        self._opened.close()
+
+    def ask(self, path: str = "/sessions/s/v1", **more: Any) -> httpx2.Response:
+        headers = more.pop("headers", {})
+        return httpx2.post(f"{self.url}{path}/chat/completions", json={**BODY, **more}, headers=headers, timeout=30)
+
+    def turns(self, session_id: str = "s") -> int:
+        return len(self.store.load_session(session_id).turns)
+
+
+@pytest.fixture
+def served(renderer: Renderer, tmp_path: Path) -> Iterator[Served]:
+    gateway = Served(renderer, tmp_path)
+    yield gateway
+    gateway.stop()
+
+
+@pytest.mark.parametrize("headers", [{"idempotency-key": "k"}, RETRY])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_finished_call_is_answered_again_word_for_word(
+    served: Served, headers: dict[str, str], restart: bool
+) -> None:
+    first = served.ask(headers={} if headers is RETRY else headers)
+    if restart:
+        served.stop()
+        served.start()
+    again = served.ask(headers=headers)
+    assert again.json() == first.json()
+    assert again.headers["x-tokentape-replayed"] == "true"
+    assert "x-tokentape-replayed" not in first.headers
+    assert (len(served.engine.asked), served.turns()) == (1, 1)
+
+
+def test_a_recorded_reply_is_streamed_to_a_retry_that_streams(served: Served) -> None:
+    first = served.ask(stream=True, headers={"idempotency-key": "k"})
+    again = served.ask(stream=True, headers={"idempotency-key": "k"})
+    assert again.text.endswith("data: [DONE]\n\n")
+    assert _joined(again.text) == _joined(first.text)
+    assert served.turns() == 1
+
+
+def _joined(text: str) -> dict[str, Any]:
+    """What a client makes of a stream."""
+    joined: dict[str, Any] = {"content": "", "reasoning": "", "ids": [], "calls": {}}
+    for line in text.split("\n\n"):
+        if not line.startswith("data: {"):
+            continue
+        chunk = httpx2.Response(200, text=line.removeprefix("data: ")).json()
+        joined["id"], joined["created"] = chunk["id"], chunk["created"]
+        for choice in chunk["choices"]:
+            joined["content"] += choice["delta"].get("content") or ""
+            joined["reasoning"] += choice["delta"].get("reasoning_content") or ""
+            joined["ids"] += choice.get("token_ids", [])
+            for call in choice["delta"].get("tool_calls", []):
+                known = joined["calls"].setdefault(call["index"], {"id": call.get("id"), "arguments": ""})
+                known["arguments"] += call["function"].get("arguments") or ""
+            joined["finish"] = choice["finish_reason"] or joined.get("finish")
+    return joined
+
+
+def test_alternatives_are_replayed_too(served: Served) -> None:
+    first = served.ask(top_logprobs=2, headers={"idempotency-key": "k"})
+    assert first.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    assert served.ask(top_logprobs=2, headers={"idempotency-key": "k"}).json() == first.json()
+
+
+def test_all_choices_are_replayed(served: Served) -> None:
+    first = served.ask(n=3, headers={"idempotency-key": "k"})
+    assert len(first.json()["choices"]) == 3
+    assert served.ask(n=3, headers={"idempotency-key": "k"}).json() == first.json()
+
+
+def test_the_same_body_without_a_retry_header_is_another_call(served: Served) -> None:
+    served.ask()
+    served.ask()
+    assert [turn.fork for turn in served.store.load_session("s").turns] == [None, "sibling"]
+
+
+def test_a_retry_of_what_nobody_asked_is_a_new_call(served: Served) -> None:
+    served.ask()
+    served.ask(seed=5, headers=RETRY)
+    assert served.turns() == 2
+
+
+def test_a_key_with_another_body_is_refused(served: Served) -> None:
+    served.ask(headers={"idempotency-key": "k"})
+    answer = served.ask(max_tokens=5, headers={"idempotency-key": "k"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "idempotency_mismatch")
+    assert answer.headers["x-should-retry"] == "false"
+
+
+def test_the_same_key_in_another_session_is_another_call(served: Served) -> None:
+    served.ask(headers={"idempotency-key": "k"})
+    served.ask("/sessions/t/v1", headers={"idempotency-key": "k"})
+    assert (served.turns("s"), served.turns("t")) == (1, 1)
+
+
+@pytest.mark.parametrize("headers", [{"idempotency-key": "k"}, {}])
+def test_calls_that_name_no_session_are_retried_too(served: Served, headers: dict[str, str]) -> None:
+    first = served.ask("/v1", headers=headers)
+    again = served.ask("/v1", headers={**headers, **RETRY})
+    assert again.json() == first.json()
+    assert len(served.engine.asked) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_duplicates_under_way_share_one_generation(served: Served, stream: bool) -> None:
+    gate = served.engine.gate = threading.Event()
+
+    async def ask_thrice() -> list[httpx2.Response]:
+        async def one(headers: dict[str, str]) -> httpx2.Response:
+            return await asyncio.to_thread(lambda: served.ask(stream=stream, headers=headers))
+
+        first = asyncio.create_task(one({}))
+        assert await asyncio.to_thread(served.engine.called.wait, 10)
+        others = [asyncio.create_task(one(RETRY)) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        gate.set()
+        return [await first, *[await other for other in others]]
+
+    answers = asyncio.run(ask_thrice())
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert len({answer.text for answer in answers}) == 1
+    assert (len(served.engine.asked), served.turns()) == (1, 1)
+
+
+def test_a_duplicate_of_a_call_that_fails_fails_with_it_and_a_later_one_is_new(served: Served) -> None:
+    served.engine.fail_after, served.engine.error = 0, EngineUnavailable("away")
+    assert served.ask(headers={"idempotency-key": "k"}).status_code == 503
+    served.engine.fail_after = served.engine.error = None
+    assert served.ask(headers={"idempotency-key": "k"}).status_code == 200
+
+
+def test_the_official_client_that_times_out_and_retries_gets_the_one_generation(served: Served) -> None:
+    gate = served.engine.gate = threading.Event()
+    threading.Timer(1.5, gate.set).start()
+    with OpenAI(base_url=f"{served.url}/sessions/s/v1", api_key="none", max_retries=3, timeout=1.0) as client:
+        reply: Any = client.chat.completions.create(model="m", messages=[QUESTION], tools=TOOLS)  # type: ignore[call-overload]
+    assert reply.choices[0].message.tool_calls[0].function.name == "f"
+    assert (len(served.engine.asked), served.turns()) == (1, 1)
+
+
+def test_a_call_that_nobody_takes_up_is_aborted_after_the_grace(renderer: Renderer, tmp_path: Path) -> None:
+    engine = ScriptedEngine(renderer, [CALL])
+    engine.gate = threading.Event()
+    with SqliteStore.open(tmp_path) as store:
+        turns = Turns(engine, renderer, store, limits=Limits(retry_grace=0.3))
+        with running(create_app(turns, model_id="m")) as url:
+            client = OpenAI(base_url=f"{url}/sessions/s/v1", api_key="none", max_retries=0, timeout=0.5)
+            with pytest.raises(openai.APITimeoutError):
+                client.chat.completions.create(model="m", messages=[QUESTION])  # type: ignore[list-item]
+            assert engine.aborted.wait(5)
+            client.close()
+            time.sleep(0.2)
+        (orphan,) = store_turns(tmp_path)
+    assert (orphan.finish_reason, orphan.abort_cause) == ("abort", "client_left")
+
+
+def store_turns(directory: Path) -> Any:
+    with SqliteStore.open(directory, read_only=True) as store:
+        return store.load_session("s").turns
