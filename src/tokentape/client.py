@@ -1,16 +1,23 @@
-"""Talk to a running gateway: sessions for agents, rewards, trajectories as numpy arrays."""
+"""Talk to a running gateway: sessions for agents, rewards, trajectories as numpy arrays, snapshots."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
 import httpx2
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tokentape.errors import Conflict, GatewayUnavailable, InvalidRequest, TokentapeError
-from tokentape.session.jsonl import trajectory_from_json
+from tokentape.session.arrow import iter_parquet
+from tokentape.session.jsonl import json_line, trajectory_from_json
 from tokentape.types import Trajectory
 
 
@@ -29,9 +36,12 @@ class Client:
     can't be reached or did not answer within `timeout` seconds.
     """
 
-    def __init__(self, base_url: str = "http://127.0.0.1:8800", *, timeout: float = 60.0) -> None:
+    def __init__(
+        self, base_url: str = "http://127.0.0.1:8800", *, api_key: str | None = None, timeout: float = 60.0
+    ) -> None:
         self.base_url = base_url.rstrip("/")
-        self._http = httpx2.Client(base_url=self.base_url, timeout=timeout)
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._http = httpx2.Client(base_url=self.base_url, timeout=timeout, headers=headers)
 
     def session(self, session_id: str | None = None, metadata: Mapping[str, Any] | None = None) -> ClientSession:
         """Create a session, with a random id if none is given.
@@ -58,6 +68,38 @@ class Client:
             yield from page["data"]
             after = page["next_after"]
 
+    def take_snapshot(
+        self,
+        session_ids: Iterable[str] | None = None,
+        *,
+        since: int | None = None,
+        idle_seconds: float | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> ClientSnapshot:
+        """Freeze sessions as they are: those to which all that is given applies, else all that this key may see.
+
+        `since` leaves out what has not changed since an earlier snapshot, or one that it was itself taken since;
+        `idle_seconds` what had a turn in so many seconds; `metadata` what has other values under these keys. Raises
+        `InvalidRequest` if nothing is left.
+        """
+        asked = {
+            "session_ids": None if session_ids is None else list(session_ids),
+            "since": since,
+            "idle_seconds": idle_seconds,
+            "metadata": None if metadata is None else dict(metadata),
+        }
+        taken = self._call("POST", "/snapshots", asked)
+        return ClientSnapshot(self, taken["snapshot_id"])
+
+    def snapshot(self, snapshot_id: int) -> ClientSnapshot:
+        """A snapshot that was taken before. Nothing is asked of the gateway yet."""
+        return ClientSnapshot(self, snapshot_id)
+
+    def snapshots(self) -> list[dict[str, Any]]:
+        """All snapshots, oldest first: `snapshot_id`, `state`, `digest`, counts."""
+        found: list[dict[str, Any]] = self._call("GET", "/snapshots")["data"]
+        return found
+
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
@@ -69,23 +111,34 @@ class Client:
         self.close()
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
-        """The JSON that the gateway answers with; None if it answers with nothing."""
-        content = None if body is None else msgspec.json.encode(body)
-        headers = None if body is None else {"content-type": "application/json"}
-        try:
+        """The JSON that the gateway answers with; None if it answers with nothing. `body` is JSON unless bytes."""
+        content = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+        kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
+        headers = None if body is None else {"content-type": kind}
+        with self._reached():
             response = self._http.request(method, path, content=content, headers=headers)
+        if response.is_success:
+            return _json(response)
+        raise _error(response.status_code, _json(response))
+
+    @contextmanager
+    def _streamed(self, path: str, accept: str) -> Iterator[httpx2.Response]:
+        """The answer to a GET whose body has not been read yet."""
+        with self._reached(), self._http.stream("GET", path, headers={"accept": accept}) as response:
+            if not response.is_success:
+                response.read()
+                raise _error(response.status_code, _json(response))
+            yield response
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
         except httpx2.RequestError as error:
             kind = type(error).__name__
             raise GatewayUnavailable(
                 f"no answer from the gateway at {self.base_url} ({kind}); is it running?"
             ) from error
-        try:
-            answer = msgspec.json.decode(response.content) if response.content else None
-        except ValueError:
-            answer = None
-        if response.is_success:
-            return answer
-        raise _error(response.status_code, answer)
 
 
 class ClientSession:
@@ -98,18 +151,47 @@ class ClientSession:
         self.base_url = f"{client.base_url}{self._path}/v1"
         """What to give an agent's OpenAI client as its base URL."""
 
-    def reward(self, value: float, turn: int | None = None) -> None:
-        """Give the session, or one of its turns, a reward. The last one given counts."""
-        self._client._call("POST", f"{self._path}/reward", {"value": float(value), "turn": turn})
+    def reward(self, value: float, *, turn: int | None = None, leaf: int | None = None) -> None:
+        """Give a reward to the session, to one turn's action, or to the whole path that ends with a leaf.
+
+        A trajectory's `reward` is its leaf's, else the session's; `turn_rewards` are those of its turns. The last one
+        given counts.
+        """
+        self._client._call("POST", f"{self._path}/reward", {"value": float(value), "turn": turn, "leaf": leaf})
+
+    def annotate(
+        self, name: str, values: npt.ArrayLike, *, turn: int | None = None, leaf: int | None = None
+    ) -> list[int]:
+        """Attach a named number to each token: advantages, values, weights. Returns the turns that have them now.
+
+        With `turn` one per sampled token of that turn, or one per token that it added and sampled. With `leaf` one per
+        token of that trajectory, of which those of turns that an earlier trajectory trains are left alone. They are
+        kept as float32 and come back in `Trajectory.columns`. The last ones given for a turn count.
+
+        >>> session.annotate("advantages", advantages, leaf=trajectory.leaf)            # doctest: +SKIP
+        """
+        numbers = np.asarray(values, "<f4")
+        if numbers.ndim != 1:
+            raise InvalidRequest(f"values must be one number per token, not {numbers.ndim}-dimensional", "values")
+        place = {"turn": turn, "leaf": leaf}
+        query = "&".join(f"{key}={int(number)}" for key, number in place.items() if number is not None)
+        path = f"{self._path}/columns?name={quote(name, safe='')}&{query}"
+        written: list[int] = self._client._call("POST", path, numbers.tobytes())["turns"]
+        return written
 
     def info(self) -> dict[str, Any]:
-        """The session's tree: `turns` (seq, parent, fork, counts...), `leaves` with verdicts, `rewards`, `metadata`."""
+        """The session's tree: `turns` (seq, parent, fork, counts...), `leaves` with verdicts, `aborted`, `rewards`."""
         found: dict[str, Any] = self._client._call("GET", self._path)
         return found
 
-    def trajectories(self) -> list[Trajectory]:
-        """One trajectory per leaf; over all of them each sampled token is trained once."""
-        found = self._client._call("GET", f"{self._path}/trajectories")
+    def trajectories(self, verdict: Collection[str] | None = None) -> list[Trajectory]:
+        """One trajectory per leaf; over all of them each sampled token is trained once.
+
+        `verdict` leaves out those with another one: `["exact", "forked:sibling"]`; `forked` stands for every fork.
+        Masks don't change with it: what a trajectory that is left out trains, no other one does.
+        """
+        query = "" if verdict is None else f"?verdict={quote(','.join(verdict), safe='')}"
+        found = self._client._call("GET", f"{self._path}/trajectories{query}")
         return [trajectory_from_json(one) for one in found["data"]]
 
     def delete(self) -> None:
@@ -118,6 +200,116 @@ class ClientSession:
 
     def __repr__(self) -> str:
         return f"ClientSession({self.session_id!r})"
+
+
+class ClientSnapshot:
+    """One snapshot of a gateway. Made by `Client.take_snapshot` and `Client.snapshot`.
+
+    >>> snapshot = client.take_snapshot(idle_seconds=600)                           # doctest: +SKIP
+    >>> digest = snapshot.save("batch.jsonl")                                       # doctest: +SKIP
+    >>> snapshot.confirm(digest)                                                    # doctest: +SKIP
+    >>> snapshot.drop()["kept"]                                                     # doctest: +SKIP
+    """
+
+    def __init__(self, client: Client, snapshot_id: int) -> None:
+        self._client = client
+        self._path = f"/snapshots/{snapshot_id}"
+        self.snapshot_id = snapshot_id
+
+    def manifest(self) -> dict[str, Any]:
+        """What is in it: `digest`, counts, `verdicts`, `columns`, and per session its turns and leaves."""
+        found: dict[str, Any] = self._client._call("GET", self._path)
+        return found
+
+    def trajectories(self) -> Iterator[Trajectory]:
+        """The contents, as they come, the same each time. Nothing vouches for their digest: see `save`."""
+        with self._client._streamed(f"{self._path}/trajectories", _JSON_LINES) as response:
+            for line in response.iter_lines():
+                yield trajectory_from_json(msgspec.json.decode(line))
+
+    def save(self, path: str | Path) -> str:
+        """Write the contents to a file, check them, flush them to the disk, and return their digest.
+
+        JSON lines for a name that ends with `.jsonl`, else Parquet. The file appears under its name once it is whole
+        and durable. Raises `GatewayUnavailable` if what came is not what the gateway said would come.
+        """
+        path = Path(path)
+        part = path.with_name(path.name + ".part")
+        lines = path.suffix == ".jsonl"
+        try:
+            with open(part, "wb") as file:
+                with self._client._streamed(f"{self._path}/trajectories", _JSON_LINES if lines else _PARQUET) as answer:
+                    told = answer.headers["x-tokentape-digest"]
+                    for chunk in answer.iter_bytes():
+                        file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            digest = hashlib.sha256()
+            for line in _lines_of(part, lines):
+                digest.update(line)
+            if digest.hexdigest() != told:
+                raise GatewayUnavailable(
+                    f"what came of snapshot {self.snapshot_id} has digest {digest.hexdigest()}, not {told}; "
+                    "get it again"
+                )
+            os.replace(part, path)
+            _flush_directory(path.parent)
+        finally:
+            part.unlink(missing_ok=True)
+        return told
+
+    def confirm(self, digest: str) -> None:
+        """Say that the contents are safe elsewhere: their sessions may be deleted from now on.
+
+        `digest` is the SHA-256 of what was received, as JSON lines; `save` returns it. Raises `Conflict` if it is
+        another one.
+        """
+        self._client._call("POST", f"{self._path}/confirm", {"digest": digest})
+
+    def drop(self) -> dict[str, Any]:
+        """Delete the sessions of a confirmed snapshot from the gateway, for ever; then it is released.
+
+        Returns `dropped`, their ids, and `kept`: which were left and why, such as those that have changed since. Raises
+        `Conflict` for a snapshot that is not confirmed.
+        """
+        report: dict[str, Any] = self._client._call("DELETE", f"{self._path}?drop_sessions=true")
+        return report
+
+    def release(self) -> None:
+        """Keep nothing for it any more; its sessions stay."""
+        self._client._call("DELETE", self._path)
+
+    def __repr__(self) -> str:
+        return f"ClientSnapshot({self.snapshot_id})"
+
+
+_JSON_LINES = "application/jsonl"
+_PARQUET = "application/vnd.apache.parquet"
+
+
+def _lines_of(path: Path, jsonl: bool) -> Iterator[bytes]:
+    """The lines of JSONL that a file holds, or those that its trajectories would be."""
+    if jsonl:
+        with open(path, "rb") as file:
+            yield from file
+    else:
+        yield from map(json_line, iter_parquet(path))
+
+
+def _flush_directory(directory: Path) -> None:
+    """Make a new name in it durable."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _json(response: httpx2.Response) -> Any:
+    try:
+        return msgspec.json.decode(response.content) if response.content else None
+    except ValueError:
+        return None
 
 
 def _error(status: int, answer: Any) -> TokentapeError:

@@ -20,6 +20,9 @@ TokenIds: TypeAlias = npt.NDArray[np.int32]
 Logprobs: TypeAlias = npt.NDArray[np.float32]
 """Natural-log probabilities, shape [tokens]."""
 
+TokenValues: TypeAlias = npt.NDArray[np.float32]
+"""One number per token, shape [tokens]."""
+
 Codes: TypeAlias = npt.NDArray[np.uint8]
 """`Provenance` codes, shape [tokens]."""
 
@@ -48,6 +51,7 @@ class Provenance(IntEnum):
     CLOSE = 7
     """Written by us to end a turn that the model did not end itself."""
     MEDIA = 8
+    """Stands for a part of an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ class Turn:
     weight_changes: tuple[tuple[int, str], ...] = ()
     """Where the weights changed while sampling: offset in the completion of the first token of the new version."""
     abort_cause: str | None = None
-    """With finish_reason `abort`, why: `client_left`, `shutdown`, or the code of the engine's error."""
+    """With finish_reason `abort`, why: `client_left`, `shutdown`, `paused`, or the code of the engine's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +146,79 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A number that somebody gave a session (`turn` None) or one of its turns. The last one counts."""
+    """A number that somebody gave a session, one turn's action, or the whole path that ends with a leaf.
+
+    With neither `turn` nor `leaf` it is the session's. Of several for the same thing the last one counts.
+    """
 
     session_id: str
     turn: int | None
+    """The turn whose action it is for."""
     value: float
     created_at: float
     """Unix seconds."""
+    leaf: int | None = None
+    """The turn that ends the path it is for; only where `turn` is None."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnColumn:
+    """A named number per token of one turn, for example advantages. The last one of a name counts."""
+
+    session_id: str
+    turn: int
+    name: str
+    values: TokenValues
+    """One per completion id, or one per added id and completion id."""
+    created_at: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPayload:
+    """A named array of an engine with a row per token of one turn, for example the experts of each token."""
+
+    session_id: str
+    turn: int
+    name: str
+    start: int
+    """Which of the turn's added and completion ids the first row belongs to. -1 is the last id of the parent: the
+    engine has no row for the last id it samples, only the call that continues it has."""
+    rows: npt.NDArray[Any]
+    """Shape [tokens, ...], bool, integer or float."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """Bytes that a record refers to by their hash: an image as it was received, or how images were processed."""
+
+    sha256: str
+    """Hex SHA-256 of `data`: the key under which the store keeps them once."""
+    mime: str
+    """What they are: `image/png` for example, `application/json` for settings."""
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Where an image stands in a context: its placeholder ids, all alike, provenance MEDIA."""
+
+    start: int
+    length: int
+    sha256: str
+    """Of the image's bytes."""
+    settings: str
+    """SHA-256 of the settings that the image was processed with."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """A named array with one row per token of a trajectory."""
+
+    rows: npt.NDArray[Any]
+    """Shape [tokens, ...]; zeros where the engine gave none."""
+    known: npt.NDArray[np.bool_]
+    """True where the engine gave a row, shape [tokens]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +241,20 @@ class Trajectory:
     completion_ends: npt.NDArray[np.int32]
     """Offset behind each turn's last sampled token."""
     weight_versions: tuple[str, ...]
-    """One per turn."""
+    """One per turn: the version that sampled its first token."""
     reward: float | None
+    """Of the whole path, else of the session."""
     verdict: str
     """`exact`; `forked: WHY`; `closed`: we ended a turn that the model had not. What a trainer gates on."""
     metadata: Mapping[str, Any]
+    turn_rewards: npt.NDArray[np.float64]
+    """Reward of each turn's action, NaN where it has none."""
+    weight_spans: tuple[tuple[int, int, str], ...]
+    """(start, end, version): which weights sampled the tokens from offset start to before end. They cover every
+    sampled token, in order, and no span reaches over two turns."""
+    columns: Mapping[str, TokenValues] = field(default_factory=dict)
+    """By name. Where nobody gave a value it is NaN for a token that `loss_mask` trains, and 0.0 for any other."""
+    payloads: Mapping[str, TokenRows] = field(default_factory=dict)
+    """By name: what the engine said of each token besides its logprob."""
+    media: tuple[MediaSpan, ...] = ()
+    """The images of the context, in order."""

@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chat.conftest import TEMPLATES, load_renderer, needs_tokenizers, setup_for
+from tests.chat.conftest import ROOT, STAND_IN, TEMPLATES, load_renderer, needs_tokenizers, setup_for
 from tokentape.chat import grammar
 from tokentape.chat.certify import written_turn
 from tokentape.chat.parse import Reply
+from tokentape.chat.renderer import Renderer
+from tokentape.chat.template import ChatTemplate
+from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import TemplateRefused
 from tokentape.types import Tool
 
@@ -116,6 +119,8 @@ ONE_CALL = {
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n```\n{ARGUMENTS}\n```\n",
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>measure<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n```json\n{json.dumps(ARGUMENTS)}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ],
     DEEPSEEK_V31: [
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>measure<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -143,6 +148,7 @@ ONE_CALL = {
     MISTRAL_V13: [
         f"[TOOL_CALLS]measure[ARGS]{ARGUMENTS}",
         f"[TOOL_CALLS]measure{ARGUMENTS}",
+        f"[TOOL_CALLS]measure[ARGS]{json.dumps(ARGUMENTS)}",
     ],
     GPT_OSS: [
         f" to=functions.measure<|channel|>commentary json<|message|>{ARGUMENTS}",
@@ -188,14 +194,15 @@ NO_ARGUMENTS = {
     ],
     GLM: ["<tool_call>measure\n</tool_call>", "<tool_call>measure</tool_call>", "<tool_call>\nmeasure\n"],
     DEEPSEEK: [
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n```json\n\n```<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n```json\n\n```<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n```json\nnull\n```<｜tool▁call▁end｜>",
     ],
     DEEPSEEK_V31: [
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>measure<｜tool▁sep｜><｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>measure<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ],
     LLAMA: ['{"name": "measure", "parameters": {}}', '{"name": "measure", "parameters": null}'],
-    MISTRAL_V13: ["[TOOL_CALLS]measure[ARGS]{}", "[TOOL_CALLS]measure[ARGS]"],
+    MISTRAL_V13: ["[TOOL_CALLS]measure[ARGS]{}", "[TOOL_CALLS]measure[ARGS]", "[TOOL_CALLS]measure[ARGS]null"],
     GPT_OSS: [" to=functions.measure<|channel|>commentary json<|message|>"],
     MINIMAX: [
         '</think>\n<minimax:tool_call>\n<invoke name="measure">\n</invoke>\n</minimax:tool_call>',
@@ -269,6 +276,44 @@ def test_braces_and_delimiters_within_strings_are_text(value: str) -> None:
 def test_a_control_token_within_a_string_closes_nothing_if_the_string_goes_on() -> None:
     text = '<tool_call>\n{"name": "measure", "arguments": {"place": "a </tool_call> b"}}\n</tool_call>'
     assert told(parse(QWEN3, text)) == ("", [("measure", {"place": "a </tool_call> b"}, "ok")])
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (QWEN3, '<tool_call>\n{"name": "measure", "argu'),
+        (MISTRAL_V3, '[TOOL_CALLS][{"name": "measure", "arguments": {"place": he"re}, "id": "abcdefghi"}]'),
+        (MISTRAL_V13, '[TOOL_CALLS]measure[ARGS]{"place": "here"'),
+    ],
+)
+def test_a_broken_call_was_made_if_the_model_ended_its_turn_behind_it(template: str, text: str) -> None:
+    (call,) = parse(template, text).calls_for_client
+    assert (call.name, call.status) == ("measure", "bad_arguments")
+    reply = parse(template, text, ended=False)
+    assert (reply.calls_for_client, reply.content) == ((), text)
+
+
+def test_what_begins_like_the_end_of_a_call_does_not_end_a_broken_one() -> None:
+    opening = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>measure\n```json\n"
+    reply = parse(DEEPSEEK, opening + '{"place": "he"re"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>')
+    assert [(call.name, call.status) for call in reply.tool_calls] == [("measure", "bad_arguments")]
+
+
+def test_letters_open_no_call_where_a_control_token_opens_the_section() -> None:
+    call = '<invoke name="measure">\n<parameter name="place">here</parameter>\n</invoke>'
+    spec = json.loads((ROOT / STAND_IN / "tokenizer.json").read_bytes())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    following = 1 + max(token["id"] for token in spec["added_tokens"])
+    section = ("<minimax:tool_call>", "</minimax:tool_call>")
+    spec["added_tokens"] += [{"id": following + n, "content": c, **flags} for n, c in enumerate(section)]
+    config = json.loads((ROOT / STAND_IN / "tokenizer_config.json").read_bytes())
+    tokenizer = Tokenizer(json.dumps(spec).encode(), config)
+    renderer = Renderer(tokenizer, ChatTemplate((ROOT / MINIMAX).read_text(encoding="utf-8")))
+    for text, calls in ((f"</think>{call}", []), (f"</think>{section[0]}{call}{call}{section[1]}", [HERE, HERE])):
+        parser = renderer.parser(setup_for(renderer, tools=TOOLS))
+        parser.feed(tokenizer.encode_plain(text))
+        reply = parser.finish()[1]
+        assert told(reply) == ("" if calls else call, calls)
 
 
 def test_a_line_break_within_a_json_string_is_read() -> None:
@@ -365,6 +410,9 @@ def test_a_schema_may_say_nothing(parameters: Any) -> None:
         (QWEN3, "<think>hm</think>well", "hm", "well"),
         (QWEN3, "\n\n<think>\n\nhm\n\n</think>\n\n\nwell", "\nhm\n", "\nwell"),
         (QWEN3, "<think>\n\n\n\n</think>\n\nwell", "", "well"),
+        (QWEN3, "<think>\nhm\n</think></think>\n\nwell", "hm", "well"),
+        (QWEN3, "</think>\n\nwell", "", "well"),
+        (QWEN3, "well</think>then", "", "well</think>then"),
         (QWEN3, "<think>one</think>well<think>two</think>then", "one\ntwo", "well\nthen"),
         (QWEN3, "<think>\nI would <tool_call> it\n</think>\n\nwell", "I would <tool_call> it", "well"),
         (GPT_OSS, "well", "", "well"),

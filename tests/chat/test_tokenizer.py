@@ -45,6 +45,21 @@ def test_any_text_encodes_as_the_plain_tokenizer_does(family: str, text: str) ->
         assert tokenizer.encode_marked(text).ids == tokenizer.encode_plain(text)
 
 
+def test_special_tokens_are_put_around_plain_text_only_when_asked() -> None:
+    tokenizer = load_tokenizer("llama3")
+    begin = tokenizer.control("<|begin_of_text|>")
+    assert begin is not None
+    assert tokenizer.encode_plain("hi", add_special_tokens=True) == [begin.id, *tokenizer.encode_plain("hi")]
+
+
+def test_plain_text_is_never_truncated_or_padded() -> None:
+    spec = json.loads((ROOT / "qwen3" / "tokenizer.json").read_bytes())
+    spec["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    cutting = Tokenizer(json.dumps(spec).encode(), {})
+    text = "one two three four"
+    assert cutting.encode_plain(text) == load_tokenizer("qwen3").encode_plain(text)
+
+
 @pytest.mark.parametrize("start", [0x100000, 0xF0000, 0x108000])
 def test_private_use_characters_are_text_too(start: int) -> None:
     tokenizer = load_tokenizer("qwen3")

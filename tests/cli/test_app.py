@@ -22,7 +22,7 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    for command in ("serve", "certify", "demo", "show", "export", "verify"):
+    for command in ("serve", "certify", "demo", "show", "export", "verify", "config", "doctor"):
         assert command in done.stdout
 
 

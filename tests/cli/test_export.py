@@ -1,18 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.cli.conftest import Run
 from tests.records import bits
-from tokentape.session.arrow import read_parquet
+from tokentape.session.arrow import ExtraNames, read_parquet
 from tokentape.session.flatten import trajectories
 from tokentape.session.jsonl import read_jsonl
 from tokentape.session.tree import Session
 from tokentape.store import SqliteStore
-from tokentape.types import Trajectory
+from tokentape.types import Trajectory, TurnColumn, TurnPayload
 
 
 @pytest.fixture
@@ -40,6 +42,40 @@ def test_a_file_named_jsonl_is_jsonl(run: Run, data_dir: Path, recorded: list[Tr
 def test_the_format_can_be_named(run: Run, data_dir: Path, tmp_path: Path) -> None:
     assert run("export", data_dir, "-o", tmp_path / "t.txt", "--format", "jsonl").exit_code == 0
     assert len(list(read_jsonl(tmp_path / "t.txt"))) == 3
+
+
+def test_columns_and_payloads_are_written(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    with SqliteStore.open(data_dir) as store:
+        values, rows = np.arange(4, dtype=np.float32), np.ones((8, 2), np.uint8)
+        said = TurnColumn("forked", 0, "advantages", values, 1.0), TurnPayload("forked", 0, "experts", 0, rows)
+        asyncio.run(store.write(*said))
+        expected = [one for stored in store.iter_sessions(per_token=True) for one in stored.trajectories()]
+    for name, read in (("t.parquet", read_parquet), ("t.jsonl", read_jsonl)):
+        assert run("export", data_dir, "-o", tmp_path / name).exit_code == 0
+        assert bits(list(read(tmp_path / name))) == bits(expected)
+    assert [list(one.columns) for one in expected] == [["advantages"], ["advantages"], []]
+
+
+def test_a_column_named_while_it_runs_is_left_out(
+    run: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SqliteStore.open(data_dir) as store:
+        asyncio.run(store.write(TurnColumn("plain", 0, "late", np.zeros(4, np.float32), 1.0)))
+    monkeypatch.setattr(SqliteStore, "extra_names", lambda self, session_ids: ExtraNames())
+    assert run("export", data_dir, "-o", tmp_path / "t.parquet").exit_code == 0
+    assert [dict(one.columns) for one in read_parquet(tmp_path / "t.parquet")] == [{}, {}, {}]
+
+
+def test_only_the_verdicts_asked_for(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    def leaves(verdict: str) -> list[tuple[str, int]]:
+        assert run("export", data_dir, "-o", tmp_path / "t.jsonl", "--verdict", verdict).exit_code == 0
+        return [(one.session_id, one.leaf) for one in read_jsonl(tmp_path / "t.jsonl")]
+
+    assert leaves("exact") == [("forked", 1), ("plain", 1)]
+    assert leaves("forked:branched") == [("forked", 2)]
+    assert leaves("closed") == []
+    done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--verdict", "good")
+    assert (done.exit_code, done.stderr.startswith("error: a verdict is exact, forked, closed")) == (1, True)
 
 
 def test_only_the_sessions_asked_for(run: Run, data_dir: Path, tmp_path: Path) -> None:

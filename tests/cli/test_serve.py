@@ -93,7 +93,7 @@ def test_engine_and_its_url_belong_together(run: Run, model_dir: Path, tmp_path:
 def test_other_machines_are_not_served(run: Run, model_dir: Path, tmp_path: Path) -> None:
     done = run("serve", model_dir, "--data", tmp_path, "--host", "0.0.0.0", "--port", 0)
     assert done.exit_code == 1
-    assert "no authentication" in done.stderr
+    assert "no API keys" in done.stderr
 
 
 def test_a_template_that_refuses_everything_is_told_in_one_line(run: Run, model_dir: Path, tmp_path: Path) -> None:
@@ -102,3 +102,36 @@ def test_a_template_that_refuses_everything_is_told_in_one_line(run: Run, model_
     done = run("serve", model_dir, "--data", tmp_path / "data", "--chat-template", template, "--port", 0)
     assert (done.exit_code, done.stderr) == (1, "error: the chat template refused this conversation: never\n")
     assert not (tmp_path / "data").exists()
+
+
+def test_keys_limits_and_logs_come_from_the_file(model_dir: Path, tmp_path: Path) -> None:
+    file, data, key = tmp_path / "gateway.toml", tmp_path / "data", "k" * 16
+    file.write_text(
+        f'data = "data"\n[engine]\nthreads = 1\n[keys]\nalice = "{key}"\n[limits]\nbody_bytes = 400\n'
+        '[log]\nformat = "json"\n',
+        encoding="utf-8",
+    )
+    with serving(model_dir, "--config", file) as (process, url):
+        path = f"{url}/sessions/s/v1/chat/completions"
+        headers = {"Authorization": f"Bearer {key}"}
+        answers = [
+            httpx2.post(path, json=HELLO),
+            httpx2.post(path, json={**HELLO, "stop": ["x" * 400]}, headers=headers),
+            httpx2.post(path, json=HELLO, headers=headers),
+        ]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert process.stderr is not None
+        lines = [json.loads(line) for line in process.stderr.read().splitlines()]
+    assert [answer.status_code for answer in answers] == [401, 413, 200]
+    assert [line["status"] for line in lines if line["logger"] == "tokentape.access"] == [401, 413, 200]
+    assert len(recorded(data, "s")) == 3
+
+
+def test_two_servers_can_sample(model_dir: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with fake_vllm.running() as one, fake_vllm.running() as other:
+        engines = ["--engine", "vllm", "--engine-url", one.url, "--engine-url", other.url]
+        with serving(model_dir, *engines, "--data", data) as (_, url):
+            assert httpx2.post(f"{url}/sessions/s/v1/chat/completions", json=HELLO).status_code == 200
+    assert recorded(data, "s") == fake_vllm.SAMPLED

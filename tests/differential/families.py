@@ -21,8 +21,12 @@ class Family:
     """One template and the name that `renderers` has for its class, None where it has none."""
 
     renderers: str | None
+    vllm: tuple[str, str | None]
+    """Names of the tool and the reasoning parser that a vLLM server gets on its command line for such a model."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """What that parser has to be told of the template, which it does not look at."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Added tokens that `renderers` expects under another name than the tokenizer at hand has."""
+    """Added tokens that a peer expects under another name than the tokenizer at hand has."""
     added: tuple[str, ...] = ()
     """Added tokens that the stand-in vocabulary lacks."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -34,46 +38,58 @@ class Family:
     """The certificate asks for the real conversation in front of the turn."""
 
 
-_LLAMA = Family("llama-3", renamed={"<|reserved_special_token_4|>": "<|eom_id|>"})
+_LLAMA = Family(
+    "llama-3",
+    ("llama3_json", None),
+    renamed={"<|reserved_special_token_4|>": "<|eom_id|>", "<|reserved_special_token_5|>": "<|python_tag|>"},
+)
 _MINIMAX = ("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>")
 
 FAMILIES = {
-    "qwen2_5/templates/Qwen2.5-Instruct.jinja": Family(None),
-    "qwen3/templates/QwQ-32B.jinja": Family(None),
-    "qwen3/templates/Qwen3.jinja": Family("qwen3"),
-    "qwen3/templates/Qwen3-Apr2025.jinja": Family("qwen3"),
-    "qwen3/templates/Qwen3-Coder.jinja": Family(None),
-    "qwen3/templates/Qwen3-Instruct-2507.jinja": Family("qwen3"),
-    "qwen3/templates/Qwen3-Thinking-2507.jinja": Family("qwen3"),
-    "qwen3/templates/Qwen3-VL.jinja": Family("qwen3-vl"),
-    "qwen3/templates/fixed-trl-qwen3_training.jinja": Family("qwen3"),
-    "qwen3_5/templates/Qwen3.5-nothink.jinja": Family(None),
-    "qwen3_5/templates/Qwen3.5-think.jinja": Family("qwen3.5"),
-    "qwen3_5/templates/Qwen3.6.jinja": Family("qwen3.6"),
-    "qwen3_5/templates/Qwen3.8.jinja": Family("qwen3.8"),
-    "glm4_5/templates/GLM-4.5.jinja": Family("glm-4.5"),
-    "glm4_5/templates/GLM-4.6.jinja": Family("glm-4.5"),
-    "glm4_5/templates/GLM-4.7-Flash.jinja": Family("glm-5"),
-    "gpt_oss/templates/gpt-oss.jinja": Family("gpt-oss"),
+    "qwen2_5/templates/Qwen2.5-Instruct.jinja": Family(None, ("hermes", None)),
+    "qwen3/templates/QwQ-32B.jinja": Family(None, ("hermes", None)),
+    "qwen3/templates/Qwen3.jinja": Family("qwen3", ("hermes", "qwen3")),
+    "qwen3/templates/Qwen3-Apr2025.jinja": Family("qwen3", ("hermes", "qwen3")),
+    "qwen3/templates/Qwen3-Coder.jinja": Family(None, ("qwen3_coder", None)),
+    "qwen3/templates/Qwen3-Instruct-2507.jinja": Family("qwen3", ("hermes", None)),
+    "qwen3/templates/Qwen3-Thinking-2507.jinja": Family("qwen3", ("hermes", "qwen3")),
+    "qwen3/templates/Qwen3-VL.jinja": Family("qwen3-vl", ("hermes", None)),
+    "qwen3/templates/fixed-trl-qwen3_training.jinja": Family("qwen3", ("hermes", "qwen3")),
+    "qwen3_5/templates/Qwen3.5-nothink.jinja": Family(
+        None, ("qwen3_coder", "qwen3"), kwargs={"enable_thinking": False}
+    ),
+    "qwen3_5/templates/Qwen3.5-think.jinja": Family("qwen3.5", ("qwen3_coder", "qwen3")),
+    "qwen3_5/templates/Qwen3.6.jinja": Family("qwen3.6", ("qwen3_coder", "qwen3")),
+    "qwen3_5/templates/Qwen3.8.jinja": Family("qwen3.8", ("qwen3_coder", "qwen3")),
+    "glm4_5/templates/GLM-4.5.jinja": Family("glm-4.5", ("glm45", "glm45")),
+    "glm4_5/templates/GLM-4.6.jinja": Family("glm-4.5", ("glm45", "glm45")),
+    "glm4_5/templates/GLM-4.7-Flash.jinja": Family("glm-5", ("glm47", "glm47")),
+    "gpt_oss/templates/gpt-oss.jinja": Family("gpt-oss", ("openai", "openai_gptoss")),
     "llama3/templates/Llama-3.1-3.3-Instruct.jinja": _LLAMA,
     "llama3/templates/Llama-3.2-Instruct.jinja": _LLAMA,
     "deepseek_v3/templates/DeepSeek-V3-Dec2024.jinja": Family(
         "deepseek-v3",
+        ("deepseek_v3", None),
         content_of_calls=None,
         end_of_call="<｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
         contextual=True,
     ),
-    "deepseek_v31/templates/DeepSeek-R1.jinja": Family("deepseek-r1", contextual=True),
-    "deepseek_v31/templates/DeepSeek-V3.1.jinja": Family(None),
-    "nemotron3/templates/Nemotron-3-Nano.jinja": Family("nemotron-3"),
-    "nemotron3/templates/Nemotron-3-Super.jinja": Family("nemotron-3"),
-    "nemotron3/templates/Nemotron-3-Ultra.jinja": Family("nemotron-3-ultra"),
-    "nemotron3/templates/Nemotron-3.5-Lightning.jinja": Family("nemotron-3.5"),
+    "deepseek_v31/templates/DeepSeek-R1.jinja": Family("deepseek-r1", ("deepseek_v3", "deepseek_r1"), contextual=True),
+    "deepseek_v31/templates/DeepSeek-V3.1.jinja": Family(None, ("deepseek_v31", "deepseek_v3")),
+    "nemotron3/templates/Nemotron-3-Nano.jinja": Family("nemotron-3", ("qwen3_coder", "nemotron_v3")),
+    "nemotron3/templates/Nemotron-3-Super.jinja": Family("nemotron-3", ("qwen3_coder", "nemotron_v3")),
+    "nemotron3/templates/Nemotron-3-Ultra.jinja": Family("nemotron-3-ultra", ("qwen3_coder", "nemotron_v3")),
+    "nemotron3/templates/Nemotron-3.5-Lightning.jinja": Family("nemotron-3.5", ("qwen3_coder", "nemotron_v3")),
     "minimax_m2/templates/MiniMax-M2.jinja": Family(
-        "minimax-m2", added=_MINIMAX, special_tokens={"bos_token": "]~!b[", "eos_token": "[e~["}
+        "minimax-m2",
+        ("minimax_m2", "minimax_m2"),
+        added=_MINIMAX,
+        special_tokens={"bos_token": "]~!b[", "eos_token": "[e~["},
     ),
-    "mistral_nemo/templates/v13.jinja": Family(None),
-    "mistral_v3_spm/templates/v3_spm.jinja": Family(None),
+    "mistral_nemo/templates/v13.jinja": Family(
+        None, ("mistral", None), renamed={"<SPECIAL_32>": "[ARGS]", "<SPECIAL_33>": "[CALL_ID]"}
+    ),
+    "mistral_v3_spm/templates/v3_spm.jinja": Family(None, ("mistral", None)),
 }
 
 
@@ -90,6 +106,8 @@ def tokenizer_file(template: str, scratch: Path) -> Path:
         spec = json.loads(path.read_bytes())
         for token in spec["added_tokens"]:
             token["content"] = family.renamed.get(token["content"], token["content"])
+        vocab = spec["model"]["vocab"]
+        spec["model"]["vocab"] = {family.renamed.get(piece, piece): token_id for piece, token_id in vocab.items()}
         following = 1 + max(token["id"] for token in spec["added_tokens"])
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
         spec["added_tokens"] += [{"id": following + n, "content": c, **flags} for n, c in enumerate(family.added)]

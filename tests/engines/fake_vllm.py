@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's completions API on a real socket, to inject the faults that the real one can't be made to show.
+"""A stand-in for vLLM's two token APIs on a real socket, to inject the faults that the real one can't be made to show.
 
 What it answers when nothing is injected has the form of vLLM 0.32.0's replies; `transcripts/` holds real ones.
 """
@@ -9,8 +9,9 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -35,11 +36,13 @@ PARAMS = SamplingParams(max_tokens=3)
 Event = dict[str, Any]
 
 
-def sampled_events(body: dict[str, Any]) -> list[Event]:
-    """A stream's events for a request: the ids `SAMPLED`, as many as `max_tokens` allows."""
-    ids = SAMPLED[: body["max_tokens"]]
+def sampled_events(body: dict[str, Any], ids: Sequence[int] = SAMPLED) -> list[Event]:
+    """A stream's events for a request: as many of `ids` as `max_tokens` allows, with the `LOGPROBS` over and over."""
+    if "sampling_params" in body:
+        return _generated_events(body, ids)
+    ids = ids[: body["max_tokens"]]
     events = []
-    for index, (token_id, logprob) in enumerate(zip(ids, LOGPROBS, strict=False)):
+    for index, (token_id, logprob) in enumerate(zip(ids, cycle(LOGPROBS), strict=False)):
         top = {f"token_id:{token_id}": logprob, "token_id:1": -1.25, "token_id:2": -3.0}
         choice = {
             "index": 0,
@@ -63,8 +66,46 @@ def sampled_events(body: dict[str, Any]) -> list[Event]:
     return [*events, {"id": "cmpl-1", "choices": [], "usage": usage}]
 
 
+def _generated_events(body: dict[str, Any], ids: Sequence[int]) -> list[Event]:
+    """The same of `/inference/v1/generate`."""
+    sampling, name = body["sampling_params"], f"generate-tokens-{body['request_id']}"
+    ids = ids[: sampling["max_tokens"]]
+    events = []
+    for token_id, logprob in zip(ids, cycle(LOGPROBS), strict=False):
+        top = [{"token_id": one, "logprob": lp} for one, lp in ((token_id, logprob), (1, -1.25), (2, -3.0))]
+        entry = {"token_id": token_id, "logprob": logprob, "top_logprobs": top[: sampling["logprobs"]]}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "finish_reason": None,
+            "stop_reason": None,
+            "token_ids": [token_id],
+            "routed_experts": None,
+            "weight_versions": None,
+            "logprobs": {"content": [entry]},
+        }
+        events.append({"request_id": name, "output_mode": "tokens", "choices": [choice]})
+    if body["return_token_ids"]:
+        events[0]["prompt_token_ids"] = body["token_ids"]
+    stopped = ids[-1] in sampling["stop_token_ids"]
+    events[-1]["choices"][0].update(
+        finish_reason="stop" if stopped else "length",
+        stop_reason=ids[-1] if stopped else None,
+        weight_versions=[{"version": "default", "start": 0, "end": len(ids)}],
+    )
+    usage = {"prompt_tokens": len(body["token_ids"]), "completion_tokens": len(ids), "total_tokens": 0}
+    return [*events, {"request_id": name, "choices": [], "usage": usage}]
+
+
 def whole(events: list[Event]) -> Event:
     """The reply that is not streamed with the same content as a stream's events."""
+    if "request_id" in events[0]:
+        pieces = [event["choices"][0] for event in events if event["choices"]]
+        joined_choice = {
+            **pieces[-1],
+            "token_ids": [token_id for piece in pieces for token_id in piece["token_ids"]],
+            "logprobs": {"content": [entry for piece in pieces for entry in piece["logprobs"]["content"]]},
+        }
+        return {**events[0], "choices": [joined_choice], "usage": events[-1]["usage"]}
     choices = [event["choices"][0] for event in events if event["choices"]]
     merged = {**choices[-1], "prompt_token_ids": choices[0]["prompt_token_ids"], "logprobs": {}}
     if merged["token_ids"] is not None:
@@ -114,6 +155,11 @@ class FakeVllm:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.client_left = threading.Event()
+        self.scale_out = False
+        """It was started with --enable-scale-out."""
+        self.version = "0.32.0"
+        self.aborted: list[str] = []
+        """Ids that it was asked to abort."""
 
     async def handle(self, request: Request) -> Response:
         """Answer one request."""
@@ -122,12 +168,19 @@ class FakeVllm:
         if path in self.routes:
             return self.routes[path]
         if path == "/version":
-            return JSONResponse({"version": "0.32.0"})
+            return JSONResponse({"version": self.version})
         if path == "/v1/models":
             return JSONResponse({"data": [{"id": MODEL, "max_model_len": MAX_CONTEXT}]})
         if path == "/health":
             return PlainTextResponse("")
+        if path == "/server_info":
+            return JSONResponse({"detail": "Not Found"}, 404)
+        if path.startswith("/inference/") and not self.scale_out:
+            return JSONResponse({"error": "start the server with --enable-scale-out"}, 403)
         body = await request.json()
+        if path == "/inference/v1/abort_requests":
+            self.aborted += body["request_ids"]
+            return Response()
         self.bodies.append(body)
         return self.answer(body)
 

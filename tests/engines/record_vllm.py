@@ -1,8 +1,9 @@
 """Record what a real vLLM server answers, for `test_vllm_replay.py` to replay.
 
-    python tests/engines/record_vllm.py http://127.0.0.1:8000 VOCAB_SIZE "vllm serve MODEL --dtype float32"
+    python tests/engines/record_vllm.py ROUTE http://127.0.0.1:8000 VOCAB_SIZE "vllm serve MODEL --dtype float32"
 
-Needs a server with VLLM_SERVER_DEV_MODE=1, whose `/abort_requests` makes the aborted one. The command is only a label.
+ROUTE is generate or completions. Needs a server with VLLM_SERVER_DEV_MODE=1, whose `/abort_requests` makes the aborted
+one, and which names the weights. The command is only a label.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ import msgspec
 import numpy as np
 
 from tokentape.engines.base import SamplingParams
-from tokentape.engines.vllm import VllmEngine
+from tokentape.engines.vllm import Route, VllmEngine
 
 PROMPT = np.array([40, 41, 42, 300, 301], np.int32)
 
 
-async def record(url: str, vocab_size: int, command: str) -> None:
+async def record(route: Route, url: str, vocab_size: int, command: str) -> None:
     """Write one transcript per kind of reply."""
-    engine = await VllmEngine.open(url, vocab_size=vocab_size)
+    engine = await VllmEngine.open(url, vocab_size=vocab_size, route=route)
+    path_of, prefix, infix = {
+        "generate": ("/inference/v1/generate", "generate-tokens-{}", "generate_"),
+        "completions": ("/v1/completions", "cmpl-{}-0", ""),
+    }[route]
     (greedy,) = [
         delta
         async for delta in engine.sample(
@@ -41,15 +46,22 @@ async def record(url: str, vocab_size: int, command: str) -> None:
         "abort_whole": (PROMPT, long, False, "abort"),
         "refused_stream": (outside, SamplingParams(max_tokens=1), True, "refused"),
     }
+    if route == "generate":
+        calls["renamed_whole"] = (PROMPT, SamplingParams(max_tokens=300, temperature=0), False, "renamed")
     folder = Path(__file__).parent / "transcripts"
     async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         for name, (prompt, params, stream, expect) in calls.items():
-            body = engine._request_body(msgspec.json.encode(prompt.tolist()), params, stream=stream)
+            body = engine._request_body(
+                msgspec.json.encode(prompt.tolist()), params, len(prompt), stream=stream, request_id=name
+            )
             headers = {"x-request-id": name, "content-type": "application/json"}
-            asked = asyncio.create_task(client.post("/v1/completions", content=body, headers=headers))
+            asked = asyncio.create_task(client.post(path_of, content=body, headers=headers))
             if expect == "abort":
                 await asyncio.sleep(0.1)
-                await client.post("/abort_requests", json={"request_ids": [f"cmpl-{name}-0"]})
+                await client.post("/abort_requests", json={"request_ids": [prefix.format(name)]})
+            elif expect == "renamed":
+                await asyncio.sleep(0.1)
+                await client.post("/update_weight_version", json={"new_version": "step-1"})
             transcript = {
                 "engine": f"{engine.info.name} {engine.info.version}",
                 "command": command,
@@ -59,7 +71,7 @@ async def record(url: str, vocab_size: int, command: str) -> None:
                 "request": json.loads(body),
                 "reply": (await asked).text,
             }
-            path = folder / f"vllm_{engine.info.version}_{name}.json"
+            path = folder / f"vllm_{engine.info.version}_{infix}{name}.json"
             lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in transcript.items()]
             path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
             print(path, file=sys.stderr)
@@ -67,4 +79,4 @@ async def record(url: str, vocab_size: int, command: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(record(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    asyncio.run(record(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]))  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from embedded import (  # noqa: E402
     GREEDY,
+    PATHS,
     WARM,
     Log,
     assert_recomputable,
@@ -24,7 +25,7 @@ from embedded import (  # noqa: E402
     sample,
 )
 
-from tokentape.engines.transformers import FinishedSample, TransformersEngine  # noqa: E402
+from tokentape.engines.transformers import FinishedSample, ForwardPath, TransformersEngine  # noqa: E402
 from tokentape.errors import EngineUnavailable, InvalidRequest  # noqa: E402
 
 
@@ -33,16 +34,16 @@ def log() -> Log:
     return Log()
 
 
-@pytest.fixture(scope="module")
-def engine(model_dir: Path, log: Log) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.open(model_dir, on_finish=log)
+@pytest.fixture(scope="module", params=PATHS)
+def engine(request: pytest.FixtureRequest, model_dir: Path, log: Log) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.open(model_dir, path=request.param, on_finish=log)
     yield engine
     asyncio.run(engine.close())
 
 
-@pytest.fixture
-def short_engine(model_dir: Path) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.open(model_dir, max_context=256)
+@pytest.fixture(params=PATHS)
+def short_engine(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.open(model_dir, path=request.param, max_context=256)
     yield engine
     asyncio.run(engine.close())
 
@@ -218,8 +219,9 @@ def test_a_parameter_out_of_range_is_refused_by_name(engine: TransformersEngine,
     assert caught.value.param == name
 
 
-def test_a_closed_engine_takes_no_requests(model_dir: Path) -> None:
-    engine = TransformersEngine.open(model_dir)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_closed_engine_takes_no_requests(model_dir: Path, path: ForwardPath) -> None:
+    engine = TransformersEngine.open(model_dir, path=path)
     asyncio.run(engine.check())
     asyncio.run(engine.close())
     asyncio.run(engine.close())

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse, Response
 
-from tokentape.engines.base import SampleDelta, SamplingParams
+from tokentape.engines.base import DISTRIBUTION, SampleDelta, SamplingParams
 from tokentape.engines.http import Timeouts
 from tokentape.engines.vllm import VllmEngine
 from tokentape.errors import (
@@ -83,6 +83,9 @@ def _forget(server: FakeVllm) -> None:
             stop_token_ids=(90, 91),
             stop_strings=("\n\n",),
             top_logprobs=2,
+            min_tokens=1,
+            cache_salt="salt",
+            session_id="session",
         ),
     ],
 )
@@ -104,16 +107,16 @@ def test_every_sampling_parameter_is_sent_even_where_it_is_the_default(server: F
     open_and_sample(server)
     (body,) = server.bodies
     renamed = {"stop_strings": "stop", "top_logprobs": "logprobs"}
-    for field in fields(SamplingParams):
-        sent = body[renamed.get(field.name, field.name)]
-        assert sent == json.loads(json.dumps(getattr(PARAMS, field.name))), field.name
+    for name in DISTRIBUTION:
+        sent = body[renamed.get(name, name)]
+        assert sent == json.loads(json.dumps(getattr(PARAMS, name))), name
     assert body["ignore_eos"] is True
 
 
 def test_the_prompt_is_sent_as_ids_and_the_request_id_as_a_header(server: FakeVllm) -> None:
     open_and_sample(server, api_key="sk-1")
     assert server.bodies[0]["prompt"] == [3, 4, 5]
-    assert server.headers[-1]["x-request-id"] == "call-1"
+    assert server.headers[-1]["x-request-id"].startswith("call-1-")
     assert server.headers[-1]["authorization"] == "Bearer sk-1"
 
 
@@ -428,7 +431,8 @@ def test_opening_finds_out_what_the_server_is(server: FakeVllm) -> None:
         engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)
         info = engine.info
         assert (info.name, info.version, info.model, info.max_context) == ("vllm", "0.32.0", MODEL, MAX_CONTEXT)
-        assert info.sampling == {field.name for field in fields(SamplingParams)}
+        assert info.sampling == DISTRIBUTION | {"min_tokens", "cache_salt", "session_id"}
+        assert str(info) == "vllm 0.32.0 raw_logprobs completions"
         await engine.close()
 
     asyncio.run(main())

@@ -15,7 +15,8 @@ from tokentape.types import TokenIds
 class ScriptedEngine:
     """Answers each call with the next of `replies`, text in which control tokens are spelled out.
 
-    `fail_after` raises `error` behind that many tokens of a reply, `stall_after` waits there until the call is aborted.
+    `fail_after` raises `error` behind that many tokens of a reply, `stall_after` waits there until the call is aborted,
+    `pause_after` until `go_on` is set.
     `sampling` are the parameters that it claims to honour: all but the penalties if not given.
     """
 
@@ -29,6 +30,8 @@ class ScriptedEngine:
         fail_after: int | None = None,
         error: Exception | None = None,
         stall_after: int | None = None,
+        pause_after: int | None = None,
+        weight_version: str | None = "7",
         sampling: frozenset[str] = frozenset({"temperature", "top_p", "top_k", "seed", "stop_token_ids"}),
     ) -> None:
         self._tokenizer = renderer.tokenizer
@@ -36,6 +39,10 @@ class ScriptedEngine:
         self.fail_after = fail_after
         self.error = error
         self.stall_after = stall_after
+        self.pause_after = pause_after
+        self.go_on = threading.Event()
+        """Ends the wait at `pause_after`."""
+        self._weight_version = weight_version
         self.asked: list[tuple[list[int], SamplingParams]] = []
         """Per call the prompt ids and the parameters."""
         self.stalled = threading.Event()
@@ -74,13 +81,19 @@ class ScriptedEngine:
                 if at == self.stall_after:
                     self.stalled.set()
                     await asyncio.Event().wait()
+                if at == self.pause_after:
+                    self.stalled.set()
+                    while not self.go_on.is_set():  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
                 last = at == len(ids) - 1
                 finished = finished or last
                 stop = token_id if token_id in params.stop_token_ids else None
                 finish = None if not last else "length" if stop is None else "stop"
                 tops = tuple((token_id + other, -0.5 - other) for other in range(params.top_logprobs))
                 top_logprobs = (tops,) if tops else ()
-                yield SampleDelta((token_id,), (-0.5,), finish, stop if last else None, top_logprobs, "7")
+                yield SampleDelta(
+                    (token_id,), (-0.5,), finish, stop if last else None, top_logprobs, self._weight_version
+                )
         finally:
             if not finished:
                 self.aborted.set()

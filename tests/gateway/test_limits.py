@@ -144,6 +144,21 @@ def test_calls_over_the_limit_of_a_key_are_429_with_a_time_to_wait(serve: Serve,
     assert ask(http, "t", A).status_code == 200
 
 
+def test_a_stream_is_under_way_until_its_end(serve: Serve, engine: ScriptedEngine) -> None:
+    http = serve(Limits(calls_per_key=1), KEYS)
+    engine.stall_after = 1
+    body = {"messages": [QUESTION], "stream": True}
+    with http.stream("POST", "/sessions/s/v1/chat/completions", json=body, headers=bearer(A)) as begun:
+        assert begun.status_code == 200
+        assert engine.stalled.wait(10)
+        assert ask(http, "t", A).status_code == 429
+        engine.stall_after = None
+    # The server sees that the client has left a moment later.
+    while ask(http, "t", A).status_code == 429:
+        pass
+    assert ask(http, "t", A).status_code == 200
+
+
 def test_sessions_over_the_limit_wait_for_one_that_idles(serve: Serve) -> None:
     http = serve(Limits(open_sessions=2, idle_seconds=1.0))
     assert [ask(http, name).status_code for name in "abc"] == [200, 200, 429]

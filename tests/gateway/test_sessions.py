@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tokentape.gateway.serve import running
 from tokentape.gateway.sessions import PARQUET
 from tokentape.gateway.turns import Turns
 from tokentape.session.arrow import read_parquet
+from tokentape.session.chain import seal
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
 from tokentape.store import SqliteStore
@@ -154,36 +157,42 @@ def test_one_leaf_can_be_asked_for(http: httpx2.Client) -> None:
     assert http.get("/sessions/s/trajectories?leaf=0").status_code == 404
 
 
-def test_rewards_of_session_and_turn_are_shown(http: httpx2.Client) -> None:
+@pytest.mark.parametrize("as_parquet", [False, True])
+def test_trajectories_can_be_filtered_by_verdict(http: httpx2.Client, tmp_path: Path, as_parquet: bool) -> None:
     two_branches(http)
-    assert http.post("/sessions/s/reward", json={"value": 1}).status_code == 201
-    assert http.post("/sessions/s/reward", json={"value": -0.5, "turn": 2}).status_code == 201
+
+    def leaves(verdict: str) -> list[int]:
+        headers = {"accept": PARQUET} if as_parquet else {}
+        answer = http.get(f"/sessions/s/trajectories?verdict={verdict}", headers=headers)
+        if not as_parquet:
+            return [one["leaf"] for one in answer.json()["data"]]
+        (tmp_path / "t.parquet").write_bytes(answer.content)
+        return [one.leaf for one in read_parquet(tmp_path / "t.parquet")]
+
+    assert leaves("forked") == leaves("forked:edited_history") == [2]
+    assert leaves("exact,closed") == [1]
+    assert leaves("forked:sibling") == []
+    assert leaves("forked, exact, closed") == [1, 2]
+
+
+@pytest.mark.parametrize("verdict", ["", "good", "exact,", "forked:"])
+def test_verdict_that_there_is_not_is_refused(http: httpx2.Client, verdict: str) -> None:
+    http.post("/sessions", json={"session_id": "s"})
+    answer = http.get(f"/sessions/s/trajectories?verdict={verdict}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "verdict")
+
+
+def test_aborted_turns_are_shown_with_their_cause_and_are_in_no_trajectory(
+    http: httpx2.Client, store: SqliteStore, turns: Turns
+) -> None:
+    two_branches(http)
+    first = store.load_session("s").turns[0]
+    cut = replace(first, seq=3, parent=0, finish_reason="abort", stop=None, abort_cause="client_left")
+    asyncio.run(store.write(seal(cut, first.digest)))
     shown = http.get("/sessions/s").json()
-    assert [(reward["turn"], reward["value"]) for reward in shown["rewards"]] == [(None, 1.0), (2, -0.5)]
-    assert [(leaf["turn"], leaf["reward"]) for leaf in shown["leaves"]] == [(1, 1.0), (2, -0.5)]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{}",
-        b'{"value": "1"}',
-        b'{"value": true}',
-        b'{"value": 1e999}',
-        b'{"value": NaN}',
-        b'{"value": 1, "turn": -1}',
-        b'{"value": ' + b"9" * 400 + b"}",
-    ],
-)
-def test_reward_that_is_no_number_is_refused(http: httpx2.Client, body: bytes) -> None:
-    http.post("/sessions", json={"session_id": "s"})
-    assert http.post("/sessions/s/reward", content=body).status_code == 400
-
-
-def test_reward_of_an_unknown_turn_is_not_found(http: httpx2.Client) -> None:
-    http.post("/sessions", json={"session_id": "s"})
-    assert http.post("/sessions/s/reward", json={"value": 1, "turn": 0}).status_code == 404
+    counts = {"added_tokens": len(first.added_ids), "sampled_tokens": len(first.completion_ids)}
+    assert shown["aborted"] == [{"turn": 3, "parent": 0, "cause": "client_left", **counts}]
+    assert [leaf["turn"] for leaf in shown["leaves"]] == [1, 2]
 
 
 def test_deleted_session_is_gone_and_its_id_is_free(http: httpx2.Client) -> None:
@@ -202,9 +211,10 @@ def test_unknown_session_is_not_found_whatever_its_id(http: httpx2.Client, sessi
         http.get(path),
         http.get(f"{path}/trajectories"),
         http.post(f"{path}/reward", json={"value": 1}),
+        http.post(f"{path}/columns", json={"turn": 0, "columns": {"advantages": [1]}}),
         http.delete(path),
     ]
-    assert [answer.status_code for answer in answers] == [404] * 4
+    assert [answer.status_code for answer in answers] == [404] * 5
     assert {answer.json()["error"]["code"] for answer in answers} == {"not_found"}
 
 

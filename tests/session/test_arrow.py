@@ -18,8 +18,14 @@ from tests.records import bits
 from tests.session.trajectory_cases import drawn_trajectories, make_trajectory
 from tokentape.errors import InvalidRequest
 from tokentape.session import arrow
-from tokentape.session.arrow import read_parquet, trajectories_table, trajectory_schema, write_parquet
-from tokentape.types import Trajectory
+from tokentape.session.arrow import (
+    ExtraNames,
+    read_parquet,
+    trajectories_table,
+    trajectory_schema,
+    write_parquet,
+)
+from tokentape.types import TokenRows, Trajectory
 
 
 @settings(max_examples=50)
@@ -55,8 +61,67 @@ def test_the_schema_is_pinned() -> None:
             "reward: double",
             "verdict: string not null",
             "metadata: string not null",
+            "turn_rewards: list<element: double not null> not null",
+            "  child 0, element: double not null",
+            "weight_spans: list<element: struct<start: int32 not null, end: int32 not null, version: string not null> "
+            "not null> not null",
+            "  child 0, element: struct<start: int32 not null, end: int32 not null, version: string not null> not null",
+            "      child 0, start: int32 not null",
+            "      child 1, end: int32 not null",
+            "      child 2, version: string not null",
         ]
     )
+
+
+def with_extras(number: int = 0) -> Trajectory:
+    experts = TokenRows(np.arange(24, dtype=np.uint8).reshape(6, 2, 2), np.array([True] * 5 + [False]))
+    advantages = np.array([0, 0, 0, 0.5, np.nan, -1], np.float32)
+    return make_trajectory(number, columns={"advantages": advantages}, payloads={"experts": experts})
+
+
+def test_columns_and_payloads_are_columns_of_their_own_and_null_where_there_are_none() -> None:
+    table = trajectories_table([with_extras(), make_trajectory(1)])
+    assert table.schema.names[-2:] == ["column_advantages", "payload_experts"]
+    assert str(table.schema.field("column_advantages").type) == "list<element: float not null>"
+    assert [row is None for row in table["column_advantages"].to_pylist()] == [False, True]
+    assert [row is None for row in table["payload_experts"].to_pylist()] == [False, True]
+
+
+def test_pandas_reads_columns_as_arrays_and_payloads_from_their_bytes(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    one = with_extras()
+    write_parquet([one, make_trajectory(1)], tmp_path / "t.parquet")
+    frame = pandas.read_parquet(tmp_path / "t.parquet")
+    np.testing.assert_array_equal(frame.column_advantages[0], one.columns["advantages"])
+    payload = frame.payload_experts[0]
+    rows = np.frombuffer(payload["data"], payload["dtype"]).reshape(payload["shape"])
+    np.testing.assert_array_equal(rows, one.payloads["experts"].rows)
+    np.testing.assert_array_equal(payload["known"], one.payloads["experts"].known)
+
+
+def test_datasets_reads_columns_and_payloads(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    one = with_extras()
+    write_parquet([one, make_trajectory(1)], tmp_path / "t.parquet")
+    loaded = datasets.Dataset.from_parquet(str(tmp_path / "t.parquet"), cache_dir=str(tmp_path / "cache"))
+    np.testing.assert_array_equal(np.array(loaded[0]["column_advantages"], np.float32), one.columns["advantages"])
+    assert loaded[0]["payload_experts"]["data"] == one.payloads["experts"].rows.tobytes()
+    assert loaded[0]["weight_spans"] == [{"start": 3, "end": 6, "version": "step-1"}]
+    assert loaded[1]["column_advantages"] is None
+
+
+def test_a_generator_s_columns_must_be_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="advantages, experts"):
+        write_parquet((one for one in [with_extras()]), tmp_path / "t.parquet")
+    names = ExtraNames(("advantages",), ("experts", "routes"))
+    assert write_parquet((one for one in [with_extras()]), tmp_path / "t.parquet", names) == 1
+    assert bits(read_parquet(tmp_path / "t.parquet")) == bits([with_extras()])
+
+
+def test_a_file_from_before_turn_rewards_and_spans_is_read(tmp_path: Path) -> None:
+    table = trajectories_table([make_trajectory()]).drop_columns(["turn_rewards", "weight_spans"])
+    pq.write_table(table, tmp_path / "t.parquet")
+    assert bits(read_parquet(tmp_path / "t.parquet")) == bits([make_trajectory()])
 
 
 def test_the_file_names_its_version_and_provenance_codes(tmp_path: Path) -> None:
@@ -76,7 +141,9 @@ def test_the_file_names_its_version_and_provenance_codes(tmp_path: Path) -> None
 
 
 def test_pyarrow_reads_the_table_as_it_was_built(tmp_path: Path) -> None:
-    trajectories = [make_trajectory(0), make_trajectory(1, reward=None)]
+    # Arrow finds that no NaN equals another.
+    rewards = np.array([0.5])
+    trajectories = [make_trajectory(0, turn_rewards=rewards), make_trajectory(1, reward=None, turn_rewards=rewards)]
     write_parquet(trajectories, tmp_path / "t.parquet")
     table = pq.read_table(tmp_path / "t.parquet")
     assert table.equals(trajectories_table(trajectories), check_metadata=True)

@@ -4,6 +4,7 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,8 +13,8 @@ from tests.records import bits
 from tests.session.trajectory_cases import drawn_trajectories, make_trajectory
 from tokentape.errors import InvalidRequest
 from tokentape.session.arrow import trajectory_schema
-from tokentape.session.jsonl import read_jsonl, trajectory_to_json, write_jsonl
-from tokentape.types import Trajectory
+from tokentape.session.jsonl import read_jsonl, trajectory_from_json, trajectory_to_json, write_jsonl
+from tokentape.types import TokenRows, Trajectory
 
 
 @settings(max_examples=50)
@@ -28,6 +29,28 @@ def test_an_object_has_the_columns_of_the_table_and_the_version() -> None:
     value = trajectory_to_json(make_trajectory())
     assert list(value) == ["schema_version", *trajectory_schema().names]
     assert value["schema_version"] == 1
+
+
+def test_columns_and_payloads_have_the_names_of_the_table_s_columns() -> None:
+    values = np.array([0, 0, 0, 1, np.nan, 2], np.float32)
+    rows = TokenRows(np.zeros((6, 2), np.int16), np.ones(6, bool))
+    value = trajectory_to_json(make_trajectory(columns={"advantages": values}, payloads={"experts": rows}))
+    assert list(value)[-2:] == ["column_advantages", "payload_experts"]
+    assert value["column_advantages"] == [0, 0, 0, 1, None, 2]
+    assert (value["payload_experts"]["dtype"], value["payload_experts"]["shape"]) == ("<i2", [6, 2])
+
+
+def test_a_line_from_before_turn_rewards_and_spans_is_read() -> None:
+    value = trajectory_to_json(make_trajectory())
+    del value["turn_rewards"], value["weight_spans"]
+    assert bits(trajectory_from_json(value)) == bits(make_trajectory())
+
+
+def test_a_payload_of_objects_is_refused() -> None:
+    value = trajectory_to_json(make_trajectory())
+    value["payload_x"] = {"dtype": "|O", "shape": [1], "data": "AAAAAAAAAAA=", "known": [True]}
+    with pytest.raises(InvalidRequest, match="damaged"):
+        trajectory_from_json(value)
 
 
 def test_datasets_reads_the_lines(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def calling(arguments: Any, **message: Any) -> dict[str, Any]:
         ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
         ({"role": "assistant", "content": None}, {"role": "assistant"}),
         ({"role": "user", "content": [{"text": "a"}, {"text": "b"}]}, {"role": "user", "content": "ab"}),
+        ({"role": "assistant", "content": "\n\nx \n"}, {"role": "assistant", "content": "x"}),
         (calling('{"a": 1, "b": 2}'), calling('{"b":2,"a":1}')),
         (calling('{"a": 1}'), calling({"a": 1})),
         (calling('{"a": 1.0}'), calling('{"a": 1}')),

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.records import finite, json_objects, names
-from tokentape.types import Provenance, Trajectory
+from tokentape.types import Provenance, TokenRows, Trajectory
 
 finite_logprobs = st.floats(allow_nan=False, allow_infinity=False, width=32)
+or_missing = st.just(np.nan)
+extra_names = st.from_regex("[a-z][a-z0-9_]{0,8}", fullmatch=True)
+row_dtypes = st.sampled_from([np.bool_, np.uint8, np.int16, np.int32, np.float16, np.float32])
+
+
+@st.composite
+def drawn_rows(draw: st.DrawFn, tokens: int) -> TokenRows:
+    shape = (tokens, *draw(st.sampled_from([(), (3,), (2, 4)])))
+    return TokenRows(
+        draw(arrays(draw(row_dtypes), shape, elements={"allow_nan": False})), draw(arrays(np.bool_, tokens))
+    )
 
 
 @st.composite
@@ -31,13 +45,21 @@ def drawn_trajectories(draw: st.DrawFn) -> Trajectory:
         reward=draw(st.none() | finite),
         verdict=draw(names),
         metadata=draw(json_objects),
+        turn_rewards=draw(arrays(np.float64, turns, elements=finite | or_missing)),
+        weight_spans=tuple(
+            draw(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), names), max_size=3)),
+        ),
+        columns=draw(
+            st.dictionaries(extra_names, arrays(np.float32, tokens, elements=finite_logprobs | or_missing), max_size=2)
+        ),
+        payloads=draw(st.dictionaries(extra_names, drawn_rows(tokens), max_size=2)),
     )
 
 
-def make_trajectory(number: int = 0, tokens: int = 6, reward: float | None = 1.0) -> Trajectory:
+def make_trajectory(number: int = 0, tokens: int = 6, reward: float | None = 1.0, **changes: Any) -> Trajectory:
     """A trajectory of one turn whose second half was sampled."""
     prompt = tokens // 2
-    return Trajectory(
+    trajectory = Trajectory(
         session_id=f"session-{number}",
         leaf=0,
         token_ids=np.arange(tokens, dtype=np.int32),
@@ -51,4 +73,7 @@ def make_trajectory(number: int = 0, tokens: int = 6, reward: float | None = 1.0
         reward=reward,
         verdict="exact",
         metadata={"task": number},
+        turn_rewards=np.array([np.nan]),
+        weight_spans=((prompt, tokens, "step-1"),),
     )
+    return replace(trajectory, **changes)

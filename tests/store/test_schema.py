@@ -91,6 +91,11 @@ def test_a_database_of_every_earlier_version_is_migrated_and_verifies(written: i
         asyncio.run(store.write(make_turn("plain", 3, plain.turns[2])))
     assert bits(plain.turns) == bits(make_chain("plain", 3))
     assert (plain.info.metadata, plain.info.owner, len(plain.rewards)) == ({"task": 7}, "", 2)
+    # What a turn's reward was then: that of the trajectory which ended there.
+    assert [(reward.turn, reward.leaf, reward.value) for reward in plain.rewards] == [
+        (None, None, 0.5),
+        (None, 1, -1.0),
+    ]
     assert [turn.finish_reason for turn in forked.turns] == ["stop", "stop", "stop", "abort"]
     assert verify(tmp_path).findings == ()
 

@@ -16,7 +16,19 @@ from hypothesis import strategies as st
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
-from tests.records import SETUP, bits, finite, make_chain, make_setup, make_turn, sessions, setups, trees
+from tests.records import (
+    SETUP,
+    bits,
+    finite,
+    make_chain,
+    make_setup,
+    make_turn,
+    sessions,
+    setups,
+    trees,
+    turn_columns,
+    turn_payloads,
+)
 from tokentape.errors import (
     Conflict,
     InvalidRequest,
@@ -26,9 +38,10 @@ from tokentape.errors import (
     StoreError,
     StoreLocked,
 )
+from tokentape.session.arrow import ExtraNames
 from tokentape.store import Record, SqliteStore
 from tokentape.store.verify import verify
-from tokentape.types import Provenance, Reward, SessionInfo
+from tokentape.types import Provenance, Reward, SessionInfo, TurnColumn, TurnPayload
 
 
 @pytest.fixture
@@ -56,15 +69,23 @@ def test_everything_written_reads_back_bit_for_bit(
     info = data.draw(sessions)
     setup = data.draw(setups())
     turns = data.draw(trees(info.session_id, setup.digest))
-    marks = st.builds(
-        Reward, st.just(info.session_id), st.none() | st.sampled_from([turn.seq for turn in turns]), finite, finite
-    )
-    rewards = data.draw(st.lists(marks, max_size=3))
+    seqs = st.sampled_from([turn.seq for turn in turns])
+    at = st.tuples(seqs, st.none()) | st.tuples(st.none(), seqs) | st.just((None, None))
+    rewards = [
+        Reward(info.session_id, turn, value, created_at, leaf)
+        for (turn, leaf), value, created_at in data.draw(st.lists(st.tuples(at, finite, finite), max_size=3))
+    ]
+    columns = [data.draw(turn_columns(turn)) for turn in turns]
+    payloads = [data.draw(turn_payloads(turn)) for turn in turns if len(turn.added_ids) + len(turn.completion_ids)]
     directory = tmp_path_factory.mktemp("store")
     with SqliteStore.open(directory, synchronous="NORMAL") as store:
-        write(store, info, setup, *turns, *rewards)
+        write(store, info, setup, *turns, *rewards, *columns, *payloads)
     with SqliteStore.open(directory, read_only=True) as store:
-        stored = store.load_session(info.session_id)
+        stored = store.load_session(info.session_id, per_token=True)
+        assert store.load_session(info.session_id).columns == store.load_session(info.session_id).payloads == ()
+        assert store.extra_names() == store.extra_names([info.session_id])
+    assert bits(stored.columns) == bits(columns)
+    assert bits(stored.payloads) == bits(payloads)
     assert bits(stored.info) == bits(info)
     assert bits(dict(stored.setups)) == bits({setup.digest: setup})
     assert bits(stored.turns) == bits(turns)
@@ -106,6 +127,86 @@ def test_an_unknown_session_is_not_found(store: SqliteStore) -> None:
 def test_a_write_of_nothing_is_nothing(store: SqliteStore) -> None:
     write(store)
     assert store.sessions() == []
+
+
+# Columns and payloads
+
+
+def column(turn: int, values: object, name: str = "advantages") -> TurnColumn:
+    return TurnColumn("s", turn, name, np.array(values, np.float32), 1.0)
+
+
+def payload(turn: int, rows: int, start: int = 0, name: str = "experts", dtype: str = "uint8") -> TurnPayload:
+    return TurnPayload("s", turn, name, start, np.zeros((rows, 2), dtype))
+
+
+def test_new_values_replace_old_ones_of_the_same_name_and_turn(store: SqliteStore, tmp_path: Path) -> None:
+    write(store, session("s"), SETUP, *make_chain("s", 2))
+    write(store, column(0, [1] * 4), column(1, [2] * 4), column(0, [3] * 8, "values"))
+    write(store, column(0, [4] * 8))
+    found = store.load_session("s", per_token=True).columns
+    assert [(one.turn, one.name, one.values[0]) for one in found] == [
+        (1, "advantages", 2),
+        (0, "values", 3),
+        (0, "advantages", 4),
+    ]
+    assert store.extra_names(["s"]) == ExtraNames(("advantages", "values"), ())
+    assert verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("values", [[], [1] * 3, [1] * 5, [1] * 9, [1, 2, 3, np.inf], [np.nan] * 4])
+def test_values_that_do_not_fit_their_turn_are_refused(store: SqliteStore, values: list[float]) -> None:
+    write(store, session("s"), SETUP, make_turn("s", 0))
+    with pytest.raises(InvariantViolation, match="advantages"):
+        write(store, column(0, values))
+    assert store.load_session("s", per_token=True).columns == ()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        payload(0, 9),
+        payload(0, 1, start=8),
+        payload(0, 8, start=-1),
+        payload(1, 8, start=-2),
+        payload(0, 0),
+        payload(0, 2, dtype="complex64"),
+        payload(1, 2, dtype="int16"),
+        dataclasses.replace(payload(1, 2), rows=np.zeros((2, 3), np.uint8)),
+    ],
+)
+def test_rows_that_do_not_fit_their_turn_or_session_are_refused(store: SqliteStore, record: TurnPayload) -> None:
+    write(store, session("s"), SETUP, *make_chain("s", 3), payload(2, 8, start=-1))
+    with pytest.raises(InvariantViolation, match="experts"):
+        write(store, record)
+
+
+def test_rows_of_another_name_may_be_of_another_kind(store: SqliteStore) -> None:
+    write(store, session("s"), SETUP, make_turn("s", 0), payload(0, 8), payload(0, 3, 2, "hidden", "float16"))
+    (one,) = store.load_session("s", per_token=True).trajectories()
+    assert {name: (rows.rows.dtype, int(rows.known.sum())) for name, rows in one.payloads.items()} == {
+        "experts": (np.uint8, 8),
+        "hidden": (np.float16, 3),
+    }
+
+
+def test_columns_and_payloads_of_something_unknown_are_not_found(store: SqliteStore) -> None:
+    write(store, session("s"), SETUP, make_turn("s", 0))
+    for record in (column(1, [1] * 4), payload(1, 2)):
+        with pytest.raises(NotFound):
+            write(store, record)
+
+
+def test_payloads_take_the_room_of_their_own_turn_only(store: SqliteStore, tmp_path: Path) -> None:
+    turns = make_chain("s", 40, tokens=50)
+    write(store, session("s"), SETUP, *turns)
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 128, (100, 32, 8), np.int32) for _ in turns]
+    write(store, *(TurnPayload("s", turn.seq, "experts", 0, own) for turn, own in zip(turns, rows, strict=True)))
+    (one,) = store.load_session("s", per_token=True).trajectories()
+    np.testing.assert_array_equal(one.payloads["experts"].rows, np.concatenate(rows))
+    store.close()
+    assert (tmp_path / "tokentape.db").stat().st_size < 1.3 * sum(own.size for own in rows)
 
 
 # Listings
@@ -244,6 +345,8 @@ def test_deletion_takes_turns_and_rewards_and_leaves_others(store: SqliteStore, 
         write(
             store, session(name), SETUP, *make_chain(name, 3), Reward(name, 1, 1.0, 1.0), Reward(name, None, 1.0, 1.0)
         )
+        write(store, dataclasses.replace(column(0, [1] * 4), session_id=name))
+        write(store, dataclasses.replace(payload(0, 2), session_id=name))
     asyncio.run(store.delete_session("a"))
     assert [summary.info.session_id for summary in store.sessions()] == ["b"]
     assert len(store.load_session("b").rewards) == 2
@@ -251,6 +354,7 @@ def test_deletion_takes_turns_and_rewards_and_leaves_others(store: SqliteStore, 
     write(store, session("a"))
     assert store.load_session("a").turns == ()
     assert store.load_session("a").rewards == ()
+    assert store.extra_names(["a"]) == ExtraNames()
 
 
 def test_deletion_of_an_unknown_session_is_not_found(store: SqliteStore) -> None:

@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from tests.records import SETUP, bits, make_chain, make_turn
 from tokentape.errors import StoreError
 from tokentape.store import SqliteStore
+from tokentape.store.custody import Custody
+from tokentape.store.snapshots import Selection
 from tokentape.store.verify import Finding, verify
-from tokentape.types import Reward, SessionInfo
+from tokentape.types import Reward, SessionInfo, TurnColumn, TurnPayload
 
 CHAINS = {"a": make_chain("a", 4), "b": make_chain("b", 3, tokens=2000)}
 FORK = make_turn("a", 4, CHAINS["a"][1], fork="history edited")
@@ -26,6 +29,12 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, chain in CHAINS.items():
             asyncio.run(store.write(SessionInfo(name, 1.0), SETUP, *chain, Reward(name, 1, 0.5, 1.0)))
         asyncio.run(store.write(FORK))
+        values, rows = np.arange(4, dtype=np.float32), np.arange(24, dtype=np.uint8).reshape(4, 6)
+        asyncio.run(
+            store.write(TurnColumn("a", 1, "advantages", values, 1.0), TurnPayload("a", 1, "experts", -1, rows))
+        )
+        taken = asyncio.run(Custody(store).take(Selection(session_ids=("a",)), "", None))
+        assert taken.digest is not None
     return directory
 
 
@@ -145,6 +154,43 @@ def test_session_metadata_and_rewards_that_cannot_be_read_are_found(directory: P
     execute(directory, "UPDATE sessions SET metadata = '[' WHERE session_id = 'a'")
     execute(directory, "UPDATE rewards SET value = 'text' WHERE session_id = 'b'")
     assert where(verify(directory).findings) == [("a", None), ("b", None)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "token_columns SET data = zeroblob(12)",
+        "token_columns SET data = zeroblob(15)",
+        "token_columns SET data = x'000000000000c07f0000000000000000'",
+        "token_payloads SET data = zeroblob(24)",
+        "token_payloads SET packed = '|i1', data = zeroblob(23)",
+        "token_payloads SET dtype = '|O'",
+        "token_payloads SET shape = '[2,6]'",
+        "token_payloads SET start = 5",
+        "rewards SET scope = 'session'",
+        "rewards SET scope = 'other'",
+    ],
+)
+def test_damage_of_what_clients_and_engines_said_is_found(directory: Path, change: str) -> None:
+    execute(directory, f"UPDATE {change} WHERE session_id = 'a'")
+    assert {session_id for session_id, _ in where(verify(directory).findings)} == {"a"}
+
+
+def test_a_snapshot_that_can_not_be_read_is_found(directory: Path) -> None:
+    execute(directory, "UPDATE snapshots SET contents = zeroblob(4)")
+    assert where(verify(directory).findings) == [(None, None)]
+
+
+def test_a_session_that_a_held_snapshot_misses_is_found(directory: Path) -> None:
+    execute(directory, "UPDATE snapshot_sessions SET turns = 99")
+    assert where(verify(directory).findings) == [("a", None)]
+    execute(directory, "UPDATE snapshots SET state = 'released'")
+    assert verify(directory).ok
+
+
+def test_a_dropped_session_that_is_there_is_found(directory: Path) -> None:
+    execute(directory, "INSERT INTO tombstones VALUES ('b', '', 1, 1.0)")
+    assert where(verify(directory).findings) == [("b", None)]
 
 
 def test_a_turn_that_breaks_a_rule_is_found(directory: Path) -> None:

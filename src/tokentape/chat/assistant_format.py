@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tokentape.chat.call_syntax import (
@@ -27,8 +28,10 @@ from tokentape.chat.call_syntax import (
     find_shape,
     read_calls,
 )
+from tokentape.chat.template import REASONING_FIELDS
 from tokentape.chat.tokenizer import MARK, Tokenizer
 from tokentape.errors import TemplateRefused
+from tokentape.types import Message
 
 _FRAME = re.compile(f"({MARK.pattern})(\\w+)({MARK.pattern})")
 
@@ -68,6 +71,12 @@ class AssistantFormat:
     """What stands in front of a turn once the conversation has gone on; the generation prompt may open more."""
     content_open: str
     """Between the generation prompt and the content of a turn without reasoning."""
+    content_reopen: str
+    """Between reasoning that was closed and the content behind it, where content has a delimiter of its own."""
+    content_end: str
+    """What closes the content within its turn, in front of calls or the turn's end; empty where nothing does."""
+    turn_end: str
+    """What closes a turn that just speaks behind that, in front of the token that ends it; mostly empty."""
     content_close: str
     """Behind the content at the end of a conversation."""
     reasoning: Reasoning | None
@@ -84,30 +93,43 @@ class AssistantFormat:
     calls_tail: str
     """Behind the last call's arguments when a tool result follows; empty where the template refuses that."""
 
+    @property
+    def behind_turns(self) -> tuple[str, str, str, str]:
+        """What may stand behind turns, at the end of a conversation and within it."""
+        return self.content_close, self.content_tail, self.calls_close, self.calls_tail
+
+    @property
+    def within_turns(self) -> str:
+        """What may stand within a turn: all delimiters but those that end it."""
+        reasoning = (self.reasoning.open, self.reasoning.close) if self.reasoning is not None else ()
+        calls = (self.calls.section_open, self.calls.open, self.calls.separator) if self.calls is not None else ()
+        return "".join([self.content_open, self.content_reopen, *reasoning, *calls])
+
 
 def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     """Ask a template how it writes assistant turns.
 
     Raises `TemplateRefused` if it does not even render a user's question and a plain answer.
     """
-    base = render([QUESTION], False)
-    prompt = render([QUESTION], True)
+    ask = _from_question(render)
+    prompt = ask([QUESTION], True)
+    base = _read_base(ask, prompt)
     generation_prompt = prompt[len(base) :] if prompt.startswith(base) else prompt[common_prefix(prompt, base) :]
-    header = _read_header(render, base)
-    answer = render([QUESTION, {"role": "assistant", "content": CONTENT}], False)
+    header = _read_header(ask, base)
+    answer = ask([QUESTION, {"role": "assistant", "content": CONTENT}], False)
     if CONTENT not in answer:
         raise TemplateRefused("the chat template does not render the content of an assistant message")
     content_open, content_close = _around(answer, prompt, CONTENT)
-    shape = find_shape(render)
+    content_end = turn_end = content_close if MARK.search(content_close) else ""
+    shape = find_shape(ask)
     calls, calls_close, calls_tail = None, "", ""
     if shape is not None:
-        calls = read_calls(render, prompt, shape)
-        if calls is not None:
-            # An empty think block before the call is no part of the call.
-            shared = common_prefix(calls.section_open, content_open)
-            calls = replace(calls, section_open=calls.section_open[shared:])
         calling = shape.message("", [shape.probe(NAME, {KEY: VALUE})])
-        calls_close = _behind(render([QUESTION, calling], False), VALUE)
+        content_end = _before_calls(ask, shape, content_end)
+        calls = read_calls(ask, prompt, shape)
+        if calls is not None:
+            calls = replace(calls, section_open=_without_content(calls.section_open, content_open, content_end))
+        calls_close = _behind(ask([QUESTION, calling], False), VALUE)
         result = {
             "role": "tool",
             "tool_call_id": NAME if shape.name_is_id else PROBE_ID,
@@ -115,23 +137,71 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
             "content": OTHER_VALUE,
         }
         with contextlib.suppress(TemplateRefused):
-            calls_tail = _behind(render([QUESTION, calling, result], True), VALUE)
-    reasoning = _read_reasoning(render, prompt, header, generation_prompt) or _reasoning_never_shown(
-        render, tokenizer, header, generation_prompt
-    )
+            calls_tail = _behind(ask([QUESTION, calling, result], True), VALUE)
+    reasoning = _read_reasoning(ask, prompt, header, generation_prompt, shape, calls)
+    if reasoning is None:
+        reasoning = _reasoning_never_shown(ask, tokenizer, header, generation_prompt)
+    content_reopen = ""
+    if reasoning is not None:
+        reasoning, content_reopen = _shortest_close(ask, reasoning, shape, content_open)
     return AssistantFormat(
         generation_prompt=generation_prompt,
         header=header,
         content_open=content_open,
+        content_reopen=content_reopen,
+        content_end=content_end,
+        turn_end=turn_end[len(content_end) :],
         content_close=content_close,
         reasoning=reasoning,
         channels=_read_channels(content_open, reasoning, calls),
         shape=shape,
         calls=calls,
         calls_close=calls_close,
-        content_tail=_behind(render([QUESTION, {"role": "assistant", "content": CONTENT}, QUESTION], True), CONTENT),
+        content_tail=_behind(ask([QUESTION, {"role": "assistant", "content": CONTENT}, QUESTION], True), CONTENT),
         calls_tail=calls_tail,
     )
+
+
+def _from_question(render: Render) -> Render:
+    """Renderings without what stands in front of the question, which may move with what follows (Mistral's tools)."""
+
+    def ask(messages: Sequence[Message], generate: bool) -> str:
+        text = render(messages, generate)
+        return text[max(text.find(QUESTION["content"]), 0) :]
+
+    return ask
+
+
+def _read_base(render: Render, prompt: str) -> str:
+    """The question as it stands without a generation prompt.
+
+    A template that always writes one is found out by what it writes behind a question that another one follows.
+    """
+    base = render([QUESTION], False)
+    if base == prompt:
+        with contextlib.suppress(TemplateRefused):
+            asked_twice = render([QUESTION, {**QUESTION, "content": CONTENT}], False)
+            before = asked_twice[: asked_twice.find(CONTENT)] if CONTENT in asked_twice else prompt
+            return prompt[: common_prefix(prompt, before)]
+    return base
+
+
+def _before_calls(render: Render, shape: CallShape, content_end: str) -> str:
+    """What of `content_end`, read where content ends a conversation, stands between content and a call too."""
+    with contextlib.suppress(TemplateRefused):
+        text = render([QUESTION, shape.message(CONTENT, [shape.probe(NAME, {KEY: VALUE})])], False)
+        at = text.find(CONTENT)
+        if 0 <= at < text.find(NAME):
+            behind = text[at + len(CONTENT) :]
+            return behind[: common_prefix(behind, content_end)]
+    return content_end
+
+
+def _without_content(section_open: str, content_open: str, content_end: str) -> str:
+    """`section_open` without the frame of an empty content, or an empty think block, in front of the calls."""
+    for frame in (content_open, content_end):
+        section_open = section_open[common_prefix(section_open, frame) :]
+    return section_open
 
 
 def _around(text: str, prompt: str, sentinel: str) -> tuple[str, str]:
@@ -200,18 +270,24 @@ def _last_delimiter(text: str) -> str:
     return text[core.rindex(words[-1]) :] if words else text
 
 
-def _read_reasoning(render: Render, prompt: str, header: str, generation_prompt: str) -> Reasoning | None:
-    message = {"role": "assistant", "content": CONTENT, "reasoning_content": REASONING, "thinking": REASONING}
-    try:
-        text = render([QUESTION, message], False)
-    except TemplateRefused:
+def _read_reasoning(
+    render: Render,
+    prompt: str,
+    header: str,
+    generation_prompt: str,
+    shape: CallShape | None,
+    calls: CallSyntax | None,
+) -> Reasoning | None:
+    """The delimiters of reasoning in front of content; in front of a call where the template shows it only there."""
+    found = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT)
+    if found is None and shape is not None and calls is not None:
+        found = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
+        opening = calls.section_open + calls.open
+        if found is not None:
+            found = found[0], found[1].partition(opening)[0] if opening.strip() else found[1]
+    if found is None or not found[1].strip():
         return None
-    start, end = text.find(REASONING), text.find(CONTENT)
-    if start < 0 or end < start:
-        return None
-    before, close = text[:start], text[start + len(REASONING) : end]
-    if not close.strip():
-        return None
+    before, close = found
     if before.startswith(prompt):
         opening = before[len(prompt) :]
         if opening.strip():
@@ -220,3 +296,39 @@ def _read_reasoning(render: Render, prompt: str, header: str, generation_prompt:
     opening = _last_delimiter(before)
     opened, closed = generation_prompt.rfind(opening.strip()), generation_prompt.rfind(close.strip())
     return Reasoning(opening, close, opened_by_prompt=opened > closed)
+
+
+def _spoken(render: Render, message: Message, following: str) -> tuple[str, str] | None:
+    """What stands in front of reasoning, and between it and what follows in its turn; None if it is not shown."""
+    try:
+        text = render([QUESTION, {**message, **dict.fromkeys(REASONING_FIELDS, REASONING)}], False)
+    except TemplateRefused:
+        return None
+    start = text.find(REASONING)
+    end = text.find(following, start)
+    return None if start < 0 or end < 0 else (text[:start], text[start + len(REASONING) : end])
+
+
+def _shortest_close(
+    render: Render, reasoning: Reasoning, shape: CallShape | None, content_open: str
+) -> tuple[Reasoning, str]:
+    """Reasoning that closes where calls follow as where content does, and what opens the content behind it."""
+    close = reasoning.close
+    shared = len(close)
+    if shape is not None:
+        found = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
+        if found is not None:
+            shared = common_prefix(close, found[1])
+    elif content_open.strip() and close.rstrip().endswith(content_open.strip()):
+        shared = close.rindex(content_open.strip())
+    if not close[shared:].strip():
+        return reasoning, ""
+    shared = max((end for end in _ends_of_delimiters(close) if end <= shared), default=0)
+    if not close[:shared].strip():
+        return reasoning, ""
+    return replace(reasoning, close=close[:shared]), close[shared:]
+
+
+def _ends_of_delimiters(text: str) -> Iterator[int]:
+    """Where a control token, a tag or a line ends."""
+    return (found.end() for found in re.finditer(rf"{MARK.pattern}|[>\]\n]", text))

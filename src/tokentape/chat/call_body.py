@@ -13,9 +13,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+from tokentape.chat.call_literals import (
+    LiteralEnd,
+    LiteralError,
+    arguments_json,
+    may_be_head,
+    needs_known_tool,
+    read_head,
+)
 from tokentape.chat.call_syntax import KEY, CallSyntax
 from tokentape.chat.call_values import property_schema, value_json
-from tokentape.chat.delimiters import any_of, may_grow, pattern, pieces, skip_space
+from tokentape.chat.delimiters import ANY, any_of, may_grow, pattern, pieces, skip_space
 from tokentape.chat.json_text import ObjectEnd, decode, first_member, members, standard
 from tokentape.chat.tokenizer import MARK
 from tokentape.types import Tool
@@ -23,6 +31,7 @@ from tokentape.types import Tool
 _NAME = r"""[^\s<>{}()\[\]"'`,;=\ud800-\udfff]{1,256}"""
 _LONGEST_HEAD = 600
 """Characters from the opening delimiter to a call's arguments, or from that of an argument to its value, at most."""
+JSON_PUNCTUATION = "{}[],:"
 _ARGUMENT_KEYS = ("arguments", "parameters")
 """What models call the arguments in JSON, whatever their template does."""
 
@@ -64,12 +73,14 @@ def body_reader(syntax: CallSyntax, tools: Mapping[str, Tool], text: str, start:
         return None
     if syntax.style == "json" or text[start] == "{":
         return _JsonBody(syntax, start)
+    if syntax.style == "literal":
+        return _LiteralBody(syntax, tools, start)
     return _NamedBody(syntax, tools, start) if syntax.style == "named" else _TaggedBody(syntax, tools, start)
 
 
 def breaks(syntax: CallSyntax) -> str:
     """A regular expression for what can't stand in JSON outside of its strings: control tokens, the call's close."""
-    closing = [piece for piece in pieces(syntax.close) if not set(piece) <= set("{}[],: ")]
+    closing = [piece for piece in pieces(syntax.close) if not set(piece) <= set(JSON_PUNCTUATION)]
     return f"{MARK.pattern}|{any_of(closing)}"
 
 
@@ -116,6 +127,9 @@ class _JsonBody:
             # As the OpenAI API writes a call.
             value, fields = function, dict(members(fields["function"]))
         name = value.get(self._syntax.name_key) if self._syntax.name_key in value else function
+        if not self._syntax.name_key and len(fields) == 1:
+            ((name, raw),) = fields.items()
+            fields = {_ARGUMENT_KEYS[0]: raw}
         if not isinstance(name, str):
             return Broken(end)
         arguments, valid = object_arguments(first_member(fields, self._syntax.arguments_key, *_ARGUMENT_KEYS) or "")
@@ -143,7 +157,7 @@ class _NamedBody:
             name = head.fullmatch(text, self._start, min(at, limit))
             if name is None:
                 return Broken(self._start)
-            if found is None or found[0] != "{":
+            if found is None or found[0] not in ("{", '"'):
                 body = self._body(at, name, "")
                 return body if body.name in self._tools else Broken(at)
             self._head = name
@@ -157,10 +171,41 @@ class _NamedBody:
         arguments, valid = object_arguments(raw)
         name: str = head["name"]
         if not self._syntax.name_is_id:
-            return Body(end, name, arguments, valid, head["id"])
+            return Body(end, name, arguments, valid, head["front"] or head["id"])
         # Of an id such as `functions.add:0` the name is the longest known one that stands in it.
         found = [tool for tool in self._tools if re.search(rf"(?<!\w){re.escape(tool)}(?!\w)", name)]
         return Body(end, max(found, key=len, default=name), arguments, valid, name)
+
+
+class _LiteralBody:
+    """Reads `NAME name_close KEY key_close VALUE, ...)`."""
+
+    def __init__(self, syntax: CallSyntax, tools: Mapping[str, Tool], start: int) -> None:
+        self._syntax = syntax
+        self._tools = tools
+        self._start = start
+        self._name = ""
+        self._brackets: LiteralEnd | None = None
+
+    def read(self, text: str, *, over: bool) -> Body | Broken | None:
+        if self._brackets is None:
+            head = read_head(self._syntax, text, self._start)
+            if head is None:
+                return None if not over and may_be_head(text, self._start) else Broken(self._start)
+            self._name, bracket = head
+            if needs_known_tool(self._syntax) and self._name not in self._tools:
+                return Broken(bracket)
+            self._brackets = LiteralEnd(bracket, self._syntax.quote)
+        brackets = self._brackets
+        brackets.find(text, over=over)
+        if brackets.end is None:
+            return None if brackets.broken_at is None else Broken(brackets.broken_at)
+        raw = text[brackets.start + 1 : brackets.end - 1]
+        try:
+            arguments = arguments_json(self._syntax, self._tools.get(self._name), raw)
+        except LiteralError:
+            return Body(brackets.end, self._name, raw, valid=False)
+        return Body(brackets.end, self._name, arguments, valid=True)
 
 
 class _TaggedBody:
@@ -290,7 +335,10 @@ def _tags(syntax: CallSyntax) -> _Tags:
 
 @lru_cache(64)
 def _named(syntax: CallSyntax) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Expressions for all in front of the arguments, and for what ends it: the arguments, or the end of the call."""
+    """Expressions for all in front of the arguments, and for what ends it: the arguments, or the end of the call.
+
+    The arguments may be an object, an object written out as a string, null or missing.
+    """
     behind = [syntax.close, syntax.separator, syntax.section_close]
     ends = [piece for text in behind for piece in pieces(text)]
     ends += [piece for text in (syntax.section_open, syntax.open) for piece in pieces(text)[:1]]
@@ -299,5 +347,15 @@ def _named(syntax: CallSyntax) -> tuple[re.Pattern[str], re.Pattern[str]]:
     other_mark = rf"(?!{end})(?:{MARK.pattern})"
     named = rf"(?:{any_of([syntax.name_close, syntax.id_close])}|{other_mark}|```(?:json)?)"
     call_id = rf"(?:(?P<id>[\w.:-]{{1,256}})\s*(?:{any_of([syntax.id_close])}|{other_mark})\s*)?"
-    head = re.compile(rf"(?P<name>{_NAME})\s*(?:{named}\s*){{0,8}}?{call_id}(?:{named}\s*){{0,8}}")
-    return head, re.compile(rf"\{{|{end}")
+    name = _NAME
+    if ANY in syntax.name_close:
+        # What counts the calls looks like part of a name, or like an id.
+        name, call_id = rf"{_NAME}?(?!\w)", "(?P<id>(?!))?"
+    front = (
+        rf"(?:(?P<front>[\w.:-]{{1,256}})\s*{pattern(syntax.name_open)}\s*)?"
+        if syntax.name_open
+        else "(?P<front>(?!))?"
+    )
+    null = rf"(?:null\s*(?:{named}\s*){{0,8}})?"
+    head = re.compile(rf"{front}(?P<name>{name})\s*(?:{named}\s*){{0,8}}?{call_id}(?:{named}\s*){{0,8}}{null}")
+    return head, re.compile(rf"[{{\"]|{end}")

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tokentape.chat.call_body import Body, BodyReader, Broken, body_reader
+from tokentape.chat.call_body import JSON_PUNCTUATION, Body, BodyReader, Broken, body_reader
+from tokentape.chat.call_literals import may_be_head, needs_known_tool, read_head
 from tokentape.chat.call_syntax import CallSyntax
 from tokentape.chat.delimiters import any_of, may_grow, optional, pattern, pieces, skip_space
 from tokentape.chat.reply import CallStatus
@@ -41,25 +42,32 @@ class CallReader:
         whole, one = pieces(syntax.section_open + syntax.open), pieces(syntax.open)
         self.bare = not whole and syntax.style == "json"
         """Calls have no delimiters: a JSON object that names a tool is one."""
-        self.triggers = tuple(dict.fromkeys([*whole[:1], *one[:1]]))
-        """What a call may begin with."""
-        again = any_of(self.triggers)
+        begins = tuple(dict.fromkeys([*whole[:1], *one[:1]]))
+        marked = tuple(piece for piece in begins if MARK.match(piece))
+        self.triggers = marked or begins
+        """What a call may begin with: nothing that could be quoted where there is a control token for it."""
+        again = any_of(begins)
         # Not any number: these are matched anew with every token as long as they may go on.
         some = "{0,8}"
         self._opening = re.compile(
             rf"(?:\s*({MARK.pattern})){some}" if self.bare else rf"(?:\s*({again})){some}{optional(whole)}"
         )
         self._next = re.compile(re.escape(one[0]) if one else r"\{")
+        self._headed = syntax.style == "literal" and not one
+        """A call begins with its name."""
+        self._knows_names = syntax.style == "literal" and needs_known_tool(syntax)
         self._closing = re.compile(optional([syntax.close]))
-        self._spare = re.compile("" if syntax.style == "tagged" else rf"(?:\s*\}}){some}")
+        self._spare = re.compile("" if syntax.style in ("tagged", "literal") else rf"(?:\s*\}}){some}")
         ends = [syntax.close, syntax.separator, syntax.section_close]
         between = [pattern(text) for text in ends if pieces(text)]
-        between += [re.escape(piece) for text in ends for piece in pieces(text) if piece not in self.triggers]
+        between += [re.escape(piece) for text in ends for piece in pieces(text) if piece not in begins]
         another = rf"(?!{pattern(syntax.open)})" if one else ""
         self._between = re.compile(
             r"(?:\s*[;,](?=\s*\{))?" if self.bare else rf"(?:\s*{another}(?:{'|'.join(between) or '(?!)'})){some}"
         )
-        self._broken_end = re.compile(any_of([syntax.close, syntax.section_close, *self.triggers]))
+        self._begins = begins
+        broken_ends = [*pieces(syntax.close), *pieces(syntax.section_close), *begins]
+        self._broken_end = re.compile(any_of(piece for piece in broken_ends if not _is_within(syntax, piece)))
         self._start = self._seek = 0
         self._body: BodyReader | None = None
 
@@ -78,7 +86,7 @@ class CallReader:
             begins = (opening.start(1) if opening and opening[1] else at, start)
             if not final and any(may_grow(text, begin, opens) for begin in begins):
                 return None
-            self._start = self._seek = start
+            self._start = self._seek = start if start > at or self.bare else at + 1
             self._body = body_reader(self._syntax, self._tools, text, start)
         body = self._body.read(text, over=over) if self._body is not None else None
         if body is None and not final:
@@ -86,7 +94,7 @@ class CallReader:
         if isinstance(body, Body):
             call = self._closed(text, body, final=final)
         else:
-            call = self._broken(text, body, final=final, within_reasoning=within_reasoning)
+            call = self._broken(text, body, final=final, over=over, within_reasoning=within_reasoning)
         if call is not None:
             self._body = None
         return call
@@ -102,6 +110,10 @@ class CallReader:
         expected = [syntax.separator, syntax.section_close, syntax.close, syntax.open, ";{", ",{"]
         if not final and may_grow(text, at, expected[:4] if not self.bare else expected[4:]):
             return None
+        if self._headed:
+            if not final and may_be_head(text, at):
+                return None
+            return at, read_head(syntax, text, at) is not None
         return at, self._next.match(text, at) is not None
 
     def _closed(self, text: str, body: Body, *, final: bool) -> ReadCall | None:
@@ -125,29 +137,35 @@ class CallReader:
             status = "unknown_tool"
         return ReadCall(end, body.name, body.arguments, status, body.id)
 
-    def _broken(self, text: str, broken: Broken | None, *, final: bool, within_reasoning: bool) -> ReadCall | None:
+    def _broken(
+        self, text: str, broken: Broken | None, *, final: bool, over: bool, within_reasoning: bool
+    ) -> ReadCall | None:
         """What began like a call and is none: up to its closing delimiter, the next call or the end of the turn.
 
-        Where no tool is named it is only the opening delimiter that is no call; what follows has to be read again.
+        If the model ended its turn behind it, it made the call, if badly; if it was cut off, it did not make it. Where
+        no tool is named it is only the opening delimiter that is no call; what follows has to be read again.
         """
-        none = ReadCall(max(self._start, broken.at if broken and self.bare else 0), None)
+        end = self._start
+        if self.bare:
+            end = broken.at if broken else len(text)
+        none = ReadCall(end, None)
         if within_reasoning:
             return none
         if self.bare:
             name = self._name_in(text[self._start :]) if broken is None else None
-            return ReadCall(len(text), name) if name in self._tools else none
+            return ReadCall(end, name) if name in self._tools else none
         found = self._broken_end.search(text, max(broken.at if broken else 0, self._seek))
-        delimiters = [self._syntax.close, self._syntax.section_close, *self.triggers]
+        delimiters = [self._syntax.close, self._syntax.section_close, *self._begins]
         if not final and (found is None or may_grow(text, found.start(), delimiters)):
             self._seek = max(self._seek, len(text) - _LONGEST_DELIMITER)
             return None
         end = found.start() if found else len(text)
         name, arguments = self._guess(text[self._start : end])
-        if name is None:
+        if name is None or (self._knows_names and name not in self._tools):
             return none
-        if found and found[0] not in self.triggers:
+        if found and found[0] not in self._begins:
             end = found.end()
-        return ReadCall(end, name, arguments, "bad_arguments" if found else "unclosed")
+        return ReadCall(end, name, arguments, "bad_arguments" if found or over else "unclosed")
 
     def _guess(self, raw: str) -> tuple[str | None, str]:
         """Name and raw arguments of a call that is not well-formed."""
@@ -165,3 +183,9 @@ class CallReader:
         """The name in a JSON object that is not well-formed."""
         found = re.search(rf'"{re.escape(self._syntax.name_key)}"\s*:\s*"([^"\\\s]{{1,256}})"', raw)
         return found[1] if found else None
+
+
+def _is_within(syntax: CallSyntax, piece: str) -> bool:
+    """Whether a piece of a delimiter also stands within calls, so that it ends none."""
+    within = (*pieces(syntax.name_close), *pieces(syntax.key_open))
+    return set(piece) <= set(JSON_PUNCTUATION) or any(inner.startswith(piece) for inner in within)

@@ -8,17 +8,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os.path
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tokentape.chat.caller_text import SENTINELS
+from tokentape.chat.delimiters import ANY
 from tokentape.errors import TemplateRefused
 from tokentape.types import Message
 
 CONTENT, REASONING, NAME, KEY, VALUE, OTHER_NAME, OTHER_KEY, OTHER_VALUE = (s * 2 for s in SENTINELS[:8])
 _NUMBER = 7070707
 QUESTION: Message = {"role": "user", "content": SENTINELS[8] * 2}
+_ID = SENTINELS[9] * 2
+"""Stands for every call's id in what is read off."""
 
 PROBE_ID, OTHER_PROBE_ID = "call00000", "call00001"
 """Nine letters and digits: what the strictest template takes."""
@@ -92,13 +96,18 @@ _SHAPES = tuple(
 class CallSyntax:
     """How a template writes tool calls: `section_open (open CALL close) separator (open CALL close) section_close`.
 
-    `json`: CALL is one JSON object with the name under `name_key` and the arguments under `arguments_key`.
+    `json`: CALL is one JSON object with the name under `name_key` and the arguments under `arguments_key`; without
+    `name_key` it is `{NAME: ARGUMENTS}`.
     `named`: CALL is NAME `name_close` ARGUMENTS, the arguments a JSON object.
     `tagged`: CALL is NAME `name_close` (`key_open` KEY `key_close` VALUE `value_close`)*; the sentinel KEY within
     `value_close` stands for the key.
+    `literal`: CALL is NAME `name_close` KEY `key_close` VALUE, ... and the bracket that closes what `name_close` opens;
+    VALUE is a literal as in a program, text between quotes or between `quote`.
+
+    `ANY` in a delimiter is a word that is not always the same.
     """
 
-    style: Literal["json", "named", "tagged"]
+    style: Literal["json", "named", "tagged", "literal"]
     open: str
     close: str
     section_open: str = ""
@@ -107,6 +116,8 @@ class CallSyntax:
     name_key: str = "name"
     arguments_key: str = "arguments"
     name_close: str = ""
+    name_open: str = ""
+    """Where the call's id stands in front of the name (`named` only): ID `name_open` NAME."""
     id_close: str = ""
     """Where the call's id stands behind the name (`named` only): NAME `name_close` ID `id_close` ARGUMENTS."""
     name_is_id: bool = False
@@ -116,6 +127,7 @@ class CallSyntax:
     json_key_close: str = ""
     """`key_close` of values that are not text, where the template tells them apart; their VALUE is JSON."""
     value_close: str = ""
+    quote: str = ""
     space_before: int = 0
     """Characters of white space that the template puts between content and the first call."""
 
@@ -142,13 +154,14 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
 
     def region(*calls: tuple[str, str, Any]) -> str:
         text = render([QUESTION, shape.message("", calls)], False)
-        return text[common_prefix(text, prompt) :]
+        return text[common_prefix(text, prompt) :].replace(PROBE_ID, _ID).replace(OTHER_PROBE_ID, _ID)
 
     syntax = _read_one_call(region(first))
     if syntax is not None and syntax.style == "tagged":
         syntax = _split_arguments(syntax, region(shape.probe(NAME, {KEY: VALUE, OTHER_KEY: OTHER_VALUE})))
         if syntax is not None:
             syntax = _tell_json_values(syntax, region(shape.probe(NAME, {KEY: _NUMBER})))
+            syntax = syntax if syntax.key_open.strip() else _as_literal(syntax)
     if syntax is None:
         return None
     syntax = replace(syntax, name_is_id=shape.name_is_id)
@@ -156,11 +169,13 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
         two = region(first, second)
         if all(sentinel in two for sentinel in (NAME, VALUE, OTHER_NAME, OTHER_VALUE)):
             syntax = _split_section(syntax, two)
+            syntax = _tell_ordinal(syntax, two)
     with contextlib.suppress(TemplateRefused):
         spoken = render([QUESTION, shape.message(CONTENT, [first])], False)
         behind = spoken[spoken.rindex(CONTENT) + len(CONTENT) :] if CONTENT in spoken else ""
         syntax = replace(syntax, space_before=len(behind) - len(behind.lstrip()))
-    return syntax
+    call_open, found, name_open = syntax.open.partition(_ID)
+    return replace(syntax, open=call_open, name_open=name_open) if found and syntax.style == "named" else syntax
 
 
 def common_prefix(a: str, b: str) -> int:
@@ -194,6 +209,8 @@ def _read_one_call(region: str) -> CallSyntax | None:
     if whole is not None and whole[0] < name < whole[1]:
         keys = {json.dumps(v): k for k, v in json.loads(region[whole[0] : whole[1]]).items()}
         name_key, arguments_key = keys.get(json.dumps(NAME)), keys.get(json.dumps({KEY: VALUE}))
+        if arguments_key == NAME and len(keys) == 1:
+            name_key = arguments_key = ""
         if name_key is None or arguments_key is None:
             return None
         return CallSyntax(
@@ -205,7 +222,7 @@ def _read_one_call(region: str) -> CallSyntax | None:
         )
     if name > start:
         return None
-    name_close, _, id_close = region[name + len(NAME) : start].partition(PROBE_ID)
+    name_close, _, id_close = region[name + len(NAME) : start].partition(_ID)
     return CallSyntax("named", open=region[:name], name_close=name_close, id_close=id_close, close=region[end:])
 
 
@@ -238,7 +255,45 @@ def _tell_json_values(syntax: CallSyntax, region: str) -> CallSyntax:
     if key < 0 or value < key:
         return syntax
     key_close = region[key + len(KEY) : value]
-    return syntax if key_close == syntax.key_close else replace(syntax, json_key_close=key_close)
+    return (
+        syntax
+        if key_close == syntax.key_close
+        else replace(syntax, json_key_close=_either(key_close, syntax.key_close))
+    )
+
+
+def _as_literal(syntax: CallSyntax) -> CallSyntax | None:
+    """The syntax of arguments with nothing but a comma between them; None if no brackets hold them."""
+    bracket = _BRACKETS.get(syntax.name_close.rstrip()[-1:])
+    if bracket is None or not syntax.close.startswith(bracket):
+        return None
+    quote = syntax.value_close if syntax.key_close.endswith(syntax.value_close) else ""
+    return replace(
+        syntax,
+        style="literal",
+        quote=quote,
+        key_close=syntax.key_close[: len(syntax.key_close) - len(quote)],
+        close=syntax.close[1:],
+    )
+
+
+_BRACKETS = {"(": ")", "{": "}", "[": "]"}
+
+
+def _either(one: str, other: str) -> str:
+    """A delimiter that stands for both: `ANY` for the word in which they differ, or just `one`."""
+    start, end = common_prefix(one, other), common_suffix(one, other)
+    words = [text[start : len(text) - end] for text in (one, other)]
+    if not all(re.fullmatch(r"\w+", word) for word in words):
+        return one
+    return one[:start] + ANY + one[len(one) - end :]
+
+
+def _tell_ordinal(syntax: CallSyntax, region: str) -> CallSyntax:
+    """Note what counts the calls behind their names, if anything does."""
+    close = syntax.name_close
+    first, second = (region[region.index(name) + len(name) :][: len(close)] for name in (NAME, OTHER_NAME))
+    return syntax if first == second or first != close else replace(syntax, name_close=_either(close, second))
 
 
 def _split_section(syntax: CallSyntax, region: str) -> CallSyntax:
@@ -271,8 +326,9 @@ def _shared_tag(one: str, other: str) -> str:
 
 def _call_bounds(region: str, name: str, key: str, value: str, syntax: CallSyntax) -> tuple[int, int] | None:
     at = region.index(name)
-    if syntax.style == "tagged":
-        return at, region.index(value) + len(value) + len(syntax.value_close)
+    if syntax.style in ("tagged", "literal"):
+        behind = region.index(value) + len(value) + len(syntax.value_close)
+        return at, behind + (syntax.style == "literal")
     arguments = _json_around(region, region.index(key), {key: value})
     if arguments is None:
         return None

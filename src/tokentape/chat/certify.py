@@ -17,6 +17,7 @@ from tokentape.chat import grammar
 from tokentape.chat.bridge import cut_tail
 from tokentape.chat.certificate import Certificate, Continuation, ParseCheck, Strategy
 from tokentape.chat.certify_foreign import foreign_continuation
+from tokentape.chat.media import IMAGE, image_parts
 from tokentape.chat.parse import Reply
 from tokentape.chat.reader import Reader
 from tokentape.chat.renderer import Renderer
@@ -166,10 +167,23 @@ def _parsing(renderer: Renderer, setup: Setup) -> Iterator[ParseCheck]:
         if left_out:
             yield ParseCheck(name, holds=None, detail=f"the template leaves out the {' and the '.join(left_out)}")
             continue
+        if _writes_content_as_reasoning(renderer, setup, message, completion):
+            yield ParseCheck(name, holds=None, detail="the template writes this content just as it writes reasoning")
+            continue
         parser = renderer.parser(setup)
         parser.feed(renderer.tokenizer.encode_after_control(completion).ids)
         problem = _difference(shown, parser.finish()[1])
         yield ParseCheck(name, holds=problem is None, detail=problem or "")
+
+
+def _writes_content_as_reasoning(renderer: Renderer, setup: Setup, message: Message, completion: str) -> bool:
+    if not message.get("content") or "reasoning_content" in message:
+        return False
+    try:
+        written = written_turn(renderer, setup, {**message, "content": "", "reasoning_content": message["content"]})
+    except TemplateRefused:
+        return False
+    return written is not None and written[1] == completion
 
 
 def written_turn(renderer: Renderer, setup: Setup, message: Message) -> tuple[Message, str] | None:
@@ -180,29 +194,45 @@ def written_turn(renderer: Renderer, setup: Setup, message: Message) -> tuple[Me
     """
     question = [grammar.QUESTION]
     form = renderer.format(setup)
-    prompt = renderer.marked(question, setup, generate=True)
-    stops = [c.mark for c in renderer.tokenizer.controls if c.id in renderer.stop_ids(setup)]
-    tries = [message]
-    if form.reasoning is not None and form.reasoning.opened_by_prompt and "reasoning_content" not in message:
-        tries.append({**message, "reasoning_content": "A thoughtword."})
-    for tried in tries:
-        spoken = renderer.marked([*question, tried], setup, generate=False)
-        if spoken.startswith(prompt):
-            turn = spoken[len(prompt) :]
-            ends = [turn.index(mark) + len(mark) for mark in stops if mark in turn]
-            return _shown(tried, turn), turn[: min(ends)] if ends else turn
+    prompt = _behind_question(renderer.marked(question, setup, generate=True))
+    thought = {**message, "reasoning_content": "A thoughtword."}
+    opened = form.reasoning if form.reasoning is not None and form.reasoning.opened_by_prompt else None
+    shape = form.shape if message.get("tool_calls") else None
+
+    def ask(tried: Message) -> str:
+        # In the template's own shape: one that takes arguments as text prints an object in some notation of its own.
+        shaped = shape.reshape(plain_message(tried)) if shape is not None else tried
+        return _behind_question(renderer.marked([*question, shaped], setup, generate=False))
+
+    for tried in [message] if opened is None or "reasoning_content" in message else [message, thought]:
+        spoken = ask(tried)
+        turn = spoken[len(prompt) :]
+        if spoken.startswith(prompt) and (opened is None or opened.close.strip() in turn):
+            return _cut_turn(renderer, setup, tried, turn)
     # The template does not show in history what its prompt opens or writes: put the turn behind the bare header.
-    answer = renderer.marked([*question, message], setup, generate=False)
-    before = renderer.marked(question, setup, generate=False) + form.header
-    if not answer.startswith(before) or "reasoning_content" in message:
+    spoken = ask(message)
+    unopened = prompt[: len(prompt) - len(form.generation_prompt)]
+    before = next((b for b in (prompt, (unopened + form.header).rstrip()) if spoken.startswith(b)), None)
+    if before is None or "reasoning_content" in message:
         return None
-    turn = answer[len(before) :]
-    shown = _shown(message, turn)
-    if form.reasoning is not None and form.reasoning.opened_by_prompt:
-        turn = f"A thoughtword.{form.reasoning.close}{turn}"
-        shown = {**shown, "reasoning_content": "A thoughtword."}
+    turn = spoken[len(before) :]
+    if opened is None:
+        return _cut_turn(renderer, setup, message, turn)
+    return _cut_turn(renderer, setup, thought, f"{thought['reasoning_content']}{opened.close}{turn}")
+
+
+def _behind_question(text: str) -> str:
+    """A rendering without what stands in front of the question, which may move with what follows it."""
+    return text[max(text.find(grammar.QUESTION["content"]), 0) :]
+
+
+def _cut_turn(renderer: Renderer, setup: Setup, message: Message, turn: str) -> tuple[Message, str]:
+    """The turn up to its first stop token, and what of the message is in it."""
+    stop_ids = renderer.stop_ids(setup)
+    stops = [control.mark for control in renderer.tokenizer.controls if control.id in stop_ids]
     ends = [turn.index(mark) + len(mark) for mark in stops if mark in turn]
-    return shown, turn[: min(ends)] if ends else turn
+    turn = turn[: min(ends)] if ends else turn
+    return _shown(message, turn), turn
 
 
 def _shown(message: Message, turn: str) -> Message:
@@ -299,11 +329,19 @@ def choose(
     found = certificate.continuation(name)
     if found is None and renderer.overrides is not None and renderer.overrides.renderer is not None:
         return "fork"
-    if found is None:
-        return _try_out(renderer, reply, new_messages, setup, history)
-    if found.strategy == "refused":
+    if found is not None and found.strategy == "refused":
         raise TemplateRefused(f"continuation {name!r} is not certified for this chat template: {found.reason}")
-    return found.strategy
+    strategy = _try_out(renderer, reply, new_messages, setup, history) if found is None else found.strategy
+    if strategy == "local" and image_parts(new_messages) and _counts_images(renderer, reply, new_messages, setup):
+        return "contextual"
+    return strategy
+
+
+def _counts_images(renderer: Renderer, reply: Message, new_messages: Sequence[Message], setup: Setup) -> bool:
+    """Whether what the template writes of images depends on those before (`Picture 2:`)."""
+    behind_image = [{"role": "user", "content": [{"type": IMAGE}, {"type": "text", "text": _TELLING}]}]
+    here = renderer.tail(reply, new_messages, setup)
+    return renderer.tail(reply, new_messages, setup, behind_image) != here
 
 
 _TELLING = "tokentapetellingword"
@@ -343,7 +381,9 @@ def _telling(message: Message) -> Message:
     """The message with the telling word in its content, or in the name of its last call."""
     plain = plain_message(message)
     if not plain.get("tool_calls"):
-        return {**plain, "content": _told(plain.get("content", ""))}
+        content = plain.get("content", "")
+        told = _told(content) if isinstance(content, str) else [{"type": "text", "text": _TELLING}, *content]
+        return {**plain, "content": told}
     *calls, last = plain["tool_calls"]
     name = _told(last["function"]["name"])
     return {**plain, "tool_calls": [*calls, {**last, "function": {**last["function"], "name": name}}]}

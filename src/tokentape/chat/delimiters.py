@@ -6,7 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from tokentape.chat.caller_text import SENTINELS
 from tokentape.chat.tokenizer import MARK
+
+ANY = SENTINELS[-1]
+"""Stands in a delimiter for a word or number that is not always the same: the 2 of `index="2"`."""
 
 _BETWEEN_PIECES = re.compile(rf"({MARK.pattern})|\s+|(?<=>)(?=<)")
 
@@ -25,7 +29,7 @@ def pieces(delimiter: str) -> tuple[str, ...]:
 
 def pattern(delimiter: str) -> str:
     """A regular expression for all pieces of a delimiter in their order."""
-    return r"\s*".join(map(re.escape, pieces(delimiter)))
+    return r"\s*".join(map(_escaped, pieces(delimiter)))
 
 
 def optional(delimiters: Iterable[str]) -> str:
@@ -82,13 +86,32 @@ def skip_space(text: str, at: int) -> int:
 
 def _whole(piece: str) -> str:
     """A piece that ends like a word ends there: `function` is none in `function_name`."""
-    return re.escape(piece) + (r"(?!\w)" if re.match(r"\w", piece[-1]) else "")
+    return _escaped(piece) + (r"(?!\w)" if re.match(r"\w", piece[-1]) else "")
+
+
+def _escaped(piece: str) -> str:
+    return re.escape(piece).replace(ANY, r"\w+")
 
 
 def _is_beginning(text: str, at: int, expected: Sequence[str]) -> bool:
     for piece in expected:
         at = skip_space(text, at)
+        if ANY in piece:
+            found = re.compile(_escaped(piece)).match(text, at)
+            if found is None:
+                return _is_part(text[at:], piece)
+            at = found.end()
+            continue
         if not text.startswith(piece, at):
             return piece.startswith(text[at : at + len(piece)])
         at += len(piece)
     return not expected and skip_space(text, at) == len(text)
+
+
+def _is_part(text: str, piece: str) -> bool:
+    """Whether `text` is the beginning of a piece that holds `ANY`."""
+    before, _, behind = piece.partition(ANY)
+    if not text.startswith(before):
+        return before.startswith(text)
+    word = re.compile(r"\w*").match(text, len(before))
+    return word is not None and behind.startswith(text[word.end() :])

@@ -24,7 +24,7 @@ _IN_STRING = re.compile(r'["\\]')
 
 
 class ObjectEnd:
-    """Finds the end of the object or list that begins at `start`; looks at each character once.
+    """Finds the end of the object, list or string that begins at `start`; looks at each character once.
 
     `breaks` matches what can't stand between the values of JSON: behind it, the object is beyond repair.
     """
@@ -50,6 +50,8 @@ class ObjectEnd:
             if self._in_string:
                 self._at += found[0] == "\\"
                 self._in_string = found[0] == "\\"
+                if not self._in_string and self._depth == 0:
+                    self.end = found.end()
             elif found[0] == '"':
                 self._in_string = True
             elif found["break"] is not None:

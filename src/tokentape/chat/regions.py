@@ -37,12 +37,14 @@ class _Delimiter:
     enters: Literal["reasoning", "content", "call"]
     space_before: int = 0
     space_after: int = 0
+    anywhere: bool = False
+    """It is one in the midst of the region that it enters too, not only at its beginning."""
 
     @classmethod
-    def of(cls, text: str, enters: _Speech) -> list[_Delimiter]:
+    def of(cls, text: str, enters: _Speech, *, anywhere: bool = False) -> list[_Delimiter]:
         core = text.strip()
         at = text.index(core)
-        return [cls(core, enters, at, len(text) - at - len(core))] if core else []
+        return [cls(core, enters, at, len(text) - at - len(core), anywhere)] if core else []
 
 
 class RegionScanner:
@@ -104,12 +106,12 @@ class RegionScanner:
         delimiter = leaves.get(found[0]) or _Delimiter(found[0], "call")
         if delimiter.enters == "call":
             return self._enter_call(found.start(), delimiter)
-        if delimiter.enters == self._speech and not self._is_blank(found.start()):
+        if delimiter.enters == self._speech and not delimiter.anywhere and not self._is_blank(found.start()):
             self._say(found.end())
             return True
         self._leave(found.start(), delimiter.space_before)
         reader.take(found.end())
-        if delimiter.enters != self._speech:
+        if delimiter.enters != self._speech or delimiter.anywhere:
             self._parts.interrupt()
         self._region = self._speech = delimiter.enters
         self._blank, self._skip = True, delimiter.space_after
@@ -205,15 +207,20 @@ def _leaves(form: AssistantFormat, calls: CallReader | None) -> dict[_Speech, li
     if calls is not None and calls.bare:
         triggers = [_Delimiter("{", "call")]
     content, reasoning = [*triggers], [t for t in triggers if MARK.match(t.core)]
+    for text in (form.content_open, form.content_reopen):
+        if form.reasoning is None or form.reasoning.open.strip() not in text:
+            content += _Delimiter.of(text, "content")
+    for text in (form.content_end, form.turn_end):
+        content += _Delimiter.of(text, "content", anywhere=True)
     if form.reasoning is not None:
         opening = _Delimiter.of(form.reasoning.open, "reasoning")
         # Where the prompt opens reasoning, models open it again all the same.
         content, reasoning = content + opening, reasoning + opening
         # Models forget to close their reasoning before a call; a call's control token is clear enough.
         reasoning += _Delimiter.of(form.reasoning.close, "content")
-        if form.content_open.strip() == form.reasoning.close.strip():
-            # Turns without reasoning begin with the delimiter that would close it.
-            content += _Delimiter.of(form.content_open, "content")
+        if MARK.match(form.reasoning.close.strip()):
+            # Models close reasoning twice, or without having any.
+            content += _Delimiter.of(form.reasoning.close, "content")
     return {"content": content, "reasoning": reasoning}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +24,13 @@ from tokentape.chat.caller_text import (
     with_edges,
 )
 from tokentape.chat.foreign_renderer import foreign_bridge, foreign_parse, foreign_render
+from tokentape.chat.media import ImageProcessor, image_parts, repeat_placeholders
 from tokentape.chat.overrides import Overrides, ReplyParser, find_overrides, parse_whole
 from tokentape.chat.parse import Parser
 from tokentape.chat.splice import History, find_splices
 from tokentape.chat.template import ChatTemplate, plain_message
 from tokentape.chat.tokenizer import MARK, Tokenizer
-from tokentape.errors import InvariantViolation, TemplateRefused
+from tokentape.errors import InvalidRequest, InvariantViolation, TemplateRefused
 from tokentape.types import Codes, Message, Provenance, Setup, TokenIds
 
 _KEPT_SETUPS = 256
@@ -53,22 +55,35 @@ class Renderer:
     array([...], dtype=int32)
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, overrides: Overrides | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        overrides: Overrides | None = None,
+        images: ImageProcessor | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.overrides = overrides
-        self.fingerprint = _fingerprint(tokenizer, template, overrides)
+        self.images = images
+        self.fingerprint = _fingerprint(tokenizer, template, overrides, images)
         self._disarmer = Disarmer(tokenizer)
         self._formats: dict[str, AssistantFormat] = {}
         self._tools: dict[str, list[Any]] = {}
+        self._bridging: dict[str, Setup] = {}
 
     @classmethod
     def load(
-        cls, folder: str | Path, chat_template: str | Path | None = None, overrides: Overrides | None = None
+        cls,
+        folder: str | Path,
+        chat_template: str | Path | None = None,
+        overrides: Overrides | None = None,
+        images: ImageProcessor | None = None,
     ) -> Renderer:
         """Load from a model folder; `chat_template` names a file to use in place of the model's own template.
 
-        `overrides` replace what is read off the template; without, see `find_overrides`.
+        `overrides` replace what is read off the template; without, see `find_overrides`. Without `images`, messages
+        with images are refused.
 
         Raises `TokenizerUnusable` if tokenizer or template can't be loaded safely.
         """
@@ -78,7 +93,7 @@ class Renderer:
         else:
             template = ChatTemplate.load(folder, tokenizer.config)
         overrides = overrides or find_overrides(cls(tokenizer, template))
-        return cls(tokenizer, template, overrides)
+        return cls(tokenizer, template, overrides, images)
 
     def render(
         self,
@@ -98,6 +113,7 @@ class Renderer:
 
         Raises `TemplateRefused` if the template refuses the conversation or does not know one of its roles.
         """
+        self._refuse_images(messages)
         if self.overrides is not None and self.overrides.renderer is not None:
             return self._foreign(foreign_render(self.overrides.renderer, messages, setup))
         plain, text = self._accepted(messages, setup, generate=True)
@@ -121,7 +137,24 @@ class Renderer:
             pieces.append(Added(self.tokenizer.array(splice.ids), provenance))
             at = splice.end
         pieces.append(self._encode_piece(text, at, len(text), codes))
-        return Added(np.concatenate([p.ids for p in pieces]), np.concatenate([p.provenance for p in pieces]))
+        ids, codes = np.concatenate([p.ids for p in pieces]), np.concatenate([p.provenance for p in pieces])
+        return self._with_images(Added(ids, codes), messages)
+
+    def _refuse_images(self, messages: Sequence[Message]) -> None:
+        """Raise `InvalidRequest` for images that can't be rendered."""
+        if not image_parts(messages):
+            return
+        if self.images is None:
+            raise InvalidRequest("a message holds an image; this model takes text only", "messages")
+        if self.overrides is not None and self.overrides.renderer is not None:
+            raise InvalidRequest("a message holds an image; the overriding renderer takes text only", "messages")
+
+    def _with_images(self, added: Added, messages: Sequence[Message]) -> Added:
+        """As many placeholders for each image as it has tokens."""
+        if self.images is None:
+            return added
+        counts = [part["tokens"] for part in image_parts(messages)]
+        return Added(*repeat_placeholders(added.ids, added.provenance, self.images.placeholder_id, counts))
 
     def _encode_piece(self, text: str, start: int, end: int, codes: Codes) -> Added:
         """Ids of a stretch of marked text, with `codes` per character of the whole text in which marks count as one."""
@@ -155,6 +188,7 @@ class Renderer:
         Raises `TemplateRefused` if the template does not take these messages after such a turn, and
         `InvariantViolation` if an overriding renderer would change `context_ids`.
         """
+        self._refuse_images(new_messages)
         if self.overrides is not None and self.overrides.renderer is not None:
             if context_ids is None:
                 raise InvariantViolation("an overriding renderer bridges from the ids of the context; none were given")
@@ -170,19 +204,20 @@ class Renderer:
         provenance = provenance_of_tokens(codes, encoded.spans)
         sampled = overlap(completion_ids.tolist(), encoded.ids)
         if sampled:
-            return Added(ids[sampled:], provenance[sampled:])
+            return self._with_images(Added(ids[sampled:], provenance[sampled:]), new_messages)
         if len(completion_ids) and int(completion_ids[-1]) in self.stop_ids(setup):
             # Another stop than the template writes here. It was sampled, so it stays; it stands for the turn's end,
             # but not for the next message's header.
             skip = 1 if cut.ends_turn else 0
-            return Added(ids[skip:], provenance[skip:])
+            return self._with_images(Added(ids[skip:], provenance[skip:]), new_messages)
         closing = self._close_reasoning(completion_ids, setup, form)
         if cut.ends_turn:
             provenance[:1] = Provenance.CLOSE
-        return Added(
+        added = Added(
             np.concatenate([closing, ids]),
             np.concatenate([np.full(len(closing), Provenance.CLOSE, dtype=np.uint8), provenance]),
         )
+        return self._with_images(added, new_messages)
 
     def _foreign(self, ids: TokenIds) -> Added:
         # It does not say whose text a token is.
@@ -212,14 +247,22 @@ class Renderer:
 
     def stop_ids(self, setup: Setup) -> frozenset[int]:
         """Ids that end a turn: the model's end-of-sequence ids and what its template ends assistant turns with."""
-        form = self.format(setup)
+        return self._stop_ids(self.format(setup))
+
+    def _stop_ids(self, form: AssistantFormat) -> frozenset[int]:
         eos_ids = self.tokenizer.eos_ids
         found = set(eos_ids)
+        within = {self._mark_id(mark) for mark in MARK.findall(form.within_turns)}
         for tail, close in ((form.content_tail, form.content_close), (form.calls_tail, form.calls_close)):
-            ids = [self._mark_id(mark) for mark in MARK.findall(close)]
-            if eos_ids.isdisjoint(ids):
-                mark = MARK.match(cut_tail(tail, close, form.content_close, self.tokenizer, eos_ids).text)
-                found.update([self._mark_id(mark[0])] if mark else [])
+            cut = cut_tail(tail, close, form.content_close, self.tokenizer, eos_ids)
+            mark = MARK.match(cut.text)
+            if mark is None:
+                continue
+            # Where the conversation ends with an end-of-sequence token, another one may end the turns within it (Phi).
+            # It is none if it also stands within turns (gpt-oss), nor is the next message's header one.
+            ended = not eos_ids.isdisjoint(self._mark_id(m) for m in MARK.findall(close))
+            if not ended or (cut.ends_turn and self._mark_id(mark[0]) not in within):
+                found.add(self._mark_id(mark[0]))
         return frozenset(found)
 
     def format(self, setup: Setup) -> AssistantFormat:
@@ -233,7 +276,12 @@ class Renderer:
         return found
 
     def _without_stops(self, form: AssistantFormat) -> AssistantFormat:
-        """The format with calls that close before the token that ends the turn."""
+        """The format with content and calls that close before the token that ends the turn."""
+        stop_ids = self._stop_ids(form)
+        content_end, turn_end = form.content_end, form.turn_end
+        behind = content_end + turn_end
+        stop = next((m.start() for m in MARK.finditer(behind) if self._mark_id(m[0]) in stop_ids), len(behind))
+        form = replace(form, content_end=content_end[:stop], turn_end=behind[len(content_end) : stop])
         if form.calls is None:
             return form
 
@@ -312,7 +360,11 @@ class Renderer:
         history: Sequence[Message] | None,
     ) -> tuple[str, str, str]:
         """The tail behind a turn like `reply`, the same with edges, and how such a turn ends a conversation."""
-        before = [QUESTION] if history is None else self._plain(history, setup, reshape=True)
+        before: Sequence[Message] = [QUESTION]
+        if history is None:
+            setup = self._bridging_setup(setup)
+        else:
+            before = self._plain(history, setup, reshape=True)
         plain = self._plain(new_messages, setup, reshape=True)
         edged = [with_edges(message) for message in plain]
         refused = TemplateRefused("there is no new message to continue with")
@@ -329,13 +381,28 @@ class Renderer:
                 return tail
         raise refused
 
+    def _bridging_setup(self, setup: Setup) -> Setup:
+        """The setup to think of a local bridge in: without tools, if what stands behind a turn is the same without.
+
+        Tools stand in front of the conversation, where a bridge does not reach, and can be most of what is rendered.
+        """
+        found = self._bridging.get(setup.digest)
+        if found is None:
+            found = setup
+            kwargs = json.dumps([setup.template_kwargs, setup.date], sort_keys=True, default=str)
+            bare = replace(setup, tools=(), digest=f"without tools {kwargs}")
+            with contextlib.suppress(TemplateRefused):
+                found = bare if self.format(bare).behind_turns == self.format(setup).behind_turns else setup
+            found = _keep(self._bridging, setup, found)
+        return found
+
     def _refuse_unknown_roles(self, plain: Sequence[Message], edged: str, setup: Setup) -> None:
         """Raise `TemplateRefused` for a message whose role this template never renders, such as `developer`.
 
         What a template leaves out for another reason is left out here too: the ids are to be the template's.
         """
-        spoken = [message for message in plain if _speaks(message)]
-        if edges_found(edged) >= len(spoken):
+        spoken = [message for message in plain if _texts(message)]
+        if edges_found(edged) >= sum(map(_texts, spoken)):
             return
         for role in dict.fromkeys(message["role"] for message in spoken if message["role"] != "tool"):
             asked = {"role": role, "content": CONTENT}
@@ -360,11 +427,13 @@ class Renderer:
         A template may drop it, or write it in front of the turn (Mistral v3, a system message that comes last).
         """
         text, edged, _ = tail
-        spoken = [n for n, message in enumerate(new) if _speaks(message)]
-        if edges_found(edged) >= len(spoken):
+        spoken = [n for n, message in enumerate(new) if _texts(message)]
+        if edges_found(edged) >= sum(map(_texts, new)):
             return
         for n in spoken:
-            changed = [*new[:n], {**new[n], "content": KEY + new[n]["content"]}, *new[n + 1 :]]
+            content = new[n]["content"]
+            marked = KEY + content if isinstance(content, str) else [{"type": "text", "text": KEY}, *content]
+            changed = [*new[:n], {**new[n], "content": marked}, *new[n + 1 :]]
             if _behind(self._render([*before, *changed], setup, generate=True), sentinel) == text:
                 raise TemplateRefused(
                     f"the chat template drops new message {n} (role {new[n]['role']!r}) after such a turn: what it "
@@ -416,13 +485,18 @@ def _behind(text: str, sentinel: str) -> str:
     return text[text.rindex(sentinel) + len(sentinel) :]
 
 
-def _speaks(message: Message) -> bool:
-    """Whether the message holds text of somebody other than the assistant."""
+def _texts(message: Message) -> int:
+    """How many texts of somebody other than the assistant the message holds."""
     content = message.get("content")
-    return message["role"] != "assistant" and isinstance(content, str) and bool(content.strip())
+    if message["role"] == "assistant" or content is None:
+        return 0
+    texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+    return sum(bool(text.strip()) for text in texts)
 
 
-def _fingerprint(tokenizer: Tokenizer, template: ChatTemplate, overrides: Overrides | None) -> str:
+def _fingerprint(
+    tokenizer: Tokenizer, template: ChatTemplate, overrides: Overrides | None, images: ImageProcessor | None
+) -> str:
     """Hex SHA-256 of everything that maps messages to ids, library versions included."""
     parts = {
         "tokenizer": tokenizer.sha256,
@@ -431,5 +505,6 @@ def _fingerprint(tokenizer: Tokenizer, template: ChatTemplate, overrides: Overri
         "tokenizers": version("tokenizers"),
         "jinja2": version("jinja2"),
         **({"overrides": overrides.name} if overrides else {}),
+        **({"images": images.settings.sha256} if images else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,8 @@
 """A model's chat template, rendered in a sandbox the way `transformers.apply_chat_template` renders it.
 
 The behaviour followed is that of transformers 5.23: message keys whose value is None are dropped, reasoning is offered
-under each name that templates read, `tojson` keeps unicode and key order. Unlike there, the clock is an argument.
+under each name that templates read, `tojson` keeps unicode and key order. Unlike there, the clock is an argument, and
+reasoning is offered as `reasoning` too: templates that read only that would lose it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from tokentape.chat.media import IMAGE, image_parts
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 from tokentape.types import Message, Tool
 
 _ASKED = "asked-word"
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""What templates and callers call an assistant message's reasoning."""
 
 
 class ChatTemplate:
@@ -119,16 +123,31 @@ def _with_parts(message: Message) -> Message:
 def plain_message(message: Message) -> dict[str, Any]:
     """The message as templates expect it: no None values, text parts joined, reasoning under each of its names.
 
-    Raises `InvalidRequest` for content that is neither text nor text parts.
+    Content with images stays a list of parts, those of images without what only a record says of them.
+
+    Raises `InvalidRequest` for content that is neither text nor a list of such parts.
     """
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content")
-    if content is not None and not isinstance(content, str):
+    if image_parts([plain]):
+        plain["content"] = _parts(plain["content"])
+    elif content is not None and not isinstance(content, str):
         plain["content"] = join_parts(content)
-    reasoning = next((plain[key] for key in _REASONING_FIELDS if key in plain), None)
+    reasoning = next((plain[key] for key in REASONING_FIELDS if key in plain), None)
     if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+        plain = {**dict.fromkeys(REASONING_FIELDS, reasoning), **plain, "reasoning_content": reasoning}
     return plain
+
+
+def _parts(content: Sequence[Any]) -> list[dict[str, str]]:
+    """Parts with the texts between images joined."""
+    parts: list[dict[str, str]] = []
+    for is_image, run in groupby(content, lambda part: bool(image_parts([{"content": [part]}]))):
+        if is_image:
+            parts += [{"type": IMAGE} for _ in run]
+        elif text := join_parts(list(run)):
+            parts.append({"type": "text", "text": text})
+    return parts
 
 
 def join_parts(content: Any) -> str:

@@ -171,12 +171,13 @@ class Tokenizer:
             return encoded
         return Encoded(encoded.ids[1:], encoded.spans[1:] - 1, encoded.text[1:])
 
-    def encode_plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Encode as `tokenizers` and `transformers` do, control tokens spelled in `text` included.
 
-        For comparison only: this is the path that lets text become control.
+        For comparison, and for callers that make whole prompts: this is the path that lets text become control.
+        `add_special_tokens` puts around the text what the tokenizer does, a beginning-of-sequence token for example.
         """
-        return self._plain.encode(text, add_special_tokens=False).ids
+        return self._plain.encode(text, add_special_tokens=add_special_tokens).ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one id stands for; a control token's are its spelling."""
@@ -224,7 +225,8 @@ class Tokenizer:
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
-        return tokenizers.Tokenizer.from_str(json.dumps(self._spec, ensure_ascii=False))
+        whole = {**self._spec, "truncation": None, "padding": None}
+        return tokenizers.Tokenizer.from_str(json.dumps(whole, ensure_ascii=False))
 
     @cached_property
     def _decoders(self) -> list[Mapping[str, Any]]:

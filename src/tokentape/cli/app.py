@@ -7,14 +7,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tokentape import __version__
 from tokentape.cli.certify import certify
+from tokentape.cli.config import config
 from tokentape.cli.demo import demo
+from tokentape.cli.doctor import doctor
 from tokentape.cli.export import export
+from tokentape.cli.flags import SAME_AS_SERVE
 from tokentape.cli.serve import serve
 from tokentape.cli.show import show
+from tokentape.cli.snapshot import snapshot
 from tokentape.cli.verify import verify
 from tokentape.errors import TokentapeError
+from tokentape.version import __version__
 
 
 class _Commands(TyperGroup):
@@ -53,10 +57,13 @@ def _options(
 
 
 app.command()(serve)
+app.add_typer(config, name="config")
+app.command(context_settings=SAME_AS_SERVE)(doctor)
 app.command()(certify)
 app.command()(demo)
 app.command()(show)
 app.command()(export)
+app.add_typer(snapshot, name="snapshot")
 app.command()(verify)
 
 

@@ -34,39 +34,53 @@ def export(
     session: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="Only this session; may be given several times.")
     ] = None,
+    verdict: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Only these verdicts: exact, forked, forked:WHY, closed; commas between."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write trajectories to a file for a trainer.
 
-    One row per branch of a session. May run beside a gateway. The file appears under its name once it is complete.
+    One row per branch of a session, with the columns that clients attached and the arrays that engines returned per
+    token. May run beside a gateway. The file appears under its name once it is complete.
+
+    Masks don't depend on --verdict: what a branch that is left out trains, no other one does.
     """
     from rich.console import Console
 
-    from tokentape.session.arrow import write_parquet
-    from tokentape.session.flatten import trajectories
+    from tokentape.session.arrow import ExtraNames, named_only, write_parquet
     from tokentape.session.jsonl import write_jsonl
-    from tokentape.session.tree import Session
+    from tokentape.session.verdict import check_verdicts, wanted_verdict
     from tokentape.store import SqliteStore
 
     if file_format is None:
         file_format = Format.JSONL if output.suffix == ".jsonl" else Format.PARQUET
-    write = write_jsonl if file_format is Format.JSONL else write_parquet
+    wanted = None if verdict is None else [one.strip() for one in verdict.split(",")]
+    check_verdicts(wanted or ())
     progress = Console(stderr=True)
     counts = {"sessions": 0, "trajectories": 0, "tokens": 0, "trained_tokens": 0}
     part = output.with_name(output.name + ".part")
 
-    def rows(store: SqliteStore) -> Iterator[Trajectory]:
+    def rows(store: SqliteStore, extra: ExtraNames) -> Iterator[Trajectory]:
         for stored in _sessions(store, session):
             counts["sessions"] += 1
             status.update(f"exporting session {counts['sessions']}")
-            for one in trajectories(Session(stored.info, stored.turns), stored.rewards):
+            for one in stored.trajectories():
+                if wanted is not None and not wanted_verdict(one.verdict, wanted):
+                    continue
                 counts["tokens"] += len(one.token_ids)
                 counts["trained_tokens"] += int(one.loss_mask.sum())
-                yield one
+                # Somebody may name a new one while this runs, and a file's columns are fixed by then.
+                yield named_only(one, extra)
 
     with SqliteStore.open(data_dir, read_only=True) as store, progress.status("exporting") as status:
         try:
-            counts["trajectories"] = write(rows(store), part)
+            extra = store.extra_names(session or None)
+            found = rows(store, extra)
+            counts["trajectories"] = (
+                write_jsonl(found, part) if file_format is Format.JSONL else write_parquet(found, part, extra)
+            )
             os.replace(part, output)
         finally:
             part.unlink(missing_ok=True)
@@ -82,7 +96,7 @@ def export(
 
 def _sessions(store: SqliteStore, wanted: Sequence[str] | None) -> Iterator[StoredSession]:
     if not wanted:
-        yield from store.iter_sessions()
+        yield from store.iter_sessions(per_token=True)
         return
     for session_id in dict.fromkeys(wanted):
-        yield store.load_session(session_id)
+        yield store.load_session(session_id, per_token=True)

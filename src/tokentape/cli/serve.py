@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokentape.cli.extras import require
+from tokentape.cli.flags import config_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from tokentape.chat.renderer import Renderer
-    from tokentape.chat.splice import History
-    from tokentape.engines.base import Engine
+    from tokentape.config import ServeConfig
+    from tokentape.gateway.draining import Drain
+    from tokentape.gateway.keys import Keys
     from tokentape.store import SqliteStore
 
 
@@ -24,6 +27,9 @@ class EngineName(StrEnum):
 
     TRANSFORMERS = "transformers"
     VLLM = "vllm"
+    SGLANG = "sglang"
+    LLAMACPP = "llamacpp"
+    OPENAI = "openai"
 
 
 class HistoryName(StrEnum):
@@ -40,7 +46,26 @@ class Synchronous(StrEnum):
     NORMAL = "normal"
 
 
+class LogLevel(StrEnum):
+    """What is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """How it is logged."""
+
+    AUTO = "auto"
+    JSON = "json"
+    TEXT = "text"
+
+
+# No parameter has a default here: what is not given is looked for in the environment and the file.
 def serve(
+    ctx: typer.Context,
     model: Annotated[
         Path | None,
         typer.Argument(
@@ -50,13 +75,25 @@ def serve(
             help="Model folder: tokenizer, chat template, weights if embedded. Default: the tiny model shipped.",
         ),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Settings in TOML. Flags and TOKENTAPE_* go first. Default: tokentape.toml."),
+    ] = None,
     engine: Annotated[
-        EngineName, typer.Option(help="transformers: embedded in this process. vllm: the server at --engine-url.")
-    ] = EngineName.TRANSFORMERS,
-    engine_url: Annotated[str | None, typer.Option(metavar="URL", help="Base URL of the vLLM server.")] = None,
-    data: Annotated[Path, typer.Option(file_okay=False, help="Where the record is kept.")] = Path("runs/serve"),
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8800,
+        EngineName | None,
+        typer.Option(help="transformers: embedded in this process, the default. Others: the server at --engine-url."),
+    ] = None,
+    engine_url: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Base URL of the engine's server; several times for several replicas."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Where the record is kept. Default: runs/serve.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one. Default: 8800.")
+    ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template to use instead of the model's own.")
     ] = None,
@@ -65,51 +102,100 @@ def serve(
         typer.Option(min=1, help="CPU threads of the embedded engine. Default: torch's choice; 1 for the tiny model."),
     ] = None,
     history: Annotated[
-        HistoryName,
+        HistoryName | None,
         typer.Option(
-            help="sampled: earlier turns stay as sampled. template: what the template drops of them, goes; that forks."
+            help="sampled, the default: earlier turns stay as sampled. template: what the template drops of them, "
+            "goes; that forks."
         ),
-    ] = HistoryName.SAMPLED,
+    ] = None,
     synchronous: Annotated[
-        Synchronous, typer.Option(help="full: acknowledged turns survive a power cut. normal: a crash of the gateway.")
-    ] = Synchronous.FULL,
+        Synchronous | None,
+        typer.Option(help="full, the default: acknowledged turns survive a power cut. normal: a crash of the gateway."),
+    ] = None,
     model_id: Annotated[
         str | None, typer.Option(metavar="NAME", help="The model's name in replies. Default: the folder's.")
     ] = None,
     engine_api_key: Annotated[
         str | None,
-        typer.Option(envvar="TOKENTAPE_ENGINE_API_KEY", metavar="KEY", help="What the vLLM server wants as API key."),
+        typer.Option(metavar="KEY", help="What the engine's server wants as API key; better in the environment."),
     ] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="API keys of callers, a line name=key for each.")
+    ] = None,
+    admin_keys_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="API keys that see every session and the metrics.")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Host that requests may be for; several times for several, * for any. Default: with keys any, "
+            "without them this machine.",
+        ),
+    ] = None,
+    max_body_bytes: Annotated[int | None, typer.Option(min=0, help="Largest request body. Default: 64 MiB.")] = None,
+    max_open_sessions: Annotated[
+        int | None, typer.Option(min=0, help="Sessions in memory per API key; 0, the default: any number.")
+    ] = None,
+    max_turns_per_session: Annotated[int | None, typer.Option(min=0, help="0, the default: any number.")] = None,
+    max_calls_per_key: Annotated[
+        int | None, typer.Option(min=0, help="Calls under way per API key; 0, the default: any number.")
+    ] = None,
+    idle_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Until an unused session leaves the memory. Default: 3600.")
+    ] = None,
+    drain_seconds: Annotated[
+        float | None, typer.Option(min=0, help="How long calls may go on after SIGTERM. Default: 30.")
+    ] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="Default: info.")] = None,
+    log_format: Annotated[
+        LogFormat | None, typer.Option(help="auto, the default: text on a terminal, JSON lines elsewhere.")
+    ] = None,
+    tracing: Annotated[bool | None, typer.Option(help="Open OpenTelemetry spans. Default: no.")] = None,
 ) -> None:
-    """Serve a model over the OpenAI API; record token-exactly."""
+    """Serve a model over OpenAI's and Anthropic's APIs; record token-exactly.
+
+    `tokentape config show` with the same arguments prints what is in force, and where it came from.
+    """
+    # All of the parameters above are read from the context, as `config show` and `doctor` read them too.
+    run(config_of(ctx.params).config)
+
+
+def run(config: ServeConfig) -> None:
+    """Serve as `config` says, until a signal."""
     from tokentape.demo import MODEL
 
-    if model is None:
-        model, threads = MODEL, threads or 1
-    if (engine is EngineName.VLLM) != (engine_url is not None):
-        raise typer.BadParameter("--engine vllm and --engine-url belong together")
-    if engine is EngineName.TRANSFORMERS:
+    if config.engine.kind == "transformers":
         require("torch", "transformers", extra="hf")
 
     from tokentape.chat.certificate_cache import load_or_certify
     from tokentape.chat.renderer import Renderer
-    from tokentape.gateway.serve import serve as run
+    from tokentape.gateway.draining import Drain
+    from tokentape.gateway.logs import logging_to
+    from tokentape.gateway.serve import serve as run_server
     from tokentape.store import SqliteStore
     from tokentape.store.served_model import ServedModel, write_served_model
 
-    name = model_id or model.resolve().name
-    flushed: Literal["FULL", "NORMAL"] = "FULL" if synchronous is Synchronous.FULL else "NORMAL"
+    model = config.model or MODEL
+    name = config.model_id or model.resolve().name
+    keys = config.all_keys()
+    log = logging.getLogger("tokentape.serve")
 
     def tell(base_url: str) -> None:
-        typer.echo(f"serving {name} at {base_url}/v1, recording to {data}", err=True)
+        log.info("serving %s at %s/v1, recording to %s", name, base_url, config.data)
 
-    renderer = Renderer.load(model, chat_template)
+    renderer = Renderer.load(model, config.chat_template)
     # A template that can't be used is told at once, not after the weights are loaded.
     load_or_certify(renderer, {})
-    with SqliteStore.open(data, synchronous=flushed) as store:
-        write_served_model(data, ServedModel(str(model.resolve()), renderer.tokenizer.sha256, renderer.fingerprint))
-        gateway = _Gateway(model, engine_url, engine_api_key, renderer, store, name, history.value, threads)
-        run(gateway, host=host, port=port, on_ready=tell)
+    drain = Drain(config.drain_seconds)
+    with (
+        SqliteStore.open(config.data, synchronous="FULL" if config.synchronous == "full" else "NORMAL") as store,
+        logging_to(level=config.log.level, form=config.log.format),
+    ):
+        served = ServedModel(str(model.resolve()), renderer.tokenizer.sha256, renderer.fingerprint)
+        write_served_model(config.data, served)
+        gateway = _Gateway(config, model, name, keys, renderer, store, drain)
+        run_server(gateway, host=config.host, port=config.port, has_keys=bool(keys), on_ready=tell, drain=drain)
 
 
 class _Gateway:
@@ -117,23 +203,21 @@ class _Gateway:
 
     def __init__(
         self,
+        config: ServeConfig,
         model: Path,
-        engine_url: str | None,
-        engine_api_key: str | None,
+        name: str,
+        keys: Keys,
         renderer: Renderer,
         store: SqliteStore,
-        name: str,
-        history: History,
-        threads: int | None,
+        drain: Drain,
     ) -> None:
-        self._history: History = history
-        self._threads = threads
+        self._config = config
         self._model = model
-        self._engine_url = engine_url
-        self._engine_api_key = engine_api_key
+        self._name = name
+        self._keys = keys
         self._renderer = renderer
         self._store = store
-        self._name = name
+        self._drain = drain
         self._app: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,19 +233,21 @@ class _Gateway:
         await self._app(scope, receive, send)
 
     async def _open(self) -> ASGIApp:
+        from tokentape.cli.engine import open_configured
         from tokentape.gateway.app import create_app
+        from tokentape.gateway.telemetry import Telemetry
+        from tokentape.gateway.tracing import OpenTelemetrySpans
         from tokentape.gateway.turns import Turns
 
-        return create_app(
-            Turns(await self._engine(), self._renderer, self._store, history=self._history), model_id=self._name
+        config = self._config
+        turns = Turns(
+            await open_configured(config.engine, self._model, self._renderer.tokenizer.vocab_size),
+            self._renderer,
+            self._store,
+            history=config.history,
+            limits=config.limits,
+            telemetry=Telemetry(OpenTelemetrySpans() if config.tracing else None),
         )
-
-    async def _engine(self) -> Engine:
-        if self._engine_url is None:
-            from tokentape.engines.transformers import TransformersEngine
-
-            return TransformersEngine.open(self._model, threads=self._threads)
-        from tokentape.engines.vllm import VllmEngine
-
-        vocab_size = self._renderer.tokenizer.vocab_size
-        return await VllmEngine.open(self._engine_url, vocab_size=vocab_size, api_key=self._engine_api_key)
+        return create_app(
+            turns, model_id=self._name, keys=self._keys, allowed_hosts=config.allowed_hosts, drain=self._drain
+        )

@@ -62,13 +62,11 @@ def _show(
 
     from tokentape.cli.transcript import transcript
     from tokentape.errors import NotFound
-    from tokentape.session.flatten import trajectories
     from tokentape.session.jsonl import trajectory_to_json
-    from tokentape.session.tree import Session
 
-    stored = store.load_session(session_id)
-    session = Session(stored.info, stored.turns)
-    branches = {one.leaf: one for one in trajectories(session, stored.rewards)}
+    stored = store.load_session(session_id, per_token=as_json)
+    session = stored.tree()
+    branches = {one.leaf: one for one in stored.trajectories()}
     if not branches:
         raise NotFound(f"session {session_id!r} has no turns yet")
     chosen = branches.get(max(branches) if leaf is None else leaf)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from tokentape.types import FinishReason, TokenIds
+import numpy.typing as npt
+
+from tokentape.types import FinishReason, Message, TokenIds, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,67 @@ class SamplingParams:
     """Sampling ends with the token that completes one of these; that whole token stays in the ids."""
     top_logprobs: int = 0
     """How many alternatives to report per token."""
+    min_tokens: int = 0
+    """No stop id or stop string ends the completion before it has so many tokens."""
+    priority: int = 0
+    """For the server's scheduler; 0 is its default. What comes first is the server's affair."""
+    cache_salt: str | None = None
+    """Prompts share cached prefixes in the server only under the same salt."""
+    session_id: str | None = None
+    """Calls of one session are routed to where their prefix is cached. It does not change what is sampled."""
+    payloads_from: int | None = None
+    """Offset in prompt + completion from which on per-token payloads are returned; None asks for none."""
+
+
+DISTRIBUTION = frozenset(
+    {
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "seed",
+        "stop_token_ids",
+        "stop_strings",
+        "top_logprobs",
+    }
+)
+"""The `SamplingParams` fields that say what is sampled and reported; the others depend on what a server offers."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Tokens of a completion, `start` to before `end`, that were sampled by one version of the weights."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A named array with one row per token, for example the experts that each token was routed to."""
+
+    name: str
+    start: int
+    """Offset in prompt + completion of the token that the first row belongs to."""
+    rows: npt.NDArray[Any]
+    """Shape [tokens, ...]. There may be no row for the last sampled token, which no forward pass has seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMedia:
+    """An image of a prompt."""
+
+    start: int
+    """Offset in the prompt of its first placeholder id."""
+    length: int
+    """How many placeholder ids stand for it."""
+    data: bytes
+    """As received: PNG, JPEG, WebP or GIF."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +109,14 @@ class SampleDelta:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Per id the most likely (id, logprob) pairs, best first; empty unless asked for."""
     weight_version: str | None = None
-    """Version of the weights that sampled these ids, where the engine tells."""
+    """Version of the weights that sampled these ids, where the engine tells. In a stream it is what the server
+    said when it sent them, which `weight_spans` may correct."""
+    weight_spans: tuple[WeightSpan, ...] = ()
+    """With the last delta, where the engine tells: spans that cover the whole completion."""
+    engine: str | None = None
+    """Which engine sampled these ids, where one of several did; as `str(EngineInfo)`."""
+    payloads: tuple[Payload, ...] = ()
+    """With the last delta: per-token arrays, if `SamplingParams.payloads_from` asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +131,18 @@ class EngineInfo:
     max_context: int
     """Prompt and completion together, in tokens."""
     logprobs_mode: str
-    """`raw_logprobs`: of the model's own distribution, before temperature, penalties and truncation."""
+    """Of which distribution the log-probabilities are. `raw_logprobs`: the model's own, before temperature,
+    penalties and truncation. `penalised_logprobs`: after penalties. `scaled_logprobs`: after penalties and
+    temperature. `processed_logprobs`: after all, the one sampled from."""
     sampling: frozenset[str]
     """Names of the `SamplingParams` fields that it honours; others must keep their default."""
+    capabilities: tuple[str, ...] = ()
+    """What else was found out and bears on the record: the route that is used, weight versions, routed experts."""
+    media: frozenset[str] = frozenset()
+    """Which media prompts may hold: `image`. If there are any, the engine is a `MediaEngine`."""
 
     def __str__(self) -> str:
-        return f"{self.name} {self.version} {self.logprobs_mode}"
+        return " ".join([self.name, self.version, self.logprobs_mode, *self.capabilities])
 
 
 class Engine(Protocol):
@@ -94,4 +170,50 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Abort what runs and release what is held."""
+        ...
+
+
+class MediaEngine(Engine, Protocol):
+    """An engine that also takes prompts with images."""
+
+    def sample(
+        self,
+        prompt_ids: TokenIds,
+        params: SamplingParams,
+        *,
+        stream: bool,
+        request_id: str,
+        media: Sequence[PromptMedia] = (),
+    ) -> AsyncGenerator[SampleDelta, None]:
+        """Sample a continuation of `prompt_ids`, whose placeholder ids stand for `media`, in order."""
+        ...
+
+
+CAPTURED = "captured"
+"""The last word of the name of an engine whose context was made by the server, in `SampleDelta.engine`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A completion that a server has begun from messages."""
+
+    prompt_ids: TokenIds
+    """The context that the server made, int32 [tokens]."""
+    deltas: AsyncGenerator[SampleDelta, None]
+    """As from `Engine.sample`, each with an `engine` that ends with `CAPTURED`. Closing it aborts the call."""
+
+
+class ChatServer(Engine, Protocol):
+    """An engine that can also be given messages, renders them itself, and tells the ids."""
+
+    async def begin(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        template_kwargs: dict[str, Any],
+        params: SamplingParams,
+        *,
+        request_id: str,
+    ) -> ChatCall:
+        """Begin a completion; returns when the server has said what it samples from. Raises as `sample`."""
         ...

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import numpy as np
 
 from tokentape.engines.base import EngineInfo, SamplingParams
-from tokentape.errors import InvalidRequest
+from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.types import TokenIds
 
 
@@ -56,7 +57,23 @@ def refuse_params(params: SamplingParams) -> None:
         ("repetition_penalty", 0 < params.repetition_penalty < math.inf, "above 0"),
         ("top_logprobs", params.top_logprobs >= 0, "0 (off) or more"),
         ("stop_strings", all(params.stop_strings), "strings of at least one character"),
+        ("min_tokens", 0 <= params.min_tokens <= params.max_tokens, "0 to max_tokens"),
+        ("payloads_from", (params.payloads_from or 0) >= 0, "0 or more"),
     ]
     for name, holds, expected in ranges:
         if not holds:
             raise InvalidRequest(f"{name} is out of range; expected {expected}", name)
+
+
+def refuse_unhonoured(params: SamplingParams, info: EngineInfo) -> None:
+    """Raise for a parameter that was set and that this engine would ignore.
+
+    Raises:
+        UnsupportedParameter: naming the first.
+
+    """
+    default = SamplingParams(max_tokens=params.max_tokens)
+    for field in fields(SamplingParams):
+        if field.name not in info.sampling and getattr(params, field.name) != getattr(default, field.name):
+            honoured = ", ".join(sorted(info.sampling))
+            raise UnsupportedParameter(f"{info.name} does not do {field.name}; it does {honoured}", field.name)

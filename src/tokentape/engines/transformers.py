@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.checks import refuse_params, refuse_prompt
 from tokentape.errors import EngineError, EngineUnavailable
 from tokentape.types import FinishReason, TokenIds
@@ -24,7 +24,11 @@ from tokentape.types import FinishReason, TokenIds
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from tokentape.engines.worker import Request, Worker
+    from tokentape.engines.requests import Request, Runner
+
+
+ForwardPath: TypeAlias = Literal["own", "regular", "paged"]
+"""How the model is run: our own loop, `generate` of transformers, or its continuous batching."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,11 @@ class FinishedSample:
 class TransformersEngine:
     """An `Engine` over a model folder of Hugging Face `transformers`. Made by `open`.
 
-    Concurrent calls share every forward pass (continuous batching), and finished contexts are kept for a
-    while, so that the next turn of a session computes only its new tokens. Logprobs are `raw_logprobs`:
+    The model is run on one of three paths, which sample the same ids for the same call and seed as far as its
+    logits are the same. `own`: concurrent calls share every forward pass (continuous batching), and finished
+    contexts are kept for a while, so that the next turn of a session computes only its new tokens. `regular`:
+    `generate` on left-padded batches; a call that comes while one runs waits for its end. `paged`: the continuous
+    batching of transformers, which shares whole pages of a common beginning. Logprobs are `raw_logprobs`:
     float32 log-softmax of the model's own logits over all its embedding rows, before penalties, temperature
     and truncation, which is what a trainer's forward pass gives. Ids that the tokenizer does not know (padding
     of the embedding) are never sampled and never accepted.
@@ -56,9 +63,9 @@ class TransformersEngine:
         >>> await engine.close()
     """
 
-    def __init__(self, info: EngineInfo, worker: Worker, tokenizer: Tokenizer, load: Callable[[Path], Any]) -> None:
+    def __init__(self, info: EngineInfo, runner: Runner, tokenizer: Tokenizer, load: Callable[[Path], Any]) -> None:
         self._info = info
-        self._worker = worker
+        self._runner = runner
         self._tokenizer = tokenizer
         self._load = load
         self._closed = False
@@ -68,12 +75,14 @@ class TransformersEngine:
         cls,
         model_dir: Path | str,
         *,
+        path: ForwardPath = "own",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         device: str = "cpu",
         threads: int | None = None,
         max_batch: int = 32,
         max_context: int | None = None,
         prefix_cache_bytes: int = 1 << 30,
+        page_cache_tokens: int = 16384,
         weight_version: str = "0",
         on_finish: Callable[[FinishedSample], None] | None = None,
     ) -> TransformersEngine:
@@ -81,26 +90,31 @@ class TransformersEngine:
 
         Args:
             model_dir: a folder as `save_pretrained` writes it. Code in it is never run.
+            path: how the model is run.
             dtype: of weights and computation. Only float32 logprobs can be recomputed to 1e-4.
             device: a torch device, or `auto` for the first GPU if there is one.
             threads: torch's CPU threads, of the whole process; torch's own choice if None. A tiny model is
                 fastest with 1, above all where other processes want the cores too.
             max_batch: requests that decode together; further ones wait their turn.
             max_context: prompt and completion together, in tokens; the model's own limit if None.
-            prefix_cache_bytes: memory for the keys and values of finished requests; 0 turns reuse off.
+            prefix_cache_bytes: memory for the keys and values of finished requests; 0 turns reuse off. On the path
+                `own` only.
+            page_cache_tokens: tokens whose keys and values are held; raised to `max_context`. Calls wait until all
+                that they may sample fits. On the path `paged` only.
             weight_version: reported with every delta until `update_weights`.
             on_finish: called on the engine's thread for every call that ended; it must not raise.
 
         Raises:
             TokenizerUnusable: there is no readable `tokenizer.json`.
-            EngineError: the model can't be loaded, or is not a decoder with full attention in every layer.
+            EngineError: the model can't be loaded, or gives other logprobs on this path than alone. The path `own`
+                takes only decoders with full attention in every layer.
 
         """
         import torch
         import transformers
 
         from tokentape.engines import loading
-        from tokentape.engines.worker import Worker
+        from tokentape.engines.requests import Sampler
 
         if threads is not None:
             torch.set_num_threads(threads)
@@ -108,32 +122,54 @@ class TransformersEngine:
         tokenizer = loading.load_tokenizer(folder)
         load = partial(loading.load_model, dtype=dtype, device=device)
         model = load(folder)
-        loading.refuse_unbatchable(model, dtype=dtype)
         known = loading.known_ids(tokenizer, model)
+        context = max_context or loading.context_limit(model)
+        opened = False
 
         def report(request: Request, finish_reason: FinishReason) -> None:
-            if on_finish is not None:
+            if on_finish is not None and opened:
                 on_finish(_finished(request, finish_reason))
 
-        worker = Worker(
-            model,
-            samplable=torch.from_numpy(known).to(model.device),
-            max_batch=max_batch,
-            prefix_cache_bytes=prefix_cache_bytes,
-            weight_version=weight_version,
-            on_finish=report,
+        sampler = Sampler(
+            samplable=torch.from_numpy(known).to(model.device), weight_version=weight_version, on_finish=report
         )
+        runner: Runner
+        if path == "own":
+            from tokentape.engines.worker import Worker
+
+            loading.refuse_unbatchable(model, dtype=dtype)
+            runner = Worker(model, sampler, max_batch=max_batch, prefix_cache_bytes=prefix_cache_bytes)
+            runner.start()
+        else:
+            expected = loading.plain_completions(model, known)
+            if path == "regular":
+                from tokentape.engines.regular import RegularRunner
+
+                runner = RegularRunner(model, sampler, max_batch=max_batch)
+            else:
+                from tokentape.engines.paged import PagedRunner
+
+                cache_tokens = max(page_cache_tokens, context)
+                runner = PagedRunner(model, sampler, max_batch=max_batch, cache_tokens=cache_tokens)
+            runner.start()
+            try:
+                loading.refuse_unfaithful(
+                    runner, expected, embedding_rows=len(known), dtype=dtype, name=type(model).__name__
+                )
+            except EngineError:
+                runner.stop()
+                raise
+        opened = True
         info = EngineInfo(
-            name="transformers",
+            name="transformers" if path == "own" else f"transformers-{path}",
             version=transformers.__version__,
             model=folder.resolve().name,
             vocab_size=int(known.nonzero()[0][-1]) + 1,
-            max_context=max_context or loading.context_limit(model),
+            max_context=context,
             logprobs_mode="raw_logprobs",
-            sampling=frozenset(field.name for field in fields(SamplingParams)),
+            sampling=DISTRIBUTION,
         )
-        worker.start()
-        return cls(info, worker, tokenizer, load)
+        return cls(info, runner, tokenizer, load)
 
     @property
     def info(self) -> EngineInfo:
@@ -154,8 +190,8 @@ class TransformersEngine:
             EngineError: the model failed.
 
         """
+        from tokentape.engines.requests import Request
         from tokentape.engines.stopping import StopStrings
-        from tokentape.engines.worker import Request
 
         refuse_prompt(prompt_ids, self._info)
         refuse_params(params)
@@ -179,7 +215,7 @@ class TransformersEngine:
             send=send,
             random=random.Random(params.seed),
         )
-        self._worker.submit(request)
+        self._runner.submit(request)
         try:
             while True:
                 item = await arrived.get()
@@ -189,11 +225,11 @@ class TransformersEngine:
                 if item.finish_reason is not None:
                     return
         finally:
-            request.cancelled = True
+            self._runner.abandon(request)
 
     async def check(self) -> None:
         """Return if the engine can take a request now, else raise `EngineUnavailable`."""
-        if self._closed or not self._worker.alive:
+        if self._closed or not self._runner.alive:
             raise EngineUnavailable("the embedded engine is closed; open a new one")
 
     async def update_weights(self, model_dir: Path | str, version: str) -> None:
@@ -210,13 +246,13 @@ class TransformersEngine:
         await self.check()
         model = await asyncio.to_thread(self._load, Path(model_dir))
         await self.check()
-        await asyncio.wrap_future(self._worker.swap_model(model, version))
+        await asyncio.wrap_future(self._runner.swap_model(model, version))
 
     async def close(self) -> None:
         """Abort what runs and end the thread. May be called again."""
         self._closed = True
-        if self._worker.alive:
-            await asyncio.to_thread(self._worker.stop)
+        if self._runner.alive:
+            await asyncio.to_thread(self._runner.stop)
 
 
 def _finished(request: Request, finish_reason: FinishReason) -> FinishedSample:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,25 +16,53 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tokentape.errors import NotFound, StoreError, TokentapeError
-from tokentape.gateway import sessions
+from tokentape.errors import Forbidden, NotFound, StoreError, TokentapeError
+from tokentape.gateway import engine_routes, feedback, openapi, responses, sessions, snapshots, vllm_paths
+from tokentape.gateway.access import Access, note
+from tokentape.gateway.anthropic_messages import COUNT_PATH, AnthropicMessages, count_tokens
 from tokentape.gateway.chat_completions import ChatCompletions
+from tokentape.gateway.completions import Completions
+from tokentape.gateway.draining import Drain
 from tokentape.gateway.endpoint import Dialect, Gateway, Nameless, endpoint
+from tokentape.gateway.hosts import ANY, THIS_MACHINE, AllowedHosts
 from tokentape.gateway.http import ClientLeft, error_body, error_response, json_response, unexpected
 from tokentape.gateway.keys import Keys
 from tokentape.gateway.limits import Calls
+from tokentape.gateway.responses import Responses
 from tokentape.gateway.turns import Turns
 
 
-def create_app(turns: Turns, *, model_id: str, keys: Keys | None = None) -> Starlette:
+def create_app(
+    turns: Turns,
+    *,
+    model_id: str,
+    keys: Keys | None = None,
+    allowed_hosts: Collection[str] | None = None,
+    drain: Drain | None = None,
+) -> Starlette:
     """The gateway over one engine, one renderer and one store.
 
     It takes the engine and the store over: both are closed when the application shuts down, what is being written
     first. `model_id` is the model's name in replies and in /v1/models. Without `keys` whoever reaches the gateway may
-    do everything.
+    do everything. `allowed_hosts` are those that it answers as, see `AllowedHosts`; if None, any with keys, and without
+    them this machine's own names. A `drain` is given to `serve` as well.
     """
-    gateway = Gateway(turns, model_id, keys or Keys(), Calls(turns.limits.calls_per_key), Nameless())
-    dialects: list[Dialect] = [ChatCompletions(model_id, turns.renderer.tokenizer)]
+    keys, drain, telemetry = keys or Keys(), drain or Drain(), turns.telemetry
+    if allowed_hosts is None:
+        allowed_hosts = [ANY] if keys else THIS_MACHINE
+    gateway = Gateway(turns, model_id, keys, Calls(turns.limits.calls_per_key), Nameless(), drain)
+    drain.abort = turns.abort_all
+    telemetry.metrics.open_sessions.set_function(lambda: turns.open_sessions)
+    telemetry.metrics.store_healthy.set_function(lambda: turns.store.healthy)
+    engine = turns.engine.info
+    telemetry.metrics.build.labels(version("tokentape"), engine.name, engine.version, model_id).set(1)
+    anthropic_messages = AnthropicMessages(model_id, turns.renderer.template)
+    dialects: list[Dialect] = [
+        ChatCompletions(model_id, turns.renderer.tokenizer),
+        Completions(model_id, turns.renderer.tokenizer),
+        Responses(model_id, turns.renderer.tokenizer),
+        anthropic_messages,
+    ]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -48,7 +77,7 @@ def create_app(turns: Turns, *, model_id: str, keys: Keys | None = None) -> Star
     started = int(time.time())
 
     async def models(request: Request) -> Response:
-        gateway.keys.caller(request.headers)
+        gateway.caller(request)
         model = {
             "id": model_id,
             "object": "model",
@@ -62,37 +91,63 @@ def create_app(turns: Turns, *, model_id: str, keys: Keys | None = None) -> Star
         return json_response({"status": "ok"})
 
     async def readyz(request: Request) -> Response:
+        drain.refuse()
         await turns.engine.check()
         if not turns.store.healthy:
             raise StoreError("the store is closed or broken; nothing can be recorded until a restart")
         return json_response({"status": "ready"})
 
+    async def metrics(request: Request) -> Response:
+        if not gateway.caller(request).admin:
+            raise Forbidden("metrics are for admin keys")
+        exposition, content_type = telemetry.metrics.exposition(request.headers.get("accept", ""))
+        return Response(exposition, media_type=content_type)
+
+    routes = [
+        *(
+            Route(prefix + dialect.path, endpoint(gateway, dialect), methods=["POST"])
+            for dialect in dialects
+            for prefix in ("", "/sessions/{session_id}")
+        ),
+        *(
+            Route(prefix + COUNT_PATH, count_tokens(gateway, anthropic_messages), methods=["POST"])
+            for prefix in ("", "/sessions/{session_id}")
+        ),
+        *sessions.routes(gateway),
+        *feedback.routes(gateway),
+        *snapshots.routes(gateway),
+        *engine_routes.routes(gateway),
+        *responses.routes(gateway),
+        *vllm_paths.routes(gateway),
+        *openapi.routes(),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/sessions/{session_id}/v1/models", models, methods=["GET"]),
+        Route("/healthz", healthz, methods=["GET"]),
+        Route("/readyz", readyz, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/health", readyz, methods=["GET"]),
+        Route("/sessions/{session_id}/health", readyz, methods=["GET"]),
+    ]
     return Starlette(
-        routes=[
-            *(
-                Route(prefix + dialect.path, endpoint(gateway, dialect), methods=["POST"])
-                for dialect in dialects
-                for prefix in ("", "/sessions/{session_id}")
-            ),
-            *sessions.routes(gateway),
-            Route("/v1/models", models, methods=["GET"]),
-            Route("/sessions/{session_id}/v1/models", models, methods=["GET"]),
-            Route("/healthz", healthz, methods=["GET"]),
-            Route("/readyz", readyz, methods=["GET"]),
-        ],
+        routes=routes,
         exception_handlers={
             TokentapeError: _tokentape_error,
             HTTPException: _http_error,
             ClientLeft: _client_left,
             ClientDisconnect: _client_left,
         },
-        middleware=[Middleware(_Bugs)],
+        middleware=[
+            Middleware(Access, routes=routes, telemetry=telemetry, drain=drain),
+            Middleware(AllowedHosts, hosts=allowed_hosts),
+            Middleware(_Bugs),
+        ],
         lifespan=lifespan,
     )
 
 
 async def _tokentape_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TokentapeError)
+    note(request).error = error.code
     return error_response(error)
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -33,7 +33,18 @@ from tokentape.engines.base import SampleDelta, SamplingParams
 from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
 from tokentape.gateway.endpoint import Asked, Asking, DoneChoice
 from tokentape.gateway.events import TurnDone, TurnEvent, TurnRequest, TurnStarted
-from tokentape.gateway.http import check_depth, encode_event, error_body, read_as
+from tokentape.gateway.http import check_depth, encode_event, error_body
+from tokentape.gateway.openai_fields import (
+    Count,
+    SamplingFields,
+    TopLogprobs,
+    logprob_entries,
+    read_fields,
+    recorded,
+    refuse_unserved,
+    sampling_params,
+    tool_arguments,
+)
 from tokentape.gateway.sampling_fields import refuse_unhonoured
 
 MAX_CHOICES = 16
@@ -50,11 +61,6 @@ IGNORED = frozenset(
     }
 )
 """Fields that are accepted and have no effect: none of them changes what is sampled."""
-
-_Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-_Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
-_StopString: TypeAlias = Annotated[str, Meta(min_length=1)]
 
 
 class _Function(Struct):
@@ -102,29 +108,21 @@ class _StreamOptions(Struct):
     include_usage: bool = False
 
 
-class _Body(Struct, kw_only=True):
+class ChatCompletionsBody(SamplingFields, kw_only=True):
+    """A request's fields."""
+
     messages: Annotated[list[_Message], Meta(min_length=1)]
     model: str = ""
     stream: bool = False
     stream_options: _StreamOptions | None = None
-    max_tokens: _Count | None = None
-    max_completion_tokens: _Count | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=2**31)] = 0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    presence_penalty: _Penalty = 0.0
-    frequency_penalty: _Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
-    seed: _Int64 | None = None
-    stop: _StopString | Annotated[list[_StopString], Meta(max_length=16)] = []
-    stop_token_ids: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]] = []
     logprobs: bool = False
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
+    top_logprobs: TopLogprobs = 0
     return_token_ids: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
-    tools: list[_Tool] = []
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    tools: list[_Tool] = msgspec.field(default_factory=list)
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     response_format: Any = None
@@ -132,7 +130,7 @@ class _Body(Struct, kw_only=True):
     logit_bias: Any = None
 
 
-PARAMETERS = frozenset(_Body.__struct_fields__) | IGNORED
+PARAMETERS = frozenset(ChatCompletionsBody.__struct_fields__) | IGNORED
 """Every parameter that is known; others are refused."""
 
 _API_NAMES = {"stop_strings": "stop"}
@@ -181,22 +179,14 @@ class ChatCompletions:
         return encode_event(error_body(error))
 
 
-def _read(body: Any) -> tuple[_Body, dict[str, Any]]:
+def _read(body: Any) -> tuple[ChatCompletionsBody, dict[str, Any]]:
     """A body's fields, and the body without those that are null."""
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    for name in body:
-        if name not in PARAMETERS:
-            raise UnsupportedParameter(f"parameter {name[:64]!r} is not supported", name[:64])
-    given = {name: value for name, value in body.items() if value is not None}
-    if "messages" not in given:
-        raise InvalidRequest("messages is missing", "messages")
-    read = read_as(given, _Body)
+    read, given = read_fields(body, ChatCompletionsBody, IGNORED, "messages")
     _refuse_unserved(read)
     return read, given
 
 
-def _unhonoured(body: _Body) -> tuple[str, ...]:
+def _unhonoured(body: ChatCompletionsBody) -> tuple[str, ...]:
     """What is asked of the model that no engine is made to enforce."""
     names = []
     if body.tool_choice not in ("auto", "none"):
@@ -206,7 +196,7 @@ def _unhonoured(body: _Body) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _refuse_unserved(body: _Body) -> None:
+def _refuse_unserved(body: ChatCompletionsBody) -> None:
     """Raise `UnsupportedParameter` for a known parameter with a value that is not served."""
     kind = body.response_format.get("type") if isinstance(body.response_format, dict) else body.response_format
     choice = body.tool_choice.get("type") if isinstance(body.tool_choice, dict) else body.tool_choice
@@ -219,30 +209,14 @@ def _refuse_unserved(body: _Body) -> None:
         "modalities": (body.modalities in (None, ["text"]), '["text"]'),
         "logit_bias": (body.logit_bias in (None, {}), "an empty object"),
     }
-    for name, (is_served, what) in served.items():
-        if not is_served:
-            raise UnsupportedParameter(f"{name} with this value is not supported; served is {what}", name)
+    refuse_unserved(served)
 
 
-def _sampling(body: _Body, vocab_size: int) -> SamplingParams:
+def _sampling(body: ChatCompletionsBody, vocab_size: int) -> SamplingParams:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-    if any(token_id >= vocab_size for token_id in body.stop_token_ids):
-        raise InvalidRequest(f"stop_token_ids holds an id outside the vocabulary of {vocab_size}", "stop_token_ids")
-    return SamplingParams(
-        max_tokens=body.max_completion_tokens or body.max_tokens or 0,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=max(body.top_k, 0),
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        seed=body.seed,
-        stop_token_ids=tuple(body.stop_token_ids),
-        stop_strings=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
-        top_logprobs=body.top_logprobs,
-    )
+    max_tokens = body.max_completion_tokens or body.max_tokens or 0
+    return sampling_params(body, vocab_size, max_tokens=max_tokens, top_logprobs=body.top_logprobs)
 
 
 def _message(index: int, message: _Message) -> dict[str, Any]:
@@ -257,31 +231,15 @@ def _message(index: int, message: _Message) -> dict[str, Any]:
                     f"messages[{index}].content[{at}] is not a text part; this model takes text only", "messages"
                 )
     for call in message.tool_calls or ():
-        call.function.arguments = _arguments(call.function.arguments)
+        call.function.arguments = tool_arguments(call.function.arguments, "messages")
     plain: dict[str, Any] = msgspec.to_builtins(message)
     return plain
-
-
-def _arguments(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Arguments that are a JSON object as that object: templates print objects, and would quote a string."""
-    if isinstance(arguments, str):
-        try:
-            value = msgspec.json.decode(arguments)
-        except RecursionError:
-            raise InvalidRequest("the arguments of a tool call nest too deeply", "messages") from None
-        except ValueError:
-            return arguments
-    else:
-        value = arguments
-    if isinstance(value, dict | list):
-        check_depth(value, "messages")
-    return value if isinstance(value, dict) else arguments
 
 
 class _Encoder:
     """Writes the replies to one request."""
 
-    def __init__(self, body: _Body, started: TurnStarted, model_id: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, body: ChatCompletionsBody, started: TurnStarted, model_id: str, tokenizer: Tokenizer) -> None:
         self._body = body
         self._tokenizer = tokenizer
         self._prompt_ids = started.prompt_ids
@@ -329,9 +287,9 @@ class _Encoder:
         written: dict[str, Any] = {
             "index": choice.done.choice,
             "message": turn.reply,
-            "logprobs": {"content": self._logprobs(choice.sampled)} if self._body.logprobs else None,
+            "logprobs": {"content": logprob_entries(self._tokenizer, choice.sampled)} if self._body.logprobs else None,
             "finish_reason": choice.done.finish,
-            "tokentape": _recorded(choice.done),
+            "tokentape": recorded(choice.done),
         }
         if self._body.return_token_ids:
             written["token_ids"] = turn.completion_ids.tolist()
@@ -361,29 +319,19 @@ class _Encoder:
             ]
         written: dict[str, Any] = {"index": choice, "delta": delta}
         if sampled is not None and self._body.logprobs:
-            written["logprobs"] = {"content": self._logprobs([sampled])}
+            written["logprobs"] = {"content": logprob_entries(self._tokenizer, [sampled])}
         if sampled is not None and self._body.return_token_ids:
             written["token_ids"] = sampled.token_ids
         return self._chunk(written)
 
     def _finish(self, done: TurnDone) -> bytes:
         return self._chunk(
-            {"index": done.choice, "delta": {}, "finish_reason": done.finish, "tokentape": _recorded(done)}
+            {"index": done.choice, "delta": {}, "finish_reason": done.finish, "tokentape": recorded(done)}
         )
 
     def _chunk(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
         choice = {"finish_reason": None, "logprobs": None, **choice}
         return encode_event({**self._head, "object": "chat.completion.chunk", **(more or {}), "choices": [choice]})
-
-    def _logprobs(self, sampled: Sequence[SampleDelta]) -> list[dict[str, Any]]:
-        return [
-            {
-                **self._token(token_id, logprob),
-                "top_logprobs": [self._token(*pair) for pair in (delta.top_logprobs[at] if delta.top_logprobs else ())],
-            }
-            for delta in sampled
-            for at, (token_id, logprob) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True))
-        ]
 
     def _usage(self, choices: Sequence[TurnDone]) -> dict[str, int]:
         completion = sum(len(done.turn.completion_ids) for done in choices)
@@ -392,11 +340,3 @@ class _Encoder:
             "completion_tokens": completion,
             "total_tokens": len(self._prompt_ids) + completion,
         }
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
-
-
-def _recorded(done: TurnDone) -> dict[str, Any]:
-    return {"session_id": done.turn.session_id, "turn": done.turn.seq}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from tokentape.chat.parse import Reply, ReplyDelta, ToolCall
-from tokentape.engines.base import Engine, SampleDelta, SamplingParams
+from tokentape.engines.base import Payload, SampleDelta, SamplingParams
 from tokentape.errors import EngineUnavailable, TokentapeError
 from tokentape.gateway.events import TurnDelta
 from tokentape.session.invariants import check_ids
@@ -30,6 +30,16 @@ class ReplyReader(Protocol):
         ...
 
 
+class Sampler(Protocol):
+    """What is needed of an engine here."""
+
+    def sample(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+    ) -> AsyncGenerator[SampleDelta, None]:
+        """As `Engine.sample`."""
+        ...
+
+
 @dataclass(slots=True)
 class Choice:
     """One completion as far as it has come."""
@@ -37,32 +47,40 @@ class Choice:
     index: int
     sampling: SamplingParams
     reader: ReplyReader
+    weights_now: Callable[[], str | None] = lambda: None
+    """The version that samples now, for engines that don't tell."""
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
+    engine: str | None = None
+    """Which of several engines sampled it."""
     weight_version: str = "unknown"
     """Of the first token."""
     weight_changes: list[tuple[int, str]] = field(default_factory=list)
+    payloads: tuple[Payload, ...] = ()
     reply: Reply | None = None
     rest: ReplyDelta = field(default_factory=ReplyDelta)
     told_calls: int = 0
 
     def take(self, delta: SampleDelta) -> TurnDelta:
         """Add newly sampled tokens and say what they told."""
-        if delta.weight_version is not None:
+        version = delta.weight_version or self.weights_now()
+        if version is not None:
             newest = self.weight_changes[-1][1] if self.weight_changes else self.weight_version
             if not self.ids:
-                self.weight_version = delta.weight_version
-            elif delta.weight_version != newest and delta.token_ids:
-                self.weight_changes.append((len(self.ids), delta.weight_version))
+                self.weight_version = version
+            elif version != newest and delta.token_ids:
+                self.weight_changes.append((len(self.ids), version))
         self.ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.top_logprobs += delta.top_logprobs
+        self.engine = delta.engine
         self.finish_reason = delta.finish_reason
         self.stop = delta.stop
+        self.payloads = delta.payloads
         if delta.weight_spans:
             # What a server says at the end covers all tokens, and corrects what it said in between.
             self.weight_version = delta.weight_spans[0].version
@@ -94,7 +112,7 @@ def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0) -> tu
 
 
 async def sample_choices(
-    engine: Engine, prompt_ids: TokenIds, choices: Sequence[Choice], *, vocab_size: int, stream: bool
+    engine: Sampler, prompt_ids: TokenIds, choices: Sequence[Choice], *, vocab_size: int, stream: bool
 ) -> AsyncGenerator[TurnDelta, None]:
     """Sample all `choices` from one context; yields deltas as they come. One that fails ends them all.
 
@@ -133,7 +151,7 @@ async def sample_choices(
 
 
 async def _sample(
-    engine: Engine, prompt_ids: TokenIds, choice: Choice, vocab_size: int, stream: bool
+    engine: Sampler, prompt_ids: TokenIds, choice: Choice, vocab_size: int, stream: bool
 ) -> AsyncGenerator[TurnDelta, None]:
     sampled = engine.sample(prompt_ids, choice.sampling, stream=stream, request_id=choice.request_id)
     async with aclosing(sampled) as deltas:

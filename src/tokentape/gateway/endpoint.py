@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -14,6 +14,8 @@ from starlette.responses import Response
 
 from tokentape.engines.base import EngineInfo, SampleDelta
 from tokentape.errors import InvalidRequest, TokentapeError
+from tokentape.gateway.access import note
+from tokentape.gateway.draining import Drain
 from tokentape.gateway.events import Attempt, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.http import (
     EventStream,
@@ -136,6 +138,13 @@ class Gateway:
     keys: Keys
     calls: Calls
     nameless: Nameless
+    drain: Drain
+
+    def caller(self, request: Request) -> Caller:
+        """Who sent a request. Raises `Unauthorized`."""
+        caller = self.keys.caller(request.headers)
+        note(request).key = caller.owner
+        return caller
 
     @property
     def limits(self) -> Limits:
@@ -166,10 +175,17 @@ def endpoint(gateway: Gateway, dialect: Dialect) -> Callable[[Request], Awaitabl
 
     async def answer(request: Request) -> Response:
         try:
-            caller = gateway.keys.caller(request.headers)
-            with gateway.calls.one_more(caller.owner):
-                return await _answer(gateway, dialect, caller, request)
+            gateway.drain.refuse()
+            caller = gateway.caller(request)
+            with ExitStack() as held:
+                held.enter_context(gateway.calls.one_more(caller.owner))
+                response = await _answer(gateway, dialect, caller, request)
+                if isinstance(response, EventStream):
+                    # Its call is under way until the last event.
+                    response.held = held.pop_all()
+                return response
         except TokentapeError as error:
+            note(request).error = error.code
             return json_response(dialect.error(error), error.status, error_headers(error))
 
     return answer
@@ -183,9 +199,11 @@ async def _answer(gateway: Gateway, dialect: Dialect, caller: Caller, request: R
     session_id = address(request, caller, dialect.session_of(body)) or gateway.nameless.session_id(
         caller.owner, attempt
     )
+    noted = note(request)
+    noted.session_id = session_id
     asked = await dialect.decode(body, _Asking(turns, session_id, caller.owner))
     turn = replace(asked.turn, owner=caller.owner, attempt=attempt)
-    events = turns.take(turn)
+    events = noted.follow(turns.take(turn))
     started = await unless_client_leaves(request, anext(events))
     assert isinstance(started, TurnStarted)
     encoder = asked.encoder(started)

@@ -40,6 +40,8 @@ class TurnRequest:
     stream: bool = False
     prompt_ids: TokenIds | None = None
     """A context that the caller made, int32 [tokens], in place of messages. The reply is not parsed then."""
+    ignore_eos: bool = False
+    """The model's own stop ids don't end the completion."""
     owner: str = ""
     """Name of the API key that asks. A session belongs to the one that began it."""
     attempt: Attempt | None = None
@@ -58,6 +60,8 @@ class TurnStarted:
     """The whole context that is sent, int32 [tokens]."""
     replayed: bool = False
     """The call was answered before; this is the recorded reply again."""
+    engine_requests: tuple[str, ...] = ()
+    """Ids under which the engine is asked, one per choice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ class Flight:
         self._readers = 0
         self._read = False
         self._expiry: asyncio.TimerHandle | None = None
+        self._landing = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self, work: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
@@ -49,9 +50,13 @@ class Flight:
         while not self._readers:
             await self._changed.wait()
 
+    def land(self) -> None:
+        """Say that the rest is only to be recorded: from here on nothing aborts the call, and a retry finds it."""
+        self._landing = True
+
     def abort(self, cause: str = "client_left") -> None:
-        """Cancel the work, whoever waits for it."""
-        if self._task is not None:
+        """Cancel the work, whoever waits for it, unless it is landing."""
+        if self._task is not None and not self._landing:
             self.abort_cause = cause
             self._task.cancel()
 

@@ -8,7 +8,7 @@ import math
 import re
 import traceback
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar
 
 import msgspec
@@ -173,17 +173,20 @@ class EventStream(Response):
     ) -> None:
         self.status_code = 200
         self.background = None
+        self.held = ExitStack()
+        """Let go of at the end of the stream."""
         self._events = events
         self._error_event = error_event
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they or the client's patience end."""
-        async with aclosing(self._events):
-            sending = asyncio.create_task(self._send(send))
-            await _first(sending, receive)
-            if not sending.cancelled():
-                sending.result()
+        with self.held:
+            async with aclosing(self._events):
+                sending = asyncio.create_task(self._send(send))
+                await _first(sending, receive)
+                if not sending.cancelled():
+                    sending.result()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -23,6 +23,8 @@ class Limits:
     """A session that nobody used for so long is let go of. It is read from the store when it goes on."""
     calls_per_key: int = 0
     """Calls under way per API key."""
+    pause_patience: float = 600.0
+    """Seconds that a call waits while sampling is paused."""
     retry_grace: float = 2.0
     """Seconds that a call goes on after its client has left, so that a retry can take it up. 0: it is aborted."""
 

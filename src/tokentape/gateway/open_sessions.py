@@ -16,6 +16,7 @@ from tokentape.gateway.flights import Flight
 from tokentape.gateway.limits import Limits
 from tokentape.session.tree import Session
 from tokentape.store import SqliteStore
+from tokentape.store.custody import Custody
 from tokentape.types import Answer, SessionInfo
 
 _KEPT_ANSWERS = 64
@@ -125,7 +126,12 @@ class OpenSessions:
         return found
 
     async def find_or_begin(self, session_id: str, owner: str) -> OpenSession:
-        """The session, or a new one that is stored with its first turn. Raises `NotFound` and `LimitReached`."""
+        """The session, or a new one that is stored with its first turn.
+
+        Raises `NotFound`, `LimitReached`, and `Conflict` for the id of a session that was dropped.
+        """
+        if session_id not in self._open:
+            await self._refuse_dropped(session_id, owner)
         found = await self.find(session_id, owner)
         # No await between a miss and the new session, so that two first turns begin one.
         return found or self._begin(SessionInfo(session_id, time.time(), {}, owner), stored=False)
@@ -162,6 +168,15 @@ class OpenSessions:
         for answer in stored.answers:
             opened.remember(answer)
         return self._open.setdefault(session_id, opened)
+
+    async def _refuse_dropped(self, session_id: str, owner: str) -> None:
+        """The store would refuse its first turn; this is to say so before it is sampled."""
+        dropped_of = await asyncio.to_thread(Custody(self._store).dropped_of, session_id)
+        if dropped_of is None:
+            return
+        if dropped_of != owner:
+            raise not_found(session_id)
+        raise Conflict(f"session {session_id!r} was dropped once its snapshot was confirmed; use another id")
 
     def _begin(self, info: SessionInfo, *, stored: bool) -> OpenSession:
         self._make_room(info.owner)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 
@@ -42,6 +42,8 @@ class Prepared:
     fork: str | None
     """A cause that lies with the template, known before sampling."""
     sampling: SamplingParams
+    noted: Mapping[str, object] = field(default_factory=dict)
+    """What is recorded of how the context came about, beside the sampling parameters."""
 
 
 class Preparer:
@@ -78,6 +80,11 @@ class Preparer:
         `found` is what the request continues. Raises `TemplateRefused`, and `InvalidRequest` if nothing fits behind
         the context.
         """
+        prepared = self.with_context(request, session, setup, found)
+        return replace(prepared, sampling=self.sampling(request, setup, len(prepared.prompt_ids)))
+
+    def with_context(self, request: TurnRequest, session: Session, setup: Setup, found: Continuation) -> Prepared:
+        """As `prepare`, but with the sampling parameters as requested and however long the context is."""
         parent, messages, context_ids, fork = found.parent, found.new_messages, found.context_ids, None
         if request.prompt_ids is not None:
             own = request.prompt_ids[len(context_ids) :]
@@ -97,8 +104,7 @@ class Preparer:
             history = found.history if strategy == "contextual" else None
             added = self._renderer.bridge(parent.completion_ids, parent.reply, messages, setup, history, context_ids)
         prompt_ids = np.concatenate([context_ids, added.ids])
-        sampling = self._sampling(request, setup, len(prompt_ids))
-        return Prepared(setup, parent, messages, context_ids, added, prompt_ids, fork, sampling)
+        return Prepared(setup, parent, messages, context_ids, added, prompt_ids, fork, request.sampling)
 
     def _rendered(self, session: Session, setup: Setup, messages: Sequence[Message]) -> Added:
         """A rendering from the start in which what this session sampled stands by its exact ids."""
@@ -110,17 +116,23 @@ class Preparer:
         certificate = self._certificate(canonical_json(setup.template_kwargs))
         return choose(self._renderer, certificate, parent.reply, found.new_messages, setup, found.history)
 
-    def _sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
+    def sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
+        """How to sample behind a prompt: no more than fits, and not beyond the model's own stop ids.
+
+        Raises `InvalidRequest` if nothing fits.
+        """
         most = self._engine.info.max_context
         room = most - prompt_length
         if room < 1:
             raise InvalidRequest(
-                f"the context has {prompt_length} tokens, the model takes {most} with its reply",
+                # Harnesses know these words (Claude Code then compacts the conversation).
+                f"prompt is too long: {prompt_length} tokens > {most - 1}, the most that leave room for a reply",
                 "messages" if request.prompt_ids is None else "prompt",
             )
         sampling = request.sampling
+        own = frozenset[int]() if request.ignore_eos else self._renderer.stop_ids(setup)
         return replace(
             sampling,
             max_tokens=min(sampling.max_tokens or room, room),
-            stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *self._renderer.stop_ids(setup)})),
+            stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *own})),
         )

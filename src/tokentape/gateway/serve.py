@@ -13,9 +13,11 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tokentape.errors import InvalidRequest, TokentapeError
+from tokentape.gateway.deadlines import BODY_SECONDS, HEADER_SECONDS, DeadlineConfig
+from tokentape.gateway.draining import Drain
 
 _START_SECONDS = 60.0
-_DRAIN_SECONDS = 10
+_FAREWELL_SECONDS = 10
 
 
 def serve(
@@ -25,17 +27,22 @@ def serve(
     port: int = 8800,
     has_keys: bool = False,
     on_ready: Callable[[str], None] | None = None,
+    drain: Drain | None = None,
+    header_seconds: float = HEADER_SECONDS,
+    body_seconds: float = BODY_SECONDS,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish the requests under way, shut the application down and return.
 
-    `port` 0 takes a free one. `on_ready` is called with the base URL once requests are answered.
+    `port` 0 takes a free one. `on_ready` is called with the base URL once requests are answered. `drain`, the one that
+    the application has, says how long calls may go on after the signal; a second SIGINT ends the wait. A connection
+    whose request takes longer to come than `header_seconds` and `body_seconds` is closed.
 
     Raises `InvalidRequest` for a host that is not this machine alone unless the application `has_keys`: whoever reaches
     a gateway without keys reads and deletes every session. Raises `OSError` if the port is taken.
     """
     with _listen(host, port, has_keys) as listener:
         ready = None if on_ready is None else lambda: on_ready(_url(listener))
-        server = _Server(_config(app), ready)
+        server = _Server(_config(app, header_seconds, body_seconds), ready, drain)
         server.run(sockets=[listener])
     server.refuse_unstarted()
 
@@ -49,7 +56,7 @@ def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> Iterator
     """
     with _listen(host, port, has_keys=False) as listener:
         answered = threading.Event()
-        server = _Server(_config(app), answered.set)
+        server = _Server(_config(app, HEADER_SECONDS, BODY_SECONDS), answered.set)
 
         def run() -> None:
             try:
@@ -69,16 +76,23 @@ def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> Iterator
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that tells when it is ready, and returns when a signal has stopped it."""
+    """A uvicorn server that tells when it is ready, drains, and returns when a signal has stopped it."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None] | None) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None] | None, drain: Drain | None = None) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._drain = drain
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and self._on_ready is not None:
             self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._drain is not None:
+            self._drain.begin()
+            await self._drain.finish(hurried=lambda: self.force_exit)
+        await super().shutdown(sockets)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         # That is how uvicorn says that the application did not start.
@@ -104,18 +118,20 @@ class _Server(uvicorn.Server):
             raise TokentapeError("the gateway could not start; see its log")
 
 
-def _config(app: ASGIApp) -> uvicorn.Config:
-    return uvicorn.Config(
+def _config(app: ASGIApp, header_seconds: float, body_seconds: float) -> uvicorn.Config:
+    return DeadlineConfig(
         app,
-        http="httptools",
+        header_seconds=header_seconds,
+        body_seconds=body_seconds,
         loop="auto",
         ws="none",
         lifespan="on",
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        log_config=None,
         log_level="warning",
-        timeout_graceful_shutdown=_DRAIN_SECONDS,
+        timeout_graceful_shutdown=_FAREWELL_SECONDS,
     )
 
 

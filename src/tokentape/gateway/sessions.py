@@ -1,43 +1,41 @@
-"""Sessions as resources: create, list, look at, reward, delete, and take their trajectories out."""
+"""Sessions as resources: create, list, look at, delete, and take their trajectories out."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import re
-from typing import Annotated, Any
+from collections.abc import Collection
+from typing import Any
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tokentape.errors import Forbidden, InvalidRequest, NotFound
+from tokentape.gateway.access import note
 from tokentape.gateway.endpoint import Gateway, address
 from tokentape.gateway.http import check_depth, json_response, read_as, read_json
 from tokentape.gateway.keys import Caller
 from tokentape.gateway.open_sessions import not_found
 from tokentape.gateway.session_ids import check_session_id, may_be_session_id, new_session_id
 from tokentape.session.arrow import write_parquet
-from tokentape.session.flatten import trajectories
 from tokentape.session.jsonl import trajectory_to_json
-from tokentape.session.tree import Session
-from tokentape.store import SessionSummary, StoredSession
-from tokentape.types import Reward, SessionInfo, Turn
+from tokentape.session.verdict import check_verdicts, wanted_verdict
+from tokentape.store import SessionSummary, SqliteStore
+from tokentape.types import Reward, SessionInfo, Trajectory, Turn
 
 PARQUET = "application/vnd.apache.parquet"
 
 MAX_PAGE = 1000
 
 
-class _NewSession(Struct, forbid_unknown_fields=True):
+class NewSession(Struct, forbid_unknown_fields=True):
+    """What creating a session takes."""
+
     session_id: str | None = None
     metadata: dict[str, Any] | None = None
-
-
-class _NewReward(Struct, forbid_unknown_fields=True):
-    value: float
-    turn: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -48,37 +46,25 @@ def routes(gateway: Gateway) -> list[Route]:
     """
     turns = gateway.turns
 
-    async def asked(request: Request) -> tuple[Caller, str]:
-        caller = gateway.keys.caller(request.headers)
-        session_id: str = request.path_params["session_id"]
-        if not may_be_session_id(session_id) or caller.session_id not in (None, session_id):
-            raise not_found(session_id)
-        # Whose it is, before anything is said of it.
-        await turns.session(session_id, caller.sees)
-        return caller, session_id
-
-    async def stored(request: Request) -> StoredSession:
-        _, session_id = await asked(request)
-        return await asyncio.to_thread(turns.store.load_session, session_id)
-
     async def create(request: Request) -> Response:
-        caller = gateway.keys.caller(request.headers)
+        caller = gateway.caller(request)
         body = await read_json(request, gateway.limits.body_bytes)
-        wanted = _NewSession() if body is None else read_as(body, _NewSession)
+        wanted = NewSession() if body is None else read_as(body, NewSession)
         session_id = address(request, caller, wanted.session_id) or new_session_id()
         check_session_id(session_id)
         metadata = wanted.metadata or {}
         check_depth(metadata, "metadata")
         info = await turns.create_session(session_id, metadata, caller.owner)
+        note(request).session_id = session_id
         key = gateway.keys.session_key(caller.owner, session_id)
         return json_response({**_info(info), "api_key": key}, 201, {"Location": f"/sessions/{session_id}"})
 
     async def show_all(request: Request) -> Response:
-        caller = gateway.keys.caller(request.headers)
+        caller = gateway.caller(request)
         if caller.session_id is not None:
             raise Forbidden("a session's own key opens that session only; list sessions with an API key")
-        limit = _number(request, "limit", range(1, MAX_PAGE + 1)) or 100
-        after = _number(request, "after", range(2**63)) or 0
+        limit = query_number(request, "limit", range(1, MAX_PAGE + 1)) or 100
+        after = query_number(request, "after", range(2**63)) or 0
         page = await asyncio.to_thread(turns.store.sessions, limit=limit + 1, after=after, owner=caller.sees)
         shown, more = page[:limit], len(page) > limit
         return json_response(
@@ -91,23 +77,24 @@ def routes(gateway: Gateway) -> list[Route]:
         )
 
     async def show(request: Request) -> Response:
-        session = await stored(request)
-        return json_response(await asyncio.to_thread(_tree, session))
+        _, session_id = await addressed(gateway, request)
+        return json_response(await asyncio.to_thread(_tree, turns.store, session_id))
 
     async def show_trajectories(request: Request) -> Response:
-        leaf = _number(request, "leaf", range(2**63))
-        session = await stored(request)
-        return await asyncio.to_thread(_trajectories, session, leaf, PARQUET in request.headers.get("accept", ""))
-
-    async def reward(request: Request) -> Response:
-        wanted = read_as(await read_json(request, gateway.limits.body_bytes), _NewReward)
-        caller, session_id = await asked(request)
-        given = await turns.reward(session_id, wanted.turn, wanted.value, caller.sees)
-        return json_response(_reward(given), 201)
+        leaf = query_number(request, "leaf", range(2**63))
+        verdicts = request.query_params.get("verdict")
+        wanted = None if verdicts is None else [one.strip() for one in verdicts.split(",")]
+        check_verdicts(wanted or ())
+        _, session_id = await addressed(gateway, request)
+        found = await asyncio.to_thread(_trajectories, turns.store, session_id, leaf, wanted)
+        return await asyncio.to_thread(_written, found, PARQUET in request.headers.get("accept", ""))
 
     async def delete(request: Request) -> Response:
-        caller, session_id = await asked(request)
-        await turns.delete_session(session_id, caller.sees)
+        force = query_flag(request, "force")
+        caller, session_id = await addressed(gateway, request)
+        if force and not caller.admin:
+            raise Forbidden("only an admin key deletes a session that an unconfirmed snapshot holds")
+        await turns.delete_session(session_id, caller.sees, force=force)
         return Response(status_code=204)
 
     return [
@@ -116,11 +103,30 @@ def routes(gateway: Gateway) -> list[Route]:
         Route("/sessions/{session_id}", show, methods=["GET"]),
         Route("/sessions/{session_id}", delete, methods=["DELETE"]),
         Route("/sessions/{session_id}/trajectories", show_trajectories, methods=["GET"]),
-        Route("/sessions/{session_id}/reward", reward, methods=["POST"]),
     ]
 
 
-def _number(request: Request, name: str, allowed: range) -> int | None:
+async def addressed(gateway: Gateway, request: Request) -> tuple[Caller, str]:
+    """Who asks, and the session in the path. Raises `NotFound` unless it is there and the caller may see it."""
+    caller = gateway.caller(request)
+    session_id: str = request.path_params["session_id"]
+    if not may_be_session_id(session_id) or caller.session_id not in (None, session_id):
+        raise not_found(session_id)
+    # Whose it is, before anything is said of it.
+    await gateway.turns.session(session_id, caller.sees)
+    note(request).session_id = session_id
+    return caller, session_id
+
+
+def query_flag(request: Request, name: str) -> bool:
+    """Whether query parameter `name` is `true`. Raises `InvalidRequest` if it is neither that nor `false`."""
+    text = request.query_params.get(name, "false")
+    if text not in ("true", "false"):
+        raise InvalidRequest(f"{name} must be true or false", name)
+    return text == "true"
+
+
+def query_number(request: Request, name: str, allowed: range) -> int | None:
     """The whole number that query parameter `name` gives. Raises `InvalidRequest` if it is none or not allowed."""
     text = request.query_params.get(name)
     if text is None:
@@ -144,21 +150,36 @@ def _summary(summary: SessionSummary) -> dict[str, Any]:
     }
 
 
-def _reward(reward: Reward) -> dict[str, Any]:
-    return {"turn": reward.turn, "value": reward.value, "created_at": reward.created_at}
+def reward_view(reward: Reward) -> dict[str, Any]:
+    """A reward as JSON."""
+    return {"turn": reward.turn, "leaf": reward.leaf, "value": reward.value, "created_at": reward.created_at}
 
 
-def _tree(stored: StoredSession) -> dict[str, Any]:
-    """A session's turns without their text and ids, its leaves with their verdicts, its rewards."""
-    session = Session(stored.info, stored.turns)
+def _tree(store: SqliteStore, session_id: str) -> dict[str, Any]:
+    """A session's turns without their text and ids, its leaves with their verdicts, what is in no trajectory."""
+    stored = store.load_session(session_id)
+    names = store.extra_names([session_id])
     return {
         **_info(stored.info),
         "turns": [_turn(turn) for turn in stored.turns],
         "leaves": [
             {"turn": one.leaf, "verdict": one.verdict, "tokens": len(one.token_ids), "reward": one.reward}
-            for one in trajectories(session, stored.rewards)
+            for one in stored.trajectories()
         ],
-        "rewards": [_reward(reward) for reward in stored.rewards],
+        "aborted": [
+            {
+                "turn": turn.seq,
+                "parent": turn.parent,
+                "cause": turn.abort_cause,
+                "added_tokens": len(turn.added_ids),
+                "sampled_tokens": len(turn.completion_ids),
+            }
+            for turn in stored.turns
+            if turn.finish_reason == "abort"
+        ],
+        "rewards": [reward_view(reward) for reward in stored.rewards],
+        "columns": names.columns,
+        "payloads": names.payloads,
     }
 
 
@@ -179,12 +200,18 @@ def _turn(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _trajectories(stored: StoredSession, leaf: int | None, parquet: bool) -> Response:
-    found = trajectories(Session(stored.info, stored.turns), stored.rewards)
+def _trajectories(
+    store: SqliteStore, session_id: str, leaf: int | None, verdicts: Collection[str] | None
+) -> list[Trajectory]:
+    found = store.load_session(session_id, per_token=True).trajectories()
     if leaf is not None:
         found = [one for one in found if one.leaf == leaf]
         if not found:
-            raise NotFound(f"session {stored.info.session_id!r} has no leaf {leaf}; GET the session to see its leaves")
+            raise NotFound(f"session {session_id!r} has no leaf {leaf}; GET the session to see its leaves")
+    return found if verdicts is None else [one for one in found if wanted_verdict(one.verdict, verdicts)]
+
+
+def _written(found: list[Trajectory], parquet: bool) -> Response:
     if not parquet:
         return json_response({"object": "list", "data": [trajectory_to_json(one) for one in found]})
     sink = io.BytesIO()

@@ -11,9 +11,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,19 +23,23 @@ from tokentape.chat.parse import Reply, ReplyDelta
 from tokentape.chat.plain_text import PlainReader
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.splice import History
-from tokentape.engines.base import Engine, SampleDelta
+from tokentape.engines.base import ChatServer, Engine, SampleDelta, SamplingParams
 from tokentape.errors import EngineContractError, EngineError, LimitReached, NotFound, TokentapeError
-from tokentape.gateway.choices import Choice, ReplyReader, name_calls, sample_choices
+from tokentape.gateway.capturing import Begun, Capture
+from tokentape.gateway.choices import Choice, ReplyReader, Sampler, name_calls, sample_choices
 from tokentape.gateway.events import Finish, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.flights import Flight
+from tokentape.gateway.gate import Gate
 from tokentape.gateway.limits import Limits
 from tokentape.gateway.open_sessions import OpenSession, OpenSessions, not_found
 from tokentape.gateway.preparing import PROMPT, Prepared, Preparer
+from tokentape.gateway.telemetry import Telemetry
 from tokentape.session.chain import seal
 from tokentape.session.invariants import check_completion, check_turn
-from tokentape.session.tree import Session
+from tokentape.session.payloads import turn_payload
+from tokentape.session.tree import Continuation, Session
 from tokentape.store import Record, SqliteStore
-from tokentape.types import Answer, Message, Reward, SessionInfo, Turn
+from tokentape.types import Answer, Message, SessionInfo, Setup, Turn, TurnPayload
 
 _log = logging.getLogger("tokentape.gateway")
 
@@ -45,6 +50,11 @@ class Turns:
     `history` says what of earlier turns stays in context: `sampled`, all that was sampled, whatever the template does
     to old turns; or `template`, what the template keeps (it may drop old reasoning at a new user message), to train
     what a stateless server serves. Then a turn whose history the template rewrites starts a new branch.
+
+    With `payloads`, what an engine returns per token besides the logprob (routed experts) is asked for and recorded,
+    each token's once. An engine that returns nothing of the kind is not asked.
+
+    With `capture`, which is the engine again, it renders the messages, and its prompts are the contexts; see `Capture`.
 
     Where a method takes an `owner`, it is the name of the API key that asks, and None for one that may see all.
     """
@@ -57,13 +67,22 @@ class Turns:
         *,
         history: History = "sampled",
         limits: Limits | None = None,
+        telemetry: Telemetry | None = None,
+        payloads: bool = False,
+        capture: ChatServer | None = None,
     ) -> None:
         self.engine = engine
         self.renderer = renderer
         self.store = store
         self.limits = limits or Limits()
+        self.telemetry = telemetry or Telemetry()
+        self.gate = Gate(self.limits.pause_patience)
         self._preparer = Preparer(renderer, engine, history)
+        self._capture = None if capture is None else Capture(capture, renderer, self._preparer)
         self._sessions = OpenSessions(store, self.limits)
+        self._payloads = payloads and "payloads_from" in engine.info.sampling
+        if payloads and not self._payloads:
+            _log.warning("%s returns no payloads per token: none are recorded", engine.info)
 
     async def prepare(self) -> None:
         """Make or load the certificate of requests without template kwargs, so that the first need not wait for it.
@@ -72,11 +91,11 @@ class Turns:
         """
         await asyncio.to_thread(self._preparer.certify)
 
-    async def abort_all(self) -> None:
-        """End every call under way; what was sampled of it is recorded as aborted."""
+    async def abort_all(self, cause: str = "shutdown") -> None:
+        """End every call under way; what was sampled of it is recorded as aborted, because of `cause`."""
         flights = [flight for opened in self._sessions for flight in opened.flights]
         for flight in flights:
-            flight.abort("shutdown")
+            flight.abort(cause)
         for flight in flights:
             await flight.ended()
 
@@ -98,25 +117,31 @@ class Turns:
         """The session with this id. Raises `NotFound`."""
         return (await self._sessions.get(session_id, owner)).session
 
-    async def delete_session(self, session_id: str, owner: str | None = None) -> None:
-        """Delete a session and its record. Raises `NotFound`."""
+    async def delete_session(self, session_id: str, owner: str | None = None, *, force: bool = False) -> None:
+        """Delete a session and its record.
+
+        Raises `NotFound`, and unless `force` is given `Conflict` if an unconfirmed snapshot holds it.
+        """
         opened = await self._sessions.get(session_id, owner)
         async with opened.lock:
             if opened.deleted:
                 raise not_found(session_id)
             if opened.stored:
-                await self.store.delete_session(session_id)
+                await self.store.delete_session(session_id, force=force)
             opened.deleted = True
             self._sessions.drop(opened)
 
-    async def reward(self, session_id: str, turn: int | None, value: float, owner: str | None = None) -> Reward:
-        """Give a session, or one of its turns, a reward. Raises `NotFound`."""
-        session = await self.session(session_id, owner)
-        if turn is not None and not 0 <= turn < len(session.turns):
-            raise NotFound(f"session {session_id!r} has no turn {turn}; it has {len(session.turns)} turns")
-        given = Reward(session_id, turn, value, time.time())
-        await self.store.write(given)
-        return given
+    def sessions_in_use(self) -> set[str]:
+        """Ids of the sessions in which calls are under way."""
+        return {opened.session_id for opened in self._sessions if opened.flights or opened.lock.locked()}
+
+    def forget(self, session_ids: Iterable[str]) -> None:
+        """Let go of sessions whose record has been dropped; what is still sampled for them is not recorded."""
+        gone = set(session_ids)
+        for opened in self._sessions:
+            if opened.session_id in gone:
+                opened.deleted = True
+                self._sessions.drop(opened)
 
     async def conversation(self, session_id: str, reply_id: str, owner: str | None = None) -> tuple[Message, ...]:
         """The messages up to and including the first choice of a reply. Raises `NotFound`."""
@@ -129,6 +154,18 @@ class Turns:
             raise not_found(session_id)
         path = opened.session.path(answer.turns[0])
         return tuple(message for turn in path for message in (*turn.messages, turn.reply))
+
+    async def count_context(self, request: TurnRequest, owner: str) -> int:
+        """How many tokens the context of a turn would have, even one that is too long; nothing is recorded.
+
+        Raises `TemplateRefused`, and `NotFound` for somebody else's session.
+        """
+        opened = await self._sessions.find(request.session_id, owner)
+        session = Session(SessionInfo(request.session_id, time.time())) if opened is None else opened.session
+        setup = self._preparer.setup(session, request)
+        found = session.continuation(request.messages, setup.digest)
+        prepared = await asyncio.to_thread(self._preparer.with_context, request, session, setup, found)
+        return len(prepared.prompt_ids)
 
     async def take(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """Sample and record `n` turns; yields a `TurnStarted`, deltas as they come, and a `TurnDone` for each.
@@ -146,6 +183,7 @@ class Turns:
         if flight is None:
             answer = opened.answer_to(request.attempt)
             if answer is not None:
+                self.telemetry.replayed()
                 for event in self._recorded(opened.session, answer, request):
                     yield event
                 return
@@ -160,7 +198,8 @@ class Turns:
             raise LimitReached(f"session {opened.session_id!r} has {most} turns, which is the limit; begin another")
         flight = Flight(request.attempt, stream=request.stream, grace=self.limits.retry_grace)
         opened.flights.append(flight)
-        flight.start(self._fly(flight, opened, request), lambda: opened.flights.remove(flight))
+        work = self.telemetry.call(partial(self._fly, flight, opened, request))
+        flight.start(work, lambda: opened.flights.remove(flight))
         return flight
 
     async def _fly(self, flight: Flight, opened: OpenSession, request: TurnRequest) -> None:
@@ -171,19 +210,50 @@ class Turns:
             found = session.continuation_of_ids(request.prompt_ids, PROMPT)
         else:
             found = session.continuation(request.messages, setup.digest)
-        prepared = await asyncio.to_thread(self._preparer.prepare, request, session, setup, found)
-        started = TurnStarted(secrets.token_hex(12), time.time(), prepared.prompt_ids)
-        flight.tell(started)
+        async with AsyncExitStack() as held:
+            prepared, sampler = await self._ready(held, request, session, setup, found)
+            await self._sample(flight, opened, request, prepared, sampler, held)
+
+    async def _ready(
+        self, held: AsyncExitStack, request: TurnRequest, session: Session, setup: Setup, found: Continuation
+    ) -> tuple[Prepared, Sampler]:
+        """The context of a call and what samples from it."""
+        if self._capture is None or request.prompt_ids is not None:
+            with self.telemetry.stage("prepare"):
+                prepared = await asyncio.to_thread(self._preparer.prepare, request, session, setup, found)
+            return prepared, self.engine
+        # A server that renders says what it samples from when it samples: the gate comes first.
+        await held.enter_async_context(self.gate.passing())
+        return await self._capture.begin(held, request, session, setup, found)
+
+    async def _sample(
+        self,
+        flight: Flight,
+        opened: OpenSession,
+        request: TurnRequest,
+        prepared: Prepared,
+        sampler: Sampler,
+        held: AsyncExitStack,
+    ) -> None:
+        """Sample the choices of a call and record them; `held` is let go of in between."""
         choices = [self._choice(index, prepared, request) for index in range(request.n)]
+        if isinstance(sampler, Begun):
+            choices[0].request_id = sampler.request_id
+        asked = tuple(choice.request_id for choice in choices)
+        started = TurnStarted(secrets.token_hex(12), time.time(), prepared.prompt_ids, engine_requests=asked)
+        flight.tell(started)
         sampling = sample_choices(
-            self.engine, prepared.prompt_ids, choices, vocab_size=self.vocab_size, stream=request.stream
+            sampler, prepared.prompt_ids, choices, vocab_size=self.vocab_size, stream=request.stream
         )
         try:
-            async with aclosing(sampling) as deltas:
+            if not isinstance(sampler, Begun):
+                await held.enter_async_context(self.gate.passing())
+            async with held, aclosing(self.telemetry.sampling(sampling)) as deltas:
                 async for delta in deltas:
                     flight.tell(delta)
             # Nobody is told of it before it is durable, and it is not made durable as long as there is nobody to tell.
             await flight.wanted()
+            flight.land()
         except asyncio.CancelledError:
             await asyncio.shield(self._commit_aborted(opened, prepared, choices, flight.abort_cause))
             raise
@@ -200,7 +270,12 @@ class Turns:
         sampling = prepared.sampling
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + index)
-        return Choice(index, sampling, self._reader(prepared, request))
+        if "session_id" in self.engine.info.sampling:
+            sampling = replace(sampling, session_id=request.session_id)
+        if self._payloads:
+            # The parent's last id was never an input before: its row comes with this call.
+            sampling = replace(sampling, payloads_from=max(len(prepared.context_ids) - 1, 0))
+        return Choice(index, sampling, self._reader(prepared, request), lambda: self.gate.weight_version)
 
     def _reader(self, prepared: Prepared, request: TurnRequest) -> ReplyReader:
         stop_strings = prepared.sampling.stop_strings
@@ -238,7 +313,7 @@ class Turns:
                     top_logprobs=tops if any(tops) else (),
                 )
             # A client that leaves now must not tear the record in memory from the one on disk.
-            await asyncio.shield(self._write(opened, prepared, turns, answer))
+            await asyncio.shield(self._write(opened, prepared, turns, answer, _payloads(prepared, turns, choices)))
         return [
             TurnDone(choice.index, turn, choice.reply, choice.rest, _finish(turn, choice.reply))
             for choice, turn in zip(choices, turns, strict=True)
@@ -286,8 +361,8 @@ class Turns:
                 finish_reason=choice.finish_reason,
                 stop=choice.stop,
                 fork="sibling" if choice.index else fork,
-                sampling=asdict(choice.sampling),
-                engine=str(self.engine.info),
+                sampling={**_recorded_sampling(choice.sampling), **prepared.noted},
+                engine=choice.engine or str(self.engine.info),
                 weight_version=choice.weight_version,
                 created_at=time.time(),
                 digest="",
@@ -298,20 +373,27 @@ class Turns:
         return turns
 
     async def _write(
-        self, opened: OpenSession, prepared: Prepared, turns: Sequence[Turn], answer: Answer | None
+        self,
+        opened: OpenSession,
+        prepared: Prepared,
+        turns: Sequence[Turn],
+        answer: Answer | None,
+        payloads: Sequence[TurnPayload] = (),
     ) -> None:
         """Write turns with what they need that is not stored yet; then, and only then, add them in memory."""
         setup = prepared.setup
-        records: list[Record] = [*turns]
+        records: list[Record] = [*turns, *payloads]
         if answer is not None:
             records.append(answer)
         if setup.digest not in opened.setups:
             records.insert(0, setup)
         if not opened.stored:
             records.insert(0, opened.session.info)
-        await self.store.write(*records)
+        with self.telemetry.stage("commit"):
+            await self.store.write(*records)
         opened.stored = True
         opened.setups.add(setup.digest)
+        self.telemetry.recorded(turns, len(prepared.prompt_ids))
         for turn in turns:
             opened.session.add(turn)
         if answer is not None:
@@ -356,6 +438,22 @@ class Turns:
             for call in name_calls(reply.tool_calls, "")
         ]
         return replace(reply, tool_calls=tuple(calls))
+
+
+def _payloads(prepared: Prepared, turns: Sequence[Turn], choices: Sequence[Choice]) -> list[TurnPayload]:
+    """What the engine said per token, cut to what each turn added."""
+    context = len(prepared.context_ids)
+    found = [
+        turn_payload(turn.session_id, turn.seq, one.name, context, one.start, one.rows)
+        for turn, choice in zip(turns, choices, strict=True)
+        for one in choice.payloads
+    ]
+    return [one for one in found if one is not None]
+
+
+def _recorded_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """What was sent to the engine, but for what the turn says by itself."""
+    return {name: value for name, value in asdict(sampling).items() if name not in ("session_id", "payloads_from")}
 
 
 def _finish(turn: Turn, reply: Reply) -> Finish:

@@ -31,7 +31,13 @@ import numpy.typing as npt
 from tokentape.errors import InvalidRequest, InvariantViolation
 from tokentape.types import Tool, Turn
 
-_LITTLE_ENDIAN = {"added_ids": "<i4", "added_provenance": "|u1", "completion_ids": "<i4", "logprobs": "<f4"}
+_LITTLE_ENDIAN = {
+    "added_ids": "<i4",
+    "added_provenance": "|u1",
+    "completion_ids": "<i4",
+    "logprobs": "<f4",
+    "values": "<f4",
+}
 
 
 def canonical_json(value: Any) -> str:
@@ -118,9 +124,9 @@ def seal(turn: Turn, parent_digest: str | None) -> Turn:
 
 
 def array_bytes(name: str, array: npt.NDArray[Any]) -> bytes:
-    """Return the little-endian elements of the `Turn` array called `name`, as they are hashed and stored.
+    """Return the little-endian elements of the `Turn` or `TurnColumn` array `name`, as they are hashed and stored.
 
-    Raises `InvariantViolation` if the array is not what `Turn` says: a silent cast could change an id.
+    Raises `InvariantViolation` if the array is not what its class says: a silent cast could change an id.
     """
     dtype = np.dtype(_LITTLE_ENDIAN[name])
     if array.ndim != 1 or array.dtype != dtype.newbyteorder("="):

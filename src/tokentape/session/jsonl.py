@@ -1,22 +1,27 @@
 """Trajectories as JSON: the columns of `arrow` by the same names, an object per trajectory, in JSONL one per line.
 
 Each object also has `schema_version`, and its `metadata` is an object. Numbers keep every bit: a float32 logprob is
-written as the double it equals. The text is ASCII.
+written as the double it equals, and NaN, where a reward or value is missing, as null. The `data` of a payload is
+base64. The text is ASCII.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tokentape.errors import InvalidRequest
-from tokentape.session.arrow import SCHEMA_VERSION
+from tokentape.session.arrow import COLUMN_PREFIX, PAYLOAD_PREFIX, SCHEMA_VERSION, no_rewards, spans_of_turns
 from tokentape.session.chain import canonical_json
-from tokentape.types import Trajectory
+from tokentape.session.payloads import rows_as_bytes, rows_from_bytes
+from tokentape.types import MediaSpan, TokenRows, Trajectory
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
@@ -36,7 +41,17 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
         "reward": trajectory.reward,
         "verdict": trajectory.verdict,
         "metadata": dict(trajectory.metadata),
+        "turn_rewards": _nulled(trajectory.turn_rewards),
+        "weight_spans": [{"start": start, "end": end, "version": one} for start, end, one in trajectory.weight_spans],
+        "media": [asdict(span) for span in trajectory.media],
+        **{COLUMN_PREFIX + name: _nulled(values) for name, values in sorted(trajectory.columns.items())},
+        **{PAYLOAD_PREFIX + name: _payload(rows) for name, rows in sorted(trajectory.payloads.items())},
     }
+
+
+def json_line(trajectory: Trajectory) -> bytes:
+    """The trajectory as its line of JSONL. It has no other spelling: a digest over lines is one over contents."""
+    return canonical_json(trajectory_to_json(trajectory)).encode("ascii") + b"\n"
 
 
 def trajectory_from_json(value: Mapping[str, Any]) -> Trajectory:
@@ -45,6 +60,8 @@ def trajectory_from_json(value: Mapping[str, Any]) -> Trajectory:
     if version != SCHEMA_VERSION:
         raise InvalidRequest(f"a trajectory has schema version {version!r}, this release reads {SCHEMA_VERSION}")
     try:
+        starts, ends = np.array(value["completion_starts"], np.int32), np.array(value["completion_ends"], np.int32)
+        rewards, spans = value.get("turn_rewards"), value.get("weight_spans")
         return Trajectory(
             session_id=value["session_id"],
             leaf=value["leaf"],
@@ -53,14 +70,29 @@ def trajectory_from_json(value: Mapping[str, Any]) -> Trajectory:
             loss_mask=np.array(value["loss_mask"], np.bool_),
             logprobs=np.array(value["logprobs"], np.float32),
             turns=tuple(value["turns"]),
-            completion_starts=np.array(value["completion_starts"], np.int32),
-            completion_ends=np.array(value["completion_ends"], np.int32),
+            completion_starts=starts,
+            completion_ends=ends,
             weight_versions=tuple(value["weight_versions"]),
             reward=value["reward"],
             verdict=value["verdict"],
             metadata=value["metadata"],
+            turn_rewards=no_rewards(value["turns"]) if rewards is None else np.array(rewards, np.float64),
+            weight_spans=spans_of_turns(starts, ends, value["weight_versions"])
+            if spans is None
+            else tuple((span["start"], span["end"], span["version"]) for span in spans),
+            columns={
+                name.removeprefix(COLUMN_PREFIX): np.array(values, np.float32)
+                for name, values in value.items()
+                if name.startswith(COLUMN_PREFIX) and values is not None
+            },
+            payloads={
+                name.removeprefix(PAYLOAD_PREFIX): _token_rows(rows)
+                for name, rows in value.items()
+                if name.startswith(PAYLOAD_PREFIX) and rows is not None
+            },
+            media=tuple(MediaSpan(**span) for span in value.get("media", ())),
         )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise InvalidRequest(f"a trajectory is damaged ({type(error).__name__}: {error})") from None
 
 
@@ -71,7 +103,7 @@ def write_jsonl(trajectories: Iterable[Trajectory], sink: str | Path | IO[bytes]
             return write_jsonl(trajectories, file)
     written = 0
     for trajectory in trajectories:
-        sink.write(canonical_json(trajectory_to_json(trajectory)).encode("ascii") + b"\n")
+        sink.write(json_line(trajectory))
         written += 1
     return written
 
@@ -84,3 +116,22 @@ def read_jsonl(source: str | Path) -> Iterator[Trajectory]:
                 yield trajectory_from_json(json.loads(line))
             except (ValueError, AttributeError) as error:
                 raise InvalidRequest(f"{source} line {number}: {error}") from None
+
+
+def _nulled(values: npt.NDArray[np.floating[Any]]) -> list[float | None]:
+    return [None if value != value else value for value in values.tolist()]
+
+
+def _payload(payload: TokenRows) -> dict[str, Any]:
+    dtype, data = rows_as_bytes(payload.rows)
+    return {
+        "dtype": dtype,
+        "shape": list(payload.rows.shape),
+        "data": base64.b64encode(data).decode("ascii"),
+        "known": payload.known.tolist(),
+    }
+
+
+def _token_rows(value: Mapping[str, Any]) -> TokenRows:
+    data = base64.b64decode(value["data"], validate=True)
+    return TokenRows(rows_from_bytes(value["dtype"], value["shape"], data), np.array(value["known"], bool))

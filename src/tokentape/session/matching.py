@@ -1,7 +1,8 @@
 """When two messages are the same message, although they are not the same JSON.
 
 Harnesses send history back changed in ways that mean nothing: reasoning left out, tool arguments re-serialised, `None`
-for an empty content, a list of text parts for a text. Those are the same message. Anything else is another message.
+for an empty content, a list of text parts for a text, the white space around an assistant's content stripped. Those are
+the same message, and so are messages whose images have the same bytes. Anything else is another message.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tokentape.chat.media import IMAGE
 from tokentape.types import Message
 
 
@@ -21,9 +23,12 @@ def message_key(message: Message) -> bytes:
     >>> message_key(a) == message_key({"role": "assistant", "content": ""})
     True
     """
+    content = _text(message.get("content"))
+    if message.get("role") == "assistant" and isinstance(content, str):
+        content = content.strip()
     identity = [
         message.get("role"),
-        _text(message.get("content")),
+        content,
         [_call(call) for call in message.get("tool_calls") or ()],
         message.get("tool_call_id"),
         message.get("name"),
@@ -47,9 +52,21 @@ def history_keys(setup: str, messages: Iterable[Message], start: bytes | None = 
 def _text(content: Any) -> Any:
     if content is None:
         return ""
-    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
-        return "".join(part["text"] for part in content)
-    return content
+    if not isinstance(content, list) or not all(map(_is_part, content)):
+        return content
+    # Images by their hash, the texts between them joined.
+    runs: list[str | list[str]] = [""]
+    for part in content:
+        if part.get("type") == IMAGE:
+            runs += [[part["sha256"]], ""]
+        else:
+            runs[-1] += part["text"]
+    return runs[0] if len(runs) == 1 else runs
+
+
+def _is_part(part: Any) -> bool:
+    name = "sha256" if isinstance(part, Mapping) and part.get("type") == IMAGE else "text"
+    return isinstance(part, Mapping) and isinstance(part.get(name), str)
 
 
 def _call(call: Mapping[str, Any]) -> list[Any]:

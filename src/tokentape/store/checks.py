@@ -8,7 +8,9 @@ import numpy as np
 
 from tokentape.errors import TokentapeError
 from tokentape.session.chain import turn_digest
-from tokentape.types import Provenance, Turn
+from tokentape.session.media import media_spans
+from tokentape.session.payloads import ROW_DTYPES
+from tokentape.types import Provenance, Turn, TurnColumn, TurnPayload
 
 _MAY_BE_ADDED = np.isin(np.arange(256), [code for code in Provenance if code is not Provenance.SAMPLED])
 """By code; a look-up because `np.isin` is too slow to run on every write."""
@@ -26,6 +28,36 @@ def turn_faults(turn: Turn) -> Iterator[str]:
         yield f"nothing sampled, but finish_reason is {turn.finish_reason!r}, not 'abort'"
     if not _MAY_BE_ADDED[turn.added_provenance].all():
         yield "an added token is marked as sampled or has an unknown provenance code"
+    try:
+        media_spans(turn.messages, turn.added_provenance)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"its images don't fit its ids ({error})"
+
+
+def column_faults(column: TurnColumn, added: int, sampled: int) -> Iterator[str]:
+    """Yield a sentence for each rule that `column` breaks, given how many ids its turn added and sampled."""
+    if column.values.size not in (sampled, added + sampled):
+        yield (
+            f"column {column.name!r} has {column.values.size} values; "
+            f"the turn has {sampled} sampled ids, {added + sampled} with those added"
+        )
+    if not np.isfinite(column.values).all():
+        yield f"column {column.name!r} has values that are not finite numbers"
+
+
+def payload_faults(payload: TurnPayload, added: int, sampled: int, *, is_root: bool) -> Iterator[str]:
+    """Yield a sentence for each rule that `payload` breaks, given how many ids its turn added and sampled."""
+    if payload.rows.ndim < 1 or not len(payload.rows):
+        yield f"payload {payload.name!r} has no rows"
+        return
+    if payload.rows.dtype.newbyteorder("<").str not in ROW_DTYPES:
+        yield f"payload {payload.name!r} consists of {payload.rows.dtype}, which is not stored"
+    first, last = 0 if is_root else -1, added + sampled
+    if payload.start < first or payload.start + len(payload.rows) > last:
+        yield (
+            f"payload {payload.name!r} has rows for tokens {payload.start} to "
+            f"{payload.start + len(payload.rows)}; the turn's are {first} to {last}"
+        )
 
 
 def chained(turn: Turn, parent_digest: str | None) -> bool:

@@ -45,7 +45,7 @@ def reading_engine(path: Path) -> Engine:
 
 
 @contextmanager
-def snapshot(engine: Engine) -> Iterator[Connection]:
+def one_state(engine: Engine) -> Iterator[Connection]:
     """Yield a connection that sees one state of the database, with SQLite's errors explained."""
     with explained(), engine.connect() as connection, connection.begin():
         yield connection

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Column, Connection, CursorResult, Row, Table, exists, func, select
 
 from tokentape.errors import NotFound, StoreCorrupt
+from tokentape.session.flatten import trajectories
+from tokentape.session.tree import Session
 from tokentape.store import schema
 from tokentape.store.checks import chained
-from tokentape.store.rows import decode_answer, decode_reward, decode_session, decode_setup, decode_turn
-from tokentape.types import Answer, Reward, SessionInfo, Setup, Turn
+from tokentape.store.rows import (
+    decode_answer,
+    decode_column,
+    decode_media,
+    decode_payload,
+    decode_reward,
+    decode_session,
+    decode_setup,
+    decode_turn,
+)
+from tokentape.types import Answer, Media, Reward, SessionInfo, Setup, Trajectory, Turn, TurnColumn, TurnPayload
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,32 @@ class StoredSession:
     """In order of arrival."""
     answers: tuple[Answer, ...]
     """In order of their turns."""
+    columns: tuple[TurnColumn, ...] = ()
+    """In order of arrival; empty unless they were asked for."""
+    payloads: tuple[TurnPayload, ...] = ()
+    """In order of their turns; empty unless they were asked for."""
+
+    def tree(self) -> Session:
+        """The turns as a tree."""
+        return Session(self.info, self.turns)
+
+    def trajectories(self) -> list[Trajectory]:
+        """One trajectory per leaf, with columns and payloads if they were asked for. See `session.flatten`."""
+        return trajectories(self.tree(), self.rewards, self.columns, self.payloads)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much of a session is meant: what was recorded of it up to some moment."""
+
+    position: int
+    """Of the session; another one of the same id has another."""
+    turns: int
+    """So many turns."""
+    last_reward: int
+    """Rewards up to this position."""
+    last_column: int
+    """Columns up to this position."""
 
 
 def list_sessions(connection: Connection, limit: int, after: int, owner: str | None) -> list[SessionSummary]:
@@ -79,41 +118,85 @@ def list_sessions(connection: Connection, limit: int, after: int, owner: str | N
     ]
 
 
-def load_session(connection: Connection, session_id: str) -> StoredSession:
-    """Return a session with its hash chain checked.
+def load_session(
+    connection: Connection, session_id: str, *, per_token: bool = False, extent: Extent | None = None
+) -> StoredSession:
+    """Return a session with its hash chain checked, with columns and payloads only if `per_token`.
 
-    Raises `NotFound` if there is none and `StoreCorrupt` if a record can't be read or doesn't fit the chain.
+    With an `extent` only what belongs to it. Raises `NotFound` if there is no such session and `StoreCorrupt` if a
+    record can't be read or doesn't fit the chain.
     """
-    of_session = schema.sessions.c.session_id == session_id
-    row = connection.execute(select(schema.sessions).where(of_session)).one_or_none()
+    conditions = [schema.sessions.c.session_id == session_id]
+    if extent is not None:
+        conditions.append(schema.sessions.c.position == extent.position)
+    row = connection.execute(select(schema.sessions).where(*conditions)).one_or_none()
     if row is None:
         raise NotFound(f"there is no session {session_id!r}")
     info = decode_session(row)
-    turns = _load_turns(connection, session_id)
-    digests = select(schema.turns.c.setup).where(schema.turns.c.session_id == session_id)
+
+    def rows_of(table: Table, order: Column[int], last: int | None) -> CursorResult[Any]:
+        of_session = [table.c.session_id == session_id, *([] if last is None else [order <= last])]
+        return connection.execute(select(table).where(*of_session).order_by(order))
+
+    last_turn, last_reward, last_column = (
+        (None, None, None) if extent is None else (extent.turns - 1, extent.last_reward, extent.last_column)
+    )
+    turns = _chained_turns(session_id, rows_of(schema.turns, schema.turns.c.seq, last_turn))
+    digests = {turn.setup for turn in turns}
     setups = map(decode_setup, connection.execute(select(schema.setups).where(schema.setups.c.digest.in_(digests))))
-    rewards = connection.execute(
-        select(schema.rewards).where(schema.rewards.c.session_id == session_id).order_by(schema.rewards.c.position)
-    )
-    answers = connection.execute(
-        select(schema.answers).where(schema.answers.c.session_id == session_id).order_by(schema.answers.c.first_turn)
-    )
+    rewards = rows_of(schema.rewards, schema.rewards.c.position, last_reward)
+    answers = rows_of(schema.answers, schema.answers.c.first_turn, last_turn)
+    columns: tuple[TurnColumn, ...] = ()
+    payloads: tuple[TurnPayload, ...] = ()
+    if per_token:
+        columns = tuple(map(decode_column, rows_of(schema.token_columns, schema.token_columns.c.position, last_column)))
+        payloads = tuple(map(decode_payload, rows_of(schema.token_payloads, schema.token_payloads.c.turn, last_turn)))
     return StoredSession(
         info=info,
         setups={setup.digest: setup for setup in setups},
         turns=turns,
         rewards=tuple(map(decode_reward, rewards)),
         answers=tuple(map(decode_answer, answers)),
+        columns=columns,
+        payloads=payloads,
     )
+
+
+def load_media(connection: Connection, session_id: str, sha256: str) -> Media:
+    """Return media that a session refers to. Raises `NotFound` if it refers to none of that hash."""
+    table, of_turn = schema.media, schema.turn_media.c
+    referred = exists().where(of_turn.sha256 == table.c.sha256, of_turn.session_id == session_id)
+    row = connection.execute(select(table).where(table.c.sha256 == sha256, referred)).one_or_none()
+    if row is None:
+        raise NotFound(f"session {session_id!r} has no media {sha256!r}")
+    return decode_media(row)
+
+
+def column_names(connection: Connection, session_ids: Collection[str] | None) -> list[str]:
+    """Return the names of all columns of these sessions, None for all, sorted."""
+    return _names(connection, schema.token_columns, session_ids)
+
+
+def payload_names(connection: Connection, session_ids: Collection[str] | None) -> list[str]:
+    """Return the names of all payloads of these sessions, None for all, sorted."""
+    return _names(connection, schema.token_payloads, session_ids)
+
+
+def _names(connection: Connection, table: Table, session_ids: Collection[str] | None) -> list[str]:
+    statement = select(table.c.name).distinct()
+    if session_ids is None:
+        return sorted(connection.execute(statement).scalars())
+    found: set[str] = set()
+    # A statement takes only so many parameters.
+    for some in batched(session_ids, 500):
+        found.update(connection.execute(statement.where(table.c.session_id.in_(some))).scalars())
+    return sorted(found)
 
 
 _BYTES_PER_ID = 4
 
 
-def _load_turns(connection: Connection, session_id: str) -> tuple[Turn, ...]:
-    rows = connection.execute(
-        select(schema.turns).where(schema.turns.c.session_id == session_id).order_by(schema.turns.c.seq)
-    )
+def _chained_turns(session_id: str, rows: Iterable[Row[Any]]) -> tuple[Turn, ...]:
     turns: list[Turn] = []
     digests: dict[int | None, str] = {}
     for row in rows:
@@ -126,3 +209,10 @@ def _load_turns(connection: Connection, session_id: str) -> tuple[Turn, ...]:
         turns.append(turn)
         digests[turn.seq] = turn.digest
     return tuple(turns)
+
+
+def batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
+    """Yield `items` in lists of up to `size`."""
+    iterator = iter(items)
+    while some := list(islice(iterator, size)):
+        yield some

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import zlib
 from typing import Any, TypeAlias
 
+import numpy as np
 from sqlalchemy import Row, Table
 
 from tokentape.errors import InvalidRequest, InvariantViolation, StoreCorrupt
 from tokentape.session.chain import array_bytes, array_from_bytes, canonical_json, setup_digest
+from tokentape.session.payloads import ROW_DTYPES, narrowest, rows_as_bytes, rows_from_bytes
 from tokentape.store import schema
-from tokentape.types import Answer, Reward, SessionInfo, Setup, Turn
+from tokentape.types import Answer, Media, Reward, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
 
-Record: TypeAlias = SessionInfo | Setup | Turn | Answer | Reward
+Record: TypeAlias = SessionInfo | Setup | Media | Turn | Answer | Reward | TurnColumn | TurnPayload
 """What a store takes."""
 
 Values: TypeAlias = dict[str, Any]
@@ -37,17 +40,18 @@ def encode(record: Record) -> tuple[Table, Values]:
             }
         case Setup():
             return schema.setups, _encode_setup(record)
+        case Media():
+            return schema.media, _encode_media(record)
         case Turn():
             return schema.turns, _encode_turn(record)
         case Answer():
             return schema.answers, _encode_answer(record)
         case Reward():
-            return schema.rewards, {
-                "session_id": _text(record.session_id),
-                "turn": record.turn,
-                "value": _real(record.value),
-                "created_at": _real(record.created_at),
-            }
+            return schema.rewards, _encode_reward(record)
+        case TurnColumn():
+            return schema.token_columns, _encode_column(record)
+        case TurnPayload():
+            return schema.token_payloads, _encode_payload(record)
 
 
 def decode_session(row: Row[Any]) -> SessionInfo:
@@ -77,6 +81,13 @@ def decode_setup(row: Row[Any]) -> Setup:
     if digest != setup.digest:
         raise StoreCorrupt(f"setup {setup.digest!r} has the contents of {digest!r}")
     return setup
+
+
+def decode_media(row: Row[Any]) -> Media:
+    """Return the media of a row of `schema.media`. Raises `StoreCorrupt` if they are not those that the hash names."""
+    if not isinstance(row.data, bytes) or hashlib.sha256(row.data).hexdigest() != row.sha256:
+        raise StoreCorrupt(f"media {row.sha256!r} have another hash")
+    return Media(row.sha256, row.mime, row.data)
 
 
 def decode_turn(row: Row[Any]) -> Turn:
@@ -132,9 +143,35 @@ def decode_answer(row: Row[Any]) -> Answer:
 def decode_reward(row: Row[Any]) -> Reward:
     """Return the reward of a row of `schema.rewards`. Raises `StoreCorrupt` if it can't be one."""
     try:
-        return Reward(row.session_id, row.turn, float(row.value), float(row.created_at))
+        if row.scope not in ("session", "turn", "trajectory") or (row.scope == "session") != (row.turn is None):
+            raise ValueError("a scope that does not fit")
+        turn, leaf = (None, row.turn) if row.scope == "trajectory" else (row.turn, None)
+        return Reward(row.session_id, turn, float(row.value), float(row.created_at), leaf)
     except _UNDECODABLE as error:
         raise StoreCorrupt(f"a reward of session {row.session_id!r} can't be read ({type(error).__name__})") from error
+
+
+def decode_column(row: Row[Any]) -> TurnColumn:
+    """Return the column of a row of `schema.token_columns`. Raises `StoreCorrupt` if it can't be one."""
+    try:
+        values = array_from_bytes("values", _unspoiled(row.data, row.crc32))
+        if not np.isfinite(values).all():
+            raise ValueError("a value that is no number")
+        return TurnColumn(row.session_id, row.turn, row.name, values, float(row.created_at))
+    except _UNDECODABLE as error:
+        raise StoreCorrupt(f"a column of session {row.session_id!r} can't be read ({type(error).__name__})") from error
+
+
+def decode_payload(row: Row[Any]) -> TurnPayload:
+    """Return the payload of a row of `schema.token_payloads`. Raises `StoreCorrupt` if it can't be one."""
+    try:
+        packed = rows_from_bytes(row.packed, json.loads(row.shape), _unspoiled(row.data, row.crc32))
+        if row.dtype not in ROW_DTYPES:
+            raise ValueError("rows of a type that is not stored")
+        rows = packed.astype(np.dtype(row.dtype).newbyteorder("="), copy=False)
+        return TurnPayload(row.session_id, row.turn, row.name, int(row.start), rows)
+    except _UNDECODABLE as error:
+        raise StoreCorrupt(f"a payload of session {row.session_id!r} can't be read ({type(error).__name__})") from error
 
 
 _UNDECODABLE = (TypeError, ValueError, RecursionError, zlib.error)
@@ -151,6 +188,12 @@ def _encode_setup(setup: Setup) -> Values:
         "date": _text(setup.date),
         "fingerprint": _text(setup.fingerprint),
     }
+
+
+def _encode_media(media: Media) -> Values:
+    if hashlib.sha256(media.data).hexdigest() != media.sha256:
+        raise InvariantViolation(f"media claim the hash {media.sha256!r}, their bytes have another")
+    return {"sha256": media.sha256, "mime": _text(media.mime), "data": media.data}
 
 
 def _encode_turn(turn: Turn) -> Values:
@@ -191,6 +234,52 @@ def _encode_answer(answer: Answer) -> Values:
         "created_at": _real(answer.created_at),
         "top_logprobs": _deflate(answer.top_logprobs) if answer.top_logprobs else None,
     }
+
+
+def _encode_reward(reward: Reward) -> Values:
+    if reward.turn is not None and reward.leaf is not None:
+        raise InvariantViolation("a reward is for a turn or for the path that ends with a leaf, not for both")
+    scope = "turn" if reward.turn is not None else "session" if reward.leaf is None else "trajectory"
+    return {
+        "session_id": _text(reward.session_id),
+        "turn": reward.leaf if reward.turn is None else reward.turn,
+        "value": _real(reward.value),
+        "created_at": _real(reward.created_at),
+        "scope": scope,
+    }
+
+
+def _encode_column(column: TurnColumn) -> Values:
+    data = array_bytes("values", column.values)
+    return {
+        "session_id": _text(column.session_id),
+        "turn": column.turn,
+        "name": _text(column.name),
+        "data": data,
+        "crc32": zlib.crc32(data),
+        "created_at": _real(column.created_at),
+    }
+
+
+def _encode_payload(payload: TurnPayload) -> Values:
+    packed, data = rows_as_bytes(narrowest(payload.rows))
+    return {
+        "session_id": _text(payload.session_id),
+        "turn": payload.turn,
+        "name": _text(payload.name),
+        "start": payload.start,
+        "dtype": payload.rows.dtype.newbyteorder("<").str,
+        "shape": canonical_json(payload.rows.shape),
+        "packed": packed,
+        "data": data,
+        "crc32": zlib.crc32(data),
+    }
+
+
+def _unspoiled(data: bytes, crc32: int) -> bytes:
+    if zlib.crc32(data) != crc32:
+        raise ValueError("these are not the bytes that were written")
+    return data
 
 
 def _tuples(value: Any) -> Any:

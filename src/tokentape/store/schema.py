@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from sqlalchemy import (
+    BigInteger,
     Column,
     Connection,
     Double,
     ForeignKey,
     ForeignKeyConstraint,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -112,22 +114,120 @@ rewards = Table(
     Column("turn", Integer),
     Column("value", Double, nullable=False),
     Column("created_at", Double, nullable=False),
+    # session, turn or trajectory: the last is for the path that ends with `turn`.
+    Column("scope", Text, nullable=False, server_default="session"),
     ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
     sqlite_autoincrement=True,
 )
+
+token_columns = Table(
+    "token_columns",
+    metadata,
+    # Order of arrival: the last values of a name and turn count. Older ones stay while a snapshot has them.
+    Column("position", Integer, primary_key=True, autoincrement=True),
+    Column("session_id", Text, nullable=False),
+    Column("turn", Integer, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    Column("crc32", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False),
+    ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
+    Index("token_columns_of_turn", "session_id", "turn", "name"),
+    sqlite_autoincrement=True,
+)
+
+token_payloads = Table(
+    "token_payloads",
+    metadata,
+    Column("session_id", Text, primary_key=True),
+    Column("turn", Integer, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("start", Integer, nullable=False),
+    Column("dtype", Text, nullable=False),
+    Column("shape", Text, nullable=False),
+    # Of the elements in `data`: the narrowest integers that hold them all, if `dtype` are integers.
+    Column("packed", Text, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    Column("crc32", BigInteger, nullable=False),
+    ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
+)
+"""Written in the transaction of the turn. Packed, expert ids in int32 take a quarter of the room in no more time."""
+
+media = Table(
+    "media",
+    metadata,
+    Column("sha256", Text, primary_key=True),
+    Column("mime", Text, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+)
+"""Images as received, and how images were processed: once, and as long as a turn refers to them."""
+
+turn_media = Table(
+    "turn_media",
+    metadata,
+    Column("session_id", Text, primary_key=True),
+    Column("turn", Integer, primary_key=True),
+    Column("sha256", ForeignKey("media.sha256"), primary_key=True, index=True),
+    ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
+)
+"""Which turn's messages refer to what: written with the turn."""
+
+snapshots = Table(
+    "snapshots",
+    metadata,
+    Column("snapshot_id", Integer, primary_key=True, autoincrement=True),
+    Column("owner", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    # The snapshot whose sessions were left out unless they have changed.
+    Column("since", ForeignKey("snapshots.snapshot_id")),
+    # held, confirmed or released.
+    Column("state", Text, nullable=False),
+    # The rest is null until all of the contents have been read once.
+    Column("digest", Text),
+    Column("contents", LargeBinary),
+    sqlite_autoincrement=True,
+)
+"""What was handed out together. Never deleted: an id names the same contents for ever."""
+
+snapshot_sessions = Table(
+    "snapshot_sessions",
+    metadata,
+    Column("snapshot_id", ForeignKey("snapshots.snapshot_id"), primary_key=True),
+    # Of the session; a later session of the same id has another.
+    Column("position", Integer, primary_key=True),
+    Column("session_id", Text, nullable=False, index=True),
+    # What belongs to the snapshot: so many turns, and rewards and columns up to these positions.
+    Column("turns", Integer, nullable=False),
+    Column("last_reward", Integer, nullable=False),
+    Column("last_column", Integer, nullable=False),
+)
+
+tombstones = Table(
+    "tombstones",
+    metadata,
+    Column("session_id", Text, primary_key=True),
+    Column("owner", Text, nullable=False),
+    Column("snapshot_id", ForeignKey("snapshots.snapshot_id"), nullable=False),
+    Column("dropped_at", Double, nullable=False),
+)
+"""Sessions that were dropped after their consumer had confirmed a snapshot: their ids are not used again."""
 
 Migration: TypeAlias = Callable[[Connection], None]
 
 
 def _to_2(connection: Connection) -> None:
-    """Owners, aborted turns, weights that change within a turn, answers to retries."""
+    """Owners, aborted turns, changing weights, answers to retries, scopes of rewards, columns, payloads, media, snapshots."""
     for change in (
         "sessions ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
         "turns ADD COLUMN weight_changes TEXT",
         "turns ADD COLUMN abort_cause TEXT",
+        "rewards ADD COLUMN scope TEXT NOT NULL DEFAULT 'session'",
     ):
         connection.exec_driver_sql(f"ALTER TABLE {change}")
-    answers.create(connection)
+    # A turn's reward was that of the trajectory which ended there.
+    connection.exec_driver_sql("UPDATE rewards SET scope = 'trajectory' WHERE turn IS NOT NULL")
+    for table in (answers, token_columns, token_payloads, media, turn_media, snapshots, snapshot_sessions, tombstones):
+        table.create(connection)
 
 
 MIGRATIONS: tuple[Migration, ...] = (_to_2,)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Literal, Self
 from sqlalchemy import Connection, Engine
 
 from tokentape.errors import NotFound, StoreError
+from tokentape.session.arrow import ExtraNames
 from tokentape.store import reads, schema, writes
 from tokentape.store.commit import CommitQueue, Failure, Work
 from tokentape.store.driver import (
@@ -26,13 +27,14 @@ from tokentape.store.driver import (
     explain,
     explain_wrapped,
     explained,
+    one_state,
     reading_engine,
-    snapshot,
     writing_engine,
 )
 from tokentape.store.lock import DirectoryLock
-from tokentape.store.reads import SessionSummary, StoredSession
+from tokentape.store.reads import Extent, SessionSummary, StoredSession
 from tokentape.store.rows import Record
+from tokentape.types import Media
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ class SqliteStore:
                 undo.callback(writer.close)
             readers = reading_engine(path)
             undo.callback(readers.dispose)
-            with snapshot(readers) as connection:
+            with one_state(readers) as connection:
                 schema.check(connection)
             release = undo.pop_all()
         return cls(readers, writer, release)
@@ -102,7 +104,7 @@ class SqliteStore:
     async def write(self, *records: Record) -> None:
         """Record `records`, in the given order and all or none; return when they are durable.
 
-        A setup that is already there is left alone. Records must not change until this returns. If the
+        A setup or media that are already there are left alone. Records must not change until this returns. If the
         awaiting task is cancelled, the records may or may not become durable, but never a part of them.
 
         Raises `Conflict` if the session exists or the turn is not its next, `NotFound` if a record refers to
@@ -111,39 +113,73 @@ class SqliteStore:
         call is recorded.
         """
         if records:
-            await self._run(partial(writes.insert_records, records=records))
+            await self.transact(partial(writes.insert_records, records=records))
 
-    async def delete_session(self, session_id: str) -> None:
-        """Delete a session with its turns and rewards; return when that is durable. Raises `NotFound`."""
-        await self._run(partial(writes.delete_session, session_id=session_id))
+    async def delete_session(self, session_id: str, *, force: bool = False) -> None:
+        """Delete a session with all that is recorded of it; return when that is durable.
+
+        Raises `NotFound`, and unless `force` is given `Conflict` if a snapshot that nobody has confirmed holds it.
+        """
+        await self.transact(partial(writes.delete_session, session_id=session_id, force=force))
 
     def sessions(self, limit: int = 100, after: int = 0, owner: str | None = None) -> list[SessionSummary]:
         """Return up to `limit` sessions in order of creation, those behind the position `after`.
 
         With `owner` only those of one API key.
         """
-        with self._reading() as connection:
+        with self.reading() as connection:
             return reads.list_sessions(connection, limit, after, owner)
 
-    def load_session(self, session_id: str) -> StoredSession:
+    def load_session(self, session_id: str, *, per_token: bool = False, extent: Extent | None = None) -> StoredSession:
         """Return a session with its hash chain checked; the arrays are read-only.
 
-        Raises `NotFound`, and `StoreCorrupt` if a record can't be read or doesn't fit the chain.
+        With columns and payloads only if `per_token`: they can be many times larger than the ids. With an `extent`
+        only what belongs to it. Raises `NotFound`, and `StoreCorrupt` if a record can't be read or doesn't fit the
+        chain.
         """
-        with self._reading() as connection:
-            return reads.load_session(connection, session_id)
+        with self.reading() as connection:
+            return reads.load_session(connection, session_id, per_token=per_token, extent=extent)
 
-    def iter_sessions(self) -> Iterator[StoredSession]:
-        """Yield every session in order of creation, loading one at a time. Raises `StoreCorrupt`."""
+    def load_media(self, session_id: str, sha256: str) -> Media:
+        """Return media that a session refers to: an image, or how images were processed.
+
+        Raises `NotFound` if it refers to none of that hash, and `StoreCorrupt` if the bytes have another.
+        """
+        with self.reading() as connection:
+            return reads.load_media(connection, session_id, sha256)
+
+    def iter_sessions(self, *, per_token: bool = False) -> Iterator[StoredSession]:
+        """Yield every session in order of creation, loading one at a time. Raises as `load_session`."""
         after = 0
         while page := self.sessions(after=after):
             for summary in page:
                 try:
-                    session = self.load_session(summary.info.session_id)
+                    session = self.load_session(summary.info.session_id, per_token=per_token)
                 except NotFound:
                     continue  # deleted since the page was read
                 yield session
             after = page[-1].position
+
+    def extra_names(self, session_ids: Collection[str] | None = None) -> ExtraNames:
+        """Return the names of all columns and payloads of these sessions, of all if None."""
+        with self.reading() as connection:
+            return ExtraNames(
+                tuple(reads.column_names(connection, session_ids)), tuple(reads.payload_names(connection, session_ids))
+            )
+
+    async def transact(self, work: Work) -> None:
+        """Run `work` in the writing thread, all of it or nothing; return when it is durable. For this room."""
+        if self._writer is None:
+            raise StoreError("the store was opened read-only")
+        await self._writer.commits.run(work)
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A connection that sees one state of the record. For this room."""
+        if self._closed:
+            raise StoreError("the store is closed")
+        with one_state(self._readers) as connection:
+            yield connection
 
     def close(self) -> None:
         """Write what is queued, checkpoint and release the directory. Later calls raise `StoreError`."""
@@ -157,18 +193,6 @@ class SqliteStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    async def _run(self, work: Work) -> None:
-        if self._writer is None:
-            raise StoreError("the store was opened read-only")
-        await self._writer.commits.run(work)
-
-    @contextmanager
-    def _reading(self) -> Iterator[Connection]:
-        if self._closed:
-            raise StoreError("the store is closed")
-        with snapshot(self._readers) as connection:
-            yield connection
 
 
 class _Writer:

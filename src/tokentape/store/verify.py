@@ -7,15 +7,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, bindparam, select, union
+from sqlalchemy import Connection, Engine, bindparam, exists, func, select, union
 
+from tokentape.chat.media import image_parts
 from tokentape.errors import StoreCorrupt, StoreError
 from tokentape.store import schema
-from tokentape.store.checks import chained, turn_faults
-from tokentape.store.driver import explained, reading_engine, snapshot
-from tokentape.store.rows import decode_reward, decode_session, decode_setup, decode_turn
+from tokentape.store.checks import chained, column_faults, payload_faults, turn_faults
+from tokentape.store.driver import explained, one_state, reading_engine
+from tokentape.store.rows import (
+    decode_column,
+    decode_media,
+    decode_payload,
+    decode_reward,
+    decode_session,
+    decode_setup,
+    decode_turn,
+)
+from tokentape.store.snapshots import decode_snapshot
 from tokentape.store.sqlite import DATABASE_NAME
-from tokentape.types import Turn
+from tokentape.types import Turn, TurnColumn, TurnPayload
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +64,10 @@ def verify(directory: str | Path) -> Report:
     """Check the record in `directory`, beside a running writer or without one.
 
     SQLite's own integrity check; every setup's and turn's digest recomputed, every turn chained to its parent;
-    turns numbered from 0 without gaps, each parent before its child; and `checks.turn_faults`. A digest does
-    not cover rewards and session metadata: of those only the form is checked. Nor can a chain tell that its
-    newest turns were cut off.
+    turns numbered from 0 without gaps, each parent before its child; `checks.turn_faults`; columns and payloads
+    that fit their turns; the hash of every image, and that turns refer to those there are; snapshots whose sessions are
+    there. A digest does not cover rewards, columns, payloads and
+    session metadata: of those only the form is checked. Nor can a chain tell that its newest turns were cut off.
 
     Raises `StoreError` if there is no database file; whatever is wrong with one is a finding.
     """
@@ -83,13 +94,15 @@ class _Check:
 
     def run(self) -> None:
         session_ids: list[str] = []
-        with self._damage_found(), snapshot(self._engine) as connection:
+        with self._damage_found(), one_state(self._engine) as connection:
             schema.check(connection)
             session_ids += connection.execute(_SESSION_IDS).scalars()
             self._check_file(connection)
+            self._check_snapshots(connection)
+            self._check_media(connection)
         for session_id in session_ids:
             # A snapshot each: a long one would keep a running writer's log from being recycled.
-            with self._damage_found(session_id), snapshot(self._engine) as connection:
+            with self._damage_found(session_id), one_state(self._engine) as connection:
                 self._check_session(connection, session_id)
 
     def _check_file(self, connection: Connection) -> None:
@@ -98,6 +111,21 @@ class _Check:
                 self._found(f"SQLite: {line}")
         for table, *_ in connection.exec_driver_sql("PRAGMA foreign_key_check"):
             self._found(f"a row of {table} refers to one that isn't there")
+
+    def _check_snapshots(self, connection: Connection) -> None:
+        for row in connection.execute(select(schema.snapshots)):
+            with self._damage_found():
+                snapshot = decode_snapshot(row)
+                if snapshot.state == "held":
+                    for session_id in connection.execute(_CUT_OFF, {"snapshot_id": row.snapshot_id}).scalars():
+                        self._found(f"snapshot {row.snapshot_id} holds more of it than there is", session_id)
+        for session_id in connection.execute(_RISEN).scalars():
+            self._found("it was dropped, and is there", session_id)
+
+    def _check_media(self, connection: Connection) -> None:
+        for sha256 in connection.execute(select(schema.media.c.sha256)).scalars():
+            with self._damage_found():
+                decode_media(connection.execute(select(schema.media).where(schema.media.c.sha256 == sha256)).one())
 
     def _check_session(self, connection: Connection, session_id: str) -> None:
         of_session = {"session_id": session_id}
@@ -113,6 +141,14 @@ class _Check:
         with self._damage_found(session_id):
             for reward in connection.execute(_REWARDS, of_session):
                 decode_reward(reward)
+        for each in connection.execute(_COLUMN_KEYS, of_session).scalars().all():
+            with self._damage_found(session_id):
+                column = decode_column(connection.execute(_COLUMN, {"position": each}).one())
+                self._check_per_token(connection, column)
+        for turn_seq, name in connection.execute(_PAYLOAD_KEYS, of_session).all():
+            with self._damage_found(session_id):
+                key = {**of_session, "turn": turn_seq, "name": name}
+                self._check_per_token(connection, decode_payload(connection.execute(_PAYLOAD, key).one()))
         digests: dict[int | None, str] = {}
         for before, seq in zip([-1, *seqs], seqs, strict=False):
             with self._damage_found(session_id, seq):
@@ -126,6 +162,18 @@ class _Check:
                     self._found(problem, session_id, seq)
                 digests[seq] = turn.digest
                 self._check_setup(connection, turn.setup)
+                self._check_references(connection, turn)
+
+    def _check_per_token(self, connection: Connection, record: TurnColumn | TurnPayload) -> None:
+        row = connection.execute(_TURN, {"session_id": record.session_id, "seq": record.turn}).one()
+        turn = decode_turn(row)
+        added, sampled = turn.added_ids.size, turn.completion_ids.size
+        if isinstance(record, TurnColumn):
+            faults = column_faults(record, added, sampled)
+        else:
+            faults = payload_faults(record, added, sampled, is_root=turn.parent is None)
+        for problem in faults:
+            self._found(problem, record.session_id, record.turn)
 
     def _check_setup(self, connection: Connection, digest: str) -> None:
         if digest in self._good_setups:
@@ -135,6 +183,12 @@ class _Check:
             raise StoreCorrupt(f"its setup {digest!r} is not there")
         decode_setup(row)
         self._good_setups.add(digest)
+
+    def _check_references(self, connection: Connection, turn: Turn) -> None:
+        expected = {part[name] for part in image_parts(turn.messages) for name in ("sha256", "settings")}
+        key = {"session_id": turn.session_id, "seq": turn.seq}
+        if set(connection.execute(_REFERENCES, key).scalars()) != expected:
+            self._found("what it refers to of media is not what its messages say", turn.session_id, turn.seq)
 
     def _found(self, problem: str, session_id: str | None = None, turn: int | None = None) -> None:
         self.findings.append(Finding(problem, session_id, turn))
@@ -163,11 +217,35 @@ def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[st
 
 _SESSION = select(schema.sessions).where(schema.sessions.c.session_id == bindparam("session_id"))
 _REWARDS = select(schema.rewards).where(schema.rewards.c.session_id == bindparam("session_id"))
+_COLUMNS, _PAYLOADS = schema.token_columns, schema.token_payloads
+_COLUMN_KEYS = select(_COLUMNS.c.position).where(_COLUMNS.c.session_id == bindparam("session_id"))
+_COLUMN = select(_COLUMNS).where(_COLUMNS.c.position == bindparam("position"))
+_PAYLOAD_KEYS = select(_PAYLOADS.c.turn, _PAYLOADS.c.name).where(_PAYLOADS.c.session_id == bindparam("session_id"))
+_PAYLOAD = select(_PAYLOADS).where(
+    _PAYLOADS.c.session_id == bindparam("session_id"),
+    _PAYLOADS.c.turn == bindparam("turn"),
+    _PAYLOADS.c.name == bindparam("name"),
+)
+_HELD = schema.snapshot_sessions
+_CUT_OFF = select(_HELD.c.session_id).where(
+    _HELD.c.snapshot_id == bindparam("snapshot_id"),
+    _HELD.c.turns
+    > select(func.count())
+    .select_from(schema.turns.join(schema.sessions, schema.sessions.c.session_id == schema.turns.c.session_id))
+    .where(schema.sessions.c.position == _HELD.c.position)
+    .scalar_subquery(),
+)
+_RISEN = select(schema.tombstones.c.session_id).where(
+    exists().where(schema.sessions.c.session_id == schema.tombstones.c.session_id)
+)
 _SEQS = (
     select(schema.turns.c.seq).where(schema.turns.c.session_id == bindparam("session_id")).order_by(schema.turns.c.seq)
 )
 _TURN = select(schema.turns).where(
     schema.turns.c.session_id == bindparam("session_id"), schema.turns.c.seq == bindparam("seq")
+)
+_REFERENCES = select(schema.turn_media.c.sha256).where(
+    schema.turn_media.c.session_id == bindparam("session_id"), schema.turn_media.c.turn == bindparam("seq")
 )
 _SETUP = select(schema.setups).where(schema.setups.c.digest == bindparam("digest"))
 _SESSION_IDS = union(select(schema.sessions.c.session_id), select(schema.turns.c.session_id))

@@ -1,0 +1,222 @@
+"""Reads calls whose arguments are written like literals in a program: `f(a="b", n=[1, None])`, `f{a:<q>b<q>,n:1}`.
+
+What template and model write differs in quotes, in the words for true and nothing, and in commas. All of them are
+taken: Python's, JSON's, and the quotes that the template writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from tokentape.chat.call_syntax import CallSyntax
+from tokentape.chat.call_values import property_schema, value_json
+from tokentape.chat.delimiters import pattern, skip_space
+from tokentape.chat.tokenizer import MARK
+from tokentape.types import Tool
+
+_NAME = r"[\w.:/-]{1,256}"
+_BARE = re.compile(r"[^,()\[\]{}]*")
+_KEY = re.compile(r"""\s*(?P<key>[^\s=:,()\[\]{}"'\ud800-\udfff]{1,256})\s*""")
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"', "\n": ""}
+_OPENERS, _CLOSERS = "([{", ")]}"
+_BEHIND_STRING = re.compile(r"\s*(?:[,:)\]}]|\Z)")
+_DEEPEST = 100
+
+
+class LiteralError(ValueError):
+    """A text that is no arguments in this notation."""
+
+
+class LiteralEnd:
+    """Finds the bracket that closes the one at `start`; looks at each character once, but for unclosed strings."""
+
+    def __init__(self, start: int, quote: str) -> None:
+        self.start = start
+        self.end: int | None = None
+        """Position behind the closing bracket."""
+        self.broken_at: int | None = None
+        """Where a control token stands that is no quote."""
+        self._quote = quote
+        self._at = start
+        self._depth = 0
+        self._string_at: int | None = None
+        """Where the open string began."""
+        own = f"{re.escape(quote)}|" if quote else ""
+        self._outside = re.compile(rf"""{own}["'()\[\]{{}}]|(?P<break>{MARK.pattern})""")
+
+    def find(self, text: str, *, over: bool) -> None:
+        """Go on with what has arrived of `text`; `over`: no more will."""
+        while self.end is None and self.broken_at is None:
+            if self._string_at is not None:
+                end = _string_end(text, self._string_at, self._quote, self._at)
+                if end is None or (end == len(text) and not over):
+                    # What closes a string shows in what follows it.
+                    self._at = max(self._at, len(text) - len(self._quote) - 1)
+                    return
+                self._at, self._string_at = end, None
+            found = self._outside.search(text, self._at)
+            if found is None:
+                self._at = max(self._at, len(text) - len(self._quote))
+                return
+            self._at = found.end()
+            if found["break"] is not None:
+                self.broken_at = found.start()
+            elif found[0] in _OPENERS:
+                self._depth += 1
+            elif found[0] in _CLOSERS:
+                self._depth -= 1
+                self.end = found.end() if self._depth == 0 else None
+            elif found[0] == self._quote or _begins_value(text, found.start()):
+                self._string_at = found.start()
+
+
+def read_head(syntax: CallSyntax, text: str, start: int) -> tuple[str, int] | None:
+    """The name at `start` and the position of the bracket behind it; None if there is none yet."""
+    head = re.compile(rf"(?P<name>{_NAME})\s*{pattern(syntax.name_close)}").match(text, start)
+    return (head["name"], head.end() - 1) if head else None
+
+
+def may_be_head(text: str, start: int) -> bool:
+    """Whether all that stands behind `start` may be the beginning of a name and its bracket."""
+    return re.fullmatch(rf"(?:{_NAME})?\s*", text[start : start + 300]) is not None and len(text) < start + 300
+
+
+def arguments_json(syntax: CallSyntax, tool: Tool | None, text: str) -> str:
+    """JSON text of the arguments between the outer brackets. Raises `LiteralError` for what is none."""
+    return "{" + ", ".join(_arguments(syntax, tool, text)) + "}"
+
+
+def _arguments(syntax: CallSyntax, tool: Tool | None, text: str) -> Iterator[str]:
+    at = 0
+    separator = syntax.key_close.strip()
+    while (at := _skip(text, at)) < len(text):
+        found = _KEY.match(text, at)
+        if found is None or not text.startswith(separator, found.end()):
+            raise LiteralError("an argument without a name")
+        at = skip_space(text, found.end() + len(separator))
+        schema = property_schema(tool, found["key"])
+        opening = text[at : at + 1]
+        if _quote_at(text, at, syntax.quote):
+            raw, at = _string(text, at, syntax.quote)
+            value = value_json(raw, schema, is_text=bool(syntax.json_key_close))
+        elif opening and opening in _OPENERS:
+            value, at = _value(text, at, syntax.quote, 0)
+        else:
+            end = re.compile(rf",(?:{_KEY.pattern}{re.escape(separator)}|\s*\Z)").search(text, at)
+            behind = end.start() if end else len(text)
+            raw = text[at:behind].strip() if syntax.quote else text[at:behind]
+            value, at = value_json(raw, schema, is_text=False), behind
+        yield f"{json.dumps(found['key'], ensure_ascii=False)}: {value}"
+
+
+def _value(text: str, at: int, quote: str, depth: int) -> tuple[str, int]:
+    """JSON text of the value at `at` within a list or an object, and the position behind it."""
+    if depth > _DEEPEST:
+        raise LiteralError("nested too deep")
+    at = skip_space(text, at)
+    if _quote_at(text, at, quote):
+        raw, at = _string(text, at, quote)
+        return json.dumps(raw, ensure_ascii=False), at
+    opening = text[at : at + 1]
+    if not opening or opening not in _OPENERS:
+        found = _BARE.match(text, at)
+        raw = found[0].strip() if found else ""
+        if not found or not raw:
+            raise LiteralError("a value is missing")
+        known = _WORDS.get(raw) or (raw if _NUMBER.fullmatch(raw) else None)
+        return known or json.dumps(raw, ensure_ascii=False), found.end()
+    closing = _CLOSERS[_OPENERS.index(opening)]
+    items = []
+    at = _skip(text, at + 1)
+    while at < len(text) and text[at] != closing:
+        if opening == "{":
+            key, at = _key(text, at, quote)
+            item, at = _value(text, at, quote, depth + 1)
+            items.append(f"{json.dumps(key, ensure_ascii=False)}: {item}")
+        else:
+            item, at = _value(text, at, quote, depth + 1)
+            items.append(item)
+        at = _skip(text, at)
+    if at == len(text):
+        raise LiteralError("a bracket is not closed")
+    return ("{%s}" if opening == "{" else "[%s]") % ", ".join(items), at + 1
+
+
+def _key(text: str, at: int, quote: str) -> tuple[str, int]:
+    if _quote_at(text, at, quote):
+        key, at = _string(text, at, quote)
+    else:
+        found = _KEY.match(text, at)
+        if found is None:
+            raise LiteralError("a key is missing")
+        key, at = found["key"], found.end()
+    at = skip_space(text, at)
+    if text[at : at + 1] not in (":", "="):
+        raise LiteralError("a key without a value")
+    return key, at + 1
+
+
+def _quote_at(text: str, at: int, quote: str) -> str:
+    """The quote that stands at `at`; empty if none does."""
+    if quote and text.startswith(quote, at):
+        return quote
+    return text[at] if text[at : at + 1] in ("'", '"') else ""
+
+
+def _string(text: str, at: int, quote: str) -> tuple[str, int]:
+    """The string that begins at `at`, and the position behind it."""
+    own = _quote_at(text, at, quote)
+    end = _string_end(text, at, quote, at)
+    if end is None:
+        raise LiteralError("a string is not closed")
+    raw = text[at + len(own) : end - len(own)]
+    return (_unescaped(raw) if own in ("'", '"') else raw), end
+
+
+def _string_end(text: str, start: int, quote: str, seek: int) -> int | None:
+    """Position behind the string that begins at `start`, looked for from `seek` on; None if it is not closed.
+
+    A quote that neither a comma nor a bracket follows is part of the string: not every template escapes them.
+    """
+    own = _quote_at(text, start, quote)
+    at = max(seek, start + len(own))
+    while (at := text.find(own, at)) >= 0:
+        end = at + len(own)
+        escapes = len(text[start:at]) - len(text[start:at].rstrip("\\")) if own in ("'", '"') else 0
+        if escapes % 2 == 0 and (own not in ("'", '"') or _BEHIND_STRING.match(text, end)):
+            return end
+        at = end
+    return None
+
+
+def _begins_value(text: str, at: int) -> bool:
+    """Whether what stands at `at` begins a value: an apostrophe within a word opens no string."""
+    before = text[max(0, at - 100) : at].rstrip()
+    return before[-1:] in ("=", ":", ",", *_OPENERS)
+
+
+def _unescaped(raw: str) -> str:
+    def one(found: re.Match[str]) -> str:
+        if found[4] is not None:
+            return _ESCAPED.get(found[4], found[0])
+        code = int(found[1] or found[2] or found[3], 16)
+        return chr(code) if code <= 0x10FFFF else found[0]
+
+    return _ESCAPE.sub(one, raw)
+
+
+def _skip(text: str, at: int) -> int:
+    """Behind white space and commas."""
+    while at < len(text) and (text[at].isspace() or text[at] == ","):
+        at += 1
+    return at
+
+
+def needs_known_tool(syntax: CallSyntax) -> bool:
+    """Whether only a tool that was offered makes a call: no control token stands in front of what looks like one."""
+    return not MARK.search(syntax.section_open + syntax.open)

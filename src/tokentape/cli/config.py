@@ -1,0 +1,46 @@
+"""`tokentape config`: the settings that a gateway would have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+
+from tokentape.cli.arguments import AsJson
+from tokentape.cli.flags import SAME_AS_SERVE, config_of_serve
+
+config = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at the settings of a gateway.")
+
+
+@config.callback()
+def _group() -> None:
+    pass
+
+
+@config.command(context_settings=SAME_AS_SERVE)
+def show(ctx: typer.Context, as_json: AsJson = False) -> None:
+    """Print every setting and where it comes from: flag, env, file or default.
+
+    Takes the arguments of `tokentape serve`, and shows what that would do with them. What is printed without --json is
+    TOML. Secrets are hidden.
+    """
+    resolved = config_of_serve(ctx)
+    shown = {name: {"value": resolved.shown(name), "source": source} for name, source in resolved.sources.items()}
+    if as_json:
+        file = None if resolved.file is None else str(resolved.file)
+        typer.echo(json.dumps({"file": file, "settings": shown}))
+        return
+    typer.echo(f"# file: {resolved.file or 'none'}")
+    for name, one in shown.items():
+        value = one["value"]
+        line = f"{name} = {_toml(value)}" if value is not None else f"# {name} is not set"
+        typer.echo(f"{line:<48} # {one['source']}")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(inner)}" for key, inner in value.items()) + " }"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)

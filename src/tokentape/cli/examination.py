@@ -1,0 +1,238 @@
+"""The checks of `tokentape doctor`, each by itself: what is found, and what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import ipaddress
+import os
+import platform
+import shutil
+import sqlite3
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from tokentape.chat.certificate import Certificate
+from tokentape.chat.certificate_cache import load_or_certify
+from tokentape.chat.renderer import Renderer
+from tokentape.cli.engine import open_configured
+from tokentape.config import ServeConfig, env_name, settings
+from tokentape.demo import MODEL
+from tokentape.engines.base import Engine, SampleDelta, SamplingParams
+from tokentape.errors import EngineContractError, InvalidRequest, StoreLocked, TokentapeError
+from tokentape.session.invariants import check_completion
+from tokentape.store import SqliteStore
+from tokentape.store.lock import LOCK_NAME, DirectoryLock
+from tokentape.store.sqlite import DATABASE_NAME
+from tokentape.version import __version__
+
+_LIBRARIES = ("tokenizers", "jinja2", "numpy", "sqlalchemy", "starlette", "uvicorn", "transformers", "torch")
+_LITTLE_SPACE = 5 * 2**30
+_NO_SPACE = 2**28
+_SLOW_FSYNC = 0.05
+_PROBE_TOKENS = 8
+_ROUNDING = 1e-2
+_OWN_VARIABLES = ("TOKENTAPE_CONFIG", "TOKENTAPE_CACHE")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    found: str
+    advice: str = ""
+    """What to do; empty if nothing is to be done."""
+
+
+def examine(config: ServeConfig, progress: Callable[[str], None]) -> Iterator[Finding]:
+    """Yield the findings about this machine and what `config` names, each as soon as it is known."""
+    yield versions()
+    yield sqlite_version(sqlite3.sqlite_version_info)
+    yield from environment(os.environ)
+    yield from data_directory(config.data)
+    yield from access(config)
+    progress("trying out conversations")
+    model = config.model or MODEL
+    try:
+        renderer = Renderer.load(model, config.chat_template)
+        certificate = load_or_certify(renderer, {})
+    except (TokentapeError, OSError) as error:
+        yield Finding("model", "fail", str(error), "Name a model folder with tokenizer.json and a chat template.")
+        return
+    yield Finding("model", "ok", f"{model}, vocabulary {renderer.tokenizer.vocab_size}")
+    yield certified(certificate)
+    progress("asking the engine")
+    yield from asyncio.run(_engine(config, model, renderer))
+
+
+def versions() -> Finding:
+    """Python's and the libraries' versions."""
+    found = [f"tokentape {__version__}", f"Python {platform.python_version()}"]
+    for name in _LIBRARIES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return Finding("versions", "ok", ", ".join(found))
+
+
+def sqlite_version(found: tuple[int, ...]) -> Finding:
+    """Whether this SQLite can corrupt a database that two connections write to or checkpoint at once."""
+    text = ".".join(map(str, found))
+    if (3, 7, 0) <= found < (3, 51, 3):
+        text += (
+            ": it has SQLite's WAL-reset bug (3.7.0 to 3.51.2), which needs two writers; a gateway has one, and locks "
+            "its data directory. Let no other program write to the database"
+        )
+    return Finding("sqlite", "ok", text)
+
+
+def environment(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables that look like misspelled settings."""
+    known = [*map(env_name, settings()), *_OWN_VARIABLES]
+    for name in environ:
+        near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+        if name.startswith("TOKENTAPE_") and name not in known and near:
+            yield Finding("environment", "warn", f"{name} is no setting", f"Did you mean {near[0]}?")
+
+
+def data_directory(directory: Path) -> Iterator[Finding]:
+    """Whether a record can be kept there: rights, lock, space, flushing, the record that is there already."""
+    there = directory.resolve()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        yield Finding("data", "fail", f"{there} is not a directory to write in", "Change its owner, or name another.")
+        return
+    found = f"{directory}" if there == directory.resolve() else f"{directory} will be made"
+    try:
+        if (directory / LOCK_NAME).exists():
+            DirectoryLock(directory).release()
+        if (directory / DATABASE_NAME).exists():
+            SqliteStore.open(directory, read_only=True).close()
+        yield Finding("data", "ok", found)
+    except StoreLocked as error:
+        yield Finding("data", "warn", str(error), "A second gateway needs a directory of its own.")
+    except (TokentapeError, OSError) as error:
+        yield Finding("data", "fail", str(error), "Run: tokentape verify DATA_DIR")
+    free = shutil.disk_usage(there).free
+    status: Literal["ok", "warn", "fail"] = "fail" if free < _NO_SPACE else "warn" if free < _LITTLE_SPACE else "ok"
+    yield Finding("disk", status, f"{free / 2**30:.1f} GiB free", "" if status == "ok" else "Make room.")
+    yield _flushing(there)
+
+
+def _flushing(directory: Path) -> Finding:
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".tokentape-doctor-") as file:
+            file.write(bytes(4096))
+            file.flush()
+            began = time.perf_counter()
+            os.fsync(file.fileno())
+            took = time.perf_counter() - began
+    except OSError as error:
+        return Finding("fsync", "fail", f"{error.strerror}", "Acknowledged turns could be lost: use another disk.")
+    slow = took > _SLOW_FSYNC
+    advice = "Every turn waits for it; a local SSD takes a few ms." if slow else ""
+    return Finding("fsync", "warn" if slow else "ok", f"{1000 * took:.1f} ms", advice)
+
+
+def access(config: ServeConfig) -> Iterator[Finding]:
+    """Whether only those can reach the gateway who should."""
+    try:
+        keys = config.all_keys()
+    except InvalidRequest as error:
+        yield Finding("keys", "fail", str(error), "Correct the keys.")
+        return
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if config.host == "localhost" else config.host)
+    except ValueError:
+        yield Finding("host", "fail", f"{config.host!r} is not an address of this machine", "Use 127.0.0.1 or 0.0.0.0.")
+        return
+    if not address.is_loopback and not keys:
+        yield Finding(
+            "host",
+            "fail",
+            f"others can reach {config.host}, and there are no API keys: serve refuses to start",
+            "Give keys with --keys-file, or listen on 127.0.0.1.",
+        )
+    else:
+        reach = "this machine only" if address.is_loopback else "others can reach it"
+        yield Finding("host", "ok", f"{config.host}: {reach}, {'with' if keys else 'without'} API keys")
+    for path in (config.keys_file, config.admin_keys_file):
+        if path is not None and stat.S_IMODE(path.stat().st_mode) & 0o077:
+            yield Finding("keys", "warn", f"{path} can be read by other users", f"Run: chmod 600 {path}")
+
+
+def certified(certificate: Certificate) -> Finding:
+    """What of the chat template is not certified."""
+    refused = [one.name for one in certificate.continuations if one.strategy == "refused"]
+    lost = [check.name for check in certificate.parsing if check.holds is False]
+    parts = [
+        f"{what}: {', '.join(names)}"
+        for what, names in (("refused continuations", refused), ("turns not parsed back", lost))
+        if names
+    ]
+    if not certificate.injection_safe:
+        return Finding("certificate", "fail", "text of callers can become control tokens", "Use another template.")
+    if parts:
+        advice = "Requests like these fail or fork. Run: tokentape certify MODEL"
+        return Finding("certificate", "warn", "; ".join(parts), advice)
+    return Finding("certificate", "ok", f"{len(certificate.continuations)} continuations, all certified")
+
+
+async def _engine(config: ServeConfig, model: Path, renderer: Renderer) -> list[Finding]:
+    try:
+        engine = await open_configured(config.engine, model, renderer.tokenizer.vocab_size)
+    except (TokentapeError, OSError, ImportError) as error:
+        return [Finding("engine", "fail", str(error), "Check that it runs, and its address and API key.")]
+    try:
+        return [Finding("engine", "ok", _described(engine)), await probe(engine, renderer)]
+    finally:
+        await engine.close()
+
+
+def _described(engine: Engine) -> str:
+    info = engine.info
+    return f"{info}, model {Path(info.model).name}, context {info.max_context}, vocabulary {info.vocab_size}"
+
+
+async def probe(engine: Engine, renderer: Renderer) -> Finding:
+    """Sample greedily, twice: there must be a log-probability for each id, and for the likeliest one at that."""
+    prompt = np.array(renderer.tokenizer.encode_plain("The first three letters are A, B and"), np.int32)
+    try:
+        first, again = [await _sample(engine, prompt) for _ in range(2)]
+    except TokentapeError as error:
+        return Finding("probe", "fail", str(error), "Nothing that it samples can be recorded: see docs/engines.md.")
+    ids, logprobs = first[0], np.array(first[1])
+    found = f"{len(ids)} tokens with their log-probabilities"
+    if ids != again[0] or np.abs(logprobs - np.array(again[1])).max() > _ROUNDING:
+        advice = "Batching or kernels are not deterministic; trainers see it as noise in log-probabilities."
+        return Finding("probe", "warn", f"{found}; greedy sampling gave something else the second time", advice)
+    return Finding("probe", "ok", f"{found}, the same twice")
+
+
+async def _sample(engine: Engine, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]) -> tuple[list[int], list[float]]:
+    tops = int("top_logprobs" in engine.info.sampling)
+    params = SamplingParams(max_tokens=_PROBE_TOKENS, temperature=0.0, top_logprobs=tops)
+    deltas: list[SampleDelta] = []
+    async with aclosing(engine.sample(prompt, params, stream=False, request_id="tokentape-doctor")) as sampled:
+        async for delta in sampled:
+            deltas.append(delta)
+    ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
+    check_completion(np.array(ids, np.int32), np.array(logprobs, np.float32), engine.info.vocab_size)
+    best = [pairs[0][1] for delta in deltas for pairs in delta.top_logprobs if pairs]
+    if best and (len(best) != len(ids) or np.abs(np.array(best) - np.array(logprobs)).max() > _ROUNDING):
+        raise EngineContractError("greedy sampling did not take the likeliest tokens by the engine's own report")
+    return ids, logprobs

@@ -1,0 +1,124 @@
+"""`tokentape snapshot`: take sessions out of a running gateway for good, and only once they are safe elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from tokentape.cli.arguments import AsJson
+
+if TYPE_CHECKING:
+    from tokentape.client import Client
+
+snapshot = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Freeze sessions of a running gateway, take them out, drop them."
+)
+
+Url: TypeAlias = Annotated[str, typer.Option("--url", envvar="TOKENTAPE_URL", help="Base URL of the gateway.")]
+Key: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key", envvar="TOKENTAPE_API_KEY", help="Its API key; better in the environment.", metavar="KEY"
+    ),
+]
+SnapshotId: TypeAlias = Annotated[int, typer.Argument(metavar="SNAPSHOT", help="Id of a snapshot.")]
+
+LOCAL = "http://127.0.0.1:8800"
+
+
+@snapshot.command()
+def create(
+    url: Url = LOCAL,
+    api_key: Key = None,
+    session: Annotated[list[str] | None, typer.Option(metavar="ID", help="Only this session; may be repeated.")] = None,
+    since: Annotated[
+        int | None, typer.Option(metavar="SNAPSHOT", help="Only what has changed since this snapshot.")
+    ] = None,
+    idle: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Only sessions without a turn in so many seconds.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Freeze sessions as they are, and print the snapshot's id."""
+    with _client(url, api_key) as client:
+        taken = client.take_snapshot(session, since=since, idle_seconds=idle)
+        manifest = taken.manifest()
+    if as_json:
+        typer.echo(json.dumps(manifest))
+        return
+    typer.echo(str(taken.snapshot_id))
+    typer.echo(_line(manifest), err=True)
+
+
+@snapshot.command()
+def show(
+    snapshot_id: Annotated[
+        int | None, typer.Argument(metavar="[SNAPSHOT]", help="Id of a snapshot; without one, list them.")
+    ] = None,
+    url: Url = LOCAL,
+    api_key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is in a snapshot, or list all."""
+    with _client(url, api_key) as client:
+        found = client.snapshots() if snapshot_id is None else [client.snapshot(snapshot_id).manifest()]
+    for one in found:
+        typer.echo(json.dumps(one) if as_json else _line(one))
+
+
+@snapshot.command()
+def export(
+    snapshot_id: SnapshotId,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", dir_okay=False, help="File to write.")],
+    url: Url = LOCAL,
+    api_key: Key = None,
+) -> None:
+    """Write a snapshot to a file, flushed to the disk, and print its digest.
+
+    JSON lines for a file named .jsonl, else Parquet. The file appears under its name once it is whole.
+    """
+    with _client(url, api_key) as client:
+        typer.echo(client.snapshot(snapshot_id).save(output))
+
+
+@snapshot.command()
+def confirm(
+    snapshot_id: SnapshotId,
+    digest: Annotated[str, typer.Argument(metavar="DIGEST", help="What export printed.")],
+    url: Url = LOCAL,
+    api_key: Key = None,
+) -> None:
+    """Say that a snapshot is safe elsewhere: from now on its sessions may be deleted."""
+    with _client(url, api_key) as client:
+        client.snapshot(snapshot_id).confirm(digest)
+
+
+@snapshot.command()
+def drop(snapshot_id: SnapshotId, url: Url = LOCAL, api_key: Key = None, as_json: AsJson = False) -> None:
+    """Delete the sessions of a confirmed snapshot for good.
+
+    Exits with 1 if some were kept, because they have changed since or are needed for something else.
+    """
+    with _client(url, api_key) as client:
+        report = client.snapshot(snapshot_id).drop()
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        for one in report["kept"]:
+            typer.echo(f"kept {one['session_id']}: {one['reason']}")
+        typer.echo(f"dropped {len(report['dropped'])}, kept {len(report['kept'])}", err=True)
+    raise typer.Exit(1 if report["kept"] else 0)
+
+
+def _client(url: str, api_key: str | None) -> Client:
+    from tokentape.client import Client
+
+    return Client(url, api_key=api_key, timeout=600)
+
+
+def _line(one: dict[str, Any]) -> str:
+    counts = f"trajectories {one['trajectories']}, tokens {one['tokens']}, with loss {one['trained_tokens']}"
+    return f"{one['snapshot_id']}  {one['state']}  {counts}  {one['digest']}"

@@ -1,0 +1,189 @@
+"""A model's image processor: from an image's bytes to the arrays that the model takes, and how many tokens it takes.
+
+The one of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL use too, as transformers implements it on Pillow. That is slower than
+its implementation on torchvision, needs no other package, and is used everywhere here, so that a trainer sees the same
+pixels as the model that sampled. `transformers` and `PIL` are imported on first use; torch is not needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tokentape.errors import EngineError, InvalidRequest
+from tokentape.types import Media
+
+_log = logging.getLogger(__name__)
+
+_KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+
+MAX_PIXELS = 50_000_000
+"""Of an image as received: a small file can hold a picture that fills the memory."""
+
+_KEPT_COUNTS = 4096
+
+
+class QwenImageProcessor:
+    """Image processor of a model folder; `open` reads one, `from_settings` makes that of a record again.
+
+        >>> processor = QwenImageProcessor.open("path/to/model")         # doctest: +SKIP
+        >>> processor.arrays([png])["image_grid_thw"]                    # doctest: +SKIP
+        array([[1, 4, 8]])
+
+    Args:
+        config: what `preprocessor_config.json` holds.
+        placeholder_id: the id that stands for a part of an image.
+
+    Raises:
+        EngineError: the configuration is of another kind of processor.
+
+    """
+
+    def __init__(self, config: dict[str, Any], placeholder_id: int) -> None:
+        kind = config.get("image_processor_type")
+        if kind not in _KINDS:
+            raise EngineError(f"images are processed by {kind!r} in this model; expected one of {', '.join(_KINDS)}")
+        self.placeholder_id = placeholder_id
+        self._config = config
+        self._counts: dict[str, int] = {}
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Self:
+        """The processor of a model folder: `preprocessor_config.json`, and `image_token_id` of `config.json`.
+
+        Raises:
+            EngineError: the folder has none, or one that is not supported.
+
+        """
+        folder = Path(folder)
+        config, model = _read(folder / "preprocessor_config.json"), _read(folder / "config.json")
+        placeholder_id = model.get("image_token_id")
+        if not isinstance(placeholder_id, int):
+            raise EngineError(f"{folder / 'config.json'} has no image_token_id: the model takes no images")
+        return cls(config, placeholder_id)
+
+    @classmethod
+    def from_settings(cls, data: bytes) -> Self:
+        """The processor that made a record with these settings, as far as the installed versions are the same.
+
+        Raises:
+            EngineError: they are not the settings of a processor.
+
+        """
+        try:
+            settings = json.loads(data)
+            return cls(settings["config"], settings["placeholder_id"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineError(f"these are not the settings of an image processor ({type(error).__name__})") from None
+
+    @cached_property
+    def settings(self) -> Media:
+        """The configuration and the versions of the libraries, as canonical JSON."""
+        values = {
+            "config": self._config,
+            "placeholder_id": self.placeholder_id,
+            "pillow": version("pillow"),
+            "transformers": version("transformers"),
+        }
+        data = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+        return Media(hashlib.sha256(data).hexdigest(), "application/json", data)
+
+    def tokens(self, image: Media) -> int:
+        """How many placeholder ids stand for an image.
+
+        Raises:
+            InvalidRequest: it can't be read as an image, or is too large.
+
+        """
+        found = self._counts.get(image.sha256)
+        if found is None:
+            found = self.lengths(self.arrays([image.data])["image_grid_thw"])[0]
+            if len(self._counts) >= _KEPT_COUNTS:
+                self._counts.clear()
+            self._counts[image.sha256] = found
+        return found
+
+    def arrays(self, images: Sequence[bytes]) -> dict[str, npt.NDArray[Any]]:
+        """What the model takes of images, in order.
+
+        Returns:
+            `pixel_values`, float32 [patches of all images, values of a patch], and `image_grid_thw`, int64
+            [images, 3]: patches in time, height and width.
+
+        Raises:
+            InvalidRequest: one can't be read as an image, or is too large.
+
+        """
+        opened = [_opened(image) for image in images]
+        try:
+            processed = self._processor(images=opened, return_tensors="np")
+        except ValueError as error:  # an image so narrow that no size fits
+            raise InvalidRequest(f"an image can't be processed: {error}", "messages") from None
+        return {
+            "pixel_values": np.asarray(processed["pixel_values"], np.float32),
+            "image_grid_thw": np.asarray(processed["image_grid_thw"], np.int64),
+        }
+
+    def lengths(self, image_grid_thw: npt.NDArray[np.int64]) -> list[int]:
+        """How many placeholder ids stand for each image of a grid, int64 [images, 3]."""
+        merged = self._processor.merge_size**2
+        return [int(patches) // merged for patches in image_grid_thw.prod(-1)]
+
+    @cached_property
+    def _processor(self) -> Any:
+        try:
+            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+        except ImportError as error:
+            raise EngineError("images need a transformers that processes them with Pillow; upgrade it") from error
+        return Qwen2VLImageProcessorPil.from_dict(self._config)
+
+
+def find_image_processor(folder: str | Path) -> QwenImageProcessor | None:
+    """The processor of a model folder; None, with the reason in the log, if images can't be processed here."""
+    if not (Path(folder) / "preprocessor_config.json").is_file():
+        return None
+    if find_spec("PIL") is None:
+        _log.warning("images are not taken: Pillow is not installed (the extra `images`)")
+        return None
+    try:
+        return QwenImageProcessor.open(folder)
+    except EngineError as error:
+        _log.warning("images are not taken: %s", error)
+        return None
+
+
+def _opened(data: bytes) -> Any:
+    """An image as transformers opens one: turned upright, without transparency."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP", "GIF")) as image:
+            width, height = image.size
+            if width * height <= MAX_PIXELS:
+                return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # damaged files raise whatever the decoder stumbles over
+        raise InvalidRequest(f"an image can't be read ({type(error).__name__})", "messages") from None
+    raise InvalidRequest(f"an image has {width} x {height} pixels, {MAX_PIXELS} are allowed", "messages")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise EngineError(f"{path} can't be read ({error.strerror}): the model takes no images") from None
+    except ValueError:
+        raise EngineError(f"{path} is not JSON") from None
+    if not isinstance(found, dict):
+        raise EngineError(f"{path} holds a {type(found).__name__}, expected an object")
+    return found

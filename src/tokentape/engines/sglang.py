@@ -1,0 +1,362 @@
+"""SGLang over HTTP: token ids in and out through its native `/generate`.
+
+The wire facts are in docs/engines.md. Four of them shape this module:
+
+- Streams repeat all ids in each event, or hold the new ones only, depending on how the server was started.
+- Ending at the model's own end-of-sequence ids can't be switched off without losing `stop_token_ids` too.
+- What it reports are log-probabilities after temperature, unless its environment says otherwise.
+- Closing the connection aborts a call only after two seconds; `/abort_request` does at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
+from tokentape.engines.http import HttpClient, Timeouts, header_value, safe_name
+from tokentape.engines.replies import Alternatives, decode
+from tokentape.engines.sglang_reply import DONE, GENERATE, Reply
+from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
+from tokentape.types import TokenIds
+
+_ANY_ID = 1 << 31
+
+# Below it the server samples greedily.
+_LOWEST_TEMPERATURE = 1e-6
+
+# Seeds are 64-bit in newer versions, 32-bit in the kernels of older ones.
+_SEEDS = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialect:
+    """What differs between versions. Each field was looked up in the wheels of the versions that it names."""
+
+    prompt_ids: bool
+    """`return_prompt_token_ids`: 0.5.13."""
+    payloads: bool
+    """`routed_experts_start_len`: 0.5.10."""
+    session_id: bool
+    """0.5.16."""
+    salt: str
+    """`cache_salt`: 0.5.18; before, the same was asked for as `extra_key`."""
+
+
+def _dialect(version: str) -> _Dialect:
+    """The dialect of a version; of the newest one known for a development version without a number."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3]) or (1,)
+    return _Dialect(
+        prompt_ids=numbers >= (0, 5, 13),
+        payloads=numbers >= (0, 5, 10),
+        session_id=numbers >= (0, 5, 16),
+        salt="cache_salt" if numbers >= (0, 5, 18) else "extra_key",
+    )
+
+
+class SglangEngine:
+    """An SGLang server, sampled from through exact token ids. Open it with `open`.
+
+    A completion also ends at the model's own end-of-sequence ids if there are `stop_token_ids`: the server has one
+    switch for both. Such an end is a `stop` at that id. Without `stop_token_ids` neither ends it.
+    """
+
+    def __init__(
+        self,
+        http: HttpClient,
+        info: EngineInfo,
+        *,
+        deterministic: bool = False,
+        verify_prompt: bool = False,
+    ) -> None:
+        self._http = http
+        self._info = info
+        self._dialect = _dialect(info.version)
+        self._deterministic = deterministic
+        self._verify_prompt = verify_prompt and self._dialect.prompt_ids
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def open(
+        cls,
+        base_url: str,
+        *,
+        vocab_size: int,
+        api_key: str | None = None,
+        timeouts: Timeouts | None = None,
+        verify_prompt: bool = False,
+    ) -> SglangEngine:
+        """Find out what the server is and can do, with two tokens sampled to see what its log-probabilities are.
+
+            engine = await SglangEngine.open("http://127.0.0.1:30000", vocab_size=len(tokenizer))
+
+        Args:
+            base_url: `http://host:port`.
+            vocab_size: ids at or above it are never sent and never accepted. An id outside the model's vocabulary
+                kills the server.
+            api_key: what the server was given as `--api-key`.
+            timeouts: see `Timeouts`.
+            verify_prompt: have the server return the prompt's ids and compare them (0.5.13 and later). In a stream
+                it returns them with every event, so this is for finding faults; counts are always compared.
+
+        Raises:
+            InvalidRequest: the address can't be used.
+            EngineUnavailable: the server can't be reached.
+            EngineContractError: it is not SGLang, does not return ids and log-probabilities, or was started with
+                sampling parameters that a request can't undo.
+            EngineError: or one of its kinds, as for `sample`.
+
+        """
+        http = HttpClient(base_url, api_key=api_key, timeouts=timeouts)
+        try:
+            server = decode(await _first(http, "/server_info", "/get_server_info"), _Server, "SGLang")
+            model = decode(await _first(http, "/model_info", "/get_model_info"), _ModelInfo, "SGLang")
+            cards = decode(await http.get("/v1/models"), _Models, "SGLang").data
+            if not cards:
+                raise EngineContractError("the engine lists no model at /v1/models; expected one")
+            _refuse_preferred(model.preferred_sampling_params)
+            info = EngineInfo(
+                name="sglang",
+                version=server.version,
+                model=cards[0].id,
+                vocab_size=vocab_size,
+                max_context=cards[0].max_model_len,
+                logprobs_mode="scaled_logprobs",
+                sampling=_honoured(server),
+            )
+            deterministic = server.enable_deterministic_inference
+            probe = cls(http, replace(info, vocab_size=_ANY_ID), deterministic=deterministic)
+            mode = await probe._find_logprobs_mode()
+        except BaseException:
+            await http.close()
+            raise
+        return cls(http, replace(info, logprobs_mode=mode), deterministic=deterministic, verify_prompt=verify_prompt)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the server said when it was opened."""
+        return self._info
+
+    async def sample(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+    ) -> AsyncGenerator[SampleDelta, None]:
+        """Sample a continuation of `prompt_ids`, int32 [tokens]; see `Engine`.
+
+        A completion that meets the end of the context ends with `length`. The delta with the finish_reason comes
+        only when the whole reply has been checked. The server's request id is `request_id` with a random ending.
+
+        Raises:
+            InvalidRequest: the prompt is empty, too long or holds an unknown id; a parameter is out of range,
+                here or by the server's own limits.
+            UnsupportedParameter: this server would ignore a parameter that was set.
+            EngineContractError: the reply lacks ids, log-probabilities or counts, or they disagree.
+            EngineUnavailable: the server can't be reached or takes no requests.
+            EngineTimeout: it was silent for too long, as a paused server is.
+            EngineError: it failed, or the connection broke.
+
+        """
+        refuse_prompt(prompt_ids, self._info)
+        refuse_params(params)
+        refuse_unhonoured(params, self._info)
+        if 0 < params.temperature < _LOWEST_TEMPERATURE:
+            raise InvalidRequest("SGLang would sample greedily at so low a temperature; use 0 for that", "temperature")
+        if (params.payloads_from or 0) > len(prompt_ids):
+            raise InvalidRequest(f"payloads_from must be at most {len(prompt_ids)}, the prompt's end", "payloads_from")
+        # The server aborts every call whose id begins with the one given: the random ending keeps them apart.
+        rid = f"{header_value(request_id, 'request_id')}-{uuid.uuid4().hex}"
+        prompt = msgspec.json.encode(np.asarray(prompt_ids).tolist())
+        # It refuses more tokens than the context holds, where others would end with `length`.
+        room = self._info.max_context - len(prompt_ids)
+        body = self._request_body(prompt, replace(params, max_tokens=min(params.max_tokens, room)), stream, rid)
+        reply = Reply(prompt, len(prompt_ids), params, self._info.vocab_size, verify_prompt=self._verify_prompt)
+        left = True
+        try:
+            if stream:
+                async with aclosing(self._http.events(GENERATE, body, {})) as events:
+                    async for data in events:
+                        if delta := reply.take(data):
+                            yield delta
+            else:
+                reply.take(await self._http.post(GENERATE, body, {}))
+                reply.take(DONE)
+            left = False
+            yield reply.last()
+        except (EngineUnavailable, InvalidRequest):
+            left = False
+            raise
+        finally:
+            if left:
+                self._abort(rid)
+
+    async def check(self) -> None:
+        """Return if `/health` answers within `Timeouts.connect`, else raise `EngineUnavailable`.
+
+        The server samples one token for it where it is idle, which takes it a second.
+        """
+        try:
+            await self._http.get("/health", stage="connect")
+        except EngineUnavailable:
+            raise
+        except EngineError as error:
+            raise EngineUnavailable(f"the engine is not healthy: {error}") from None
+
+    async def close(self) -> None:
+        """Abort what was left and close all connections. May be called again."""
+        await asyncio.gather(*self._aborts)
+        await self._http.close()
+
+    def _request_body(self, prompt: bytes, params: SamplingParams, stream: bool, rid: str) -> bytes:
+        """The body of one call: every field that a server-side default could otherwise fill in."""
+        sampling: dict[str, object] = {
+            "max_new_tokens": params.max_tokens,
+            "min_new_tokens": min(params.min_tokens, params.max_tokens),
+            "n": 1,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "repetition_penalty": params.repetition_penalty,
+            "stop": params.stop_strings,
+            "stop_token_ids": params.stop_token_ids,
+            # With it the server would look at no stop ids at all, those of the request included.
+            "ignore_eos": not params.stop_token_ids,
+            # Stop strings are looked for in the decoded text: with the control tokens in it and nothing added.
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        if self._deterministic:
+            # Without a seed such a server uses 42 for every call: equal prompts would get equal completions.
+            sampling["sampling_seed"] = secrets.randbelow(_SEEDS) if params.seed is None else params.seed
+        body: dict[str, object] = {
+            "rid": rid,
+            "input_ids": msgspec.Raw(prompt),
+            "sampling_params": sampling,
+            "stream": stream,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": params.top_logprobs,
+            "return_text_in_logprobs": False,
+        }
+        if self._verify_prompt:
+            body["return_prompt_token_ids"] = True
+        if params.payloads_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": params.payloads_from}
+        if params.priority:
+            body["priority"] = params.priority
+        if params.cache_salt is not None:
+            body[self._dialect.salt] = params.cache_salt
+        if params.session_id is not None:
+            body["session_id"] = params.session_id
+        return msgspec.json.encode(body)
+
+    def _abort(self, rid: str) -> None:
+        """Tell the server that nobody waits for this call any more, without waiting for its answer."""
+        task = asyncio.get_running_loop().create_task(self._tell_abort(rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _tell_abort(self, rid: str) -> None:
+        body = msgspec.json.encode({"rid": rid, "abort_all": False})
+        # The connection is closed already, which aborts the call too, only later.
+        with suppress(EngineError, InvalidRequest, TimeoutError):
+            async with asyncio.timeout(self._http.timeouts.connect):
+                await self._http.post("/abort_request", body, {})
+
+    async def _find_logprobs_mode(self) -> str:
+        """Whether temperature is in the log-probabilities: it is if twice the temperature halves a distance."""
+        plain, heated = [await self._probe(temperature) for temperature in (1.0, 2.0)]
+        distance = plain[0][1] - plain[1][1]
+        if distance < 1e-3:
+            return "scaled_logprobs"
+        change = (heated[0][1] - heated[1][1]) / distance
+        return "penalised_logprobs" if change > 0.75 else "scaled_logprobs"
+
+    async def _probe(self, temperature: float) -> Alternatives:
+        params = SamplingParams(max_tokens=1, temperature=temperature, top_logprobs=2)
+        prompt = np.zeros(1, dtype=np.int32)
+        async with aclosing(self.sample(prompt, params, stream=True, request_id="tokentape-probe")) as deltas:
+            (top,) = [top async for delta in deltas for top in delta.top_logprobs]
+        if len(top) != 2:
+            raise EngineContractError(f"the engine returned {len(top)} alternatives for a token; asked for were 2")
+        return top
+
+
+class _Server(msgspec.Struct):
+    version: str
+    enable_deterministic_inference: bool = False
+    enable_return_routed_experts: bool = False
+    enable_priority_scheduling: bool = False
+    skip_tokenizer_init: bool = False
+
+
+class _ModelInfo(msgspec.Struct):
+    preferred_sampling_params: dict[str, object] | str | None = None
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card]
+
+
+async def _first(http: HttpClient, path: str, older: str) -> bytes:
+    """What is at `path`, or where older versions have it."""
+    try:
+        return await http.get(path)
+    except (EngineUnavailable, EngineTimeout, EngineContractError):
+        raise
+    except EngineError:
+        return await http.get(older)
+
+
+def _honoured(server: _Server) -> frozenset[str]:
+    dialect = _dialect(server.version)
+    text = not server.skip_tokenizer_init
+    offered = {
+        # Seeds are used in no other mode, and accepted in all.
+        "seed": server.enable_deterministic_inference,
+        "stop_strings": text,
+        "min_tokens": text,
+        "priority": server.enable_priority_scheduling,
+        "cache_salt": True,
+        "session_id": dialect.session_id,
+        "payloads_from": server.enable_return_routed_experts and dialect.payloads,
+    }
+    missing = {name for name, offers in offered.items() if not offers}
+    return (DISTRIBUTION | offered.keys()) - missing
+
+
+_OVERRIDDEN = frozenset(
+    {
+        *("max_new_tokens", "min_new_tokens", "n", "temperature", "top_p", "top_k", "min_p"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
+    }
+)
+
+
+def _refuse_preferred(preferred: dict[str, object] | str | None) -> None:
+    """Raise if the server adds sampling parameters to each request that ours do not replace."""
+    if isinstance(preferred, str):
+        preferred = msgspec.json.decode(preferred, type=dict[str, object])
+    names = sorted(safe_name(name) for name in (preferred or {}).keys() - _OVERRIDDEN)
+    if names:
+        raise EngineContractError(
+            f"the engine was started with --preferred-sampling-params of {', '.join(names)}, which would change what "
+            "is sampled; start it without"
+        )

@@ -1,0 +1,201 @@
+"""vLLM's `/v1/chat/completions` with ids: for servers that must keep rendering the messages themselves.
+
+The prompt is the server's own; it and the completion come back as ids. Log-probabilities are named by id here too
+(`return_tokens_as_token_ids`). A chat is always streamed: the first event has the prompt, before anything is sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from tokentape.engines.base import CAPTURED, ChatCall, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.checks import refuse_params, refuse_unhonoured
+from tokentape.engines.http import HttpClient, Timeouts, header_value
+from tokentape.engines.vllm import VllmEngine
+from tokentape.engines.vllm_reply import Reply
+from tokentape.errors import EngineContractError, InvalidRequest
+from tokentape.types import Message, TokenIds, Tool
+
+_CHAT = "/v1/chat/completions"
+
+
+class VllmChatServer:
+    """A vLLM server that is also asked in messages. Open it with `open`; it is a `ChatServer`, and so an `Engine`."""
+
+    def __init__(self, engine: VllmEngine, http: HttpClient) -> None:
+        self._engine = engine
+        self._http = http
+
+    @classmethod
+    async def open(
+        cls,
+        base_url: str,
+        *,
+        vocab_size: int,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> VllmChatServer:
+        """As `VllmEngine.open`, with one more token sampled to see that chats return ids.
+
+        server = await VllmChatServer.open("http://127.0.0.1:8000", vocab_size=len(tokenizer))
+        """
+        engine = await VllmEngine.open(base_url, vocab_size=vocab_size, model=model, api_key=api_key, timeouts=timeouts)
+        server = cls(engine, HttpClient(base_url, api_key=api_key, timeouts=timeouts))
+        try:
+            probe = SamplingParams(max_tokens=1, temperature=0)
+            call = await server.begin(({"role": "user", "content": "?"},), (), {}, probe, request_id="tokentape-probe")
+            async with aclosing(call.deltas) as deltas:
+                async for _ in deltas:
+                    pass
+        except BaseException:
+            await server.close()
+            raise
+        return server
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the server said when it was opened."""
+        return self._engine.info
+
+    def sample(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+    ) -> AsyncGenerator[SampleDelta, None]:
+        """Sample a continuation of exact ids, as `VllmEngine.sample`."""
+        return self._engine.sample(prompt_ids, params, stream=stream, request_id=request_id)
+
+    async def begin(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        template_kwargs: dict[str, Any],
+        params: SamplingParams,
+        *,
+        request_id: str,
+    ) -> ChatCall:
+        """Have the server render messages and begin to sample; see `ChatServer`.
+
+        Besides where `params` say, a completion ends at the model's own end-of-sequence ids, as a `stop` at that id.
+        """
+        refuse_params(params)
+        refuse_unhonoured(replace(params, payloads_from=None), self.info)
+        headers = {"x-request-id": f"{header_value(request_id, 'request_id')}-{uuid.uuid4().hex[:16]}"}
+        if params.session_id is not None:
+            headers["x-session-id"] = header_value(params.session_id, "session_id")
+        body = msgspec.json.encode(self._body(messages, tools, template_kwargs, params))
+        reply = Reply(
+            _CHAT,
+            None,
+            params,
+            self.info.vocab_size,
+            names_ids=True,
+            returns_prompt=True,
+            own_stops=True,
+        )
+        deltas = self._deltas(reply, body, headers)
+        try:
+            first = await anext(deltas, None)
+        except BaseException:
+            await deltas.aclose()
+            raise
+        prompt_ids = reply.prompt_ids
+        if prompt_ids is None:
+            await deltas.aclose()
+            raise EngineContractError(
+                "the server returned no prompt_token_ids with its first tokens; capture needs them (return_token_ids)"
+            )
+        return ChatCall(prompt_ids, _from(first, deltas))
+
+    async def check(self) -> None:
+        """As `VllmEngine.check`."""
+        await self._engine.check()
+
+    async def close(self) -> None:
+        """Close all connections, which aborts what runs on them. May be called again."""
+        await self._engine.close()
+        await self._http.close()
+
+    async def _deltas(self, reply: Reply, body: bytes, headers: dict[str, str]) -> AsyncGenerator[SampleDelta, None]:
+        name = f"{self.info} {CAPTURED}"
+        async with aclosing(self._http.events(_CHAT, body, headers)) as events:
+            async for data in events:
+                if delta := reply.take(data):
+                    yield replace(delta, engine=name)
+        yield replace(reply.last(), engine=name)
+
+    def _body(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        template_kwargs: dict[str, Any],
+        params: SamplingParams,
+    ) -> dict[str, object]:
+        body: dict[str, object] = {
+            "model": self.info.model,
+            "messages": [_sent(message) for message in messages],
+            "chat_template_kwargs": template_kwargs,
+            "n": 1,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": False},
+            "max_completion_tokens": params.max_tokens,
+            "min_tokens": params.min_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "repetition_penalty": params.repetition_penalty,
+            "seed": params.seed,
+            "stop_token_ids": params.stop_token_ids,
+            "stop": params.stop_strings,
+            "logprobs": True,
+            "top_logprobs": params.top_logprobs,
+            "return_tokens_as_token_ids": True,
+            "return_token_ids": True,
+        }
+        if tools:
+            body["tools"] = tools
+        if params.priority:
+            body["priority"] = params.priority
+        if params.cache_salt is not None:
+            body["cache_salt"] = params.cache_salt
+        return body
+
+
+def _sent(message: Message) -> dict[str, Any]:
+    """A message as the server takes it: arguments as JSON text, reasoning by its newer name."""
+    sent = dict(message)
+    if "reasoning_content" in sent:
+        sent["reasoning"] = sent.pop("reasoning_content")
+    if sent.get("tool_calls"):
+        sent["tool_calls"] = [_sent_call(call) for call in sent["tool_calls"]]
+    return sent
+
+
+def _sent_call(call: Any) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        try:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        except (TypeError, ValueError):
+            raise InvalidRequest("the arguments of a tool call are not JSON", "messages") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+async def _from(
+    first: SampleDelta | None, rest: AsyncGenerator[SampleDelta, None]
+) -> AsyncGenerator[SampleDelta, None]:
+    async with aclosing(rest):
+        if first is not None:
+            yield first
+        async for delta in rest:
+            yield delta

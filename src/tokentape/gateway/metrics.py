@@ -1,0 +1,58 @@
+"""What a gateway counts and times, for Prometheus. No label names a session, a caller or what a caller wrote."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
+
+
+class Metrics:
+    """The metrics of one gateway, in a registry of its own: two gateways in a process don't mix."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.turns = self._counter(
+            "turns",
+            "Recorded turns: committed, or aborted by a cause: client_left, shutdown, an error.",
+            "outcome",
+            "cause",
+        )
+        self.failures = self._counter(
+            "call_failures", "Calls that failed, by error code. What was sampled of them counts as aborted.", "code"
+        )
+        self.forks = self._counter("forks", "Committed turns that began a branch, and why.", "cause")
+        self.verdicts = self._counter(
+            "verdicts",
+            "Committed turns by what they make of their branch: exact (it goes on), closed, forked.",
+            "verdict",
+        )
+        self.replays = self._counter("replays", "Calls answered with what had been recorded for them before.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of contexts sent to the engine, once per turn.")
+        self.sampled_tokens = self._counter("sampled_tokens", "Tokens sampled by the engine and recorded.")
+        self.stages = self._histogram(
+            "stage_seconds", "Seconds per stage of a call: prepare (match, render, bridge), engine, commit.", "stage"
+        )
+        self.first_token = self._histogram("first_token_seconds", "Seconds from asking the engine to its first tokens.")
+        self.requests = self._counter("http_requests", "Answered requests.", "method", "route", "status")
+        self.request_seconds = self._histogram("http_request_seconds", "Seconds until a request was answered.", "route")
+        self.requests_under_way = self._gauge("http_requests_under_way", "Requests that are being answered.")
+        self.calls_under_way = self._gauge("calls_under_way", "Calls that wait for their turns, retries joined.")
+        self.open_sessions = self._gauge("open_sessions", "Sessions in memory.")
+        self.store_healthy = self._gauge("store_healthy", "1 if turns can be recorded, 0 if not until a restart.")
+        self.build = self._gauge("build_info", "Always 1.", "version", "engine", "engine_version", "model")
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """All metrics in the text format that an `Accept` header asks for, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"tokentape_{name}", what, labels, registry=self.registry)
+
+    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        return Gauge(f"tokentape_{name}", what, labels, registry=self.registry)
+
+    def _histogram(self, name: str, what: str, *labels: str) -> Histogram:
+        return Histogram(f"tokentape_{name}", what, labels, registry=self.registry, buckets=_SECONDS)

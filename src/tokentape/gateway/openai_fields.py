@@ -1,0 +1,131 @@
+"""What OpenAI's wire APIs share: sampling fields of bodies, tool arguments, log-probabilities beside their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tokentape.chat.tokenizer import Tokenizer
+from tokentape.engines.base import SampleDelta, SamplingParams
+from tokentape.errors import InvalidRequest, UnsupportedParameter
+from tokentape.gateway.events import TurnDone
+from tokentape.gateway.http import check_depth, read_as
+
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
+_Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+_StopString: TypeAlias = Annotated[str, Meta(min_length=1)]
+
+_BodyKind = TypeVar("_BodyKind", bound=Struct)
+
+
+class SamplingFields(Struct, kw_only=True):
+    """How to sample: OpenAI's fields and those that vLLM made common, under the names they have in every API."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    seed: _Int64 | None = None
+    stop: _StopString | Annotated[list[_StopString], Meta(max_length=16)] = []
+    stop_token_ids: list[TokenId] = []
+
+
+def sampling_params(
+    fields: SamplingFields, vocab_size: int, *, max_tokens: int, top_logprobs: int, min_tokens: int = 0
+) -> SamplingParams:
+    """The parameters that `fields` ask for. Raises `InvalidRequest` for a stop id outside the vocabulary."""
+    if any(token_id >= vocab_size for token_id in fields.stop_token_ids):
+        raise InvalidRequest(f"stop_token_ids holds an id outside the vocabulary of {vocab_size}", "stop_token_ids")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        top_k=max(fields.top_k, 0),
+        min_p=fields.min_p,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        repetition_penalty=fields.repetition_penalty,
+        seed=fields.seed,
+        stop_token_ids=tuple(fields.stop_token_ids),
+        stop_strings=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
+        top_logprobs=top_logprobs,
+        min_tokens=min_tokens,
+    )
+
+
+def read_fields(
+    body: Any, kind: type[_BodyKind], ignored: frozenset[str], required: str
+) -> tuple[_BodyKind, dict[str, Any]]:
+    """A body as the Struct `kind`, and the body without the fields that are null: null is the same as left out.
+
+    Raises `InvalidRequest`, and `UnsupportedParameter` for a field that is neither known nor `ignored`.
+    """
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    for name in body:
+        if name not in kind.__struct_fields__ and name not in ignored:
+            raise UnsupportedParameter(f"parameter {name[:64]!r} is not supported", name[:64])
+    given = {name: value for name, value in body.items() if value is not None}
+    if required not in given:
+        raise InvalidRequest(f"{required} is missing", required)
+    return read_as(given, kind), given
+
+
+def refuse_unserved(served: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise `UnsupportedParameter` for the first parameter whose value is not served.
+
+    `served` says for each whether it is, and what is.
+    """
+    for name, (is_served, what) in served.items():
+        if not is_served:
+            raise UnsupportedParameter(f"{name} with this value is not supported; served is {what}", name)
+
+
+def tool_arguments(arguments: str | dict[str, Any], param: str) -> str | dict[str, Any]:
+    """Arguments that are a JSON object as that object: templates print objects, and would quote a string.
+
+    Raises `InvalidRequest` naming `param` for arguments that nest too deeply.
+    """
+    if isinstance(arguments, str):
+        try:
+            value = msgspec.json.decode(arguments)
+        except RecursionError:
+            raise InvalidRequest("the arguments of a tool call nest too deeply", param) from None
+        except ValueError:
+            return arguments
+    else:
+        value = arguments
+    if isinstance(value, dict | list):
+        check_depth(value, param)
+    return value if isinstance(value, dict) else arguments
+
+
+def logprob_entries(tokenizer: Tokenizer, sampled: Sequence[SampleDelta]) -> list[dict[str, Any]]:
+    """Every sampled token with its log-probability and the alternatives reported, as chat and Responses write them."""
+
+    def token(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token_id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+    return [
+        {
+            **token(token_id, logprob),
+            "top_logprobs": [token(*pair) for pair in (delta.top_logprobs[at] if delta.top_logprobs else ())],
+        }
+        for delta in sampled
+        for at, (token_id, logprob) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True))
+    ]
+
+
+def recorded(done: TurnDone) -> dict[str, Any]:
+    """Which turn a choice was recorded as: the field `tokentape` of replies."""
+    return {"session_id": done.turn.session_id, "turn": done.turn.seq}

@@ -1,0 +1,62 @@
+"""Arrays that engines return per token besides ids and logprobs: cut to one turn, and as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tokentape.types import TurnPayload
+
+ROW_DTYPES = frozenset({"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<f2", "<f4", "<f8"})
+"""What rows may consist of, as numpy spells it for little-endian elements."""
+
+
+def turn_payload(
+    session_id: str, turn: int, name: str, context: int, start: int, rows: npt.NDArray[Any]
+) -> TurnPayload | None:
+    """What of an engine's rows is recorded with a turn: not those of its context, which earlier turns have.
+
+    `context` is the length of the parent's context and completion, `start` the offset in prompt + completion of the
+    token that the first row belongs to. Kept is what there is from the last token of the context on (see
+    `TurnPayload.start`); None if that is nothing.
+
+    >>> turn_payload("s", 1, "experts", context=4, start=0, rows=np.arange(6, dtype=np.uint8)).rows
+    array([3, 4, 5], dtype=uint8)
+    """
+    left_out = max(max(context - 1, 0) - start, 0)
+    if left_out >= len(rows):
+        return None
+    return TurnPayload(session_id, turn, name, start + left_out - context, rows[left_out:])
+
+
+def narrowest(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same numbers as the smallest integers that hold them all; what are no integers, as they are.
+
+    >>> narrowest(np.array([[3, 127]], np.int32)).dtype
+    dtype('uint8')
+    """
+    if rows.dtype.kind not in "iu" or not rows.size:
+        return rows
+    low, high = int(rows.min()), int(rows.max())
+    for dtype in (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32):
+        bounds = np.iinfo(dtype)
+        if bounds.min <= low and high <= bounds.max:
+            return rows.astype(dtype, copy=False)
+    return rows
+
+
+def rows_as_bytes(rows: npt.NDArray[Any]) -> tuple[str, bytes]:
+    """The dtype of `rows` as numpy spells it, and their elements, both little-endian."""
+    little = rows.astype(rows.dtype.newbyteorder("<"), copy=False)
+    return little.dtype.str, little.tobytes()
+
+
+def rows_from_bytes(dtype: str, shape: Sequence[int], data: bytes) -> npt.NDArray[Any]:
+    """Undo `rows_as_bytes`. Raises ValueError if `data` is not an array of this shape of one of `ROW_DTYPES`."""
+    if dtype not in ROW_DTYPES:
+        raise ValueError(f"rows can't consist of {dtype!r}")
+    rows = np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+    return rows.astype(rows.dtype.newbyteorder("="), copy=False)

@@ -1,0 +1,287 @@
+"""Templates written for these tests, each with something that has to be read off it: no name tells the parser."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.chat.conftest import ADD, STAND_IN, load_tokenizer, needs_tokenizers, setup_for
+from tokentape.chat import grammar
+from tokentape.chat.certificate import Certificate
+from tokentape.chat.certify import certify, written_turn
+from tokentape.chat.parse import Reply
+from tokentape.chat.renderer import Renderer
+from tokentape.chat.template import ChatTemplate
+from tokentape.errors import TemplateRefused
+
+pytestmark = needs_tokenizers
+
+USERS = "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+"""The beginning of each template; what follows writes the assistant's turns."""
+
+END = "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+FRAMED = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif -%}
+{% if m.content %}<|box_start|>{{ m.content }}<|box_end|>{% endif -%}
+{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+"""
+    + END
+)
+"""Content has marks of its own; reasoning closes in front of them or of a call."""
+
+BESIDE_CALLS = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+<think>{% if m.tool_calls %}{{ m.reasoning_content or '' }}{% endif %}</think>{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+"""
+    + END
+)
+"""Reasoning shows beside calls only."""
+
+PYTHON = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% if m.tool_calls %}[{% for c in m.tool_calls %}{{ c.function.name }}(
+{%- for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson if v is string else v }}
+{%- if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}<|im_end|>
+"""
+    + END
+)
+"""Calls as in a program, with nothing around them that is not also text."""
+
+QUOTED = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>do:{{ c.function.name }}{
+{%- for k, v in c.function.arguments.items() %}{{ k }}:
+{%- if v is string %}<|quad_start|>{{ v }}<|quad_start|>{% else %}{{ v }}{% endif %}
+{%- if not loop.last %},{% endif %}{% endfor %}}</tool_call>{% endfor %}<|im_end|>
+"""
+    + END
+)
+"""Text between tokens that quote it."""
+
+NUMBERED = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>functions.{{ c.function.name }}:{{ loop.index0 -}}
+<|quad_start|>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>
+"""
+    + END
+)
+"""Calls are counted behind their names."""
+
+NUMBERED_TAGS = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>call tool="{{ c.function.name }}" index="{{
+loop.index }}"{% for k, v in c.function.arguments.items() %}<|quad_start|>{{ k }} type="{{ 'string' if v is string else
+'boolean' if v is boolean else 'number' if v is number else 'json' }}"<|quad_end|>{{
+v if v is string else v | tojson }}<|box_end|>{% endfor %}</tool_call>{% endfor %}<|im_end|>
+"""
+    + END
+)
+"""So are these, in an attribute, and arguments tell their types."""
+
+ID_FIRST = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.id }}<|quad_start|>{{ c.function.name -}}
+<|quad_end|>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>
+"""
+    + END
+)
+"""A call's id stands in front of its name."""
+
+NAME_IS_KEY = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% if m.tool_calls %}<tool_call>[{% for c in m.tool_calls %}{"{{ c.function.name }}": {{
+c.function.arguments | tojson }}}{% if not loop.last %}, {% endif %}{% endfor %}]</tool_call>{% endif %}<|im_end|>
+"""
+    + END
+)
+"""The name is the only key of a call's object."""
+
+ALWAYS_PROMPTED = FRAMED.replace("{% if add_generation_prompt %}", "{% if messages[-1].role != 'assistant' %}")
+"""The generation prompt is written whether it was asked for or not."""
+
+TWO_ENDS = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor -%}
+<|box_end|>
+{% if loop.last %}<|im_end|>{% endif %}"""
+    + END
+)
+"""A turn ends with one token, the conversation with another one."""
+
+AS_REASONING = FRAMED.replace(
+    "{% if m.content %}<|box_start|>",
+    "{% if m.tool_calls and m.content %}<think>{{ m.content }}</think>{% elif m.content %}<|box_start|>",
+)
+"""What is said beside a call is written where reasoning is."""
+
+TEXT_QUOTED = {"PYTHON": PYTHON, "QUOTED": QUOTED}
+ALL = {
+    "FRAMED": FRAMED,
+    "BESIDE_CALLS": BESIDE_CALLS,
+    **TEXT_QUOTED,
+    "NUMBERED": NUMBERED,
+    "NUMBERED_TAGS": NUMBERED_TAGS,
+    "ID_FIRST": ID_FIRST,
+    "NAME_IS_KEY": NAME_IS_KEY,
+    "ALWAYS_PROMPTED": ALWAYS_PROMPTED,
+    "TWO_ENDS": TWO_ENDS,
+    "AS_REASONING": AS_REASONING,
+}
+CALLS = ("call", "parallel calls", "no arguments", "typed arguments", "multi-line argument")
+
+
+def renderer_of(source: str) -> Renderer:
+    return Renderer(load_tokenizer(STAND_IN), ChatTemplate(source))
+
+
+def certificate_of(source: str) -> Certificate:
+    return certify(renderer_of(source))
+
+
+def parsed(renderer: Renderer, text: str, step: int = 0, tools: tuple[Any, ...] = (ADD,)) -> Reply:
+    """The reply in a completion, fed whole or `step` tokens at a time."""
+    ids = renderer.tokenizer.encode_after_control(renderer.tokenizer.mark_controls(text)).ids
+    parser = renderer.parser(setup_for(renderer, tools=tools))
+    for at in range(0, len(ids), step or len(ids)):
+        parser.feed(ids[at : at + (step or len(ids))])
+    return parser.finish()[1]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_turn_that_a_template_writes_is_read_back(name: str) -> None:
+    found = certificate_of(ALL[name])
+    assert [(check.name, check.detail) for check in found.parsing if check.holds is False] == []
+    held = {check.name for check in found.parsing if check.holds}
+    assert held >= {"content", "white space", "unicode", "code", *CALLS}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_turns_read_back_the_same_token_by_token(name: str) -> None:
+    renderer = renderer_of(ALL[name])
+    setup = grammar.setup(renderer.fingerprint, {})
+    for message in grammar.TURNS.values():
+        try:
+            written = written_turn(renderer, setup, message)
+        except TemplateRefused:
+            continue
+        assert written is not None
+        ids = renderer.tokenizer.encode_after_control(written[1]).ids
+        whole, streamed = renderer.parser(setup), renderer.parser(setup)
+        whole.feed(ids)
+        told = [streamed.feed([token_id]) for token_id in ids]
+        rest, reply = streamed.finish()
+        assert reply == whole.finish()[1]
+        assert "".join(delta.content for delta in [*told, rest]) == reply.content
+
+
+@pytest.mark.parametrize("name", ["FRAMED", "ALWAYS_PROMPTED"])
+def test_reasoning_closes_in_front_of_what_opens_the_content(name: str) -> None:
+    renderer = renderer_of(ALL[name])
+    reply = parsed(renderer, "<think>Hm.</think><|box_start|>Yes.<|box_end|>Also this.<|im_end|>")
+    assert (reply.reasoning, reply.content.split()) == ("Hm.", ["Yes.", "Also", "this."])
+    assert certificate_of(ALL[name]).reasoning == ("<think>", "</think>")
+
+
+def test_reasoning_that_shows_beside_calls_only_is_found() -> None:
+    reply = parsed(renderer_of(BESIDE_CALLS), "<think>Hm.</think>Yes.<|im_end|>")
+    assert (reply.reasoning, reply.content) == ("Hm.", "Yes.")
+
+
+def test_content_that_is_written_as_reasoning_is_not_claimed_to_come_back() -> None:
+    checks = {check.name: check for check in certificate_of(AS_REASONING).parsing}
+    assert checks["content and call"].holds is None
+    assert "as it writes reasoning" in checks["content and call"].detail
+    assert checks["reasoning and call"].holds
+
+
+def test_a_token_that_ends_turns_within_a_conversation_is_a_stop_too() -> None:
+    assert {"<|box_end|>", "<|im_end|>"} <= set(certificate_of(TWO_ENDS).stop_tokens)
+    assert "<|box_end|>" not in certificate_of(FRAMED).stop_tokens
+
+
+def test_an_id_in_front_of_the_name_is_the_calls_id() -> None:
+    text = '<tool_call>abc-7<|quad_start|>add<|quad_end|>{"a": 1}</tool_call><|im_end|>'
+    (call,) = parsed(renderer_of(ID_FIRST), text).tool_calls
+    assert (call.id, call.name, call.arguments, call.status) == ("abc-7", "add", '{"a": 1}', "ok")
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('[add(a=1, note="x")]', {"a": 1, "note": "x"}),
+        ("[add( a = 1,note='it is' , )]", {"a": 1, "note": "it is"}),
+        ("[add(note='it\\'s', exact=True)]", {"note": "it's", "exact": True}),
+        ('[add(note="say "hi" then", a=2)]', {"note": 'say "hi" then', "a": 2}),
+        ('[add(note="f(x) ] } )", a=2)]', {"note": "f(x) ] } )", "a": 2}),
+        ("[add(a=3, b=[1, None, {'k': (True, 2.5)}])]", {"a": 3, "b": [1, None, {"k": [True, 2.5]}]}),
+        ("[add(a=3, b={k: null, l: word})]", {"a": 3, "b": {"k": None, "l": "word"}}),
+        ("[add(note=two words)]", {"note": "two words"}),
+        ("[add()]", {}),
+        ("[add (a=1)]", {"a": 1}),
+    ],
+)
+def test_calls_as_in_a_program_are_read_as_models_write_them(
+    written: str, arguments: dict[str, Any], step: int
+) -> None:
+    (call,) = parsed(renderer_of(PYTHON), f"Sure.\n{written}<|im_end|>", step).tool_calls
+    assert (call.name, call.status, json.loads(call.arguments)) == ("add", "ok", arguments)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    "text",
+    ["See [1] and [other(a=1)].", "[add] is a tool, [add", "A list: [1, 2, (3)]", "[link](http://a.b/add(c))", "[a("],
+)
+def test_brackets_in_text_are_no_calls(text: str, step: int) -> None:
+    reply = parsed(renderer_of(PYTHON), f"{text}<|im_end|>", step)
+    assert (reply.content, reply.tool_calls) == (text, ())
+
+
+def test_a_call_without_names_for_its_arguments_is_told_as_broken() -> None:
+    (call,) = parsed(renderer_of(PYTHON), "[add(1, 2)]<|im_end|>").tool_calls
+    assert (call.name, call.arguments, call.status) == ("add", "1, 2", "bad_arguments")
+
+
+def test_a_call_cut_short_was_not_made() -> None:
+    renderer = renderer_of(PYTHON)
+    ids = renderer.tokenizer.encode_after_control('Sure. [add(a=1, note="x').ids
+    parser = renderer.parser(setup_for(renderer))
+    parser.feed(ids)
+    reply = parser.finish()[1]
+    assert [call.status for call in reply.tool_calls] in ([], ["unclosed"])
+    assert reply.content == 'Sure. [add(a=1, note="x'
+
+
+KEYS = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e6, 1e6).map(lambda x: round(x, 3)) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(arguments=st.dictionaries(KEYS, VALUES, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_what_python_prints_is_read_as_python_reads_it(arguments: dict[str, Any]) -> None:
+    free = {**ADD, "function": {**ADD["function"], "parameters": {"type": "object"}}}
+    written = f"[add({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]"
+    reply = parsed(renderer_of(PYTHON), f"{written}<|im_end|>", tools=(free,))
+    assert [json.loads(call.arguments) for call in reply.tool_calls] == [arguments]

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tokentape.cli.flags import SETTINGS
+from tokentape.config import settings
+
+KEY = "LEAKMARKER-LEAKMARKER"
+
+
+@pytest.fixture(autouse=True)
+def _file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = f'model_id = "filed"\n[keys]\nalice = "{KEY}"\n[engine]\napi_key = "{KEY}"\n'
+    Path("tokentape.toml").write_text(text, encoding="utf-8")
+    monkeypatch.setenv("TOKENTAPE_HOST", "127.0.0.2")
+
+
+def test_each_setting_is_shown_with_its_source(run: Run) -> None:
+    shown = json.loads(run("config", "show", "--json", "--port", 9).stdout)
+    assert shown["file"] == "tokentape.toml"
+    found = {name: (one["value"], one["source"]) for name, one in shown["settings"].items()}
+    assert found["port"] == (9, "flag")
+    assert found["host"] == ("127.0.0.2", "env")
+    assert found["model_id"] == ("filed", "file")
+    assert found["history"] == ("sampled", "default")
+    assert list(found) == list(settings())
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_secrets_are_hidden(run: Run, form: list[str]) -> None:
+    done = run("config", "show", *form)
+    assert "LEAKMARKER" not in done.stdout
+    assert done.stdout.count("***") == 2
+
+
+def test_what_is_printed_is_toml(run: Run) -> None:
+    found = tomllib.loads(run("config", "show", "--engine", "vllm", "--engine-url", "http://a:1").stdout)
+    assert found["engine"]["urls"] == ["http://a:1"]
+    assert found["keys"] == {"alice": "***"}
+
+
+def test_it_takes_what_serve_takes_and_nothing_else(run: Run) -> None:
+    done = run("config", "show", "--prot", 9)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "No such option" in done.stderr
+
+
+def test_a_wrong_file_is_exit_code_2(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "tokentape.toml").write_text("prot = 9", encoding="utf-8")
+    done = run("config", "show")
+    assert done.exit_code == 2
+    assert "did you mean 'port'?" in done.stderr
+
+
+def test_flags_give_settings_that_there_are() -> None:
+    assert set(SETTINGS.values()) <= set(settings())

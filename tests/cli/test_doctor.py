@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.engines import fake_vllm
+from tests.gateway.scripted import ScriptedEngine
+from tokentape.chat.certify import certify
+from tokentape.chat.renderer import Renderer
+from tokentape.chat.template import ChatTemplate
+from tokentape.cli.examination import access, certified, data_directory, environment, probe, sqlite_version
+from tokentape.config import ServeConfig
+from tokentape.store import SqliteStore
+
+KEY = "k" * 16
+
+
+def test_a_machine_that_is_fit_is_exit_code_0(run: Run, model_dir: Path, tmp_path: Path) -> None:
+    done = run("doctor", model_dir, "--threads", 1, "--data", tmp_path / "data", "--json")
+    report = json.loads(done.stdout)
+    assert (done.exit_code, report["ok"]) == (0, True)
+    names = [finding["name"] for finding in report["findings"]]
+    assert names == [
+        *("versions", "sqlite", "data", "disk", "fsync", "host", "model", "certificate", "engine", "probe"),
+    ]
+    assert not (tmp_path / "data").exists()
+
+
+def test_what_fails_is_named_with_what_to_do_and_exit_code_1(run: Run, model_dir: Path, tmp_path: Path) -> None:
+    # Port 9 is "discard", which nobody serves.
+    done = run("doctor", model_dir, "--data", tmp_path, "--engine", "vllm", "--engine-url", "http://127.0.0.1:9")
+    assert done.exit_code == 1
+    line, advice = done.stdout.splitlines()[-2:]
+    assert line.startswith("fail  engine: the engine refuses connections")
+    assert advice.strip() == "Check that it runs, and its address and API key."
+
+
+def test_a_server_is_asked_what_it_is_and_for_ids(run: Run, model_dir: Path, tmp_path: Path) -> None:
+    with fake_vllm.running() as vllm:
+        done = run("doctor", model_dir, "--data", tmp_path, "--engine", "vllm", "--engine-url", vllm.url)
+    assert "ok    engine: vllm " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("version", "noted"), [((3, 6, 23), False), ((3, 40, 1), True), ((3, 51, 2), True), ((3, 51, 3), False)]
+)
+def test_the_wal_reset_bug_is_noted(version: tuple[int, ...], noted: bool) -> None:
+    finding = sqlite_version(version)
+    assert finding.status == "ok"
+    assert ("WAL-reset" in finding.found) == noted
+
+
+def test_a_misspelled_variable_is_told() -> None:
+    (finding,) = environment({"TOKENTAPE_PROT": "1", "TOKENTAPE_PORT": "1", "TOKENTAPE_CACHE": "x", "PROT": "1"})
+    assert (finding.found, finding.advice) == ("TOKENTAPE_PROT is no setting", "Did you mean TOKENTAPE_PORT?")
+
+
+def test_a_directory_in_use_is_a_warning(tmp_path: Path) -> None:
+    with SqliteStore.open(tmp_path):
+        finding = next(data_directory(tmp_path))
+    assert finding.status == "warn"
+    assert "open for writing by process" in finding.found
+
+
+def test_a_file_that_is_no_record_fails(tmp_path: Path) -> None:
+    (tmp_path / "tokentape.db").write_bytes(b"not a database" * 100)
+    assert next(data_directory(tmp_path)).status == "fail"
+
+
+def test_a_directory_that_can_not_be_made_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (finding,) = data_directory(tmp_path / "file" / "data")
+    assert finding.status == "fail"
+
+
+def test_others_without_keys_fail_and_open_key_files_are_warned_of(tmp_path: Path) -> None:
+    assert [finding.status for finding in access(ServeConfig(host="0.0.0.0"))] == ["fail"]
+    path = tmp_path / "keys"
+    path.write_text(f"alice={KEY}", encoding="utf-8")
+    path.chmod(0o644)
+    findings = list(access(ServeConfig(host="0.0.0.0", keys_file=path)))
+    assert [finding.status for finding in findings] == ["ok", "warn"]
+    path.chmod(0o600)
+    assert [finding.status for finding in access(ServeConfig(host="0.0.0.0", keys_file=path))] == ["ok"]
+
+
+def test_what_is_not_certified_is_named(renderer: Renderer) -> None:
+    refusing = Renderer(
+        renderer.tokenizer,
+        ChatTemplate(
+            "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+            "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        ),
+    )
+    finding = certified(certify(refusing))
+    assert finding.status == "warn"
+    assert "refused continuations: " in finding.found
+    assert "tool" in finding.found
+
+
+def test_an_engine_that_says_something_else_the_second_time_is_a_warning(renderer: Renderer) -> None:
+    finding = asyncio.run(probe(ScriptedEngine(renderer, ["one", "two"]), renderer))
+    assert finding.status == "warn"
+    assert "something else" in finding.found
+
+
+def test_an_engine_that_samples_nothing_fails(renderer: Renderer) -> None:
+    finding = asyncio.run(probe(ScriptedEngine(renderer, ["", ""]), renderer))
+    assert finding.status == "fail"

@@ -1,0 +1,54 @@
+"""`tokentape snapshot` against a real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.records import SETUP, make_chain, make_turn
+from tokentape.session.jsonl import read_jsonl
+from tokentape.store import SqliteStore
+from tokentape.types import SessionInfo
+
+
+@pytest.fixture
+def at(gateway_url: str, store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> SqliteStore:
+    """The store of a gateway that the commands find in their environment, with the sessions `a` and `b`."""
+    monkeypatch.setenv("TOKENTAPE_URL", gateway_url)
+    records = SessionInfo("a", 1.0), SETUP, *make_chain("a", 2), SessionInfo("b", 2.0), make_turn("b", 0)
+    asyncio.run(store.write(*records))
+    return store
+
+
+def test_from_taking_a_snapshot_to_dropping_its_sessions(run: Run, at: SqliteStore, tmp_path: Path) -> None:
+    taken = run("snapshot", "create", "--session", "a", "--session", "b")
+    assert (taken.exit_code, taken.stdout) == (0, "1\n")
+    exported = run("snapshot", "export", 1, "-o", tmp_path / "t.jsonl")
+    digest = exported.stdout.strip()
+    assert [one.session_id for one in read_jsonl(tmp_path / "t.jsonl")] == ["a", "b"]
+    assert f"held  trajectories 2, tokens 24, with loss 12  {digest}" in run("snapshot", "show", 1).stdout
+    early = run("snapshot", "drop", 1)
+    assert (early.exit_code, "not confirmed" in early.stderr) == (1, True)
+    assert run("snapshot", "confirm", 1, digest).exit_code == 0
+    asyncio.run(at.write(make_turn("b", 1, make_turn("b", 0))))
+    dropped = run("snapshot", "drop", 1)
+    assert (dropped.exit_code, dropped.stdout) == (1, "kept b: changed since the snapshot\n")
+    assert [one.info.session_id for one in at.sessions()] == ["b"]
+    assert run("snapshot", "create", "--since", 1, "--json").exit_code == 0
+    states = [json.loads(line)["state"] for line in run("snapshot", "show", "--json").stdout.splitlines()]
+    assert states == ["released", "held"]
+
+
+def test_a_wrong_digest_is_refused(run: Run, at: SqliteStore) -> None:
+    run("snapshot", "create")
+    done = run("snapshot", "confirm", 1, "0" * 64)
+    assert (done.exit_code, "damaged or another snapshot" in done.stderr) == (1, True)
+
+
+def test_a_gateway_that_is_not_there_is_one_line(run: Run) -> None:
+    done = run("snapshot", "show", "--url", "http://127.0.0.1:9")
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)

@@ -1,0 +1,99 @@
+"""Real inference servers started for a module's tests, and what the model itself says, to compare with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+import tokentape.demo
+from tokentape.engines.base import Engine, SampleDelta, SamplingParams
+
+MODEL = Path(tokentape.demo.__file__).parent / "model"
+
+_T = TypeVar("_T")
+
+
+@contextmanager
+def served(
+    command: Callable[[int], Sequence[str]], log: Path, settings: Mapping[str, str], *, within: float = 400
+) -> Iterator[str]:
+    """Address of a server started with the command for a port, once it is healthy."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command(port), env={**os.environ, **settings}, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + within
+        while not _healthy(url):
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=30) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def load_forward() -> Callable[[np.ndarray], np.ndarray]:
+    """The model's own log-probabilities, float64 [tokens, vocabulary], of what follows each id."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(MODEL).eval()
+
+    def forward(ids: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            logits = model(torch.tensor(ids[None].astype(np.int64))).logits[0].double()
+        return np.asarray(torch.log_softmax(logits, dim=-1).numpy())
+
+    return forward
+
+
+def use(opening: Callable[[], Awaitable[Engine]], body: Callable[[Any], Awaitable[_T]]) -> _T:
+    """What `body` returns of an engine that is open for it."""
+
+    async def main() -> _T:
+        engine = await opening()
+        try:
+            return await body(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+async def collect(
+    engine: Engine, prompt: np.ndarray, params: SamplingParams, *, stream: bool
+) -> tuple[np.ndarray, np.ndarray, SampleDelta]:
+    """Ids, log-probabilities and the last delta of one call."""
+    deltas = [d async for d in engine.sample(prompt, params, stream=stream, request_id="test")]
+    ids = np.array([i for d in deltas for i in d.token_ids], np.int32)
+    return ids, np.array([lp for d in deltas for lp in d.logprobs]), deltas[-1]

@@ -1,0 +1,49 @@
+"""What every engine refuses before it samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokentape.engines.base import DISTRIBUTION, EngineInfo, SamplingParams
+from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
+from tokentape.errors import InvalidRequest, UnsupportedParameter
+
+INFO = EngineInfo("engine", "1", "model", 10, 8, "raw_logprobs", DISTRIBUTION - {"seed"})
+PARAMS = SamplingParams(max_tokens=3)
+
+
+@pytest.mark.parametrize("prompt", [[], [10], [1, -1], [1] * 8])
+def test_a_prompt_that_can_not_be_sampled_from_is_refused(prompt: list[int]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        refuse_prompt(np.array(prompt, np.int32), INFO)
+    assert caught.value.param == "prompt_ids"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_tokens", 0), ("top_p", 0.0), ("min_p", 1.1), ("min_tokens", 4), ("min_tokens", -1), ("payloads_from", -1)],
+)
+def test_a_parameter_out_of_range_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        refuse_params(replace(PARAMS, **{name: value}))
+    assert caught.value.param == name
+
+
+def test_the_ends_of_the_ranges_are_taken() -> None:
+    refuse_params(replace(PARAMS, min_tokens=3, payloads_from=0, min_p=1.0, top_p=1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", 0), ("min_tokens", 1), ("priority", -1), ("cache_salt", ""), ("payloads_from", 0)]
+)
+def test_a_parameter_that_the_engine_would_ignore_is_refused_even_if_it_is_falsy(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedParameter, match=f"engine does not do {name}"):
+        refuse_unhonoured(replace(PARAMS, **{name: value}), INFO)
+
+
+def test_defaults_are_taken_by_every_engine() -> None:
+    refuse_unhonoured(PARAMS, replace(INFO, sampling=frozenset({"max_tokens"})))

@@ -1,0 +1,275 @@
+"""The engine for servers with an OpenAI-style completions API: one table row per kind of server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fake_server
+import numpy as np
+import pytest
+from fake_server import Answer, Body, FakeServer
+from fake_vllm import LOGPROBS, MAX_CONTEXT, PARAMS, PROMPT, SAMPLED, VOCAB_SIZE, joined, sse, streaming, whole
+from fake_vllm import sampled_events as vllm_events
+from starlette.responses import JSONResponse, Response
+
+from tokentape.engines.base import SampleDelta, SamplingParams
+from tokentape.engines.openai_compatible import DIALECTS, Dialect, OpenAiEngine
+from tokentape.errors import EngineContractError, EngineError, InvalidRequest, UnsupportedParameter
+
+SHARED = Path(os.environ.get("TOKENTAPE_SHARED") or Path(__file__).resolve().parents[3] / "shared")
+VLLM_SCHEMA = SHARED / "engines/schemas/vllm_0.33.0_CompletionRequest.json"
+
+_COMMON = {
+    *("model", "prompt", "echo", "n", "stream", "stream_options", "logprobs", "max_tokens", "temperature", "top_p"),
+    *("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "stop"),
+    *("min_tokens", "ignore_eos", "skip_special_tokens", "seed"),
+}
+# Fields of each server's CompletionRequest that there is a use for here, written down from its source.
+FIELDS = {
+    "vllm": _COMMON
+    | {
+        *("add_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "return_token_ids"),
+        "return_tokens_as_token_ids",
+    },
+    "sglang": _COMMON | {"no_stop_trim", "return_token_ids"},
+    # It refuses fields that it does not know.
+    "tensorrt_llm": _COMMON | {"add_special_tokens", "detokenize"},
+}
+ROWS = pytest.mark.parametrize("kind", [row.owned_by for row in DIALECTS])
+
+Events = list[dict[str, Any]]
+
+
+def events(kind: str, body: Body) -> Events:
+    """A stream's events in the words of one kind of server."""
+    sent = vllm_events({"logprobs": 0, "return_token_ids": True, "stop_token_ids": [], **body})
+    for event in sent:
+        for choice in event["choices"] if kind != "vllm" else ():
+            choice["logprobs"]["tokens"] = ["x"]
+            if kind == "sglang":
+                choice["matched_stop"] = choice.pop("stop_reason")
+            else:
+                choice["stop_reason"] = None
+    return sent
+
+
+def answering(kind: str, change: Callable[[Events], object] = lambda sent: None) -> Callable[[Body], Response]:
+    def answer(body: Body) -> Response:
+        assert set(body) <= FIELDS[kind]
+        sent = events(kind, body)
+        change(sent)
+        return streaming(sse(sent)) if body["stream"] else JSONResponse(whole(sent))
+
+    return answer
+
+
+def answers(kind: str) -> dict[str, Answer]:
+    card = {"id": "tiny", "owned_by": kind} | ({"max_model_len": MAX_CONTEXT} if kind != "tensorrt_llm" else {})
+    return {"/v1/models": JSONResponse({"data": [card]}), "/v1/completions": answering(kind)}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with fake_server.running() as fake:
+        yield fake
+
+
+def sample(
+    server: FakeServer,
+    kind: str,
+    params: SamplingParams = PARAMS,
+    *,
+    stream: bool = True,
+    change: Callable[[Events], object] | None = None,
+    vocab_size: int = VOCAB_SIZE,
+    **opening: Any,
+) -> list[SampleDelta]:
+    async def main() -> list[SampleDelta]:
+        engine = await OpenAiEngine.open(
+            server.url + "/v1", vocab_size=vocab_size, **({"max_context": MAX_CONTEXT} | opening)
+        )
+        server.asked.clear()
+        if change is not None:
+            server.answers["/v1/completions"] = answering(kind, change)
+        try:
+            return [d async for d in engine.sample(PROMPT, params, stream=stream, request_id="call-1")]
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+@ROWS
+@pytest.mark.parametrize("stream", [True, False])
+def test_ids_and_logprobs_are_read_as_they_came(server: FakeServer, kind: str, stream: bool) -> None:
+    server.reset(answers(kind))
+    deltas = sample(server, kind, stream=stream)
+    assert joined(deltas) == (tuple(SAMPLED), tuple(LOGPROBS))
+    assert deltas[-1].finish_reason == "length"
+    assert len(deltas) == (3 if stream and kind != "tensorrt_llm" else 1)
+    assert server.headers["x-request-id"] == "call-1"
+
+
+@ROWS
+def test_all_that_a_row_honours_is_sent_under_the_names_of_that_server(server: FakeServer, kind: str) -> None:
+    server.reset(answers(kind))
+    sample(server, kind)
+    (body,) = server.bodies("/v1/completions")
+    (row,) = [row for row in DIALECTS if row.owned_by == kind]
+    assert set(row.fields.values()) <= set(body) <= FIELDS[kind]
+    assert body["prompt"] == PROMPT.tolist()
+    assert (body["logprobs"], body["top_k"]) == (row.least_logprobs, -1 if kind == "sglang" else 0)
+
+
+@pytest.mark.skipif(not VLLM_SCHEMA.exists(), reason="set TOKENTAPE_SHARED to the folder with engines/schemas")
+def test_the_fields_of_vllms_row_are_in_its_schema() -> None:
+    assert FIELDS["vllm"] <= set(json.loads(VLLM_SCHEMA.read_text())["properties"])
+
+
+@ROWS
+def test_a_stop_id_is_kept_in_the_ids_and_named(server: FakeServer, kind: str) -> None:
+    server.reset(answers(kind))
+    last = sample(server, kind, replace(PARAMS, stop_token_ids=(50, 13)))[-1]
+    assert (last.token_ids[-1], last.finish_reason, last.stop) == (13, "stop", 13)
+
+
+@pytest.mark.parametrize(("kind", "field"), [("vllm", "stop_reason"), ("sglang", "matched_stop")])
+def test_a_stop_string_is_named_as_that_server_names_it(server: FakeServer, kind: str, field: str) -> None:
+    server.reset(answers(kind))
+
+    def stop(sent: Events) -> None:
+        sent[-2]["choices"][0] |= {"finish_reason": "stop", field: "b"}
+
+    last = sample(server, kind, replace(PARAMS, stop_strings=("a", "b")), change=stop)[-1]
+    assert (last.finish_reason, last.stop) == ("stop", "b")
+
+
+def test_alternatives_are_given_where_they_have_ids(server: FakeServer) -> None:
+    server.reset(answers("vllm"))
+    deltas = sample(server, "vllm", replace(PARAMS, top_logprobs=2))
+    assert [row for delta in deltas for row in delta.top_logprobs] == [
+        ((11, -0.5), (1, -1.25)),
+        ((1, -1.25), (12, -1.5)),
+        ((1, -1.25), (13, -2.5)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("sglang", "seed"), ("sglang", "top_logprobs"), ("tensorrt_llm", "stop_strings"), ("vllm", "priority")],
+)
+def test_what_a_server_would_ignore_is_refused(server: FakeServer, kind: str, name: str) -> None:
+    server.reset(answers(kind))
+    with pytest.raises(UnsupportedParameter, match=name):
+        sample(server, kind, replace(PARAMS, **{name: ("x",) if name == "stop_strings" else 1}))
+    assert not server.bodies("/v1/completions")
+
+
+def test_another_kind_of_server_is_described_by_a_row(server: FakeServer) -> None:
+    row = Dialect(owned_by="mine", fields={"max_tokens": "max_tokens"}, ids="response_token_ids")
+
+    def answer(body: Body) -> Response:
+        sent = events("sglang", {"logprobs": 0, **body})
+        for event in sent:
+            for choice in event["choices"]:
+                choice["response_token_ids"] = choice.pop("token_ids")
+        return streaming(sse(sent))
+
+    server.reset(answers("mine") | {"/v1/completions": answer})
+    with pytest.raises(InvalidRequest, match="owned by mine; known are vllm, sglang, tensorrt_llm"):
+        sample(server, "mine")
+    deltas = asyncio.run(_through(server, row))
+    assert joined(deltas)[0] == tuple(SAMPLED)
+
+
+async def _through(server: FakeServer, row: Dialect) -> list[SampleDelta]:
+    engine = await OpenAiEngine.open(server.url, vocab_size=VOCAB_SIZE, dialect=row)
+    try:
+        return [d async for d in engine.sample(PROMPT, PARAMS, stream=True, request_id="a")]
+    finally:
+        await engine.close()
+
+
+def _drop_ids(sent: Events) -> None:
+    for event in sent:
+        for choice in event["choices"]:
+            choice["token_ids"] = None
+
+
+def _set(name: str, value: object) -> Callable[[Events], None]:
+    def change(sent: Events) -> None:
+        sent[-2]["choices"][0][name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_drop_ids, "no token_ids"),
+        (_set("token_ids", [200]), "sampled id 200"),
+        (_set("token_ids", [13, 14]), "1 log-probabilities for 2 ids"),
+        (_set("token_ids", ["13"]), "another form"),
+        (_set("finish_reason", "tired"), "tired"),
+        (_set("finish_reason", "stop"), "not at one of the stop"),
+        (lambda sent: sent[-1]["usage"].update(completion_tokens=4), "counts 3 prompt and 4"),
+        (lambda sent: sent[-1].update(usage=None), "no usage"),
+        (lambda sent: sent[-2]["choices"].append(sent[-2]["choices"][0]), "more than the one"),
+    ],
+)
+def test_a_reply_that_disagrees_with_itself_is_refused(
+    server: FakeServer, change: Callable[[Events], object], says: str
+) -> None:
+    server.reset(answers("tensorrt_llm"))
+    server.answers["/v1/models"] = JSONResponse({"data": [{"id": "tiny", "owned_by": "vllm"}]})
+    row = replace(DIALECTS[0], named_ids=False)
+    server.answers["/v1/completions"] = answering("vllm")
+    with pytest.raises(EngineContractError, match=says):
+        sample(server, "vllm", change=change, dialect=row)
+
+
+def test_ids_that_differ_from_the_names_of_the_logprobs_are_refused(server: FakeServer) -> None:
+    server.reset(answers("vllm"))
+    with pytest.raises(EngineContractError, match="expected the same"):
+        sample(server, "vllm", change=_set("token_ids", [14]))
+
+
+def test_a_stream_that_ends_early_is_an_error(server: FakeServer) -> None:
+    server.reset(answers("vllm"))
+    with pytest.raises(EngineError):
+        sample(server, "vllm", change=lambda sent: sent.__delitem__(slice(1, 3)))
+
+
+def test_a_server_that_does_not_say_how_long_its_context_is_must_be_told(server: FakeServer) -> None:
+    server.reset(answers("tensorrt_llm"))
+    with pytest.raises(InvalidRequest, match="max_context"):
+        sample(server, "tensorrt_llm", max_context=None)
+
+
+def test_a_server_without_ids_is_found_out_when_it_is_opened(server: FakeServer) -> None:
+    server.reset(answers("sglang") | {"/v1/completions": answering("sglang", _drop_ids)})
+    with pytest.raises(EngineContractError, match="no token_ids"):
+        sample(server, "sglang")
+
+
+def test_an_id_outside_the_vocabulary_is_never_sent(server: FakeServer) -> None:
+    server.reset(answers("vllm"))
+
+    async def main() -> None:
+        engine = await OpenAiEngine.open(server.url, vocab_size=4)
+        server.asked.clear()
+        try:
+            async for _ in engine.sample(np.array([4], np.int32), PARAMS, stream=True, request_id="a"):
+                pass
+        finally:
+            await engine.close()
+
+    with pytest.raises(InvalidRequest, match="not in this model's vocabulary"):
+        asyncio.run(main())
+    assert not server.asked

@@ -1,0 +1,57 @@
+"""Engines opened by the name of their kind."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import fake_llamacpp
+import fake_server
+import fake_sglang
+import pytest
+import test_openai_compatible
+from fake_server import FakeServer
+
+from tokentape.engines.opening import KINDS, open_engine
+from tokentape.errors import InvalidRequest
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with fake_server.running() as fake:
+        yield fake
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers", "name"),
+    [
+        ("sglang", fake_sglang.answers(), "sglang"),
+        ("llamacpp", fake_llamacpp.answers(), "llamacpp"),
+        ("openai", test_openai_compatible.answers("vllm"), "openai:vllm"),
+    ],
+)
+def test_each_kind_opens_its_engine(
+    server: FakeServer, kind: str, answers: dict[str, fake_server.Answer], name: str
+) -> None:
+    server.reset(answers)
+
+    async def main() -> str:
+        engine = await open_engine(kind, server.url, vocab_size=100, api_key="sk-1")
+        await engine.check()
+        await engine.close()
+        return engine.info.name
+
+    assert asyncio.run(main()) == name
+    assert server.headers["authorization"] == "Bearer sk-1"
+
+
+def test_another_kind_is_refused_naming_those_that_there_are() -> None:
+    with pytest.raises(InvalidRequest, match=f"there are {', '.join(KINDS)}"):
+        asyncio.run(open_engine("tgi", "http://127.0.0.1:1", vocab_size=10))
+
+
+def test_importing_it_loads_no_engine() -> None:
+    code = "import sys, tokentape.engines.opening; sys.exit(any('engines.vllm' in name for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

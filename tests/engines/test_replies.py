@@ -1,0 +1,105 @@
+"""What the engines over HTTP make of tokens, ends and counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from tokentape.engines.base import SampleDelta, SamplingParams
+from tokentape.engines.replies import Completion, alternatives, decode
+from tokentape.errors import EngineContractError
+
+PARAMS = SamplingParams(max_tokens=4, stop_token_ids=(7,), stop_strings=("end",))
+
+
+def completion(params: SamplingParams = PARAMS, *, own_stops: bool = False) -> Completion:
+    return Completion(params, 10, own_stops=own_stops)
+
+
+def test_tokens_are_passed_on_as_they_came_and_counted() -> None:
+    tokens = completion()
+    assert tokens.delta([1, 2], [-0.5, 0.0005]) == SampleDelta((1, 2), (-0.5, 0.0005))
+    tokens.delta([3], [-1.0])
+    tokens.check_counts(5, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "says"),
+    [
+        ([1], [], "0 log-probabilities for 1"),
+        ([10], [-1.0], "id 10; the vocabulary is 0 to 9"),
+        ([-1], [-1.0], "id -1"),
+        ([1] * 5, [-1.0] * 5, "5 tokens; expected at most 4"),
+        ([1], [None], "no usable"),
+        ([1], [float("nan")], "no usable"),
+        ([1], [-3.4e38], "no usable"),
+        ([1], [0.5], "logits"),
+    ],
+)
+def test_tokens_that_can_not_be_are_refused(ids: list[int], logprobs: list[float | None], says: str) -> None:
+    with pytest.raises(EngineContractError, match=says):
+        completion().delta(ids, logprobs)
+
+
+def test_alternatives_are_needed_for_each_token_where_they_were_asked_for() -> None:
+    with pytest.raises(EngineContractError, match="0 lists of alternatives for 1"):
+        completion(replace(PARAMS, top_logprobs=1)).delta([1], [-1.0])
+    assert completion().delta([1], [-1.0], [((1, -1.0),)]).top_logprobs == ()
+
+
+def test_alternatives_are_the_most_likely_best_first_without_the_impossible() -> None:
+    assert alternatives([(1, -2.0), (2, -0.5), (3, -3.4e38), (4, None)], 5) == ((2, -0.5), (1, -2.0))
+    assert alternatives([(1, -2.0), (2, -0.5)], 1) == ((2, -0.5),)
+    with pytest.raises(EngineContractError, match="empty"):
+        alternatives([(3, -3.4e38)], 1)
+    with pytest.raises(EngineContractError, match="logits"):
+        alternatives([(3, 4.5)], 1)
+
+
+@pytest.mark.parametrize(("matched", "own_stops"), [(7, False), ("end", False), (7, True)])
+def test_a_stop_that_was_asked_for_is_named(matched: int | str, own_stops: bool) -> None:
+    tokens = completion(own_stops=own_stops)
+    tokens.delta([1, 7], [-1.0, -1.0])
+    assert tokens.stop("stop", matched) == matched
+
+
+@pytest.mark.parametrize("matched", [8, 1, "en", None])
+def test_a_stop_that_was_not_asked_for_or_is_not_last_is_refused(matched: int | str | None) -> None:
+    tokens = completion()
+    tokens.delta([1, 8], [-1.0, -1.0])
+    with pytest.raises(EngineContractError, match="stopped"):
+        tokens.stop("stop", matched)
+
+
+def test_the_models_own_stop_counts_only_where_it_can_not_be_switched_off() -> None:
+    tokens = completion(own_stops=True)
+    tokens.delta([1, 8], [-1.0, -1.0])
+    assert tokens.stop("stop", 8) == 8
+    with pytest.raises(EngineContractError):
+        tokens.stop("stop", 1)
+
+
+def test_nothing_sampled_can_only_be_an_abort() -> None:
+    assert completion().stop("abort", None) is None
+    for reason in ("stop", "length"):
+        with pytest.raises(EngineContractError, match="before it sampled"):
+            completion(own_stops=True).stop(reason, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("prompt", "sampled"), [(4, 1), (5, 2)])
+def test_counts_that_differ_are_refused(prompt: int, sampled: int) -> None:
+    tokens = completion()
+    tokens.delta([1], [-1.0])
+    with pytest.raises(EngineContractError, match="5 were sent and 1 came back"):
+        tokens.check_counts(prompt, 5, sampled)
+
+
+def test_what_is_not_of_the_form_is_refused_without_its_text() -> None:
+    class Shape(msgspec.Struct):
+        ids: list[int]
+
+    with pytest.raises(EngineContractError, match="SGLang") as caught:
+        decode(b'{"ids": ["secret prompt"]}', Shape, "SGLang")
+    assert "secret" not in str(caught.value)

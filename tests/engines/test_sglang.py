@@ -1,0 +1,488 @@
+"""The SGLang engine: what it sends, what it makes of replies, and what it refuses to make of wrong ones."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import fake_server
+import numpy as np
+import pytest
+from fake_server import FakeServer
+from fake_sglang import (
+    LOGPROBS,
+    MAX_CONTEXT,
+    PARAMS,
+    PROMPT,
+    SAMPLED,
+    VOCAB_SIZE,
+    Events,
+    answers,
+    events,
+    generate,
+    sample,
+    tampered,
+)
+from fake_vllm import joined, sse, streaming
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.responses import JSONResponse
+
+from tokentape.engines.base import DISTRIBUTION, SampleDelta, SamplingParams, WeightSpan
+from tokentape.engines.http import Timeouts
+from tokentape.engines.sglang import SglangEngine
+from tokentape.engines.sglang_reply import DONE, Reply
+from tokentape.errors import (
+    EngineContractError,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    InvalidRequest,
+    TokentapeError,
+    UnsupportedParameter,
+)
+
+EVERYTHING = SamplingParams(
+    max_tokens=3,
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.05,
+    presence_penalty=0.1,
+    frequency_penalty=0.2,
+    repetition_penalty=1.1,
+    seed=7,
+    stop_token_ids=(90, 91),
+    stop_strings=("\n\n",),
+    top_logprobs=2,
+    min_tokens=1,
+    priority=2,
+    cache_salt="salt",
+    session_id="session",
+    payloads_from=1,
+)
+OFFERS_EVERYTHING = {
+    "enable_deterministic_inference": True,
+    "enable_return_routed_experts": True,
+    "enable_priority_scheduling": True,
+}
+
+# Fields of 0.5.23's GenerateReqInput and SamplingParams that there is a use for here, written down from its source.
+# It ignores a field of the body that it does not know and refuses one of the sampling parameters.
+BODY_FIELDS = frozenset(
+    {
+        *("rid", "input_ids", "sampling_params", "stream", "return_logprob", "logprob_start_len", "top_logprobs_num"),
+        *("return_text_in_logprobs", "return_prompt_token_ids", "return_routed_experts", "routed_experts_start_len"),
+        *(
+            "priority",
+            "cache_salt",
+            "extra_key",
+            "session_id",
+        ),
+    }
+)
+SAMPLING_FIELDS = frozenset(
+    {
+        *("max_new_tokens", "min_new_tokens", "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
+        *("frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
+        *(
+            "spaces_between_special_tokens",
+            "no_stop_trim",
+            "sampling_seed",
+        ),
+    }
+)
+API_TYPES = os.environ.get("TOKENTAPE_SGLANG_API_TYPES")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with fake_server.running() as fake:
+        yield fake
+
+
+@pytest.fixture(autouse=True)
+def _forget(server: FakeServer) -> None:
+    server.reset(answers())
+
+
+def sent_bodies(server: FakeServer) -> list[dict[str, Any]]:
+    """Bodies for little and for all that can be asked, streamed and not, by a server that offers all."""
+    bodies = []
+    experts = base64.b64encode(np.zeros(4 * 6, "<i4").tobytes()).decode()
+
+    def with_experts(body: dict[str, Any]) -> Any:
+        return tampered(lambda sent: sent[-1]["meta_info"].update(routed_experts=experts))(body)
+
+    for params in (PARAMS, EVERYTHING):
+        for stream in (True, False):
+            server.reset(answers(**OFFERS_EVERYTHING))
+            sample(server, params, stream=stream, verify_prompt=True, answer=with_experts)
+            bodies += server.bodies("/generate")
+    return bodies
+
+
+def test_bodies_hold_only_fields_that_the_server_knows(server: FakeServer) -> None:
+    bodies = sent_bodies(server)
+    assert len(bodies) == 4
+    for body in bodies:
+        assert set(body) <= BODY_FIELDS
+        assert set(body["sampling_params"]) <= SAMPLING_FIELDS
+    assert set().union(*bodies) == BODY_FIELDS - {"extra_key"}
+    assert set().union(*(body["sampling_params"] for body in bodies)) == SAMPLING_FIELDS
+
+
+@pytest.mark.skipif(API_TYPES is None, reason="set TOKENTAPE_SGLANG_API_TYPES to sglang/api/v1/api_types.py of a wheel")
+def test_bodies_satisfy_the_decoder_that_the_server_gates_them_with(server: FakeServer) -> None:
+    assert API_TYPES is not None
+    types = load(Path(API_TYPES))
+    for body in sent_bodies(server):
+        read = types.GenerateRequest.from_json_value(body)
+        assert read.input_ids == body["input_ids"]
+        assert read.sampling_params.stop_token_ids == body["sampling_params"]["stop_token_ids"]
+        with pytest.raises(types.JsonContractError):
+            types.GenerateRequest.from_json_value({**body, "sampling_params": {"max_tokens": 3}})
+    # The lists above are of this file, and of GenerateReqInput, which has a few fields more than it.
+    assert set(types.SamplingParams.__struct_fields__) >= SAMPLING_FIELDS
+    beyond = {"return_routed_experts"}
+    assert set(types.GenerateRequest.__struct_fields__) >= BODY_FIELDS - beyond
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sglang_api_types", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_sampling_parameter_is_sent_even_where_it_is_the_default(server: FakeServer) -> None:
+    server.reset(answers(enable_deterministic_inference=True))
+    sample(server, replace(PARAMS, seed=5))
+    (body,) = server.bodies("/generate")
+    renamed = {"max_tokens": "max_new_tokens", "stop_strings": "stop", "seed": "sampling_seed"}
+    for name in DISTRIBUTION - {"top_logprobs", "top_k", "seed"}:
+        sent = body["sampling_params"][renamed.get(name, name)]
+        assert sent == (list(value) if isinstance(value := getattr(PARAMS, name), tuple) else value), name
+    assert body["sampling_params"]["top_k"] == -1
+    assert body["sampling_params"]["sampling_seed"] == 5
+    assert body["top_logprobs_num"] == 0
+
+
+def test_without_a_seed_a_deterministic_server_gets_another_one_for_each_call(server: FakeServer) -> None:
+    server.reset(answers(enable_deterministic_inference=True))
+    seeds = set()
+    for _ in range(2):
+        sample(server)
+        seeds.add(server.bodies("/generate")[0]["sampling_params"]["sampling_seed"])
+    assert len(seeds) == 2
+
+
+def test_end_of_sequence_ids_are_ignored_only_without_stop_ids(server: FakeServer) -> None:
+    sample(server)
+    assert server.bodies("/generate")[0]["sampling_params"]["ignore_eos"] is True
+    sample(server, replace(PARAMS, stop_token_ids=(90,)))
+    assert server.bodies("/generate")[0]["sampling_params"]["ignore_eos"] is False
+
+
+@pytest.mark.parametrize(
+    ("version", "field"), [("0.5.17", "extra_key"), ("0.5.18", "cache_salt"), ("main", "cache_salt")]
+)
+def test_the_salt_has_the_name_that_the_version_knows(server: FakeServer, version: str, field: str) -> None:
+    server.reset(answers(version))
+    sample(server, replace(PARAMS, cache_salt="s"))
+    (body,) = server.bodies("/generate")
+    assert {name: body.get(name) for name in ("extra_key", "cache_salt")} == {"extra_key": None, "cache_salt": None} | {
+        field: "s"
+    }
+
+
+@pytest.mark.parametrize("params", [{"seed": 1}, {"priority": 1}, {"payloads_from": 0}])
+def test_what_this_server_would_ignore_is_refused(server: FakeServer, params: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedParameter, match=next(iter(params))):
+        sample(server, replace(PARAMS, **params))
+    assert not server.bodies("/generate")
+
+
+def test_old_addresses_are_asked_where_the_new_ones_are_missing(server: FakeServer) -> None:
+    for name in ("server_info", "model_info"):
+        server.answers[f"/get_{name}"] = server.answers.pop(f"/{name}")
+    assert joined(sample(server)) == (tuple(SAMPLED), tuple(LOGPROBS))
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_both_kinds_of_streams_give_each_token_once(server: FakeServer, incremental: bool) -> None:
+    answer = tampered(lambda sent: None, incremental=incremental)
+    assert sample(server, answer=answer) == [
+        SampleDelta((11,), (-0.5,), weight_version="v1"),
+        SampleDelta((11,), (-1.5,), weight_version="v1"),
+        SampleDelta((13,), (-2.5,), "length", weight_version="v1", weight_spans=(WeightSpan("v1", 0, 3),)),
+    ]
+
+
+def test_a_whole_reply_gives_one_delta(server: FakeServer) -> None:
+    (delta,) = sample(server, stream=False)
+    assert (delta.token_ids, delta.logprobs, delta.finish_reason) == (tuple(SAMPLED), tuple(LOGPROBS), "length")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 2), min_size=1, max_size=12),
+    cuts=st.sets(st.integers(1, 11)),
+    incremental=st.booleans(),
+    repeat=st.booleans(),
+)
+def test_however_a_stream_is_cut_its_ids_are_those_sampled(
+    ids: list[int], cuts: set[int], incremental: bool, repeat: bool
+) -> None:
+    ends = sorted({cut for cut in cuts if cut < len(ids)} | {len(ids)})
+    sent: Events = []
+    begin = 0
+    for end in ends:
+        entries = [[-0.5, token_id, None] for token_id in ids]
+        first = begin if incremental else 0
+        meta = {
+            "finish_reason": {"type": "length", "length": len(ids)} if end == len(ids) else None,
+            "prompt_tokens": 3,
+            "completion_tokens": end,
+            "output_token_logprobs": entries[first:end],
+        }
+        event = {"output_ids": ids[first:end], "meta_info": meta}
+        # A cumulative stream may say the same twice.
+        sent += [event] * (2 if repeat and not incremental and end < len(ids) else 1)
+        begin = end
+    reply = Reply(b"[3,4,5]", 3, replace(PARAMS, max_tokens=12), VOCAB_SIZE, verify_prompt=False)
+    deltas = [delta for event in sent if (delta := reply.take(json.dumps(event).encode()))]
+    assert reply.take(DONE) is None
+    assert joined([*deltas, reply.last()])[0] == tuple(ids)
+
+
+def test_a_list_that_runs_ahead_of_the_other_waits_for_it(server: FakeServer) -> None:
+    def ahead(sent: Events) -> None:
+        sent[1]["output_ids"] = SAMPLED[:3]
+
+    deltas = sample(server, answer=tampered(ahead))
+    assert joined(deltas) == (tuple(SAMPLED), tuple(LOGPROBS))
+
+
+def test_a_stop_id_is_kept_in_the_ids_and_named(server: FakeServer) -> None:
+    last = sample(server, replace(PARAMS, stop_token_ids=(50, 13)))[-1]
+    assert (last.token_ids[-1], last.finish_reason, last.stop) == (13, "stop", 13)
+
+
+def test_an_end_of_the_models_own_is_a_stop_at_its_id(server: FakeServer) -> None:
+    change: Callable[[Events], object] = lambda sent: sent[-1]["meta_info"].update(  # noqa: E731
+        finish_reason={"type": "stop", "matched": 13}
+    )
+    last = sample(server, replace(PARAMS, stop_token_ids=(50,)), answer=tampered(change))[-1]
+    assert (last.finish_reason, last.stop) == ("stop", 13)
+    with pytest.raises(EngineContractError, match="not at one of the stop ids"):
+        sample(server, answer=tampered(change))
+
+
+def test_a_change_of_weights_within_a_completion_gives_two_spans(server: FakeServer) -> None:
+    spans = [{"version": "v1", "start": 0, "end": 2}, {"version": "v2", "start": 2, "end": 3}]
+    last = sample(server, answer=tampered(lambda sent: sent[-1]["meta_info"].update(weight_versions=spans)))[-1]
+    assert last.weight_spans == (WeightSpan("v1", 0, 2), WeightSpan("v2", 2, 3))
+
+
+def test_routed_experts_come_as_rows_per_token_from_the_offset_asked_for(server: FakeServer) -> None:
+    server.reset(answers(**OFFERS_EVERYTHING))
+    rows = np.arange(4 * 6, dtype="<i4").reshape(4, 6)
+    coded = base64.b64encode(rows.tobytes()).decode()
+    answer = tampered(lambda sent: sent[-1]["meta_info"].update(routed_experts=coded))
+    (payload,) = sample(server, replace(PARAMS, payloads_from=1), answer=answer)[-1].payloads
+    assert (payload.name, payload.start) == ("routed_experts", 1)
+    # Prompt 3 + sampled 3 - the last, which was never an input, - the 1 left out.
+    np.testing.assert_array_equal(payload.rows, rows)
+
+
+def _set(event: int, path: str, value: object) -> Callable[[Events], None]:
+    """A change of one field of one event; `path` is dotted."""
+
+    def change(sent: Events) -> None:
+        at: Any = sent[event]
+        *parents, last = path.split(".")
+        for name in parents:
+            at = at[name]
+        at[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_set(-1, "meta_info.output_token_logprobs", [[-0.5, 11, None]]), "expected the same ids"),
+        (_set(1, "meta_info.output_token_logprobs", [[-0.5, 11, None], [-1.5, 12, None]]), "expected the same ids"),
+        (_set(-1, "meta_info.output_token_logprobs", []), "expected the same ids"),
+        (_set(-1, "meta_info.completion_tokens", 4), "neither repeats|counts"),
+        (_set(-1, "meta_info.prompt_tokens", 2), "counts 2 prompt"),
+        (_set(-1, "output_ids", [11, 12, 13]), "neither repeats"),
+        (_set(-1, "output_ids", [11]), "neither repeats|took back"),
+        (_set(-1, "output_ids", None), "without output_ids"),
+        (_set(-1, "meta_info.finish_reason", {"type": "tired"}), "tired"),
+        (_set(-1, "meta_info.finish_reason", {"type": "stop", "matched": "NaN happened"}), "not at one of the stop"),
+        (_set(-1, "meta_info.weight_versions", [{"version": "v", "start": 0, "end": 2}]), "do not cover"),
+        (_set(-1, "prompt_token_ids", [3, 4, 6]), "another prompt"),
+        (lambda sent: sent.append(sent[-1]), "after the last"),
+        (_set(0, "meta_info.output_token_logprobs", [[None, 11, None]]), "no usable log-probability"),
+        (_set(0, "meta_info.output_token_logprobs", [[7.5, 11, None]]), "logits"),
+        (_set(0, "output_ids", ["11"]), "not of the form"),
+    ],
+)
+def test_a_reply_that_disagrees_with_itself_is_refused(
+    server: FakeServer, change: Callable[[Events], None], says: str
+) -> None:
+    with pytest.raises(EngineContractError, match=says):
+        sample(server, answer=tampered(change))
+
+
+def test_an_id_outside_the_callers_vocabulary_is_refused(server: FakeServer) -> None:
+    with pytest.raises(EngineContractError, match="sampled id 13; the vocabulary is 0 to 12"):
+        sample(server, vocab_size=13)
+
+
+def test_an_incremental_stream_that_lost_an_event_is_refused(server: FakeServer) -> None:
+    def lose(sent: Events) -> None:
+        del sent[1]
+
+    with pytest.raises(EngineContractError):
+        sample(server, answer=tampered(lose, incremental=True))
+
+
+def test_an_abort_in_the_server_ends_with_the_tokens_so_far(server: FakeServer) -> None:
+    def abort(sent: Events) -> None:
+        del sent[2]
+        sent[1]["meta_info"].update(finish_reason={"type": "abort", "message": "Aborted"}, weight_versions=[])
+
+    deltas = sample(server, answer=tampered(abort))
+    assert joined(deltas)[0] == (11, 11)
+    assert deltas[-1].finish_reason == "abort"
+
+
+def test_an_incremental_stream_aborted_while_it_waits_repeats_its_last_id(server: FakeServer) -> None:
+    def abort(sent: Events) -> None:
+        sent[2]["output_ids"] = [11]
+        sent[2]["meta_info"] = {
+            "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+            "completion_tokens": 2,
+            "output_token_logprobs": [[-0.5, 11, None], [-1.5, 11, None]],
+        }
+
+    deltas = sample(server, answer=tampered(abort, incremental=True))
+    assert joined(deltas)[0] == (11, 11)
+    assert deltas[-1].finish_reason == "abort"
+
+
+@pytest.mark.parametrize(("status", "kind"), [(400, InvalidRequest), (503, EngineUnavailable), (500, EngineError)])
+def test_an_abort_with_a_status_is_that_error(server: FakeServer, status: int, kind: type[TokentapeError]) -> None:
+    finish = {"type": "abort", "message": "secret prompt text", "status_code": status}
+    with pytest.raises(kind) as caught:
+        sample(server, answer=tampered(_set(-1, "meta_info.finish_reason", finish)))
+    assert "secret" not in str(caught.value)
+
+
+def test_an_error_event_in_a_stream_is_raised(server: FakeServer) -> None:
+    error = {"error": {"message": "secret prompt text", "type": "invalid_request_error", "code": 400}}
+    with pytest.raises(InvalidRequest) as caught:
+        sample(server, answer=lambda body: streaming(sse([error])))
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("then", ["end", "break"])
+def test_a_stream_that_ends_early_is_an_error(server: FakeServer, then: str) -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        return streaming(sse(events(body)[:2]).removesuffix(b"data: [DONE]\n\n"), then=then)
+
+    with pytest.raises(EngineError):
+        sample(server, answer=answer)
+
+
+def test_a_silent_server_is_a_timeout(server: FakeServer) -> None:
+    with pytest.raises(EngineTimeout):
+        sample(
+            server,
+            answer=lambda body: streaming(sse(events(body)[:1])[:-14], then="stall"),
+            timeouts=Timeouts(between_tokens=0.2),
+        )
+
+
+def test_leaving_a_call_aborts_exactly_that_one_in_the_server(server: FakeServer) -> None:
+    async def main() -> None:
+        engine = await SglangEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        server.answers["/generate"] = lambda body: streaming(sse(events(body)[:1])[:-14], then="stall")
+        server.asked.clear()
+        async with aclosing(engine.sample(PROMPT, PARAMS, stream=True, request_id="a")) as deltas:
+            await anext(deltas)
+        await engine.close()
+
+    asyncio.run(main())
+    (asked,) = server.bodies("/generate")
+    assert server.bodies("/abort_request") == [{"rid": asked["rid"], "abort_all": False}]
+    assert asked["rid"].startswith("a-")
+    assert server.client_left.wait(5)
+
+
+def test_a_call_that_ended_is_not_aborted(server: FakeServer) -> None:
+    sample(server)
+    assert not server.bodies("/abort_request")
+
+
+@pytest.mark.parametrize("bad", [VOCAB_SIZE, -1])
+def test_an_id_outside_the_vocabulary_is_never_sent(server: FakeServer, bad: int) -> None:
+    with pytest.raises(InvalidRequest, match="not in this model's vocabulary"):
+        sample(server, prompt=np.array([1, bad], np.int32))
+    assert not server.asked
+
+
+def test_the_budget_is_cut_to_the_context_which_the_server_would_refuse(server: FakeServer) -> None:
+    prompt = np.ones(MAX_CONTEXT - 2, np.int32)
+    deltas = sample(server, replace(PARAMS, max_tokens=50), prompt=prompt)
+    assert server.bodies("/generate")[0]["sampling_params"]["max_new_tokens"] == 2
+    assert len(joined(deltas)[0]) == 2
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_opening_finds_out_whether_temperature_is_in_the_logprobs(server: FakeServer, scaled: bool) -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        if not scaled:
+            body["sampling_params"]["temperature"] = 1.0
+        return generate(body)
+
+    server.answers["/generate"] = answer
+
+    async def main() -> str:
+        engine = await SglangEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        await engine.check()
+        await engine.close()
+        return str(engine.info)
+
+    assert asyncio.run(main()) == f"sglang 0.5.23 {'scaled' if scaled else 'penalised'}_logprobs"
+
+
+def test_a_server_that_adds_its_own_sampling_parameters_is_refused(server: FakeServer) -> None:
+    preferred = {"temperature": 0.5, "regex": "[ab]+"}
+    server.answers["/model_info"] = JSONResponse({"preferred_sampling_params": preferred})
+    with pytest.raises(EngineContractError, match="preferred-sampling-params of regex,"):
+        sample(server)
+    server.answers["/model_info"] = JSONResponse({"preferred_sampling_params": '{"temperature": 0.5}'})
+    assert sample(server)
+
+
+def test_another_server_is_not_taken_for_sglang(server: FakeServer) -> None:
+    server.answers["/server_info"] = JSONResponse({"hello": "world"})
+    with pytest.raises(EngineContractError, match="SGLang"):
+        sample(server)

@@ -1,0 +1,404 @@
+"""vLLM's `/inference/v1/generate`: when it is used, what is sent, what is made of spans, payloads and wrong replies."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fake_vllm
+import jsonschema
+import numpy as np
+import pytest
+from fake_vllm import (
+    LOGPROBS,
+    PARAMS,
+    PROMPT,
+    SAMPLED,
+    VOCAB_SIZE,
+    FakeVllm,
+    open_and_sample,
+    sampled_events,
+    sse,
+    streaming,
+    whole,
+)
+from starlette.responses import JSONResponse, Response
+
+from tokentape.engines.base import DISTRIBUTION, EngineInfo, Payload, SampleDelta, SamplingParams, WeightSpan
+from tokentape.engines.vllm import VllmEngine
+from tokentape.errors import EngineContractError, EngineError, InvalidRequest, UnsupportedParameter
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHARED = Path(os.environ.get("TOKENTAPE_SHARED") or REPOSITORY.parent / "shared")
+SCHEMAS = SHARED / "engines/schemas"
+
+EVERYTHING = SamplingParams(
+    max_tokens=3,
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.05,
+    presence_penalty=0.1,
+    frequency_penalty=0.2,
+    repetition_penalty=1.1,
+    seed=7,
+    stop_token_ids=(90, 91),
+    stop_strings=("\n\n",),
+    top_logprobs=2,
+    min_tokens=1,
+    cache_salt="salt",
+    session_id="session",
+)
+EXPERTS = np.arange(5 * 2 * 2, dtype=np.uint8).reshape(5, 2, 2)
+"""What routes 3 prompt tokens and 3 sampled ones: the last one was never an input."""
+
+Tamper = Callable[[list[dict[str, Any]]], None]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[FakeVllm]:
+    with fake_vllm.running() as fake:
+        yield fake
+
+
+@pytest.fixture
+def server(running: FakeVllm) -> FakeVllm:
+    running.reset()
+    running.scale_out = True
+    return running
+
+
+def schema(name: str) -> Any:
+    path = SCHEMAS / f"vllm_0.33.0_{name}.json"
+    if not path.exists():
+        pytest.skip("vLLM's schemas are not here: set TOKENTAPE_SHARED to the folder with engines/schemas")
+    return json.loads(path.read_text())
+
+
+def npy(array: np.ndarray) -> str:
+    with io.BytesIO() as buffer:
+        np.save(buffer, array)
+        return base64.b64encode(buffer.getvalue()).decode()
+
+
+def tampered(tamper: Tamper) -> Callable[[dict[str, Any]], Response]:
+    """The plain answer after `tamper` has changed it; streamed or not, the same change."""
+
+    def answer(body: dict[str, Any]) -> Response:
+        events = sampled_events(body)
+        if body["stream"]:
+            tamper(events)
+            return streaming(sse(events))
+        reply = [whole(events)]
+        tamper(reply)
+        return JSONResponse(reply[0])
+
+    return answer
+
+
+def first(events: list[dict[str, Any]]) -> dict[str, Any]:
+    choice: dict[str, Any] = events[0]["choices"][0]
+    return choice
+
+
+def finishing(events: list[dict[str, Any]]) -> dict[str, Any]:
+    return next(e["choices"][0] for e in events if e["choices"] and e["choices"][0]["finish_reason"])
+
+
+def entry(events: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = first(events)["logprobs"]["content"][0]
+    return found
+
+
+def with_experts(rows_of: Callable[[int], np.ndarray]) -> Callable[[dict[str, Any]], Response]:
+    """Answers with the rows from where they are asked for, as a server with --enable-return-routed-experts."""
+
+    def answer(body: dict[str, Any]) -> Response:
+        start = body["sampling_params"]["routed_experts_prompt_start"]
+        return tampered(lambda events: finishing(events).update(routed_experts=npy(rows_of(start))))(body)
+
+    return answer
+
+
+def opened(server: FakeVllm, **opening: Any) -> EngineInfo:
+    async def main() -> EngineInfo:
+        engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE, **opening)
+        await engine.close()
+        return engine.info
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("verify_prompt", [True, False])
+@pytest.mark.parametrize("params", [PARAMS, EVERYTHING], ids=["plain", "everything"])
+def test_bodies_satisfy_vllms_schema_and_hold_only_fields_that_it_has(
+    server: FakeVllm, params: SamplingParams, stream: bool, verify_prompt: bool
+) -> None:
+    request = schema("GenerateRequest")
+    open_and_sample(server, params, stream=stream, verify_prompt=verify_prompt)
+    (body,) = server.bodies
+    jsonschema.validate(body, request)
+    # The schema allows unknown fields, as the server does: it would ignore a misspelt one.
+    assert set(body) <= set(request["properties"])
+    assert set(body.get("stream_options", {})) <= set(request["$defs"]["StreamOptions"]["properties"])
+    # What the schema says of the sampling parameters is that they are an object; those of completions are the same.
+    known = set(schema("CompletionRequest")["properties"])
+    assert set(body["sampling_params"]) <= known
+
+
+def test_the_stand_in_answers_as_the_schemas_of_replies_say() -> None:
+    body = {
+        "request_id": "r",
+        "token_ids": [3, 4, 5],
+        "return_token_ids": True,
+        "sampling_params": {"max_tokens": 3, "logprobs": 2, "stop_token_ids": []},
+    }
+    events = sampled_events(body)
+    for event in events:
+        jsonschema.validate(event, schema("GenerateTokensStreamResponse"))
+    jsonschema.validate(whole(events), schema("GenerateTokensResponse"))
+
+
+def test_every_sampling_parameter_is_sent_even_where_it_is_the_default(server: FakeVllm) -> None:
+    open_and_sample(server)
+    (body,) = server.bodies
+    renamed = {"stop_strings": "stop", "top_logprobs": "logprobs"}
+    for name in DISTRIBUTION:
+        sent = body["sampling_params"][renamed.get(name, name)]
+        assert sent == json.loads(json.dumps(getattr(PARAMS, name))), name
+    assert body["sampling_params"]["ignore_eos"] is True
+    assert body["token_ids"] == PROMPT.tolist()
+
+
+def test_salt_session_and_request_id_reach_the_server(server: FakeVllm) -> None:
+    open_and_sample(server, EVERYTHING)
+    (body,) = server.bodies
+    assert body["cache_salt"] == "salt"
+    assert server.headers[-1]["x-session-id"] == "session"
+    assert body["request_id"].startswith("call-1-")
+    assert server.headers[-1]["x-request-id"] == body["request_id"]
+
+
+@pytest.mark.parametrize("verify_prompt", [True, False])
+def test_a_stream_gives_each_token_as_it_comes_and_the_finish_with_the_last(
+    server: FakeVllm, verify_prompt: bool
+) -> None:
+    assert open_and_sample(server, verify_prompt=verify_prompt) == [
+        SampleDelta((11,), (-0.5,)),
+        SampleDelta((12,), (-1.5,)),
+        SampleDelta((13,), (-2.5,), "length"),
+    ]
+
+
+def test_a_whole_reply_gives_one_delta_with_its_alternatives(server: FakeVllm) -> None:
+    tops = (((11, -0.5), (1, -1.25)), ((1, -1.25), (12, -1.5)), ((1, -1.25), (13, -2.5)))
+    deltas = open_and_sample(server, replace(PARAMS, top_logprobs=2), stream=False)
+    assert deltas == [SampleDelta(tuple(SAMPLED), tuple(LOGPROBS), "length", top_logprobs=tops)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_spans_of_named_weights_are_passed_on(server: FakeVllm, stream: bool) -> None:
+    spans = [{"version": "default", "start": 0, "end": 1}, {"version": "step-1", "start": 1, "end": 3}]
+    answer = tampered(lambda events: finishing(events).update(weight_versions=spans))
+    last = open_and_sample(server, stream=stream, answer=answer)[-1]
+    assert last.weight_spans == (WeightSpan("default", 0, 1), WeightSpan("step-1", 1, 3))
+
+
+def test_weights_that_nobody_named_are_not_told(server: FakeVllm) -> None:
+    assert open_and_sample(server)[-1].weight_spans == ()
+
+
+def test_no_rows_of_the_prompt_are_asked_for_unless_they_are_wanted(server: FakeVllm) -> None:
+    server.answer = with_experts(lambda start: EXPERTS[start:])
+    assert open_and_sample(server)[-1].payloads == ()
+    assert server.bodies[-1]["sampling_params"]["routed_experts_prompt_start"] == len(PROMPT)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("start", [0, 2, 3])
+def test_routed_experts_are_returned_from_where_they_are_asked_for(server: FakeVllm, start: int, stream: bool) -> None:
+    probed = np.zeros((1, 2, 2), np.uint8)
+    server.answer = with_experts(lambda _: probed)
+    (payload,) = open_and_sample(
+        server,
+        replace(PARAMS, payloads_from=start),
+        stream=stream,
+        answer=with_experts(lambda asked: EXPERTS[asked:]),
+    )[-1].payloads
+    assert isinstance(payload, Payload)
+    assert (payload.name, payload.start) == ("routed_experts", start)
+    np.testing.assert_array_equal(payload.rows, EXPERTS[start:])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (npy(EXPERTS[1:]), r"expected integers, \[5, layers"),
+        (npy(EXPERTS.astype(np.float32)), "expected integers"),
+        (npy(EXPERTS[:, 0]), "expected integers"),
+        ("not base64!", "not base64"),
+        (base64.b64encode(b"no npy").decode(), "not base64"),
+        (None, "no routed_experts"),
+    ],
+)
+def test_rows_that_do_not_fit_the_tokens_are_refused(server: FakeVllm, rows: str | None, message: str) -> None:
+    server.answer = with_experts(lambda _: np.zeros((1, 2, 2), np.uint8))
+    answer = tampered(lambda events: finishing(events).update(routed_experts=rows))
+    with pytest.raises(EngineContractError, match=message):
+        open_and_sample(server, replace(PARAMS, payloads_from=0), answer=answer)
+
+
+def test_payloads_are_honoured_only_where_the_first_reply_had_some(server: FakeVllm) -> None:
+    assert "payloads_from" not in opened(server).sampling
+    with pytest.raises(UnsupportedParameter, match="payloads_from"):
+        open_and_sample(server, replace(PARAMS, payloads_from=0))
+    server.answer = with_experts(lambda _: np.zeros((1, 2, 2), np.uint8))
+    info = opened(server)
+    assert "payloads_from" in info.sampling
+    assert str(info) == "vllm 0.32.0 raw_logprobs generate routed_experts weight_versions"
+
+
+WRONG: dict[str, tuple[Tamper, str]] = {
+    "ids missing": (lambda e: first(e).update(token_ids=None), "0 token_ids and log-probabilities of"),
+    "another id": (lambda e: first(e)["token_ids"].__setitem__(0, 42), "expected the same ids"),
+    "no logprobs": (lambda e: first(e).update(logprobs=None), "log-probabilities of 0 ids"),
+    "null logprobs": (lambda e: first(e).update(logprobs={"content": None}), "log-probabilities of 0 ids"),
+    "a logprob missing": (lambda e: first(e)["logprobs"]["content"].pop(), "expected the same ids"),
+    "minus infinity": (lambda e: entry(e).update(logprob=-9999.0), "no usable log-prob"),
+    "a null logprob": (lambda e: entry(e).update(logprob=None), "no usable log-prob"),
+    "logits": (lambda e: entry(e).update(logprob=3.5), "logits"),
+    "a name for an id": (lambda e: entry(e).update(token_id="token_id:11"), "not of the form"),
+    "another prompt": (lambda e: e[0].update(prompt_token_ids=[3, 4, 6]), "prompt_token_ids differ"),
+    "prompt missing": (lambda e: e[0].pop("prompt_token_ids"), "no prompt_token_ids"),
+    "two choices": (lambda e: e[0]["choices"].append(e[0]["choices"][0]), "more than the one completion"),
+    "unknown finish": (lambda e: finishing(e).update(finish_reason="repetition"), "finished with repetition"),
+    "stopped at nothing": (lambda e: finishing(e).update(finish_reason="stop"), "without one of the requested"),
+    "fewer tokens counted": (lambda e: e[-1]["usage"].update(completion_tokens=2), "2 completion tokens"),
+    "usage missing": (lambda e: e[-1].update(usage=None), "no usage"),
+    "spans with a gap": (
+        lambda e: finishing(e).update(weight_versions=[{"version": "a", "start": 1, "end": 3}]),
+        "do not cover the 3 tokens",
+    ),
+    "spans too short": (
+        lambda e: finishing(e).update(weight_versions=[{"version": "a", "start": 0, "end": 2}]),
+        "do not cover the 3 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_reply_with_one_thing_wrong_is_refused(server: FakeVllm, name: str, stream: bool) -> None:
+    tamper, message = WRONG[name]
+    with pytest.raises(EngineContractError, match=message):
+        open_and_sample(server, stream=stream, answer=tampered(tamper))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_abort_by_the_server_is_reported_with_what_was_sampled(server: FakeVllm, stream: bool) -> None:
+    answer = tampered(lambda events: finishing(events).update(finish_reason="abort"))
+    last = open_and_sample(server, replace(PARAMS, max_tokens=9), stream=stream, answer=answer)[-1]
+    assert (last.finish_reason, last.stop) == ("abort", None)
+
+
+def test_an_abort_before_the_first_token_is_a_delta_without_tokens(server: FakeVllm) -> None:
+    def answer(body: dict[str, Any]) -> Response:
+        choice = {"index": 0, "finish_reason": "abort", "token_ids": [], "logprobs": {"content": []}}
+        event = {"choices": [choice], "prompt_token_ids": body["token_ids"]}
+        return streaming(sse([event, {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 0}}]))
+
+    assert open_and_sample(server, answer=answer) == [SampleDelta((), (), "abort")]
+
+
+def test_the_route_is_found_out_when_the_server_is_opened(server: FakeVllm) -> None:
+    assert opened(server).capabilities[0] == "generate"
+    server.scale_out = False
+    assert opened(server).capabilities == ("completions",)
+    with pytest.raises(EngineError, match="403"):
+        opened(server, route="generate")
+    server.scale_out = True
+    assert opened(server, route="completions").capabilities == ("completions",)
+
+
+def test_a_route_that_answers_something_else_is_not_used_and_said_to_be(
+    server: FakeVllm, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.routes["/inference/v1/generate"] = JSONResponse({"error": {"type": "BadRequestError"}}, 400)
+    assert opened(server).capabilities == ("completions",)
+    assert "/v1/completions" in caplog.text
+
+
+@pytest.mark.parametrize(("version", "asked"), [("0.32.0", False), ("0.33.0", True), ("0.33.1.dev4+g1", True)])
+def test_completions_are_asked_for_weight_versions_where_they_know_them(
+    server: FakeVllm, version: str, asked: bool
+) -> None:
+    server.scale_out, server.version = False, version
+
+    def answer(body: dict[str, Any]) -> Response:
+        events = sampled_events(body)
+        if body.get("return_weight_versions"):
+            finishing(events)["weight_versions"] = [{"version": "step-1", "start": 0, "end": 3}]
+        return streaming(sse(events))
+
+    last = open_and_sample(server, answer=answer)[-1]
+    assert ("return_weight_versions" in server.bodies[-1]) is asked
+    assert last.weight_spans == ((WeightSpan("step-1", 0, 3),) if asked else ())
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", None])
+def test_a_priority_is_taken_only_where_the_scheduler_is_known_to_mind_it(server: FakeVllm, policy: str | None) -> None:
+    if policy is not None:
+        config = {"vllm_config": {"scheduler_config": {"policy": policy}}}
+        server.routes["/server_info"] = JSONResponse(config)
+    params = replace(PARAMS, priority=5)
+    if policy == "priority":
+        open_and_sample(server, params)
+        assert server.bodies[-1]["priority"] == 5
+    else:
+        with pytest.raises(UnsupportedParameter, match="priority"):
+            open_and_sample(server, params)
+
+
+@pytest.mark.parametrize("has_route", [True, False])
+def test_leaving_early_aborts_by_the_servers_own_id_where_it_takes_that(server: FakeVllm, has_route: bool) -> None:
+    if not has_route:
+        server.routes["/inference/v1/abort_requests"] = Response(status_code=404)
+
+    def stalling(body: dict[str, Any]) -> Response:
+        return streaming(sse(sampled_events(body)[:1]).split(b"\n\n")[0] + b"\n\n", then="stall")
+
+    async def main() -> None:
+        engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        server.answer = stalling
+        server.aborted.clear()
+        server.client_left.clear()
+        async with aclosing(engine.sample(PROMPT, PARAMS, stream=True, request_id="call")) as deltas:
+            await anext(deltas)
+        assert await asyncio.to_thread(server.client_left.wait, 10)
+        await engine.close()
+
+    asyncio.run(main())
+    assert server.aborted == ([f"generate-tokens-{server.bodies[-1]['request_id']}"] if has_route else [])
+
+
+def test_a_call_that_ended_is_not_aborted(server: FakeVllm) -> None:
+    server.aborted.clear()
+    open_and_sample(server)
+    time.sleep(0.05)
+    assert server.aborted == ["generate-tokens-tokentape-probe"]
+
+
+def test_payloads_can_not_begin_behind_the_prompt(server: FakeVllm) -> None:
+    server.answer = with_experts(lambda _: np.zeros((1, 2, 2), np.uint8))
+    with pytest.raises(InvalidRequest, match="payloads_from"):
+        open_and_sample(server, replace(PARAMS, payloads_from=len(PROMPT) + 1))

@@ -1,0 +1,127 @@
+"""How a gateway ends while calls are under way: in this process, and with SIGTERM in one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+import pytest
+
+from tests.gateway.scripted import ScriptedEngine
+from tokentape.chat.renderer import Renderer
+from tokentape.gateway.app import create_app
+from tokentape.gateway.draining import Drain
+from tokentape.gateway.serve import running, serve
+from tokentape.gateway.turns import Turns
+from tokentape.store import SqliteStore
+
+CHAT = "/sessions/s/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def test_it_waits_for_what_is_under_way_and_no_longer() -> None:
+    async def run() -> float:
+        drain = Drain(10)
+        loop = asyncio.get_running_loop()
+
+        async def work() -> None:
+            with drain.one_more():
+                await asyncio.sleep(0.2)
+
+        working = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        began = loop.time()
+        await drain.finish(lambda: False)
+        assert working.done()
+        return loop.time() - began
+
+    assert 0.1 < asyncio.run(run()) < 2
+
+
+@pytest.mark.parametrize(("seconds", "hurried"), [(0.1, False), (60, True)])
+def test_what_is_still_under_way_is_aborted(seconds: float, hurried: bool) -> None:
+    async def run() -> None:
+        drain = Drain(seconds)
+        aborted = asyncio.Event()
+
+        async def abort() -> None:
+            aborted.set()
+
+        async def work() -> None:
+            with drain.one_more():
+                await aborted.wait()
+
+        drain.abort = abort
+        working = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        await asyncio.wait_for(drain.finish(lambda: hurried), 5)
+        assert working.done()
+
+    asyncio.run(run())
+
+
+def test_a_gateway_that_ends_takes_no_calls_and_says_so(renderer: Renderer, store: SqliteStore) -> None:
+    engine = ScriptedEngine(renderer, ["first reply", "never"], stall_after=1)
+    drain = Drain()
+    with (
+        running(create_app(Turns(engine, renderer, store), model_id="m", drain=drain)) as url,
+        httpx2.stream("POST", url + CHAT, json={**HELLO, "stream": True}) as begun,
+    ):
+        assert engine.stalled.wait(10)
+        assert httpx2.get(f"{url}/readyz").status_code == 200
+        drain.begin()
+        ready, alive, call = (
+            httpx2.get(f"{url}/readyz"),
+            httpx2.get(f"{url}/healthz"),
+            httpx2.post(url + CHAT, json=HELLO),
+        )
+        assert begun.status_code == 200
+    assert (ready.status_code, alive.status_code, call.status_code) == (503, 200, 503)
+    assert call.json()["error"]["code"] == "gateway_unavailable"
+    assert call.headers["x-should-retry"] == "true"
+    assert len(engine.asked) == 1
+
+
+def serve_and_signal(engine: ScriptedEngine, renderer: Renderer, store: SqliteStore, seconds: float) -> httpx2.Response:
+    """Serve in this thread; a client of another begins a call, which stalls, and then the signal comes."""
+    drain = Drain(seconds)
+    url: list[str] = []
+    ready = threading.Event()
+
+    def client() -> httpx2.Response:
+        ready.wait(30)
+        return httpx2.post(url[0] + CHAT, json=HELLO, timeout=30)
+
+    def killer() -> None:
+        engine.stalled.wait(30)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_ready(base_url: str) -> None:
+        url.append(base_url)
+        ready.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(client)
+        pool.submit(killer)
+        app = create_app(Turns(engine, renderer, store), model_id="m", drain=drain)
+        serve(app, port=0, on_ready=on_ready, drain=drain)
+        return answer.result(30)
+
+
+def test_what_takes_too_long_is_recorded_as_aborted_and_its_client_told(
+    renderer: Renderer, store: SqliteStore, tmp_path: object
+) -> None:
+    engine = ScriptedEngine(renderer, ["one two three"], stall_after=2)
+    began = time.monotonic()
+    answer = serve_and_signal(engine, renderer, store, seconds=0.3)
+    assert time.monotonic() - began < 15
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+    assert engine.closed
+    with SqliteStore.open(f"{tmp_path}/data", read_only=True) as record:
+        (turn,) = record.load_session("s").turns
+    assert (turn.finish_reason, turn.abort_cause, len(turn.completion_ids)) == ("abort", "shutdown", 2)

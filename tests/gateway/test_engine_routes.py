@@ -1,0 +1,105 @@
+"""A trainer that pauses sampling, changes weights and goes on, while agents wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.gateway.scripted import ScriptedEngine
+from tokentape.chat.renderer import Renderer
+from tokentape.gateway.app import create_app
+from tokentape.gateway.keys import Keys
+from tokentape.gateway.limits import Limits
+from tokentape.gateway.serve import running
+from tokentape.gateway.turns import Turns
+from tokentape.store import SqliteStore
+
+QUESTION: dict[str, Any] = {"role": "user", "content": "2 + 2?"}
+ROOT, TEAM = "root-secret-0123456789", "team-secret-0123456789"
+
+
+@pytest.fixture
+def http(renderer: Renderer, store: SqliteStore) -> Iterator[httpx2.Client]:
+    """A gateway over an engine that does not know the name of its weights."""
+    engine = ScriptedEngine(renderer, ["four<|im_end|>"] * 5, weight_version=None)
+    turns = Turns(engine, renderer, store, limits=Limits(pause_patience=0.5))
+    with running(create_app(turns, model_id="m")) as url, httpx2.Client(base_url=url, timeout=30) as http:
+        yield http
+
+
+def ask(http: httpx2.Client, session_id: str = "s", **more: Any) -> httpx2.Response:
+    body = {"messages": [QUESTION], "max_tokens": 3, **more}
+    return http.post(f"/sessions/{session_id}/v1/chat/completions", json=body)
+
+
+def test_a_paused_call_waits_and_is_sampled_by_the_new_weights(http: httpx2.Client, store: SqliteStore) -> None:
+    assert http.post("/engine/resume", json={"weight_version": "step-1"}).json()["weight_version"] == "step-1"
+    ask(http)
+    paused = http.post("/engine/pause").json()
+    assert (paused["paused"], paused["idle"], paused["calls_under_way"]) == (True, True, 0)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ask, http)
+        time.sleep(0.2)
+        assert not waiting.done()
+        http.post("/engine/resume", json={"weight_version": "step-2"})
+        assert waiting.result().status_code == 200
+    assert [turn.weight_version for turn in store.load_session("s").turns] == ["step-1", "step-2"]
+
+
+def test_a_call_that_waits_too_long_is_told_to_come_again(http: httpx2.Client) -> None:
+    http.post("/engine/pause")
+    answer = ask(http)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert (answer.headers["retry-after"], answer.headers["x-should-retry"]) == ("5", "true")
+    http.post("/engine/resume")
+    assert ask(http).status_code == 200
+
+
+def test_weights_that_change_while_a_turn_is_sampled_are_told_apart_by_token(
+    renderer: Renderer, store: SqliteStore
+) -> None:
+    engine = ScriptedEngine(renderer, ["a reply of several tokens<|im_end|>"], pause_after=3, weight_version=None)
+    with running(create_app(Turns(engine, renderer, store), model_id="m")) as url, httpx2.Client(base_url=url) as http:
+        http.post("/engine/resume", json={"weight_version": "old"})
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(ask, http, max_tokens=30)
+            assert engine.stalled.wait(10)
+            assert http.post("/engine/pause", json={"timeout": 0}).json()["idle"] is False
+            http.post("/engine/resume", json={"weight_version": "new"})
+            engine.go_on.set()
+            assert asked.result().status_code == 200
+        (turn,) = store.load_session("s").turns
+    assert (turn.weight_version, turn.weight_changes) == ("old", ((3, "new"),))
+
+
+def test_pausing_with_abort_ends_what_runs_and_keeps_it_as_aborted(renderer: Renderer, store: SqliteStore) -> None:
+    engine = ScriptedEngine(renderer, ["a reply of several tokens<|im_end|>"] * 2, pause_after=3)
+    with running(create_app(Turns(engine, renderer, store), model_id="m")) as url, httpx2.Client(base_url=url) as http:
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(ask, http, max_tokens=30)
+            assert engine.stalled.wait(10)
+            assert http.post("/engine/pause", json={"mode": "abort"}).json()["idle"] is True
+            answer = asked.result()
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+        http.post("/engine/resume")
+        engine.go_on.set()
+        assert ask(http, max_tokens=30).status_code == 200
+        aborted, turn = store.load_session("s").turns
+    assert (aborted.abort_cause, len(aborted.completion_ids)) == ("paused", 3)
+    assert (turn.parent, turn.fork) == (None, None)
+
+
+def test_only_an_admin_pauses(renderer: Renderer, store: SqliteStore) -> None:
+    keys = Keys({"team": TEAM}, {"root": ROOT})
+    app = create_app(Turns(ScriptedEngine(renderer, []), renderer, store), model_id="m", keys=keys)
+    with running(app) as url, httpx2.Client(base_url=url) as http:
+        for path in ("/engine/pause", "/engine/resume"):
+            assert http.post(path, headers={"authorization": f"Bearer {TEAM}"}).status_code == 403
+            assert http.post(path, headers={"authorization": f"Bearer {ROOT}"}).status_code == 200
+        assert http.get("/engine", headers={"authorization": f"Bearer {TEAM}"}).json()["engine"].startswith("scripted")
+        assert http.get("/engine").status_code == 401

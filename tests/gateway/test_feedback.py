@@ -1,0 +1,177 @@
+"""Rewards and columns, over a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from tests.gateway.test_sessions import USER, take_turn, two_branches
+from tokentape.gateway import feedback
+from tokentape.gateway.feedback import BINARY
+from tokentape.session.jsonl import trajectory_from_json
+from tokentape.store import SqliteStore
+from tokentape.types import Trajectory
+
+COLUMNS = "/sessions/s/columns"
+
+
+@pytest.fixture
+def http(gateway_url: str) -> Iterator[httpx2.Client]:
+    """A gateway with session `s`: turn 0, turn 1 behind it, and turn 2 with an edited history."""
+    with httpx2.Client(base_url=gateway_url) as http:
+        two_branches(http)
+        yield http
+
+
+def trajectories(http: httpx2.Client) -> list[Trajectory]:
+    return [trajectory_from_json(one) for one in http.get("/sessions/s/trajectories").json()["data"]]
+
+
+def sizes(http: httpx2.Client, turn: int) -> tuple[int, int]:
+    shown = http.get("/sessions/s").json()["turns"][turn]
+    return shown["added_tokens"], shown["sampled_tokens"]
+
+
+# Rewards
+
+
+def test_rewards_of_session_path_and_turn(http: httpx2.Client) -> None:
+    assert http.post("/sessions/s/reward", json={"value": 1}).status_code == 201
+    assert http.post("/sessions/s/reward", json={"value": -0.5, "leaf": 2}).status_code == 201
+    assert http.post("/sessions/s/reward", json={"value": 0.25, "turn": 0}).status_code == 201
+    shown = http.get("/sessions/s").json()
+    assert [(one["turn"], one["leaf"], one["value"]) for one in shown["rewards"]] == [
+        (None, None, 1.0),
+        (None, 2, -0.5),
+        (0, None, 0.25),
+    ]
+    assert [(leaf["turn"], leaf["reward"]) for leaf in shown["leaves"]] == [(1, 1.0), (2, -0.5)]
+    first, second = trajectories(http)
+    np.testing.assert_array_equal(first.turn_rewards, [0.25, np.nan])
+    np.testing.assert_array_equal(second.turn_rewards, [np.nan])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b'{"value": "1"}',
+        b'{"value": true}',
+        b'{"value": 1e999}',
+        b'{"value": NaN}',
+        b'{"value": 1, "turn": -1}',
+        b'{"value": 1, "turn": 1, "leaf": 1}',
+        b'{"value": ' + b"9" * 400 + b"}",
+    ],
+)
+def test_reward_that_is_no_number_is_refused(http: httpx2.Client, body: bytes) -> None:
+    assert http.post("/sessions/s/reward", content=body).status_code == 400
+
+
+@pytest.mark.parametrize("at", [{"turn": 3}, {"leaf": 3}, {"leaf": 0}])
+def test_reward_of_a_turn_or_leaf_that_there_is_not_is_not_found(http: httpx2.Client, at: dict[str, int]) -> None:
+    assert http.post("/sessions/s/reward", json={"value": 1, **at}).status_code == 404
+    assert http.get("/sessions/s").json()["rewards"] == []
+
+
+# Columns
+
+
+def test_values_for_the_sampled_tokens_of_a_turn(http: httpx2.Client) -> None:
+    _, sampled = sizes(http, 1)
+    values = [number / 2 for number in range(sampled)]
+    answer = http.post(COLUMNS, json={"turn": 1, "columns": {"advantages": values, "weights": [1.0] * sampled}})
+    assert (answer.status_code, answer.json()) == (201, {"columns": ["advantages", "weights"], "turns": [1]})
+    first, second = trajectories(http)
+    start, end = first.completion_starts[1], first.completion_ends[1]
+    assert first.columns["advantages"][start:end].tolist() == values
+    assert np.isnan(first.columns["advantages"]).sum() == first.loss_mask.sum() - sampled
+    assert not second.columns
+    assert http.get("/sessions/s").json()["columns"] == ["advantages", "weights"]
+
+
+def test_values_for_all_tokens_of_a_turn_in_a_binary_body(http: httpx2.Client) -> None:
+    added, sampled = sizes(http, 0)
+    values = np.arange(added + sampled, dtype="<f4")
+    answer = http.post(f"{COLUMNS}?name=values&turn=0", content=values.tobytes(), headers={"content-type": BINARY})
+    assert answer.status_code == 201, answer.text
+    assert trajectories(http)[0].columns["values"][: added + sampled].tolist() == values.tolist()
+
+
+def test_values_for_a_path_go_to_the_turns_that_it_trains(http: httpx2.Client, store: SqliteStore) -> None:
+    take_turn(http, "s", [USER, store.load_session("s").turns[0].reply, {"role": "user", "content": "and 6?"}])
+    before = trajectories(http)
+    assert [one.turns for one in before] == [(0, 1), (2,), (0, 3)]
+    for one in before:
+        values = np.full(len(one.token_ids), 10 + one.leaf, "<f4")
+        answer = http.post(
+            f"{COLUMNS}?name=values&leaf={one.leaf}", content=values.tobytes(), headers={"content-type": BINARY}
+        )
+        assert answer.json()["turns"] == [turn for turn in one.turns if turn in _trained(before, one.leaf)]
+    for one in trajectories(http):
+        assert set(one.columns["values"][one.loss_mask].tolist()) == {10 + one.leaf}
+
+
+def _trained(all_of_them: list[Trajectory], leaf: int) -> set[int]:
+    earlier = {turn for one in all_of_them if one.leaf < leaf for turn in one.turns}
+    return {turn for one in all_of_them if one.leaf == leaf for turn in one.turns} - earlier
+
+
+def test_the_last_values_given_count(http: httpx2.Client, store: SqliteStore) -> None:
+    _, sampled = sizes(http, 2)
+    for value in (1, 2):
+        http.post(COLUMNS, json={"turn": 2, "columns": {"a": [value] * sampled}})
+    assert trajectories(http)[1].columns["a"][-1] == 2
+    assert len(store.load_session("s", per_token=True).columns) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"turn": 2, "columns": {"a": [1.0]}}, 400),
+        ({"leaf": 2, "columns": {"a": [1.0]}}, 400),
+        ({"turn": 2, "columns": {}}, 400),
+        ({"columns": {"a": [1.0]}}, 400),
+        ({"turn": 2, "leaf": 2, "columns": {"a": [1.0]}}, 400),
+        ({"turn": 2, "columns": {"A": [1.0] * 6}}, 400),
+        ({"turn": 2, "columns": {"a.b": [1.0] * 6}}, 400),
+        ({"turn": 2, "columns": {"a" * 65: [1.0] * 6}}, 400),
+        ({"turn": 2, "columns": {"": [1.0] * 6}}, 400),
+        ({"turn": 2, "columns": {"a": [1e300] * 6}}, 400),
+        ({"turn": 2, "columns": {"a": ["1"] * 6}}, 400),
+        ({"turn": 2, "columns": {"a": [None] * 6}}, 400),
+        ({"turn": 9, "columns": {"a": [1.0]}}, 404),
+        ({"leaf": 0, "columns": {"a": [1.0]}}, 404),
+    ],
+)
+def test_values_that_fit_nothing_are_refused(http: httpx2.Client, body: dict[str, Any], status: int) -> None:
+    assert http.post(COLUMNS, json=body).status_code == status
+    assert http.get("/sessions/s").json()["columns"] == []
+
+
+@pytest.mark.parametrize(
+    ("query", "content"),
+    [
+        ("name=a&turn=2", b"\0" * 5),
+        ("name=a&turn=2", b"\0\0\xc0\x7f" * 6),
+        ("turn=2", b"\0" * 24),
+        ("name=a", b"\0" * 24),
+        ("name=a&turn=-1", b"\0" * 24),
+    ],
+)
+def test_binary_values_that_are_none_are_refused(http: httpx2.Client, query: str, content: bytes) -> None:
+    answer = http.post(f"{COLUMNS}?{query}", content=content, headers={"content-type": BINARY})
+    assert answer.status_code == 400, answer.text
+
+
+def test_there_is_a_limit_to_names(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feedback, "MAX_COLUMNS", 2)
+    _, sampled = sizes(http, 2)
+    for name, status in (("a", 201), ("b", 201), ("c", 429), ("a", 201)):
+        answer = http.post(COLUMNS, json={"turn": 2, "columns": {name: [1.0] * sampled}})
+        assert answer.status_code == status

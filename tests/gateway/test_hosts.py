@@ -1,0 +1,56 @@
+"""Requests that a web page of somebody else makes a browser send."""
+
+from __future__ import annotations
+
+import httpx2
+import pytest
+
+from tests.gateway.scripted import ScriptedEngine
+from tokentape.chat.renderer import Renderer
+from tokentape.gateway.app import create_app
+from tokentape.gateway.keys import Keys
+from tokentape.gateway.serve import running
+from tokentape.gateway.turns import Turns
+from tokentape.store import SqliteStore
+
+FORGED = [
+    {"Host": "evil.example:8800"},
+    {"Host": "127.0.0.1.evil.example"},
+    {"Host": "["},
+    {"Origin": "https://evil.example"},
+    {"Origin": "null"},
+    {"Host": "localhost", "Origin": "http://localhost.evil.example"},
+]
+
+
+@pytest.mark.parametrize("headers", FORGED)
+def test_another_host_or_origin_is_refused(gateway_url: str, headers: dict[str, str]) -> None:
+    answer = httpx2.post(f"{gateway_url}/sessions", json={}, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+    assert httpx2.get(f"{gateway_url}/sessions").json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Host": "LOCALHOST:1"}, {"Host": "[::1]:8800"}, {"Origin": "http://127.0.0.1:3000"}],
+)
+def test_this_machine_is_answered(gateway_url: str, headers: dict[str, str]) -> None:
+    assert httpx2.get(f"{gateway_url}/healthz", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("keys", "allowed", "host", "status"),
+    [
+        (Keys(), ["gateway.internal"], "gateway.internal:80", 200),
+        (Keys(), ["gateway.internal"], "localhost", 403),
+        (Keys(), ["*"], "anything", 200),
+        (Keys({"a": "k" * 16}), None, "anything", 200),
+        (Keys({"a": "k" * 16}), ["gateway.internal"], "anything", 403),
+    ],
+)
+def test_hosts_can_be_named(
+    renderer: Renderer, store: SqliteStore, keys: Keys, allowed: list[str] | None, host: str, status: int
+) -> None:
+    turns = Turns(ScriptedEngine(renderer, []), renderer, store)
+    with running(create_app(turns, model_id="m", keys=keys, allowed_hosts=allowed)) as url:
+        assert httpx2.get(f"{url}/healthz", headers={"Host": host}).status_code == status

@@ -1,0 +1,79 @@
+"""How a line of the log looks, and what is left out of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from io import StringIO
+
+import pytest
+
+from tokentape.gateway.logs import logging_to
+
+MARK = "LEAKMARKER"
+
+
+def test_json_has_one_object_per_line() -> None:
+    stream = StringIO()
+    with logging_to(stream, form="json"):
+        logging.getLogger("tokentape.x").info("two\nlines", extra={"fields": {"session_id": "s", "turns": [1]}})
+    line = json.loads(stream.getvalue())
+    assert line.pop("time").endswith("+00:00")
+    assert line == {
+        "level": "info",
+        "logger": "tokentape.x",
+        "message": "two\nlines",
+        "session_id": "s",
+        "turns": [1],
+    }
+
+
+def test_text_is_for_people() -> None:
+    stream = StringIO()
+    with logging_to(stream, form="text"):
+        logging.getLogger("tokentape.x").warning("words", extra={"fields": {"session_id": "s", "turns": [1, 2]}})
+    assert stream.getvalue().endswith(" warning tokentape.x: words session_id=s turns=1,2\n")
+
+
+def test_auto_is_json_where_nobody_looks() -> None:
+    stream = StringIO()
+    with logging_to(stream):
+        logging.getLogger("tokentape").info("x")
+    assert json.loads(stream.getvalue())["message"] == "x"
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_an_exception_has_its_type_and_place_but_not_its_text(form: str) -> None:
+    stream = StringIO()
+    with logging_to(stream, form="json" if form == "json" else "text"):
+        try:
+            raise ValueError(MARK)
+        except ValueError:
+            logging.getLogger("uvicorn.error").exception("it failed")
+    assert MARK not in stream.getvalue()
+    assert "ValueError" in stream.getvalue()
+    assert "test_logs.py" in stream.getvalue()
+
+
+def test_of_other_libraries_there_are_first_lines_of_warnings_only() -> None:
+    stream = StringIO()
+    with logging_to(stream, level="debug"):
+        logging.getLogger("asyncio").error("it failed\nfuture: %s", MARK)
+        logging.getLogger("httpcore2").info(MARK)
+    assert MARK not in stream.getvalue()
+    assert json.loads(stream.getvalue())["message"] == "it failed"
+
+
+def test_a_line_that_can_not_be_formatted_is_not_printed_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    with logging_to(sys.stderr):
+        logging.getLogger("tokentape").warning("%d", MARK)
+    assert MARK not in capsys.readouterr().err
+
+
+def test_logging_is_as_it_was_afterwards() -> None:
+    root = logging.getLogger()
+    before = root.handlers, root.level, logging.getLogger("tokentape").level, logging.raiseExceptions
+    with logging_to(StringIO(), level="debug"):
+        pass
+    assert (root.handlers, root.level, logging.getLogger("tokentape").level, logging.raiseExceptions) == before

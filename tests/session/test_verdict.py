@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.session.builders import make_turn, said, user
+from tokentape.errors import InvalidRequest
+from tokentape.session.verdict import check_verdicts, verdict, wanted_verdict
+
+ROOT = make_turn(0, None, [user("a")], said("A"))
+
+
+def test_a_path_that_just_went_on_is_exact() -> None:
+    assert verdict([ROOT, make_turn(1, 0, [user("b")], said("B"))]) == "exact"
+
+
+def test_the_last_fork_of_a_path_is_named() -> None:
+    forked = make_turn(1, 0, [user("b")], said("B"), fork="branched")
+    assert verdict([ROOT, forked]) == "forked: branched"
+    assert verdict([ROOT, forked, make_turn(2, 1, [user("c")], said("C"), fork="sibling")]) == "forked: sibling"
+
+
+def test_a_turn_that_was_ended_for_the_model_is_closed() -> None:
+    assert verdict([ROOT, make_turn(1, 0, [user("b")], said("B"), closed=True)]) == "closed"
+
+
+def test_a_fork_counts_before_a_close() -> None:
+    assert verdict([ROOT, make_turn(1, 0, [user("b")], said("B"), closed=True, fork="branched")]) == "forked: branched"
+
+
+@pytest.mark.parametrize(
+    ("one", "wanted", "matches"),
+    [
+        ("exact", ["exact"], True),
+        ("exact", ["closed", "forked"], False),
+        ("forked: sibling", ["forked"], True),
+        ("forked: sibling", ["forked:sibling"], True),
+        ("forked: sibling", ["forked: sibling"], True),
+        ("forked: sibling", ["forked:branched", "exact"], False),
+        ("closed", [], False),
+    ],
+)
+def test_a_filter_takes_words_and_causes(one: str, wanted: list[str], matches: bool) -> None:
+    assert wanted_verdict(one, wanted) is matches
+
+
+@pytest.mark.parametrize("wanted", ["", "Exact", "exact:x", "forked:", "forked: ", "aborted"])
+def test_a_filter_that_can_match_nothing_is_refused(wanted: str) -> None:
+    with pytest.raises(InvalidRequest, match="exact, forked, closed"):
+        check_verdicts(["exact", wanted])

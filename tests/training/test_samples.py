@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.records import finite, trees, turn_columns
+from tests.session.builders import make_turn, said, user
+from tokentape.errors import InvalidRequest
+from tokentape.session.flatten import trajectories
+from tokentape.session.tree import Session
+from tokentape.training.samples import (
+    DropRetries,
+    KeepVerdicts,
+    MaxLength,
+    Report,
+    Sample,
+    Select,
+    Split,
+    assemble,
+    group_advantages,
+    longest_branch,
+    one_per_leaf,
+    one_per_turn,
+    with_column,
+)
+from tokentape.types import Reward, SessionInfo, Trajectory, Turn, TurnColumn
+
+QUESTION, NEXT = [user("a")], [user("b")]
+
+
+def forked() -> Session:
+    """0 asked; 1 and 2 both answer what was asked behind it, 3 continues 1, 4 asks something else behind 0."""
+    return Session(
+        SessionInfo("s", 0.0, {"task": 7}),
+        [
+            make_turn(0, None, QUESTION, said("A"), added=[1, 2], completion=[3, 4]),
+            make_turn(1, 0, NEXT, said("B"), added=[5], completion=[6, 7]),
+            make_turn(2, 0, NEXT, said("C"), added=[5], completion=[8], fork="sibling"),
+            make_turn(3, 1, [user("c")], said("D"), added=[9], completion=[10]),
+            make_turn(4, 0, [user("d")], said("E"), added=[11], completion=[12], fork="branched"),
+        ],
+    )
+
+
+def trained_ids(samples: list[Sample]) -> list[list[int]]:
+    return [sample.token_ids[sample.loss_mask].tolist() for sample in samples]
+
+
+def test_the_default_is_a_sample_per_leaf_in_which_shared_turns_are_trained_once() -> None:
+    made = assemble(trajectories(forked()))
+    assert [sample.leaf for sample in made.samples] == [2, 3, 4]
+    assert trained_ids(made.samples) == [[3, 4, 8], [6, 7, 10], [12]]
+    assert made.report == Report(sessions=1, trajectories=3, samples=3, tokens=21, trained_tokens=7)
+
+
+def test_one_per_turn_trains_each_turn_behind_its_own_context() -> None:
+    made = assemble(trajectories(forked()), split=one_per_turn)
+    assert [sample.leaf for sample in made.samples] == [0, 1, 2, 3, 4]
+    assert trained_ids(made.samples) == [[3, 4], [6, 7], [8], [10], [12]]
+    assert made.samples[3].token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 9, 10]
+
+
+def test_longest_branch_is_the_one_with_most_tokens_and_trains_all_of_it() -> None:
+    made = assemble(trajectories(forked()), select=[longest_branch])
+    assert trained_ids(made.samples) == [[3, 4, 6, 7, 10]]
+    assert made.report.not_selected == 2
+
+
+@pytest.mark.parametrize(
+    ("keep", "leaves", "trained"),
+    [
+        ("last", [2, 4], [[3, 4, 8], [12]]),
+        ("first", [3, 4], [[3, 4, 6, 7, 10], [12]]),
+        ("continued", [3, 4], [[3, 4, 6, 7, 10], [12]]),
+    ],
+)
+def test_of_retries_only_one_stays_and_the_prefix_is_trained_by_what_is_left(
+    keep: str, leaves: list[int], trained: list[list[int]]
+) -> None:
+    made = assemble(trajectories(forked()), select=[DropRetries(keep)])  # type: ignore[arg-type]
+    assert [sample.leaf for sample in made.samples] == leaves
+    assert trained_ids(made.samples) == trained
+
+
+def test_of_retries_that_nothing_continues_the_last_stays() -> None:
+    turns = [make_turn(n, None, QUESTION, said("A"), fork="sibling" if n else None) for n in range(3)]
+    made = assemble(trajectories(Session(SessionInfo("s", 0.0), turns)), select=[DropRetries("continued")])
+    assert [sample.leaf for sample in made.samples] == [2]
+
+
+def test_verdicts_select_branches_and_the_rest_still_trains_the_shared_prefix() -> None:
+    made = assemble(trajectories(forked()), select=[KeepVerdicts(("forked:branched",))])
+    assert trained_ids(made.samples) == [[3, 4, 12]]
+    with pytest.raises(InvalidRequest):
+        KeepVerdicts(("perfect",))
+
+
+def test_what_an_aborted_turn_sampled_is_in_no_sample() -> None:
+    turns = [
+        make_turn(0, None, QUESTION, said("A"), completion=[3]),
+        make_turn(1, 0, NEXT, said("B"), completion=[4], finish_reason="abort"),
+    ]
+    made = assemble(trajectories(Session(SessionInfo("s", 0.0), turns)))
+    assert trained_ids(made.samples) == [[3]]
+
+
+def test_samples_over_the_maximum_are_dropped_and_what_they_shared_is_trained_elsewhere() -> None:
+    made = assemble(trajectories(forked()), max_length=MaxLength(6, "drop"), select=[DropRetries("first")])
+    assert trained_ids(made.samples) == [[3, 4, 12]]
+    assert made.report.too_long == 1
+
+
+def test_samples_over_the_maximum_are_cut_where_it_ends() -> None:
+    made = assemble(trajectories(forked()), max_length=MaxLength(6, "cut"))
+    assert trained_ids(made.samples) == [[3, 4, 8], [6], [12]]
+    second = made.samples[1]
+    assert second.turns == (0, 1)
+    assert second.completion_ends.tolist() == [4, 6]
+    assert second.weight_spans == ((2, 4, "1"), (5, 6, "1"))
+    report = made.report
+    assert (report.cut, report.cut_tokens, report.cut_trained_tokens, report.nothing_to_train) == (1, 3, 2, 0)
+
+
+def test_a_cut_sample_ends_with_a_sampled_token() -> None:
+    made = assemble(trajectories(forked())[:1], max_length=MaxLength(5, "cut"))
+    assert made.samples[0].token_ids.tolist() == [1, 2, 3, 4]
+    assert made.report.cut_tokens == 2
+
+
+def test_a_sample_of_which_nothing_trained_is_left_is_not_one() -> None:
+    made = assemble(trajectories(forked()), max_length=MaxLength(4, "cut"))
+    assert trained_ids(made.samples) == [[3, 4]]
+    assert made.report.nothing_to_train == 2
+
+
+def test_a_maximum_below_one_or_by_another_way_is_refused() -> None:
+    for wrong in ((0, "cut"), (5, "squeeze")):
+        with pytest.raises(InvalidRequest):
+            MaxLength(*wrong)  # type: ignore[arg-type]
+
+
+def test_reports_of_several_calls_add_up() -> None:
+    once = assemble(trajectories(forked())).report
+    assert (once + once).trained_tokens == 2 * once.trained_tokens
+
+
+def test_a_group_is_named_by_metadata_or_by_a_function() -> None:
+    paths = trajectories(forked())
+    assert {sample.group for sample in assemble(paths, group="task").samples} == {"7"}
+    by_verdict = assemble(paths, group=lambda path: path.verdict).samples
+    assert [sample.group for sample in by_verdict] == ["forked: sibling", "exact", "forked: branched"]
+    with pytest.raises(InvalidRequest, match="'problem'"):
+        assemble(paths, group="problem")
+
+
+def column(turn: int, *values: float) -> TurnColumn:
+    return TurnColumn("s", turn, "advantages", np.array(values, np.float32), 0.0)
+
+
+def test_a_value_that_nobody_gave_is_missing_wherever_its_turn_is_trained() -> None:
+    # Turn 0 is trained by the branch of turn 2, which is left out; turn 1 has zeros that somebody gave.
+    paths = trajectories(forked(), columns=[column(1, 0, 0)])
+    (sample,) = assemble(paths, select=[longest_branch]).samples
+    np.testing.assert_array_equal(
+        sample.columns["advantages"], np.array([0, 0, np.nan, np.nan, 0, 0, 0, 0, np.nan], np.float32)
+    )
+
+
+def test_a_value_comes_along_when_another_branch_trains_its_turn() -> None:
+    paths = trajectories(forked(), columns=[column(0, 0, 0), column(4, 1)])
+    (sample,) = assemble(paths, select=[KeepVerdicts(("forked:branched",))]).samples
+    assert sample.columns["advantages"].tolist() == [0, 0, 0, 0, 0, 1]
+
+
+def test_zeros_are_not_trusted_when_nobody_knows_whether_they_were_given() -> None:
+    (last,) = trajectories(forked(), columns=[column(0, 0, 0), column(4, 1)])[2:]
+    (sample,) = assemble([last]).samples
+    np.testing.assert_array_equal(sample.columns["advantages"], np.array([0, 0, np.nan, np.nan, 0, 1], np.float32))
+
+
+def test_a_column_is_given_as_one_number_per_turn_or_per_token() -> None:
+    sample = assemble(trajectories(forked())).samples[1]
+    assert with_column(sample, "x", 2).columns["x"].tolist() == [0, 0, 0, 0, 0, 2, 2, 0, 2]
+    assert with_column(sample, "x", [1, 2, 3]).columns["x"].tolist() == [0, 0, 0, 0, 0, 2, 2, 0, 3]
+    assert with_column(sample, "x", np.arange(9)).columns["x"].tolist() == list(range(9))
+    with pytest.raises(InvalidRequest, match="9 tokens and 3 turns"):
+        with_column(sample, "x", [1, 2])
+
+
+def rollout(session_id: str, reward: float) -> Trajectory:
+    turn = make_turn(0, None, QUESTION, said("A"))
+    (one,) = trajectories(Session(SessionInfo(session_id, 0.0, {"task": 1}), [turn]), [Reward("s", None, reward, 0.0)])
+    return one
+
+
+def test_group_advantages_are_rewards_against_the_mean_over_sessions() -> None:
+    paths = [*trajectories(forked(), [Reward("s", None, 4.0, 0.0)]), rollout("b", 1.0)]
+    samples = group_advantages(assemble(paths, group=lambda _: "one").samples, scale=False)
+    # Three samples of the first session count as one: the mean is 2.5 and not 3.25.
+    assert [float(sample.columns["advantages"][sample.loss_mask][0]) for sample in samples] == [1.5, 1.5, 1.5, -1.5]
+    scaled = group_advantages(samples)
+    assert float(scaled[0].columns["advantages"][4]) == 0
+    assert float(scaled[0].columns["advantages"][2]) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_advantages_need_a_reward_and_a_group() -> None:
+    with pytest.raises(InvalidRequest, match="no group"):
+        group_advantages(assemble([rollout("a", 1.0)]).samples)
+    with pytest.raises(InvalidRequest, match="no reward"):
+        group_advantages(assemble(trajectories(forked()), group="task").samples)
+
+
+selects = st.lists(
+    st.sampled_from([longest_branch, DropRetries("first"), DropRetries("last"), DropRetries("continued")]), max_size=2
+)
+maxima = st.none() | st.builds(MaxLength, st.integers(1, 80), st.sampled_from(["cut", "drop"]))
+
+
+@st.composite
+def recorded_sessions(draw: st.DrawFn) -> tuple[list[Turn], list[TurnColumn], list[Reward]]:
+    turns = draw(trees("s", "setup", max_turns=6))
+    some = st.lists(st.sampled_from([turn for turn in turns if len(turn.completion_ids)] or turns), max_size=3)
+    columns = [draw(turn_columns(turn)) for turn in draw(some) if len(turn.completion_ids)]
+    return turns, columns, [Reward("s", None, draw(finite), 0.0)]
+
+
+@settings(max_examples=100)
+@given(recorded_sessions(), selects, st.sampled_from([one_per_leaf, one_per_turn]), maxima)
+def test_each_sampled_token_is_trained_at_most_once_and_once_where_a_sample_holds_it(
+    recorded: tuple[list[Turn], list[TurnColumn], list[Reward]],
+    select: list[Select],
+    split: Split,
+    max_length: MaxLength | None,
+) -> None:
+    """Against counts by (turn, offset), and ids found by walking the turns."""
+    turns, columns, rewards = recorded
+    paths = trajectories(Session(SessionInfo("s", 0.0), turns), rewards, columns)
+    made = assemble(paths, select=select, split=split, max_length=max_length)
+    trained: Counter[tuple[int, int]] = Counter()
+    held: set[tuple[int, int]] = set()
+    for sample in made.samples:
+        ids: list[int] = []
+        for seq in sample.turns:
+            ids += turns[seq].added_ids.tolist()
+            start = len(ids)
+            ids += turns[seq].completion_ids.tolist()
+            held |= {(seq, at - start) for at in range(start, min(len(ids), len(sample.token_ids)))}
+            trained.update((seq, int(at) - start) for at in np.flatnonzero(sample.loss_mask) if start <= at < len(ids))
+        assert sample.token_ids.tolist() == ids[: len(sample.token_ids)]
+        assert max_length is None or len(sample.token_ids) <= max_length.tokens
+        assert sample.loss_mask.any()
+        assert sample.loss_mask.sum() == sum(
+            int(sample.loss_mask[a:b].sum())
+            for a, b in zip(sample.completion_starts, sample.completion_ends, strict=True)
+        )
+    assert set(trained.values()) <= {1}
+    assert sum(trained.values()) == made.report.trained_tokens
+    if split is one_per_leaf:
+        assert set(trained) == held
+    if not select and max_length is None:
+        on_paths = {turn.seq for leaf in paths for turn in turns if turn.seq in leaf.turns}
+        assert set(trained) == {(seq, at) for seq in on_paths for at in range(len(turns[seq].completion_ids))}
+
+
+@settings(max_examples=60)
+@given(recorded_sessions(), selects)
+def test_a_trained_token_has_the_value_last_given_to_it_or_none(
+    recorded: tuple[list[Turn], list[TurnColumn], list[Reward]], select: list[Select]
+) -> None:
+    turns, columns, rewards = recorded
+    last = {(one.name, one.turn): one.values[-len(turns[one.turn].completion_ids) :] for one in columns}
+    paths = trajectories(Session(SessionInfo("s", 0.0), turns), rewards, columns)
+    for sample in assemble(paths, select=select).samples:
+        for name, values in sample.columns.items():
+            for seq, a, b in zip(sample.turns, sample.completion_starts, sample.completion_ends, strict=True):
+                if sample.loss_mask[a]:
+                    expected = last.get((name, seq), np.full(b - a, np.nan, np.float32))
+                    np.testing.assert_array_equal(values[a:b], expected)
