@@ -1,4 +1,4 @@
-"""Tokens per second of the three paths of the embedded engine, against `generate` of transformers by itself.
+"""Tokens per CPU second of the three paths of the embedded engine, against `generate` of transformers by itself.
 
 All in one run on one model folder: the same N requests, all at once, through the engine on each path, and through
 plain `generate` as one left-padded batch with none of our hooks. Greedy, no stop, random prompts of random lengths,
@@ -62,13 +62,13 @@ def through_engine(engine: TransformersEngine, prompts: list[TokenIds], limits: 
 
 
 def medians(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Seconds per way, the ways taking turns, after a round to warm up."""
+    """CPU seconds per way, the ways taking turns, after a round to warm up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(1 + rounds):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = time.process_time()
             run()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(time.process_time() - start)
     return {name: float(np.median(taken[1:])) for name, taken in times.items()}
 
 
@@ -84,11 +84,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
 
     paths: tuple[ForwardPath, ...] = get_args(ForwardPath)
-    # No reuse of prefixes on the own path, since the rounds repeat their prompts; pages can't be kept from being shared.
+    # The rounds repeat their prompts: no reuse on the own path. On the paged one it can't be switched off.
     engines = {path: TransformersEngine.open(args.model_dir, path=path, prefix_cache_bytes=0) for path in paths}
     table = Table(
         title=f"{args.prompt // 4} to {args.prompt} prompt, {args.tokens} sampled tokens, {args.threads} threads, "
-        f"torch {torch.__version__}; tokens/s, and against plain generate"
+        f"torch {torch.__version__}; tokens per CPU second"
     )
     for heading in ("requests", "plain generate", *paths):
         table.add_column(heading, justify="right")

@@ -3,10 +3,12 @@
     python benchmarks/wrong_stop.py [--tasks 60] [--model MODEL]
 
 Every reply's `<|im_end|>` is replaced by `<|endoftext|>`, as if the model had sampled that. Then the conversation goes
-on in one of three ways, and tasks solved are counted, greedily, on held-out tasks:
+on in one of these ways, and tasks solved are counted, greedily, on held-out tasks:
 
 - `as sampled`: nothing is replaced; what the model can do.
-- `stands`: the sampled stop stands for the turn's end (what Tokentape does).
+- `keep`: the sampled stop stands for the turn's end (`wrong_stop="keep"`).
+- `fork`: each turn is sampled on a new branch, in which the template's own token ends the earlier ones
+  (`wrong_stop="fork"`).
 - `closed`: the template's own token is appended behind the sampled one.
 """
 
@@ -29,7 +31,7 @@ from tokentape.gateway.turns import reply_message
 from tokentape.session.chain import setup_digest
 from tokentape.types import Message, Setup, TokenIds
 
-WAYS = ("as sampled", "stands", "closed")
+WAYS = ("as sampled", "keep", "fork", "closed")
 MAX_CALLS = 8
 
 
@@ -41,13 +43,16 @@ async def solve(engine: TransformersEngine, renderer: Renderer, setup: Setup, ta
     context: TokenIds | None = None
     completion = np.empty(0, np.int32)
     reply: Message = {}
+    said: list[Message] = []
+    sampled: dict[int, TokenIds] = {}
     new: list[Message] = [{"role": "system", "content": SYSTEM_PROMPT}]
     text = ""
     for prompt in task.prompts:
         new.append({"role": "user", "content": prompt})
         for _ in range(MAX_CALLS):
-            if context is None:
-                context = renderer.render(new, setup).ids
+            said += new
+            if context is None or way == "fork":
+                context = renderer.render(said, setup, sampled, wrong_stop="fork").ids
             else:
                 added = renderer.bridge(completion, reply, new, setup).ids
                 closing = [end.id] if way == "closed" else []
@@ -62,6 +67,8 @@ async def solve(engine: TransformersEngine, renderer: Renderer, setup: Setup, ta
             if way != "as sampled" and ids[-1] == end.id:
                 ids[-1] = other.id
             completion = np.array(ids, np.int32)
+            sampled[len(said)] = completion
+            said.append(reply)
             new = [tool_message(task, call) for call in calls]
             if not calls:
                 text = reply["content"] or ""

@@ -12,7 +12,8 @@ from hypothesis.extra.numpy import arrays
 from tokentape.session.chain import seal, setup_digest
 from tokentape.types import Provenance, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
 
-ADDED_CODES = [code for code in Provenance if code is not Provenance.SAMPLED]
+# Media codes need messages with images.
+ADDED_CODES = [code for code in Provenance if code not in (Provenance.SAMPLED, Provenance.MEDIA)]
 
 
 def make_setup(fingerprint: str = "fingerprint", **template_kwargs: Any) -> Setup:

@@ -194,6 +194,14 @@ class ClientSession:
         found = self._client._call("GET", f"{self._path}/trajectories{query}")
         return [trajectory_from_json(one) for one in found["data"]]
 
+    def media(self, sha256: str) -> bytes:
+        """An image of the session as it was received, or the settings that images were processed with.
+
+        `Trajectory.media` names both by their hash.
+        """
+        with self._client._streamed(f"{self._path}/media/{quote(sha256, safe='')}", "*/*") as response:
+            return response.read()
+
     def delete(self) -> None:
         """Delete the session and everything recorded of it."""
         self._client._call("DELETE", self._path)

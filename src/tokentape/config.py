@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get
 
 import msgspec
 
-from tokentape.chat.splice import History
+from tokentape.chat.splice import History, WrongStop
 from tokentape.engines.http import Timeouts
 from tokentape.errors import InvalidRequest
 from tokentape.gateway.keys import Keys
@@ -47,6 +47,10 @@ class EngineConfig:
     api_key: str | None = None
     threads: int | None = None
     """CPU threads of the embedded engine."""
+    path: Literal["own", "regular", "paged"] = "own"
+    """How the embedded engine runs the model: by its own loop, by `generate` on batches, or by `generate_batch`."""
+    capture: bool = False
+    """Let the server render: its prompts are recorded as they are, and where they drift. For `vllm`."""
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
@@ -73,6 +77,9 @@ class ServeConfig:
     allowed_hosts: tuple[str, ...] | None = None
     """See `create_app`."""
     history: History = "sampled"
+    wrong_stop: WrongStop = "keep"
+    payloads: bool = False
+    """Record what the engine says of each token besides its logprob, such as routed experts."""
     synchronous: Literal["full", "normal"] = "full"
     drain_seconds: float = 30.0
     """How long calls may go on after SIGTERM."""
@@ -94,6 +101,8 @@ class ServeConfig:
                 "together, and the embedded engine has none",
                 "engine",
             )
+        if self.engine.capture and (self.engine.kind != "vllm" or len(self.engine.urls) != 1):
+            raise InvalidRequest("capture takes one vLLM server: --engine vllm and one --engine-url", "engine.capture")
 
     def all_keys(self) -> Keys:
         """The API keys, those in files included. Raises `InvalidRequest` as `Keys` and `read_keys`."""

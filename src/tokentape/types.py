@@ -110,7 +110,8 @@ class Turn:
     fork: str | None
     """Why this turn does not continue the session's newest branch; None when it does."""
     sampling: Mapping[str, Any]
-    """Sampling parameters as sent to the engine."""
+    """Sampling parameters as sent to the engine. A fork of cause `drift` has `drift` besides: {turn, token}, the turn
+    that the server should have continued and the first token where its own context differs."""
     engine: str
     """Engine name, version and logprobs mode, for example `transformers 5.23.0 raw_logprobs`."""
     weight_version: str
@@ -245,7 +246,8 @@ class Trajectory:
     reward: float | None
     """Of the whole path, else of the session."""
     verdict: str
-    """`exact`; `forked: WHY`; `closed`: we ended a turn that the model had not. What a trainer gates on."""
+    """`exact`; `forked: WHY`; `closed`: we ended a turn that the model had not; `captured`, `captured with drift`: the
+    server made the contexts. What a trainer gates on."""
     metadata: Mapping[str, Any]
     turn_rewards: npt.NDArray[np.float64]
     """Reward of each turn's action, NaN where it has none."""

@@ -347,6 +347,36 @@ def test_what_is_not_json_is_no_argument(constant: str) -> None:
     assert call.status == "bad_arguments"
 
 
+@pytest.mark.parametrize(
+    "arguments", ['{"ratio": NaN}', "{\"place\": 'here'}", '{"place": "here",}', '{"exact": True}']
+)
+def test_a_call_marked_by_nothing_but_json_has_bad_arguments_if_they_are_none(arguments: str) -> None:
+    for step in (1, 1000):
+        renderer = load_renderer(LLAMA)
+        parser = renderer.parser(setup_for(renderer, tools=TOOLS))
+        ids = renderer.tokenizer.encode_plain(f'{{"name": "measure", "parameters": {arguments}}}\nthen')
+        for at in range(0, len(ids), step):
+            parser.feed(ids[at : at + step])
+        reply = parser.finish()[1]
+        assert [(call.name, call.arguments, call.status) for call in reply.tool_calls] == [
+            ("measure", arguments, "bad_arguments")
+        ]
+        assert reply.content.strip() == "then"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "multiply", "parameters": {"ratio": NaN}}',
+        '{"name": "measure" is a tool}',
+        '{"name": "measure", "parameters": NaN}',
+    ],
+)
+def test_an_object_that_is_no_json_and_names_no_known_tool_with_arguments_is_text(text: str) -> None:
+    reply = parse(LLAMA, text)
+    assert (reply.content, reply.tool_calls) == (text, ())
+
+
 def test_half_a_character_in_a_name_can_be_written_as_utf8() -> None:
     (call,) = parse(
         QWEN3, '<tool_call>\n{"name": "a\\ud800", "arguments": "{\\"a\\": \\"\\udc00\\"}"}\n</tool_call>'
@@ -416,6 +446,18 @@ def test_a_schema_may_say_nothing(parameters: Any) -> None:
         (QWEN3, "<think>one</think>well<think>two</think>then", "one\ntwo", "well\nthen"),
         (QWEN3, "<think>\nI would <tool_call> it\n</think>\n\nwell", "I would <tool_call> it", "well"),
         (GPT_OSS, "well", "", "well"),
+        (GPT_OSS, "An answer<|message|>word.", "", "An answer\nword."),
+        (GPT_OSS, "in my analysis<|message|>word.", "", "in my analysis\nword."),
+        (GPT_OSS, "analysis<|message|>hm", "hm", ""),
+        (GPT_OSS, "assistant<|channel|>final<|message|>well", "", "well"),
+        (GPT_OSS, "<|channel|>An answer", "", "An answer"),
+        (GPT_OSS, "<|channel|>analysis", "", ""),
+        (
+            GPT_OSS,
+            "<|channel|>final<|message|>one<|end|><|start|>assistant<|channel|>final<|message|>two",
+            "",
+            "one\ntwo",
+        ),
         (GPT_OSS, "well now<|channel|>final<|message|>then", "", "well now\nthen"),
         (
             GPT_OSS,
@@ -466,6 +508,22 @@ def test_half_a_call_within_reasoning_is_reasoning() -> None:
 def test_what_would_be_a_call_if_the_model_had_stopped_is_none_if_it_was_cut_off(template: str, text: str) -> None:
     assert [call.status for call in parse(template, text).tool_calls] == ["ok"]
     assert parse(template, text, ended=False).calls_for_client == ()
+
+
+@pytest.mark.parametrize(
+    ("rest", "ended", "calls", "content"),
+    [
+        ("}}\n</tool_call>", True, [("measure", {"count": 1}, "ok")], ""),
+        ("", False, [], None),
+        ('}, "name": "free"}\n</tool_call>', True, [("free", {"count": 1}, "ok")], ""),
+        ('}, "arguments": {}}\n</tool_call>', True, [("measure", {}, "ok")], ""),
+        ('}, "function": {"name": "free", "arguments": {}}}\n</tool_call>', True, [("free", {}, "ok")], ""),
+    ],
+)
+def test_what_a_call_is_shows_at_its_end(rest: str, ended: bool, calls: list[Any], content: str | None) -> None:
+    """Why streams tell calls whole: docs/decisions/0009."""
+    begun = '<tool_call>\n{"name": "measure", "arguments": {"count": 1'
+    assert told(parse(QWEN3, begun + rest, ended=ended)) == (begun if content is None else content, calls)
 
 
 @functools.cache

@@ -130,6 +130,37 @@ AS_REASONING = FRAMED.replace(
 )
 """What is said beside a call is written where reasoning is."""
 
+BARE = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>
+"""
+    + END
+)
+"""Calls are nothing but JSON, and stand directly behind content."""
+
+QUOTED_WHERE_NEEDED = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call><f n="{{ c.function.name }}">{%-
+for k, v in c.function.arguments.items() %}<p k="{{ k }}">{% if v is string and ('<' in v or '\n' in v) -%}
+<![CDATA[{{ v }}]]>{% else %}{{ v if v is string else v | tojson }}{% endif %}</p>{% endfor -%}
+</f></tool_call>{% endfor %}<|im_end|>
+"""
+    + END
+)
+"""Text that its tags could be mistaken in stands between tags of its own."""
+
+AS_MESSAGES = (
+    USERS
+    + """{% else %}<|im_start|>assistant
+{{ m.content or '' }}<|box_end|>
+{% for c in m.tool_calls or [] %}function call<|quad_start|>{{ c.function | tojson }}<|box_end|>
+{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+)
+"""Calls are written like further messages; what ends a message stands in front of them."""
+
 TEXT_QUOTED = {"PYTHON": PYTHON, "QUOTED": QUOTED}
 ALL = {
     "FRAMED": FRAMED,
@@ -141,6 +172,9 @@ ALL = {
     "NAME_IS_KEY": NAME_IS_KEY,
     "ALWAYS_PROMPTED": ALWAYS_PROMPTED,
     "TWO_ENDS": TWO_ENDS,
+    "BARE": BARE,
+    "AS_MESSAGES": AS_MESSAGES,
+    "QUOTED_WHERE_NEEDED": QUOTED_WHERE_NEEDED,
     "AS_REASONING": AS_REASONING,
 }
 CALLS = ("call", "parallel calls", "no arguments", "typed arguments", "multi-line argument")
@@ -198,6 +232,31 @@ def test_reasoning_closes_in_front_of_what_opens_the_content(name: str) -> None:
     assert certificate_of(ALL[name]).reasoning == ("<think>", "</think>")
 
 
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_call_directly_behind_content_is_found_where_the_template_writes_it_so(step: int) -> None:
+    text = 'Take {"a": 1} and {x}.{"name": "add", "arguments": {"a": 1}}<|im_end|>'
+    reply = parsed(renderer_of(BARE), text, step)
+    assert reply.content == 'Take {"a": 1} and {x}.'
+    assert [(call.name, call.arguments) for call in reply.tool_calls] == [("add", '{"a": 1}')]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("<![CDATA[<b>7</b>]]>", "<b>7</b>"),
+        ("<![CDATA[a</p>b]]>", "a</p>b"),
+        ("<![CDATA[]]>", ""),
+        ("<![CDATA[7]]", "<![CDATA[7]]"),
+        ("7", "7"),
+    ],
+)
+def test_what_stands_around_text_that_looks_like_tags_is_not_text(written: str, value: str, step: int) -> None:
+    text = f'<tool_call><f n="add"><p k="note">{written}</p></f></tool_call><|im_end|>'
+    (call,) = parsed(renderer_of(QUOTED_WHERE_NEEDED), text, step).tool_calls
+    assert json.loads(call.arguments) == {"note": value}
+
+
 def test_reasoning_that_shows_beside_calls_only_is_found() -> None:
     reply = parsed(renderer_of(BESIDE_CALLS), "<think>Hm.</think>Yes.<|im_end|>")
     assert (reply.reasoning, reply.content) == ("Hm.", "Yes.")
@@ -213,6 +272,33 @@ def test_content_that_is_written_as_reasoning_is_not_claimed_to_come_back() -> N
 def test_a_token_that_ends_turns_within_a_conversation_is_a_stop_too() -> None:
     assert {"<|box_end|>", "<|im_end|>"} <= set(certificate_of(TWO_ENDS).stop_tokens)
     assert "<|box_end|>" not in certificate_of(FRAMED).stop_tokens
+
+
+def test_what_ends_content_in_front_of_a_call_is_no_stop() -> None:
+    assert "<|box_end|>" not in certificate_of(AS_MESSAGES).stop_tokens
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("Yes.<|im_end|>", "Yes.", []),
+        ("Yes.<|box_end|><|im_end|>", "Yes.", []),
+        ("Yes.<|box_end|>\n", "Yes.", []),
+        ("Yes.<|box_end|>\nAnd this.<|im_end|>", "Yes.\nAnd this.", []),
+        ('<|box_end|>\nfunction call<|quad_start|>{"name": "add", "arguments": {"a": 1}}<|im_end|>', "", ["add"]),
+        (
+            'Yes.<|box_end|>\nfunction call<|quad_start|>{"name": "add", "arguments": {}}<|box_end|>\n<|im_end|>',
+            "Yes.",
+            ["add"],
+        ),
+    ],
+)
+def test_what_ends_content_is_no_text_whether_a_call_follows_or_not(
+    text: str, content: str, calls: list[str], step: int
+) -> None:
+    reply = parsed(renderer_of(AS_MESSAGES), text, step)
+    assert (reply.content, [call.name for call in reply.tool_calls]) == (content, calls)
 
 
 def test_an_id_in_front_of_the_name_is_the_calls_id() -> None:
@@ -267,6 +353,32 @@ def test_a_call_cut_short_was_not_made() -> None:
     reply = parser.finish()[1]
     assert [call.status for call in reply.tool_calls] in ([], ["unclosed"])
     assert reply.content == 'Sure. [add(a=1, note="x'
+
+
+NO_TOOLS_TAKEN = "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}" + FRAMED
+
+
+def test_a_template_that_fails_with_tools_is_certified_without_them() -> None:
+    found = certificate_of(NO_TOOLS_TAKEN)
+    bare = certificate_of(FRAMED)
+    for one in found.continuations:
+        if "no-tools" in one.name:
+            assert one == bare.continuation(one.name)
+        else:
+            assert (one.strategy, "no tools here" in one.reason) == ("refused", True)
+    details = {check.name: check.detail for check in found.parsing if not check.holds}
+    assert set(details) == {name for name, turn in grammar.TURNS.items() if turn.get("tool_calls")}
+    assert all("no tools here" in detail for detail in details.values())
+    assert list(found.shortfalls(["user/no-tools", "injection"])) == []
+    assert [line for line in found.shortfalls(["tool", "calls"]) if "no tools here" in line]
+    assert "tools" not in found.dropped
+
+
+def test_a_request_with_tools_is_refused_with_the_reason_of_a_template_that_fails_with_them() -> None:
+    renderer = renderer_of(NO_TOOLS_TAKEN)
+    with pytest.raises(TemplateRefused, match="no tools here"):
+        renderer.render([{"role": "user", "content": "hi"}], setup_for(renderer))
+    assert len(renderer.render([{"role": "user", "content": "hi"}], setup_for(renderer, tools=())).ids)
 
 
 KEYS = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)

@@ -24,15 +24,26 @@ MODEL = Path(tokentape.demo.__file__).parent / "model"
 _T = TypeVar("_T")
 
 
-@contextmanager
-def served(
-    command: Callable[[int], Sequence[str]], log: Path, settings: Mapping[str, str], *, within: float = 400
-) -> Iterator[str]:
-    """Address of a server started with the command for a port, once it is healthy."""
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with log.open("wb") as out:
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextmanager
+def served(
+    command: Callable[[int], Sequence[str]],
+    log: Path,
+    settings: Mapping[str, str],
+    *,
+    port: int | None = None,
+    within: float = 400,
+) -> Iterator[str]:
+    """Address of a server started with the command for a port, a free one if None, once it is healthy."""
+    port = port or free_port()
+    with log.open("ab") as out:
         process = subprocess.Popen(
             command(port), env={**os.environ, **settings}, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import fake_llamacpp
 import fake_server
@@ -15,6 +16,7 @@ import test_openai_compatible
 from fake_server import FakeServer
 
 from tokentape.engines.opening import KINDS, open_engine
+from tokentape.engines.pool import EnginePool
 from tokentape.errors import InvalidRequest
 
 
@@ -45,6 +47,27 @@ def test_each_kind_opens_its_engine(
 
     assert asyncio.run(main()) == name
     assert server.headers["authorization"] == "Bearer sk-1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers"),
+    [
+        ("sglang", fake_sglang.answers()),
+        ("llamacpp", fake_llamacpp.answers()),
+        ("openai", test_openai_compatible.answers("vllm")),
+    ],
+)
+def test_each_kind_can_be_one_of_several_replicas(
+    server: FakeServer, kind: str, answers: dict[str, fake_server.Answer]
+) -> None:
+    server.reset(answers)
+
+    async def main() -> frozenset[str]:
+        pool = await EnginePool.open({"only": partial(open_engine, kind, server.url, vocab_size=100)})
+        await pool.close()
+        return pool.info.sampling
+
+    assert "session_id" in asyncio.run(main())
 
 
 def test_another_kind_is_refused_naming_those_that_there_are() -> None:

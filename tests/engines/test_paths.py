@@ -285,6 +285,22 @@ def test_one_row_is_aborted_and_the_others_go_on(
     assert 1 <= left < 60
 
 
+def test_an_aborted_request_is_not_computed_any_more(engines: Engines, forwards: list[tuple[int, int]]) -> None:
+    engine = engines["paged"]
+
+    async def leave() -> Sampled:
+        deltas = engine.sample(prompt(4), ENDLESS, stream=True, request_id="left")
+        await anext(deltas)
+        await deltas.aclose()
+        await asyncio.sleep(0.2)  # the step that was being computed
+        forwards.clear()
+        return await collect(engine, prompt(5), WARM)
+
+    asyncio.run(leave())
+    # One column per request and step.
+    assert forwards[1:] == [(1, 1)] * 19
+
+
 def test_a_call_that_waits_can_be_given_up(model_dir: Path, path: ForwardPath) -> None:
     log = Log()
     engine = TransformersEngine.open(model_dir, path=path, max_batch=1, on_finish=log)

@@ -26,7 +26,7 @@ from embedded import (  # noqa: E402
 )
 
 from tokentape.engines.transformers import FinishedSample, ForwardPath, TransformersEngine  # noqa: E402
-from tokentape.errors import EngineUnavailable, InvalidRequest  # noqa: E402
+from tokentape.errors import EngineUnavailable, InvalidRequest, UnsupportedParameter  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +215,15 @@ def test_a_prompt_of_impossible_length_is_refused(short_engine: TransformersEngi
 )
 def test_a_parameter_out_of_range_is_refused_by_name(engine: TransformersEngine, name: str, value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
+        sample(engine, prompt(3), replace(WARM, **{name: value}))
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(("name", "value"), [("min_tokens", 2), ("cache_salt", "x"), ("payloads_from", 0)])
+def test_a_parameter_that_it_does_not_honour_is_refused_by_name(
+    engine: TransformersEngine, name: str, value: object
+) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
         sample(engine, prompt(3), replace(WARM, **{name: value}))
     assert caught.value.param == name
 

@@ -206,6 +206,13 @@ def test_a_whole_reply_gives_one_delta_with_its_alternatives(server: FakeVllm) -
     assert deltas == [SampleDelta(tuple(SAMPLED), tuple(LOGPROBS), "length", top_logprobs=tops)]
 
 
+def test_a_sampled_id_that_the_server_puts_first_costs_no_alternative(server: FakeVllm) -> None:
+    """The server cuts the list to what was asked for with the sampled id at its head, likely or not."""
+    last = open_and_sample(server, replace(PARAMS, top_logprobs=1))[-1]
+    assert last.token_ids == (13,)
+    assert last.top_logprobs == (((1, -1.25),),)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_spans_of_named_weights_are_passed_on(server: FakeVllm, stream: bool) -> None:
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "step-1", "start": 1, "end": 3}]

@@ -40,15 +40,17 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a server that runs as long as the module's tests."""
+@pytest.fixture(scope="module", params=["generate", "completions"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server for each way in, which runs as long as the module's tests."""
     assert VLLM is not None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [VLLM, "serve", str(MODEL), "--served-model-name", "demo", "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", str(CONTEXT), "--host", "127.0.0.1", "--port", str(port)]
+    if request.param == "generate":
+        command.append("--enable-scale-out")
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("wb") as out:
@@ -150,6 +152,27 @@ def test_logprobs_are_those_of_the_forward_pass_streamed_or_not(
     np.testing.assert_allclose(logprobs, expected[np.arange(len(ids)), ids], atol=TOLERANCE)
     if params is GREEDY:
         assert (expected.max(axis=1) - logprobs < TOLERANCE).all()
+
+
+def test_the_way_in_is_the_one_that_the_server_offers(server: str, vocab_size: int, request: Any) -> None:
+    async def body(engine: VllmEngine) -> tuple[str, ...]:
+        return engine.info.capabilities
+
+    offered = {"generate": ("generate", "weight_versions"), "completions": ("completions",)}
+    assert use(server, vocab_size, body) == offered[request.node.callspec.params["server"]]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_id_does_not_end_a_completion_before_min_tokens(
+    server: str, vocab_size: int, prompt: np.ndarray, stream: bool
+) -> None:
+    async def body(engine: VllmEngine) -> None:
+        free, _, _ = await collect(engine, prompt, GREEDY, stream=False)
+        params = replace(GREEDY, stop_token_ids=(int(free[3]),), min_tokens=20, cache_salt="salt", session_id="s")
+        ids, _, _ = await collect(engine, prompt, params, stream=stream)
+        assert len(ids) >= 20
+
+    use(server, vocab_size, body)
 
 
 def test_alternatives_are_those_of_the_forward_pass(

@@ -45,6 +45,8 @@ def test_a_recorded_reply_of_the_real_server_is_read_exactly(server: FakeVllm, p
     generate = "sampling_params" in request
     sampling = request["sampling_params"] if generate else request
     values = {name: sampling[renamed.get(name, name)] for name in DISTRIBUTION}
+    if generate and values["top_logprobs"]:
+        values["top_logprobs"] -= 1  # One more is asked for.
     params = SamplingParams(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
     raw = transcript["reply"].encode()
     cards = [{"id": request["model"], "max_model_len": transcript["max_context"]}]

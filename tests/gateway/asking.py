@@ -26,6 +26,7 @@ class FixedAsking:
     session_id: str = "s"
     engine: EngineInfo = ENGINE
     vocab_size: int = 100
+    takes_images: bool = False
 
     async def conversation(self, reply_id: str) -> tuple[Message, ...]:
         raise NotFound(f"there is no reply {reply_id!r}")

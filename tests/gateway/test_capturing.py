@@ -15,9 +15,9 @@ import pytest
 from tests.gateway.scripted import ScriptedEngine
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import CAPTURED, ChatCall, SampleDelta, SamplingParams
-from tokentape.errors import EngineContractError, EngineUnavailable
+from tokentape.errors import EngineContractError, EngineUnavailable, NotFound
 from tokentape.gateway.app import create_app
-from tokentape.gateway.capturing import differs_at
+from tokentape.gateway.capturing import Capture, differs_at
 from tokentape.gateway.events import TurnDone, TurnRequest
 from tokentape.gateway.limits import Limits
 from tokentape.gateway.serve import running
@@ -40,6 +40,8 @@ class RenderingServer(ScriptedEngine):
         self._renderer = renderer
         self.rerendering: Rerendering = lambda _, ids: ids
         self.begun: list[TokenIds] = []
+        self.ended = 0
+        """Calls that were read to their end or closed."""
 
     async def begin(
         self,
@@ -54,12 +56,18 @@ class RenderingServer(ScriptedEngine):
         setup = Setup(tuple(tools), template_kwargs, "2026-01-01", self._renderer.fingerprint, digest)
         ids = self.rerendering(len(self.begun), self._renderer.render(messages, setup).ids)
         self.begun.append(ids)
-        return ChatCall(ids, self._named(ids, params, request_id))
+        deltas = self._named(ids, params, request_id)
+        await anext(deltas)
+        return ChatCall(ids, deltas)
 
     async def _named(self, ids: TokenIds, params: SamplingParams, request_id: str) -> AsyncGenerator[SampleDelta, None]:
-        async with aclosing(self.sample(ids, params, stream=True, request_id=request_id)) as deltas:
-            async for delta in deltas:
-                yield replace(delta, engine=f"{self.info} {CAPTURED}")
+        try:
+            yield SampleDelta((), ())
+            async with aclosing(self.sample(ids, params, stream=True, request_id=request_id)) as deltas:
+                async for delta in deltas:
+                    yield replace(delta, engine=f"{self.info} {CAPTURED}")
+        finally:
+            self.ended += 1
 
 
 def user(text: str) -> dict[str, Any]:
@@ -153,7 +161,8 @@ def test_choices_from_different_prompts_are_refused(turns: Turns, server: Render
     server.rerendering = lambda call, ids: ids[call:]
     with pytest.raises(EngineContractError, match="in two ways"):
         converse(turns, ["a"], n=2)
-    assert store.list_sessions() == []
+    with pytest.raises(NotFound):
+        store.load_session("s")
 
 
 def test_a_prompt_of_ids_is_sent_as_it_is(turns: Turns, server: RenderingServer) -> None:
@@ -201,6 +210,24 @@ def test_a_call_that_is_left_while_the_server_samples_is_aborted_there(turns: Tu
 
     asyncio.run(main())
     assert server.aborted.is_set()
+    assert turns.gate.under_way == 0
+
+
+def test_a_call_that_was_begun_and_can_not_be_placed_is_closed(
+    turns: Turns, server: RenderingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise EngineUnavailable("injected")
+
+    monkeypatch.setattr(Capture, "_prepared", fails)
+
+    async def main() -> int:
+        request = TurnRequest("s", (user("a"),), (), {}, SamplingParams(max_tokens=0))
+        with pytest.raises(EngineUnavailable, match="injected"):
+            await anext(turns.take(request))
+        return server.ended
+
+    assert asyncio.run(main()) == 1
     assert turns.gate.under_way == 0
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.gateway.scripted import ScriptedEngine
 from tokentape.chat.renderer import Renderer
-from tokentape.chat.splice import History
+from tokentape.chat.splice import History, WrongStop
 from tokentape.engines.base import SamplingParams
 from tokentape.errors import EngineError, InvalidRequest
 from tokentape.gateway.events import TurnDone, TurnRequest
@@ -32,11 +32,18 @@ def user(text: str) -> dict[str, Any]:
 class Talk:
     """A session against a scripted engine."""
 
-    def __init__(self, renderer: Renderer, path: Path, replies: Sequence[str], history: History = "sampled") -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        path: Path,
+        replies: Sequence[str],
+        history: History = "sampled",
+        wrong_stop: WrongStop = "keep",
+    ) -> None:
         self.renderer = renderer
         self.engine = ScriptedEngine(renderer, replies)
         self.store = SqliteStore.open(path)
-        self.turns = Turns(self.engine, renderer, self.store, history=history)
+        self.turns = Turns(self.engine, renderer, self.store, history=history, wrong_stop=wrong_stop)
 
     def say(self, *messages: Any, n: int = 1, tools: tuple[Any, ...] = ()) -> list[Turn]:
         return asyncio.run(self._say(messages, n, tools))
@@ -96,6 +103,64 @@ def test_a_cut_short_reply_is_spliced_and_closed(renderer: Renderer, tmp_path: P
     (first,) = talk.say(user("a"))
     (second,) = talk.say(user("edited"), first.reply, user("b"))
     assert "first ans<|im_end|>\n<|im_start|>user\nb" in talk.text(second.added_ids.tolist())
+
+
+def test_reasoning_that_was_cut_short_is_closed_where_it_is_spliced(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, ["<think>\nstill thinking", TWO])
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("edited"), first.reply, user("b"))
+    text = talk.text(second.added_ids.tolist())
+    assert "<think>\nstill thinking\n</think>" in text
+    assert text.index("</think>") < text.index("<|im_end|>\n<|im_start|>user\nb")
+
+
+def test_a_reply_kept_behind_an_edit_keeps_its_exact_ids(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, [ONE, ONE.replace("first", "other"), TWO])
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a"), first.reply, user("b"))
+    (third,) = talk.say(user("a"), first.reply, user("b, edited"), second.reply, user("c"))
+    assert (third.parent, third.fork) == (0, "branched")
+    spliced = third.added_ids[third.added_provenance == Provenance.ASSISTANT]
+    assert spliced.tolist() == second.completion_ids.tolist()
+    assert talk.engine.asked[2][0][: len(first.added_ids) + len(first.completion_ids)] == [
+        *first.added_ids.tolist(),
+        *first.completion_ids.tolist(),
+    ]
+
+
+OTHER_STOP = "first answer<|endoftext|>"
+
+
+def test_a_stop_token_that_the_template_does_not_write_stands_for_the_end(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, [OTHER_STOP, TWO])
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a"), first.reply, user("b"))
+    assert (second.parent, second.fork) == (0, None)
+    assert "first answer<|endoftext|>\n<|im_start|>user\nb" in talk.text(talk.engine.asked[1][0])
+
+
+@pytest.mark.parametrize("history", ["sampled", "template"])
+def test_behind_another_stop_a_branch_begins_with_the_template_s_own_if_asked_to(
+    renderer: Renderer, tmp_path: Path, history: History
+) -> None:
+    talk = Talk(renderer, tmp_path, [OTHER_STOP, TWO], history=history, wrong_stop="fork")
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a"), first.reply, user("b"))
+    assert (second.parent, second.fork) == (None, "other_stop" if history == "sampled" else "template_history")
+    assert "first answer<|im_end|>\n<|im_start|>user\nb" in talk.text(second.added_ids.tolist())
+    spliced = second.added_ids[second.added_provenance == Provenance.ASSISTANT]
+    assert spliced.tolist() == first.completion_ids.tolist()[:-1]
+    assert first.completion_ids[-1] == renderer.tokenizer.encode_plain("<|endoftext|>")[0]
+
+
+def test_behind_the_template_s_own_stop_no_branch_begins(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, [OTHER_STOP, ONE, TWO], wrong_stop="fork")
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a"), first.reply, user("b"))
+    (third,) = talk.say(user("a"), first.reply, user("b"), second.reply, user("c"))
+    assert (third.parent, third.fork) == (1, None)
+    session = Session(SessionInfo("s", 0.0), talk.recorded())
+    assert [[turn.seq for turn in session.path(leaf)] for leaf in session.leaves()] == [[0], [1, 2]]
 
 
 def test_a_message_that_was_not_sampled_here_is_rendered_as_text(renderer: Renderer, tmp_path: Path) -> None:

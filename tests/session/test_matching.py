@@ -70,3 +70,20 @@ def test_a_history_key_goes_on_from_another() -> None:
     whole = history_keys("setup", messages)
     assert history_keys("setup", messages[2:], start=whole[1]) == whole[2:]
     assert history_keys("other", messages) != whole
+
+
+def test_images_are_told_apart_by_their_bytes_and_their_place() -> None:
+    def seen(*content: str) -> bytes:
+        parts = [
+            {"type": "image", "sha256": one[1:], "tokens": len(one), "settings": one}
+            if one.startswith("#")
+            else {"type": "text", "text": one}
+            for one in content
+        ]
+        return message_key({"role": "user", "content": parts})
+
+    assert seen("a", "b", "#1") == seen("ab", "#1")
+    keys = [seen("a"), seen("a", "#1"), seen("a", "#2"), seen("#1", "a"), seen("a", "#1", "#1")]
+    assert len(set(keys)) == len(keys)
+    measured_again = {"type": "image", "sha256": "1", "tokens": 99, "settings": "other"}
+    assert message_key({"role": "user", "content": [measured_again]}) == seen("#1")

@@ -114,3 +114,30 @@ def test_continuation_equals_a_search_of_all_turns(seed: int, size: int) -> None
     assert (None if found.parent is None else found.parent.seq) == expected
     assert found.context_ids.tolist() == ([] if expected is None else contexts[expected])
     assert [tree.context_after(n).tolist() for n in range(size)] == contexts
+
+
+def thought(text: str, reasoning: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "reasoning_content": reasoning}
+
+
+TWINS = (
+    make_turn(0, None, [user("a")], thought("A", "one"), added=[1], completion=[2]),
+    make_turn(1, None, [user("a")], thought("A", "two"), added=[1], completion=[3], fork="sibling"),
+    make_turn(2, 0, [user("b")], said("B"), added=[4], completion=[5]),
+    make_turn(3, 1, [user("b")], said("B"), added=[4], completion=[6], fork="branched"),
+)
+
+
+@pytest.mark.parametrize(("reasoning", "parent"), [("one", 0), ("two", 1), (" two\n", 1), ("", 1), ("unknown", 1)])
+def test_of_replies_that_differ_in_reasoning_only_the_one_that_was_sent_back_is_continued(
+    reasoning: str, parent: int
+) -> None:
+    tree = session(*TWINS[:2])
+    assert tree.continuation([user("a"), thought("A", reasoning), user("b")], "setup").parent is TWINS[parent]
+    assert tree.turn_of_reply(thought("A", reasoning)) is TWINS[parent]
+
+
+@pytest.mark.parametrize(("reasoning", "parent"), [("one", 2), ("two", 3), ("", 3)])
+def test_reasoning_further_back_tells_branches_apart_too(reasoning: str, parent: int) -> None:
+    messages = [user("a"), thought("A", reasoning), user("b"), said("B"), user("c")]
+    assert session(*TWINS).continuation(messages, "setup").parent is TWINS[parent]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.session.builders import make_turn, said, user
@@ -7,6 +9,7 @@ from tokentape.errors import InvalidRequest
 from tokentape.session.verdict import check_verdicts, verdict, wanted_verdict
 
 ROOT = make_turn(0, None, [user("a")], said("A"))
+NEXT = make_turn(1, 0, [user("b")], said("B"))
 
 
 def test_a_path_that_just_went_on_is_exact() -> None:
@@ -27,6 +30,23 @@ def test_a_fork_counts_before_a_close() -> None:
     assert verdict([ROOT, make_turn(1, 0, [user("b")], said("B"), closed=True, fork="branched")]) == "forked: branched"
 
 
+def test_a_path_whose_contexts_the_server_made_is_captured_and_not_exact() -> None:
+    captured = [replace(turn, engine="vllm 0.32.0 raw_logprobs generate captured") for turn in (ROOT, NEXT)]
+    assert verdict(captured) == "captured"
+    assert verdict([ROOT, replace(NEXT, engine="vllm 0.32.0 captured_logprobs")]) == "exact"
+
+
+def test_a_captured_path_that_begins_where_the_server_drifted_says_so() -> None:
+    drifted = replace(ROOT, engine="vllm 0.32.0 raw_logprobs generate captured", fork="drift")
+    assert verdict([drifted, replace(NEXT, engine=drifted.engine)]) == "captured with drift"
+    assert verdict([drifted, replace(NEXT, engine=drifted.engine, fork="sibling")]) == "captured with drift"
+
+
+def test_forks_and_closes_of_a_captured_path_are_told_first() -> None:
+    captured = replace(ROOT, engine="vllm 0.32.0 raw_logprobs generate captured")
+    assert verdict([captured, replace(NEXT, fork="branched")]) == "forked: branched"
+
+
 @pytest.mark.parametrize(
     ("one", "wanted", "matches"),
     [
@@ -37,6 +57,9 @@ def test_a_fork_counts_before_a_close() -> None:
         ("forked: sibling", ["forked: sibling"], True),
         ("forked: sibling", ["forked:branched", "exact"], False),
         ("closed", [], False),
+        ("captured", ["captured"], True),
+        ("captured with drift", ["captured", "exact"], False),
+        ("captured with drift", ["captured with drift"], True),
     ],
 )
 def test_a_filter_takes_words_and_causes(one: str, wanted: list[str], matches: bool) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.records import finite, json_objects, names
-from tokentape.types import Provenance, TokenRows, Trajectory
+from tokentape.types import MediaSpan, Provenance, TokenRows, Trajectory
 
 finite_logprobs = st.floats(allow_nan=False, allow_infinity=False, width=32)
 or_missing = st.just(np.nan)
@@ -53,6 +53,7 @@ def drawn_trajectories(draw: st.DrawFn) -> Trajectory:
             st.dictionaries(extra_names, arrays(np.float32, tokens, elements=finite_logprobs | or_missing), max_size=2)
         ),
         payloads=draw(st.dictionaries(extra_names, drawn_rows(tokens), max_size=2)),
+        media=tuple(draw(st.lists(st.builds(MediaSpan, st.integers(0, 99), st.integers(1, 99), names, names)))),
     )
 
 

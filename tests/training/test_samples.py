@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.records import finite, trees, turn_columns
+from tests.records import bits, finite, trees, turn_columns
 from tests.session.builders import make_turn, said, user
+from tests.session.trajectory_cases import make_trajectory
 from tokentape.errors import InvalidRequest
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
@@ -27,7 +29,7 @@ from tokentape.training.samples import (
     one_per_turn,
     with_column,
 )
-from tokentape.types import Reward, SessionInfo, Trajectory, Turn, TurnColumn
+from tokentape.types import MediaSpan, Provenance, Reward, SessionInfo, TokenRows, Trajectory, Turn, TurnColumn
 
 QUESTION, NEXT = [user("a")], [user("b")]
 
@@ -55,6 +57,17 @@ def test_the_default_is_a_sample_per_leaf_in_which_shared_turns_are_trained_once
     assert [sample.leaf for sample in made.samples] == [2, 3, 4]
     assert trained_ids(made.samples) == [[3, 4, 8], [6, 7, 10], [12]]
     assert made.report == Report(sessions=1, trajectories=3, samples=3, tokens=21, trained_tokens=7)
+
+
+def test_a_sample_of_a_whole_path_has_everything_that_the_trajectory_has() -> None:
+    whole = make_trajectory(
+        columns={"advantages": np.arange(6, dtype=np.float32)},
+        payloads={"experts": TokenRows(np.ones((6, 2), np.uint8), np.ones(6, bool))},
+        media=(MediaSpan(0, 2, "a", "b"),),
+    )
+    (sample,) = assemble([whole]).samples
+    for one in fields(Trajectory):
+        assert bits(getattr(sample, one.name)) == bits(getattr(whole, one.name)), one.name
 
 
 def test_one_per_turn_trains_each_turn_behind_its_own_context() -> None:
@@ -223,6 +236,10 @@ maxima = st.none() | st.builds(MaxLength, st.integers(1, 80), st.sampled_from(["
 @st.composite
 def recorded_sessions(draw: st.DrawFn) -> tuple[list[Turn], list[TurnColumn], list[Reward]]:
     turns = draw(trees("s", "setup", max_turns=6))
+    # Images are not what this is about, and each would need a message that holds it.
+    for n, turn in enumerate(turns):
+        media = turn.added_provenance == Provenance.MEDIA
+        turns[n] = replace(turn, messages=(), added_provenance=np.where(media, np.uint8(2), turn.added_provenance))
     some = st.lists(st.sampled_from([turn for turn in turns if len(turn.completion_ids)] or turns), max_size=3)
     columns = [draw(turn_columns(turn)) for turn in draw(some) if len(turn.completion_ids)]
     return turns, columns, [Reward("s", None, draw(finite), 0.0)]

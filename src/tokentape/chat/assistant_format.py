@@ -60,6 +60,8 @@ class Channels:
     """What stands in front of a tool's name in the header of a call; empty if calls are not written so."""
     marks: tuple[str, ...]
     """All marks of such framing: what a part ends at."""
+    words: tuple[str, ...]
+    """The words of headers: a role, channels, types, and what stands in front of a tool's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         turn_end=turn_end[len(content_end) :],
         content_close=content_close,
         reasoning=reasoning,
-        channels=_read_channels(content_open, reasoning, calls),
+        channels=_read_channels(header, content_open, reasoning, calls),
         shape=shape,
         calls=calls,
         calls_close=calls_close,
@@ -247,7 +249,9 @@ def _reasoning_never_shown(
     return Reasoning(opening, f"\n{tokenizer.mark_controls(closing)}\n\n", opened_by_prompt=True)
 
 
-def _read_channels(content_open: str, reasoning: Reasoning | None, calls: CallSyntax | None) -> Channels | None:
+def _read_channels(
+    header: str, content_open: str, reasoning: Reasoning | None, calls: CallSyntax | None
+) -> Channels | None:
     """The framing that reasoning and content share: a mark, a word, a mark."""
     if reasoning is None:
         return None
@@ -257,7 +261,11 @@ def _read_channels(content_open: str, reasoning: Reasoning | None, calls: CallSy
         return None
     call_open = calls.open.strip() if calls is not None and calls.style == "named" else ""
     marks = MARK.findall(reasoning.open + reasoning.close)
-    return Channels(frames[0][3], close[0], frames[0][2], call_open, tuple(dict.fromkeys(marks)))
+    written = [header, reasoning.open, content_open, call_open, calls.name_close if calls is not None else ""]
+    words = MARK.sub(" ", " ".join(written)).split()
+    return Channels(
+        frames[0][3], close[0], frames[0][2], call_open, tuple(dict.fromkeys(marks)), tuple(dict.fromkeys(words))
+    )
 
 
 def _last_delimiter(text: str) -> str:

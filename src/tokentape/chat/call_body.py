@@ -53,6 +53,8 @@ class Broken:
     """No call, whatever follows: `at` is where that shows."""
 
     at: int
+    no_json: bool = False
+    """An object ends there, as far as its brackets tell, but it is not JSON."""
 
 
 class BodyReader(Protocol):
@@ -119,7 +121,7 @@ class _JsonBody:
         try:
             value = decode(text[start:end])
         except ValueError:
-            return Broken(end)
+            return Broken(end, no_json=True)
         fields = dict(members(text[start:end]))
         function = value.get("function")
         call_id = value.get("id")
@@ -280,7 +282,11 @@ class _TaggedBody:
         for _ in range(after):
             raw = raw[:-1] if raw[-1:].isspace() else raw
         schema = property_schema(self._tools.get(self._name), key["key"])
-        return value_json(raw, schema, is_text=bool(syntax.json_key_close) and key["text"] is not None)
+        is_text = bool(syntax.json_key_close) and key["text"] is not None
+        opening, closing = syntax.text_open, syntax.text_close
+        if opening and closing and raw.startswith(opening) and raw.endswith(closing, len(opening)):
+            raw, is_text = raw[len(opening) : -len(closing)], schema is None
+        return value_json(raw, schema, is_text=is_text)
 
     def _body(self) -> Body | Broken:
         if not self._arguments and self._name not in self._tools:

@@ -42,6 +42,8 @@ class CallReader:
         whole, one = pieces(syntax.section_open + syntax.open), pieces(syntax.open)
         self.bare = not whole and syntax.style == "json"
         """Calls have no delimiters: a JSON object that names a tool is one."""
+        self.begins_lines = self.bare and not syntax.within_lines
+        """Such a call is one only where a line begins."""
         begins = tuple(dict.fromkeys([*whole[:1], *one[:1]]))
         marked = tuple(piece for piece in begins if MARK.match(piece))
         self.triggers = marked or begins
@@ -152,8 +154,14 @@ class CallReader:
         if within_reasoning:
             return none
         if self.bare:
-            name = self._name_in(text[self._start :]) if broken is None else None
-            return ReadCall(end, name) if name in self._tools else none
+            if broken is not None and not broken.no_json:
+                return none
+            name, arguments = self._guess(text[self._start : end])
+            if name not in self._tools:
+                return none
+            if broken is None:
+                return ReadCall(end, name)
+            return ReadCall(end, name, arguments, "bad_arguments") if arguments.startswith("{") else none
         found = self._broken_end.search(text, max(broken.at if broken else 0, self._seek))
         delimiters = [self._syntax.close, self._syntax.section_close, *self._begins]
         if not final and (found is None or may_grow(text, found.start(), delimiters)):

@@ -20,6 +20,7 @@ from tokentape.types import Message
 
 CONTENT, REASONING, NAME, KEY, VALUE, OTHER_NAME, OTHER_KEY, OTHER_VALUE = (s * 2 for s in SENTINELS[:8])
 _NUMBER = 7070707
+_LIKE_TAGS = f"<{VALUE}&"
 QUESTION: Message = {"role": "user", "content": SENTINELS[8] * 2}
 _ID = SENTINELS[9] * 2
 """Stands for every call's id in what is read off."""
@@ -127,9 +128,15 @@ class CallSyntax:
     json_key_close: str = ""
     """`key_close` of values that are not text, where the template tells them apart; their VALUE is JSON."""
     value_close: str = ""
+    text_open: str = ""
+    """Where the template writes something around text that could be taken for its tags (`tagged` only), as XML's
+    `<![CDATA[`: what stands in front of it, within `key_close` and `value_close`."""
+    text_close: str = ""
     quote: str = ""
     space_before: int = 0
     """Characters of white space that the template puts between content and the first call."""
+    within_lines: bool = False
+    """A call without delimiters may stand directly behind content, not only where a line begins."""
 
 
 def find_shape(render: Render) -> CallShape | None:
@@ -161,7 +168,10 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
         syntax = _split_arguments(syntax, region(shape.probe(NAME, {KEY: VALUE, OTHER_KEY: OTHER_VALUE})))
         if syntax is not None:
             syntax = _tell_json_values(syntax, region(shape.probe(NAME, {KEY: _NUMBER})))
-            syntax = syntax if syntax.key_open.strip() else _as_literal(syntax)
+            if syntax.key_open.strip():
+                syntax = _tell_quoted_text(syntax, region(shape.probe(NAME, {KEY: _LIKE_TAGS})))
+            else:
+                syntax = _as_literal(syntax)
     if syntax is None:
         return None
     syntax = replace(syntax, name_is_id=shape.name_is_id)
@@ -173,7 +183,8 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
     with contextlib.suppress(TemplateRefused):
         spoken = render([QUESTION, shape.message(CONTENT, [first])], False)
         behind = spoken[spoken.rindex(CONTENT) + len(CONTENT) :] if CONTENT in spoken else ""
-        syntax = replace(syntax, space_before=len(behind) - len(behind.lstrip()))
+        space = len(behind) - len(behind.lstrip())
+        syntax = replace(syntax, space_before=space, within_lines=behind.startswith("{"))
     call_open, found, name_open = syntax.open.partition(_ID)
     return replace(syntax, open=call_open, name_open=name_open) if found and syntax.style == "named" else syntax
 
@@ -260,6 +271,18 @@ def _tell_json_values(syntax: CallSyntax, region: str) -> CallSyntax:
         if key_close == syntax.key_close
         else replace(syntax, json_key_close=_either(key_close, syntax.key_close))
     )
+
+
+def _tell_quoted_text(syntax: CallSyntax, region: str) -> CallSyntax:
+    """Note what the template writes around text that looks like tags, if it does."""
+    start, at = region.find(KEY), region.find(_LIKE_TAGS)
+    if start < 0 or at < start:
+        return syntax
+    before, behind = region[start + len(KEY) : at], region[at + len(_LIKE_TAGS) :]
+    end = behind.find(syntax.value_close)
+    if end < 0 or not before.startswith(syntax.key_close):
+        return syntax
+    return replace(syntax, text_open=before[len(syntax.key_close) :], text_close=behind[:end])
 
 
 def _as_literal(syntax: CallSyntax) -> CallSyntax | None:

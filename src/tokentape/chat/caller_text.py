@@ -110,7 +110,9 @@ def with_edges(message: Message) -> dict[str, Any]:
         if isinstance(edged.get(key), str):
             edged[key] = _edge(edged[key], code)
     if isinstance(edged.get("content"), list):
-        edged["content"] = [{**part, "text": _edge(part["text"], code)} if "text" in part else part for part in edged["content"]]
+        edged["content"] = [
+            {**part, "text": _edge(part["text"], code)} if "text" in part else part for part in edged["content"]
+        ]
     if isinstance(edged.get("tool_calls"), Sequence):
         edged["tool_calls"] = [_edged_call(call, code) for call in edged["tool_calls"]]
     return edged

@@ -15,7 +15,7 @@ from tokentape.types import Message
 
 Strategy = Literal["local", "contextual", "fork", "refused"]
 
-FORMAT = 2
+FORMAT = 3
 """Version of the certificate's JSON."""
 
 FEATURES: Mapping[str, tuple[str, ...]] = {
@@ -48,6 +48,9 @@ class Continuation:
     """Why it is not append-only, or refused; empty otherwise."""
     counterexample: tuple[Message, ...] = ()
     """The smallest conversation tried on which the template rewrites what came before."""
+    ends: tuple[str, ...] = ()
+    """The stop tokens that the template itself ends the turn with here. One that ended with another stop token is
+    bridged or starts a new branch, as the gateway's `wrong_stop` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class Certificate:
             if found != FORMAT:
                 raise ValueError(f"this is of format {found}, not of format {FORMAT}")
             fields["continuations"] = tuple(
-                Continuation(**{**one, "counterexample": tuple(one["counterexample"])})
+                Continuation(**{**one, **{key: tuple(one[key]) for key in ("counterexample", "ends")}})
                 for one in fields["continuations"]
             )
             fields["parsing"] = tuple(ParseCheck(**one) for one in fields["parsing"])

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 from tokentape.chat import grammar
-from tokentape.chat.bridge import cut_tail
+from tokentape.chat.bridge import Tail, cut_tail
 from tokentape.chat.certificate import Certificate, Continuation, ParseCheck, Strategy
 from tokentape.chat.certify_foreign import foreign_continuation
 from tokentape.chat.media import IMAGE, image_parts
@@ -30,11 +30,15 @@ from tokentape.types import Message, Setup
 def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None) -> Certificate:
     """Try everything and write down what holds. Takes some hundred renderings: tenths of a second.
 
+    A template that fails on the grammar's tool is tried with a plainer one, then with none: if it only renders without
+    tools, all continuations with tools are refused.
+
     Raises `TemplateRefused` if the template does not even render a question and an answer.
     """
     kwargs = dict(template_kwargs or {})
-    setup = grammar.setup(renderer.fingerprint, kwargs)
+    with_tools, tools_refused = _setup_with_tools(renderer, kwargs)
     without_tools = grammar.setup(renderer.fingerprint, kwargs, tools=())
+    setup = without_tools if tools_refused else with_tools
     form = renderer.format(setup)
     tokenizer = renderer.tokenizer
     stops = [tokenizer.control_by_id(token_id) for token_id in sorted(renderer.stop_ids(setup))]
@@ -44,10 +48,10 @@ def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None
         versions={name: version(name) for name in ("tokentape", "tokenizers", "jinja2")},
         overrides=renderer.overrides.name if renderer.overrides else None,
         continuations=tuple(
-            _continuation(renderer, without_tools if grammar.NO_TOOLS in name else setup, name)
+            _continuation(renderer, without_tools if grammar.NO_TOOLS in name else with_tools, name)
             for name in grammar.NAMES
         ),
-        parsing=tuple(_parsing(renderer, setup)),
+        parsing=tuple(_parsing(renderer, setup, tools_refused)),
         call_style=form.calls.style if form.calls else None,
         reasoning=(
             (tokenizer.spell_marks(form.reasoning.open), tokenizer.spell_marks(form.reasoning.close))
@@ -57,10 +61,24 @@ def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None
         reasoning_opened_by_prompt=form.reasoning is not None and form.reasoning.opened_by_prompt,
         generation_prompt=tokenizer.spell_marks(form.generation_prompt),
         stop_tokens=tuple(control.content for control in stops if control is not None),
-        date_dependent=_depends_on_date(renderer, kwargs),
+        date_dependent=_depends_on_date(renderer, setup),
         dropped=tuple(_dropped(renderer, setup)),
         injection_safe=_injection_safe(renderer, setup),
     )
+
+
+def _setup_with_tools(renderer: Renderer, kwargs: Mapping[str, Any]) -> tuple[Setup, str]:
+    """The grammar's setup with the first tool that the template takes, and why it takes none; empty if it does."""
+    refused = ""
+    for tool in (grammar.TOOL, grammar.PLAIN_TOOL):
+        setup = grammar.setup(renderer.fingerprint, kwargs, tools=(tool,))
+        try:
+            renderer.format(setup)
+        except TemplateRefused as error:
+            refused = f"with tools, {error}"
+        else:
+            return setup, ""
+    return setup, refused
 
 
 def _continuation(renderer: Renderer, setup: Setup, name: str) -> Continuation:
@@ -70,6 +88,7 @@ def _continuation(renderer: Renderer, setup: Setup, name: str) -> Continuation:
     tried = 0
     strategy: Strategy = "local"
     rewritten: dict[bool, tuple[str, tuple[Message, ...]]] = {}
+    ends: dict[str, None] = {}
     for history, reply, new in grammar.conversations(name):
         try:
             full = renderer.marked([*history, reply, *new], setup, generate=True)
@@ -79,6 +98,7 @@ def _continuation(renderer: Renderer, setup: Setup, name: str) -> Continuation:
             continue
         tried += 1
         strategy = _worse(strategy, found)
+        ends |= dict.fromkeys(_ends(renderer, setup, reply, tail))
         clean = grammar.is_clean(reply)
         if clean not in rewritten:
             reason = _rewrites(renderer, setup, history, reply, full, tail)
@@ -87,10 +107,10 @@ def _continuation(renderer: Renderer, setup: Setup, name: str) -> Continuation:
     if not tried:
         return Continuation(name, "refused", append_only="no", tried=0, reason=refusal)
     if not rewritten:
-        return Continuation(name, strategy, append_only="yes", tried=tried, reason="")
+        return Continuation(name, strategy, append_only="yes", tried=tried, reason="", ends=tuple(ends))
     clean = True in rewritten
     reason, counterexample = rewritten[clean]
-    return Continuation(name, strategy, "no" if clean else "clean text", tried, reason, counterexample)
+    return Continuation(name, strategy, "no" if clean else "clean text", tried, reason, counterexample, tuple(ends))
 
 
 def _worse(one: Strategy, other: Strategy) -> Strategy:
@@ -133,9 +153,7 @@ def _rewrites(
     spoken = renderer.marked([*history, reply], setup, generate=False)
     if not spoken.startswith(prompt):
         return "the generation prompt is not what the template shows in front of a turn afterwards"
-    form = renderer.format(setup)
-    close = form.calls_close if reply.get("tool_calls") else form.content_close
-    behind = cut_tail(tail, close, form.content_close, tokenizer, tokenizer.eos_ids)
+    behind = _behind_turn(renderer, setup, reply, tail)
     if not full.startswith(prompt):
         return "what came before the turn is written differently once the conversation goes on"
     turn = full[len(prompt) : len(full) - len(behind.text)]
@@ -148,12 +166,33 @@ def _rewrites(
     return None
 
 
+def _behind_turn(renderer: Renderer, setup: Setup, reply: Message, tail: str) -> Tail:
+    form, tokenizer = renderer.format(setup), renderer.tokenizer
+    close = form.calls_close if reply.get("tool_calls") else form.content_close
+    return cut_tail(tail, close, form.content_close, tokenizer, tokenizer.eos_ids)
+
+
+def _ends(renderer: Renderer, setup: Setup, reply: Message, tail: str | None) -> Iterator[str]:
+    """The stop token that the template ends such a turn with, if it is one."""
+    mark = MARK.match(_behind_turn(renderer, setup, reply, tail).text) if tail is not None else None
+    if mark is not None:
+        control = renderer.tokenizer.control_of_mark(mark[0])
+        if control.id in renderer.stop_ids(setup):
+            yield control.content
+
+
 _PARTS = {"content": "content", "reasoning_content": "reasoning", "tool_calls": "calls"}
 
 
-def _parsing(renderer: Renderer, setup: Setup) -> Iterator[ParseCheck]:
-    """Render each kind of turn, parse what the template wrote, compare with what of the turn it wrote."""
+def _parsing(renderer: Renderer, setup: Setup, tools_refused: str) -> Iterator[ParseCheck]:
+    """Render each kind of turn, parse what the template wrote, compare with what of the turn it wrote.
+
+    `tools_refused`: why no calls can be asked for, if the template takes no tools.
+    """
     for name, message in grammar.TURNS.items():
+        if tools_refused and message.get("tool_calls"):
+            yield ParseCheck(name, holds=None, detail=tools_refused)
+            continue
         try:
             written = written_turn(renderer, setup, message)
         except TemplateRefused as error:
@@ -265,9 +304,10 @@ def _difference(message: Message, reply: Reply) -> str | None:
     return None
 
 
-def _depends_on_date(renderer: Renderer, kwargs: Mapping[str, Any]) -> bool:
+def _depends_on_date(renderer: Renderer, setup: Setup) -> bool:
+    kwargs, tools = setup.template_kwargs, setup.tools
     texts = {
-        _prompt(renderer, [grammar.QUESTION], grammar.setup(renderer.fingerprint, kwargs, date=date))
+        _prompt(renderer, [grammar.QUESTION], grammar.setup(renderer.fingerprint, kwargs, tools=tools, date=date))
         for date in ("2024-01-01", "2025-12-31")
     }
     return len(texts) > 1
@@ -276,6 +316,9 @@ def _depends_on_date(renderer: Renderer, kwargs: Mapping[str, Any]) -> bool:
 def _dropped(renderer: Renderer, setup: Setup) -> Iterator[str]:
     """Name what callers may say that this template does not pass on."""
     for what, word, messages in grammar.LOSSES:
+        if what == "tools" and not setup.tools:
+            # They are refused, not dropped.
+            continue
         try:
             text = _prompt(renderer, messages, setup)
         except TemplateRefused:

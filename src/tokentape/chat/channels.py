@@ -4,7 +4,8 @@
 
 Found where a template frames reasoning and content alike, by the same two control tokens with a word between them.
 The generation prompt leaves a header open. Within a header a call's recipient may stand before or behind the channel's
-name: templates and models differ in that.
+name: templates and models differ in that. Words where a header may stand that the template never writes in one are
+content: a model that just speaks.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ from tokentape.chat.reader import Reader
 from tokentape.chat.reply import CallStatus, ReplyParts, ToolCall
 from tokentape.chat.tokenizer import MARK, Tokenizer
 from tokentape.types import Tool
-
-_LONGEST_NAME = 3
-"""Words that a header may have behind one of its marks: a role or channel, a recipient, a type."""
 
 
 class ChannelScanner:
@@ -41,6 +39,7 @@ class ChannelScanner:
         self._name = ""
         prefix, _, place = channels.call_open.partition("=")
         self._recipient = re.compile(rf"(?:^|\s){re.escape(prefix)}=(?:{re.escape(place)})?(\S+)" if prefix else "(?!)")
+        self._words = frozenset(channels.words)
         others = [mark for mark in channels.marks if mark != channels.header_close]
         self._part_end = re.compile("|".join(map(re.escape, others)))
         self._header_end = re.compile(f"{re.escape(channels.header_close)}|{re.escape(channels.part_close)}")
@@ -67,7 +66,7 @@ class ChannelScanner:
             # No header at all: the model just spoke.
             said = reader.take(end.start() if end else len(reader.text))
             for n, text in enumerate(MARK.split(said)):
-                if n == 0 or len(text.split()) > _LONGEST_NAME:
+                if n == 0 or not self._names(text, cut_off=end is None):
                     self._say("content", text)
             if end is not None:
                 reader.take(end.end())
@@ -75,11 +74,12 @@ class ChannelScanner:
         self._header_at = reader.at
         lead, *named = MARK.split(reader.take(end.start()))
         reader.take(end.end())
-        header = " ".join([lead, *named])
-        recipient = self._recipient.search(header)
-        if lead.strip() and not self._recipient.search(lead) and (named or len(lead.split()) > _LONGEST_NAME):
+        if not self._names(lead):
             self._say("content", lead)
             self._parts.interrupt()
+            lead = ""
+        header = " ".join([lead, *named])
+        recipient = self._recipient.search(header)
         if recipient is not None and self._tools:
             self._region, self._name = "call", recipient[1]
         else:
@@ -106,6 +106,14 @@ class ChannelScanner:
         if found[0] == self._channels.part_close:
             reader.take(found.end())
         return True
+
+    def _names(self, text: str, *, cut_off: bool = False) -> bool:
+        """Whether a text is what a header is made of: known words, a recipient; `cut_off`: or the beginning of one."""
+        if self._recipient.search(text):
+            return True
+        *before, last = text.split() or [""]
+        whole = self._words.issuperset(before) and (not last or last in self._words)
+        return whole or (cut_off and any(word.startswith(last) for word in self._words))
 
     def _say(self, region: str, text: str) -> None:
         self._parts.add("reasoning" if region == "reasoning" else "content", self._tokenizer.spell_marks(text))

@@ -32,6 +32,16 @@ TOOL: Tool = {
     },
 }
 
+PLAIN_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "measure",
+        "description": "Measure a toolword.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "Where."}}},
+    },
+}
+"""For templates that fail on a schema as it may be: one that does not say what is in an object, for example."""
+
 SYSTEM: Message = {"role": "system", "content": "You are a systemword."}
 QUESTION: Message = {"role": "user", "content": "What is a questionword?"}
 EARLIER: Message = {"role": "user", "content": "And an earlierword?"}

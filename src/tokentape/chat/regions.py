@@ -60,6 +60,10 @@ class RegionScanner:
         leaves = _leaves(form, self._calls)
         self._leaves = {region: {leave.core: leave for leave in found} for region, found in leaves.items()}
         bare = self._calls is not None and self._calls.bare
+        ends = _Delimiter.of(form.content_end, "content") + _Delimiter.of(form.turn_end, "content")
+        begin_calls = [leave.core for leave in leaves["content"] if leave.enters == "call"]
+        self._before_calls = [end for end in ends if end.core in begin_calls]
+        """What ends content and begins calls as well: where no call follows, it is no text either."""
         self._search = {region: _search(found, marks=bare) for region, found in leaves.items()}
         self._end_space = len(form.content_close) - len(form.content_close.lstrip())
         self._region: _Region = "content"
@@ -118,7 +122,8 @@ class RegionScanner:
         return True
 
     def _enter_call(self, at: int, delimiter: _Delimiter) -> bool:
-        if delimiter.core == "{" and not self._begins_line(at):
+        assert self._calls is not None
+        if delimiter.core == "{" and self._calls.begins_lines and not self._begins_line(at):
             self._say(at + 1)
             return True
         # What is blank in front of a call is left out, but only once it is one.
@@ -143,8 +148,20 @@ class RegionScanner:
         else:
             # Opened like a call, but nothing that was ever called: it stays what it is, text.
             self._region = self._speech
-            self._say(call.end)
+            self._say_no_call(call.end)
         return True
+
+    def _say_no_call(self, end: int) -> None:
+        """Say what began like a call, up to `end`, but for what also ends content."""
+        reader = self._reader
+        closing = next((one for one in self._before_calls if reader.text.startswith(one.core, self._call_at)), None)
+        if closing is None or self._speech == "reasoning":
+            self._say(end)
+            return
+        self._say(self._call_at)
+        reader.take(self._call_at + len(closing.core))
+        self._parts.interrupt()
+        self._blank, self._skip = True, closing.space_after
 
     def _record(self, call: ReadCall) -> None:
         if call.name is None:
@@ -211,7 +228,8 @@ def _leaves(form: AssistantFormat, calls: CallReader | None) -> dict[_Speech, li
         if form.reasoning is None or form.reasoning.open.strip() not in text:
             content += _Delimiter.of(text, "content")
     for text in (form.content_end, form.turn_end):
-        content += _Delimiter.of(text, "content", anywhere=True)
+        ends = _Delimiter.of(text, "content", anywhere=True)
+        content += [end for end in ends if end.core not in {trigger.core for trigger in triggers}]
     if form.reasoning is not None:
         opening = _Delimiter.of(form.reasoning.open, "reasoning")
         # Where the prompt opens reasoning, models open it again all the same.

@@ -27,7 +27,7 @@ from tokentape.chat.foreign_renderer import foreign_bridge, foreign_parse, forei
 from tokentape.chat.media import ImageProcessor, image_parts, repeat_placeholders
 from tokentape.chat.overrides import Overrides, ReplyParser, find_overrides, parse_whole
 from tokentape.chat.parse import Parser
-from tokentape.chat.splice import History, find_splices
+from tokentape.chat.splice import History, WrongStop, find_splices
 from tokentape.chat.template import ChatTemplate, plain_message
 from tokentape.chat.tokenizer import MARK, Tokenizer
 from tokentape.errors import InvalidRequest, InvariantViolation, TemplateRefused
@@ -45,6 +45,8 @@ class Added:
 
     ids: TokenIds
     provenance: Codes
+    behind_other_stop: bool = False
+    """The turn before ended with another stop token than the template writes there, which stands for it."""
 
 
 class Renderer:
@@ -101,6 +103,7 @@ class Renderer:
         setup: Setup,
         sampled: Mapping[int, TokenIds] | None = None,
         history: History = "sampled",
+        wrong_stop: WrongStop = "keep",
     ) -> Added:
         """Ids of a conversation, ending with the generation prompt.
 
@@ -109,25 +112,25 @@ class Renderer:
 
         `sampled` maps indices of assistant messages to the completions they were parsed from, whose exact ids then
         stand in the rendering, with provenance ASSISTANT: all of them (`history` "sampled"), or as far as the template
-        keeps their text ("template"). An overriding renderer knows of no such ids and renders the text.
+        keeps their text ("template"). Where one ends with another stop token than the template writes there, that one
+        stands in place of the template's, or, with `wrong_stop` "fork" and where the template's text is followed, the
+        template's in place of it. An overriding renderer knows of no such ids and renders the text.
 
         Raises `TemplateRefused` if the template refuses the conversation or does not know one of its roles.
         """
         self._refuse_images(messages)
         if self.overrides is not None and self.overrides.renderer is not None:
             return self._foreign(foreign_render(self.overrides.renderer, messages, setup))
-        plain, text = self._accepted(messages, setup, generate=True)
-        edged = self._render([with_edges(message) for message in plain], setup, generate=True)
-        self._refuse_unknown_roles(plain, edged, setup)
-        codes = provenance_of_characters(edged, len(MARK.sub(" ", text)))
+        text, codes = self.written(messages, setup, generate=True)
         splices = find_splices(
             text,
             messages,
-            sampled or {},
+            {n: self._with_reasoning_closed(ids, setup) for n, ids in (sampled or {}).items()},
             tokenizer=self.tokenizer,
             form=self.format(setup),
             stop_ids=self.stop_ids(setup) if sampled else frozenset(),
             history=history,
+            wrong_stop=wrong_stop,
         )
         pieces: list[Added] = []
         at = 0
@@ -209,7 +212,8 @@ class Renderer:
             # Another stop than the template writes here. It was sampled, so it stays; it stands for the turn's end,
             # but not for the next message's header.
             skip = 1 if cut.ends_turn else 0
-            return self._with_images(Added(ids[skip:], provenance[skip:]), new_messages)
+            added = self._with_images(Added(ids[skip:], provenance[skip:]), new_messages)
+            return replace(added, behind_other_stop=True)
         closing = self._close_reasoning(completion_ids, setup, form)
         if cut.ends_turn:
             provenance[:1] = Provenance.CLOSE
@@ -253,10 +257,13 @@ class Renderer:
         eos_ids = self.tokenizer.eos_ids
         found = set(eos_ids)
         within = {self._mark_id(mark) for mark in MARK.findall(form.within_turns)}
+        opening = form.calls.section_open + form.calls.open if form.calls is not None and eos_ids else ""
+        before_calls = {self._mark_id(mark) for mark in MARK.findall(opening)} - eos_ids
         for tail, close in ((form.content_tail, form.content_close), (form.calls_tail, form.calls_close)):
             cut = cut_tail(tail, close, form.content_close, self.tokenizer, eos_ids)
             mark = MARK.match(cut.text)
-            if mark is None:
+            if mark is None or self._mark_id(mark[0]) in before_calls:
+                # What ends content in front of a call ends no turn: calls would never be sampled (GigaChat).
                 continue
             # Where the conversation ends with an end-of-sequence token, another one may end the turns within it (Phi).
             # It is none if it also stands within turns (gpt-oss), nor is the next message's header one.
@@ -326,6 +333,16 @@ class Renderer:
     def marked(self, messages: Sequence[Message], setup: Setup, *, generate: bool) -> str:
         """Marked text of a conversation, with or without the generation prompt. For certificates."""
         return self._accepted(messages, setup, generate=generate)[1]
+
+    def written(self, messages: Sequence[Message], setup: Setup, *, generate: bool) -> tuple[str, Codes]:
+        """Marked text of a conversation, and whose each of its characters is, a mark counting as one.
+
+        With or without the generation prompt. Raises as `render`.
+        """
+        plain, text = self._accepted(messages, setup, generate=generate)
+        edged = self._render([with_edges(message) for message in plain], setup, generate=generate)
+        self._refuse_unknown_roles(plain, edged, setup)
+        return text, provenance_of_characters(edged, len(MARK.sub(" ", text)))
 
     def _render(self, plain: Sequence[Message], setup: Setup, *, generate: bool) -> str:
         """Marked text of messages that are disarmed already."""
@@ -439,6 +456,12 @@ class Renderer:
                     f"the chat template drops new message {n} (role {new[n]['role']!r}) after such a turn: what it "
                     "says would not reach the model"
                 )
+
+    def _with_reasoning_closed(self, completion_ids: TokenIds, setup: Setup) -> TokenIds:
+        """A completion, and what closes the reasoning within which it was cut short."""
+        if not self.stop_ids(setup).isdisjoint(completion_ids.tolist()):
+            return completion_ids
+        return np.concatenate([completion_ids, self._close_reasoning(completion_ids, setup, self.format(setup))])
 
     def _close_reasoning(self, completion_ids: TokenIds, setup: Setup, form: AssistantFormat) -> TokenIds:
         """Ids that close reasoning which a truncated completion left open."""

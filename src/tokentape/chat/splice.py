@@ -20,6 +20,10 @@ from tokentape.types import Message, TokenIds
 History: TypeAlias = Literal["sampled", "template"]
 """Which part of earlier turns stays in context: all that was sampled, or what the template keeps of it."""
 
+WrongStop: TypeAlias = Literal["keep", "fork"]
+"""What becomes of a turn that ended with another stop token than the template writes there: the sampled one stands for
+the end, and the branch goes on (`keep`); or what follows starts a new branch, in which the template's own stands."""
+
 
 @dataclass(frozen=True, slots=True)
 class Splice:
@@ -39,6 +43,7 @@ def find_splices(
     form: AssistantFormat,
     stop_ids: frozenset[int],
     history: History,
+    wrong_stop: WrongStop = "keep",
 ) -> list[Splice]:
     """Where sampled ids belong in `text`, the marked rendering of `messages` with the generation prompt.
 
@@ -57,6 +62,8 @@ def find_splices(
         if n not in sampled:
             continue
         ids = sampled[n].tolist()
+        if history == "template" or wrong_stop == "fork":
+            ids = _without_other_stop(ids, text[_last_mark(text, start, end) : end], tokenizer, stop_ids)
         if history == "template":
             splices += _kept(text, start, end, ids, tokenizer)
         else:
@@ -88,6 +95,12 @@ def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[i
 def _last_mark(text: str, start: int, end: int) -> int:
     """Where the last mark before `end` begins."""
     return max(match.start() for match in MARK.finditer(text, start, end))
+
+
+def _without_other_stop(ids: list[int], end: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> list[int]:
+    """The ids without the stop token that they end with, unless it is `end`, the mark that the template writes."""
+    other = bool(ids) and ids[-1] in stop_ids and ids[-1] != tokenizer.control_of_mark(end).id
+    return ids[:-1] if other else ids
 
 
 def _kept(text: str, start: int, end: int, ids: list[int], tokenizer: Tokenizer) -> list[Splice]:

@@ -20,9 +20,9 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from tokentape.chat.media import IMAGE, image_parts
+from tokentape.chat.sandbox import STEPS, Sandbox, Steps
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 from tokentape.types import Message, Tool
 
@@ -106,7 +106,7 @@ class ChatTemplate:
 
 def _render(template: jinja2.Template, given: Mapping[str, Any]) -> str:
     try:
-        return template.render(given)
+        return template.render({**given, STEPS: Steps()})
     except jinja2.TemplateError as error:
         raise TemplateRefused(f"the chat template refused this conversation: {error.message}") from error
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -203,9 +203,7 @@ def _tojson(
 
 
 def _compile(source: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
-    )
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["dict"] = _Dict()

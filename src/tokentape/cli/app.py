@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from tokentape.cli.certify import certify
+from tokentape.cli.check_logprobs import check_logprobs
 from tokentape.cli.config import config
 from tokentape.cli.demo import demo
 from tokentape.cli.doctor import doctor
@@ -65,6 +66,7 @@ app.command()(show)
 app.command()(export)
 app.add_typer(snapshot, name="snapshot")
 app.command()(verify)
+app.command()(check_logprobs)
 
 
 def main() -> None:

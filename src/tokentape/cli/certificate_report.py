@@ -74,6 +74,7 @@ def _header(certificate: Certificate, template_sha256: str) -> Table:
         "overrides": certificate.overrides or "none: all is read off the template",
         "generation prompt": _quoted(certificate.generation_prompt),
         "stop tokens": "  ".join(certificate.stop_tokens),
+        "turns end with": _ends(certificate),
         "reasoning": _reasoning(certificate),
         "tool calls": f"{certificate.call_style} style" if certificate.call_style else "not written by this template",
         "date": "printed by the template: frozen per session" if certificate.date_dependent else "not printed",
@@ -84,6 +85,12 @@ def _header(certificate: Certificate, template_sha256: str) -> Table:
     for name, value in rows.items():
         table.add_row(name, Text(readable(value)))
     return table
+
+
+def _ends(certificate: Certificate) -> str:
+    own = "  ".join(dict.fromkeys(end for found in certificate.continuations for end in found.ends))
+    others = set(certificate.stop_tokens) - {end for found in certificate.continuations for end in found.ends}
+    return own + ("; behind another stop token the branch goes on, or a new one begins (wrong_stop)" if others else "")
 
 
 def _reasoning(certificate: Certificate) -> str:

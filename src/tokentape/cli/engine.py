@@ -8,7 +8,15 @@ from urllib.parse import urlsplit
 
 from tokentape.config import EngineConfig
 from tokentape.demo import MODEL
-from tokentape.engines.base import Engine
+from tokentape.engines.base import ChatServer, Engine
+
+
+async def open_captured(config: EngineConfig, vocab_size: int) -> ChatServer:
+    """Connect to the server that renders. Raises `EngineError` as `VllmChatServer.open`."""
+    from tokentape.engines.vllm_chat import VllmChatServer
+
+    (url,) = config.urls
+    return await VllmChatServer.open(url, vocab_size=vocab_size, api_key=config.api_key, timeouts=config.timeouts)
 
 
 async def open_configured(config: EngineConfig, model: Path, vocab_size: int) -> Engine:
@@ -19,7 +27,8 @@ async def open_configured(config: EngineConfig, model: Path, vocab_size: int) ->
     if config.kind == "transformers":
         from tokentape.engines.transformers import TransformersEngine
 
-        return TransformersEngine.open(model, threads=config.threads or (1 if model == MODEL else None))
+        threads = config.threads or (1 if model == MODEL else None)
+        return TransformersEngine.open(model, threads=threads, path=config.path)
     from tokentape.engines.opening import open_engine
     from tokentape.engines.pool import EnginePool
 

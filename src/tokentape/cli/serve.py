@@ -32,11 +32,26 @@ class EngineName(StrEnum):
     OPENAI = "openai"
 
 
+class PathName(StrEnum):
+    """How the embedded engine runs the model."""
+
+    OWN = "own"
+    REGULAR = "regular"
+    PAGED = "paged"
+
+
 class HistoryName(StrEnum):
     """What of earlier turns stays in context."""
 
     SAMPLED = "sampled"
     TEMPLATE = "template"
+
+
+class WrongStopName(StrEnum):
+    """What becomes of a turn that ended with another stop token than the template writes."""
+
+    KEEP = "keep"
+    FORK = "fork"
 
 
 class Synchronous(StrEnum):
@@ -101,12 +116,35 @@ def serve(
         int | None,
         typer.Option(min=1, help="CPU threads of the embedded engine. Default: torch's choice; 1 for the tiny model."),
     ] = None,
+    path: Annotated[
+        PathName | None,
+        typer.Option(
+            help="Embedded engine only. own, the default: a loop with a prefix cache. regular: generate on batches. "
+            "paged: generate_batch."
+        ),
+    ] = None,
+    capture: Annotated[
+        bool | None,
+        typer.Option(
+            help="Let the vLLM server render, and record what it rendered and where that drifts. Default: no."
+        ),
+    ] = None,
     history: Annotated[
         HistoryName | None,
         typer.Option(
             help="sampled, the default: earlier turns stay as sampled. template: what the template drops of them, "
             "goes; that forks."
         ),
+    ] = None,
+    wrong_stop: Annotated[
+        WrongStopName | None,
+        typer.Option(
+            help="After a stop token that the template does not write there. keep, the default: it stands for the end. "
+            "fork: a new branch with the template's own."
+        ),
+    ] = None,
+    payloads: Annotated[
+        bool | None, typer.Option(help="Record per-token payloads of the engine: routed experts. Default: no.")
     ] = None,
     synchronous: Annotated[
         Synchronous | None,
@@ -170,6 +208,7 @@ def run(config: ServeConfig) -> None:
 
     from tokentape.chat.certificate_cache import load_or_certify
     from tokentape.chat.renderer import Renderer
+    from tokentape.engines.image_processor import find_image_processor
     from tokentape.gateway.draining import Drain
     from tokentape.gateway.logs import logging_to
     from tokentape.gateway.serve import serve as run_server
@@ -184,7 +223,8 @@ def run(config: ServeConfig) -> None:
     def tell(base_url: str) -> None:
         log.info("serving %s at %s/v1, recording to %s", name, base_url, config.data)
 
-    renderer = Renderer.load(model, config.chat_template)
+    images = find_image_processor(model) if config.engine.kind == "transformers" else None
+    renderer = Renderer.load(model, config.chat_template, images=images)
     # A template that can't be used is told at once, not after the weights are loaded.
     load_or_certify(renderer, {})
     drain = Drain(config.drain_seconds)
@@ -233,20 +273,24 @@ class _Gateway:
         await self._app(scope, receive, send)
 
     async def _open(self) -> ASGIApp:
-        from tokentape.cli.engine import open_configured
+        from tokentape.cli.engine import open_captured, open_configured
         from tokentape.gateway.app import create_app
         from tokentape.gateway.telemetry import Telemetry
         from tokentape.gateway.tracing import OpenTelemetrySpans
         from tokentape.gateway.turns import Turns
 
-        config = self._config
+        config, vocab_size = self._config, self._renderer.tokenizer.vocab_size
+        server = await open_captured(config.engine, vocab_size) if config.engine.capture else None
         turns = Turns(
-            await open_configured(config.engine, self._model, self._renderer.tokenizer.vocab_size),
+            server or await open_configured(config.engine, self._model, vocab_size),
             self._renderer,
             self._store,
             history=config.history,
+            wrong_stop=config.wrong_stop,
             limits=config.limits,
             telemetry=Telemetry(OpenTelemetrySpans() if config.tracing else None),
+            payloads=config.payloads,
+            capture=server,
         )
         return create_app(
             turns, model_id=self._name, keys=self._keys, allowed_hosts=config.allowed_hosts, drain=self._drain

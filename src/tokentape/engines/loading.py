@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 from transformers.utils import logging as hf_logging
 
 from tokentape.engines.base import SampleDelta, SamplingParams
@@ -26,7 +26,9 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
 
 def load_model(folder: Path, *, dtype: str, device: str) -> Any:
-    """Load a causal language model in evaluation mode. Local files only; code in the folder is never run.
+    """Load a causal language model, or one that also takes images, in evaluation mode.
+
+    Local files only; code in the folder is never run.
 
     Raises:
         EngineError: there is no such model, or transformers can't load it.
@@ -41,8 +43,10 @@ def load_model(folder: Path, *, dtype: str, device: str) -> Any:
     shows_progress = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=_DTYPES[dtype], local_files_only=True, trust_remote_code=False
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        auto_model = AutoModelForImageTextToText if _sees(config) else AutoModelForCausalLM
+        model = auto_model.from_pretrained(
+            folder, config=config, dtype=_DTYPES[dtype], local_files_only=True, trust_remote_code=False
         )
         return model.to(device).eval()
     except (OSError, ValueError, RuntimeError) as error:
@@ -50,6 +54,17 @@ def load_model(folder: Path, *, dtype: str, device: str) -> Any:
     finally:
         if shows_progress:
             hf_logging.enable_progress_bar()
+
+
+def _sees(config: Any) -> bool:
+    return "vision_config" in config.sub_configs
+
+
+def media_ids(model: Any) -> set[int]:
+    """Ids that stand for parts of media. Sampled, they would stand for nothing, and the model refuses its context."""
+    names = ("image_token_id", "video_token_id", "audio_token_id")
+    config = model.config.to_dict()
+    return {config[name] for name in names if isinstance(config.get(name), int)}
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

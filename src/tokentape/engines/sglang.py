@@ -338,7 +338,7 @@ def _honoured(server: _Server) -> frozenset[str]:
         "payloads_from": server.enable_return_routed_experts and dialect.payloads,
     }
     missing = {name for name, offers in offered.items() if not offers}
-    return (DISTRIBUTION | offered.keys()) - missing
+    return DISTRIBUTION.union(offered) - missing
 
 
 _OVERRIDDEN = frozenset(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines.checks import refuse_params, refuse_prompt
-from tokentape.errors import EngineError, EngineUnavailable
+from tokentape.engines.base import DISTRIBUTION, EngineInfo, PromptMedia, SampleDelta, SamplingParams
+from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
+from tokentape.engines.image_processor import QwenImageProcessor, find_image_processor
+from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
 from tokentape.types import FinishReason, TokenIds
 
 if TYPE_CHECKING:
+    import torch
     from tokenizers import Tokenizer
 
     from tokentape.engines.requests import Request, Runner
@@ -63,8 +65,18 @@ class TransformersEngine:
         >>> await engine.close()
     """
 
-    def __init__(self, info: EngineInfo, runner: Runner, tokenizer: Tokenizer, load: Callable[[Path], Any]) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        load: Callable[[Path], Any],
+        media_ids: set[int],
+        images: QwenImageProcessor | None,
+    ) -> None:
         self._info = info
+        self._media_ids = media_ids
+        self._images = images
         self._runner = runner
         self._tokenizer = tokenizer
         self._load = load
@@ -90,7 +102,7 @@ class TransformersEngine:
 
         Args:
             model_dir: a folder as `save_pretrained` writes it. Code in it is never run.
-            path: how the model is run.
+            path: how the model is run. A model that takes images is run on the path `regular` in place of `own`.
             dtype: of weights and computation. Only float32 logprobs can be recomputed to 1e-4.
             device: a torch device, or `auto` for the first GPU if there is one.
             threads: torch's CPU threads, of the whole process; torch's own choice if None. A tiny model is
@@ -102,7 +114,8 @@ class TransformersEngine:
             page_cache_tokens: tokens whose keys and values are held; raised to `max_context`. Calls wait until all
                 that they may sample fits. On the path `paged` only.
             weight_version: reported with every delta until `update_weights`.
-            on_finish: called on the engine's thread for every call that ended; it must not raise.
+            on_finish: called for every call that ended, on one of the engine's threads or the caller's; it must
+                return soon and not raise.
 
         Raises:
             TokenizerUnusable: there is no readable `tokenizer.json`.
@@ -123,6 +136,10 @@ class TransformersEngine:
         load = partial(loading.load_model, dtype=dtype, device=device)
         model = load(folder)
         known = loading.known_ids(tokenizer, model)
+        media_ids = loading.media_ids(model)
+        images = find_image_processor(folder) if media_ids else None
+        if media_ids and path == "own":
+            path = "regular"
         context = max_context or loading.context_limit(model)
         opened = False
 
@@ -130,8 +147,10 @@ class TransformersEngine:
             if on_finish is not None and opened:
                 on_finish(_finished(request, finish_reason))
 
+        samplable = known.copy()
+        samplable[sorted(media_ids)] = False
         sampler = Sampler(
-            samplable=torch.from_numpy(known).to(model.device), weight_version=weight_version, on_finish=report
+            samplable=torch.from_numpy(samplable).to(model.device), weight_version=weight_version, on_finish=report
         )
         runner: Runner
         if path == "own":
@@ -141,7 +160,7 @@ class TransformersEngine:
             runner = Worker(model, sampler, max_batch=max_batch, prefix_cache_bytes=prefix_cache_bytes)
             runner.start()
         else:
-            expected = loading.plain_completions(model, known)
+            expected = loading.plain_completions(model, samplable)
             if path == "regular":
                 from tokentape.engines.regular import RegularRunner
 
@@ -168,8 +187,9 @@ class TransformersEngine:
             max_context=context,
             logprobs_mode="raw_logprobs",
             sampling=DISTRIBUTION,
+            media=frozenset({"image"}) if images is not None and path == "regular" else frozenset(),
         )
-        return cls(info, runner, tokenizer, load)
+        return cls(info, runner, tokenizer, load, media_ids, images)
 
     @property
     def info(self) -> EngineInfo:
@@ -177,15 +197,23 @@ class TransformersEngine:
         return self._info
 
     async def sample(
-        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+        self,
+        prompt_ids: TokenIds,
+        params: SamplingParams,
+        *,
+        stream: bool,
+        request_id: str,
+        media: Sequence[PromptMedia] = (),
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Sample a continuation of `prompt_ids`, int32 [tokens]; see `Engine`.
+        """Sample a continuation of `prompt_ids`, int32 [tokens]; see `MediaEngine`.
 
         A completion that meets the end of the context ends with `length`, as at `max_tokens`. One that
         `close` interrupts ends with `abort`.
 
         Raises:
-            InvalidRequest: the prompt is empty, too long or holds an unknown id; a parameter is out of range.
+            InvalidRequest: the prompt is empty, too long or holds an unknown id, or its placeholder ids are not those
+                of `media`; a parameter is out of range.
+            UnsupportedParameter: a parameter is set that `EngineInfo.sampling` does not name.
             EngineUnavailable: the engine is closed.
             EngineError: the model failed.
 
@@ -195,6 +223,8 @@ class TransformersEngine:
 
         refuse_prompt(prompt_ids, self._info)
         refuse_params(params)
+        refuse_unhonoured(params, self._info)
+        images = await asyncio.to_thread(self._seen, prompt_ids, media) if self._media_ids else {}
         await self.check()
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[SampleDelta | EngineError] = asyncio.Queue()
@@ -214,6 +244,7 @@ class TransformersEngine:
             stream=stream,
             send=send,
             random=random.Random(params.seed),
+            images=images,
         )
         self._runner.submit(request)
         try:
@@ -227,6 +258,30 @@ class TransformersEngine:
         finally:
             self._runner.abandon(request)
 
+    def _seen(self, prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> dict[str, torch.Tensor]:
+        """What the model takes of a prompt's images: `Request.images`."""
+        import torch
+
+        stands = np.isin(prompt_ids, sorted(self._media_ids))
+        placed = np.zeros(len(prompt_ids), dtype=np.int64)
+        for one in media:
+            placed[one.start : one.start + one.length] = 1
+        if not np.array_equal(stands, placed.astype(bool)):
+            raise InvalidRequest(
+                f"{int(stands.sum())} ids of the prompt stand for parts of images, {int(placed.sum())} do by its media",
+                "prompt_ids",
+            )
+        if not media:
+            return {}
+        if self._images is None:
+            raise InvalidRequest("this engine takes text only", "prompt_ids")
+        arrays = self._images.arrays([one.data for one in media])
+        found = self._images.lengths(arrays["image_grid_thw"])
+        if found != [one.length for one in media]:
+            raise InvalidRequest(f"the prompt's images have {found} tokens with this engine's settings", "prompt_ids")
+        tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        return {**tensors, "mm_token_type_ids": torch.from_numpy(placed)}
+
     async def check(self) -> None:
         """Return if the engine can take a request now, else raise `EngineUnavailable`."""
         if self._closed or not self._runner.alive:
@@ -239,7 +294,8 @@ class TransformersEngine:
         their deltas say which version sampled which ids.
 
         Raises:
-            EngineError: the folder can't be loaded or its tensors have other names or shapes.
+            EngineError: the folder can't be loaded, its tensors have other names or shapes, or the path is `paged`,
+                which can't forget what the old weights computed.
             EngineUnavailable: the engine is closed.
 
         """

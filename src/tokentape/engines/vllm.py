@@ -27,7 +27,7 @@ from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, Sampli
 from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
 from tokentape.engines.http import HttpClient, Timeouts, header_value
 from tokentape.engines.replies import ROUNDING, decode
-from tokentape.engines.vllm_reply import DONE, Reply, logits_error
+from tokentape.engines.vllm_reply import DONE, Reply, alternatives_to_ask, logits_error
 from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
 from tokentape.types import TokenIds
 
@@ -270,6 +270,7 @@ class VllmEngine:
         }
         if self._server.route == "generate":
             sampling["routed_experts_prompt_start"] = rows_from
+            sampling["logprobs"] = alternatives_to_ask(params)
             body |= {
                 "request_id": request_id,
                 "token_ids": msgspec.Raw(prompt),

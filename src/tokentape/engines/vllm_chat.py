@@ -19,7 +19,7 @@ from tokentape.engines.base import CAPTURED, ChatCall, EngineInfo, SampleDelta, 
 from tokentape.engines.checks import refuse_params, refuse_unhonoured
 from tokentape.engines.http import HttpClient, Timeouts, header_value
 from tokentape.engines.vllm import VllmEngine
-from tokentape.engines.vllm_reply import Reply
+from tokentape.engines.vllm_reply import Reply, alternatives_to_ask
 from tokentape.errors import EngineContractError, InvalidRequest
 from tokentape.types import Message, TokenIds, Tool
 
@@ -101,17 +101,16 @@ class VllmChatServer:
         )
         deltas = self._deltas(reply, body, headers)
         try:
-            first = await anext(deltas, None)
+            await anext(deltas)
+            prompt_ids = reply.prompt_ids
+            if prompt_ids is None:
+                raise EngineContractError(
+                    "the server sampled before it returned prompt_token_ids; capture needs them (return_token_ids)"
+                )
         except BaseException:
             await deltas.aclose()
             raise
-        prompt_ids = reply.prompt_ids
-        if prompt_ids is None:
-            await deltas.aclose()
-            raise EngineContractError(
-                "the server returned no prompt_token_ids with its first tokens; capture needs them (return_token_ids)"
-            )
-        return ChatCall(prompt_ids, _from(first, deltas))
+        return ChatCall(prompt_ids, deltas)
 
     async def check(self) -> None:
         """As `VllmEngine.check`."""
@@ -123,10 +122,16 @@ class VllmChatServer:
         await self._http.close()
 
     async def _deltas(self, reply: Reply, body: bytes, headers: dict[str, str]) -> AsyncGenerator[SampleDelta, None]:
+        """An empty delta when the prompt is known, then those of the completion."""
         name = f"{self.info} {CAPTURED}"
+        told = False
         async with aclosing(self._http.events(_CHAT, body, headers)) as events:
             async for data in events:
-                if delta := reply.take(data):
+                delta = reply.take(data)
+                if reply.prompt_tokens and not told:
+                    told = True
+                    yield SampleDelta((), ())
+                if delta:
                     yield replace(delta, engine=name)
         yield replace(reply.last(), engine=name)
 
@@ -157,7 +162,7 @@ class VllmChatServer:
             "stop_token_ids": params.stop_token_ids,
             "stop": params.stop_strings,
             "logprobs": True,
-            "top_logprobs": params.top_logprobs,
+            "top_logprobs": alternatives_to_ask(params),
             "return_tokens_as_token_ids": True,
             "return_token_ids": True,
         }
@@ -189,13 +194,3 @@ def _sent_call(call: Any) -> dict[str, Any]:
         except (TypeError, ValueError):
             raise InvalidRequest("the arguments of a tool call are not JSON", "messages") from None
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-async def _from(
-    first: SampleDelta | None, rest: AsyncGenerator[SampleDelta, None]
-) -> AsyncGenerator[SampleDelta, None]:
-    async with aclosing(rest):
-        if first is not None:
-            yield first
-        async for delta in rest:
-            yield delta

@@ -361,6 +361,11 @@ def _alternatives(reported: Sequence[list[tuple[int, float]]], tokens: int, top:
     return tuple(rows)
 
 
+def alternatives_to_ask(params: SamplingParams) -> int:
+    """How many to ask for where the server puts the sampled id first and cuts the list after that: one more."""
+    return params.top_logprobs + 1 if params.top_logprobs else 0
+
+
 def logits_error() -> EngineContractError:
     """The error for a server that reports something else than log-probabilities."""
     return EngineContractError(

@@ -7,6 +7,7 @@ A reply that comes back is recognised, so what is told of a reply and what is re
 - Several assistant messages in a row are one turn, as the protocol says. Several user messages stay several.
 - A system message behind others stays one where the template writes it. Where it does not, it is a user's text in
   `<system-reminder>`, as Claude Code writes such itself, in one message with the user's text before it.
+- Images, for models that take them, stand between texts where they stood.
 - Each `tool_result` is a message of its own; text before or behind it is a user's message. Templates know no failed
   results, so one with `is_error` begins with `Error: `, unless its first word says so already.
 - A call whose arguments were no JSON object is told as `{"unparsed_arguments": TEXT}`, since `input` must be one.
@@ -28,6 +29,7 @@ from msgspec import Struct
 from tokentape.chat.template import ChatTemplate
 from tokentape.errors import InvalidRequest, TemplateRefused, UnsupportedParameter
 from tokentape.gateway.http import check_depth, encode_json
+from tokentape.gateway.images import append_content, image_part
 from tokentape.types import Message
 
 UNPARSED = "unparsed_arguments"
@@ -39,11 +41,20 @@ _ASKED = "asked-word"
 _BILLING = "x-anthropic-billing-header:"
 
 
+class Source(Struct):
+    """Where an image is."""
+
+    type: str
+    media_type: str = ""
+    data: str = ""
+
+
 class Part(Struct):
     """A block inside a block, or one of the system prompt."""
 
     type: str
     text: str | None = None
+    source: Source | None = None
 
 
 class Block(Struct):
@@ -51,6 +62,7 @@ class Block(Struct):
 
     type: str
     text: str | None = None
+    source: Source | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
@@ -80,11 +92,15 @@ def takes_later_system(template: ChatTemplate) -> bool:
 
 
 def read_messages(
-    system: str | Sequence[Part], messages: Sequence[AnthropicMessage], *, later_system: bool
+    system: str | Sequence[Part],
+    messages: Sequence[AnthropicMessage],
+    *,
+    later_system: bool,
+    takes_images: bool = False,
 ) -> tuple[Message, ...]:
     """The conversation as sessions and templates take it; `later_system` is what `takes_later_system` says.
 
-    Raises `UnsupportedParameter` for blocks that are not text, and `InvalidRequest` for blocks that lack a field.
+    Raises `UnsupportedParameter` for blocks that are not served, and `InvalidRequest` for blocks that lack a field.
     """
     if not isinstance(system, str):
         parts = [part for part in system if not (part.text or "").startswith(_BILLING)]
@@ -106,7 +122,7 @@ def read_messages(
         elif message.role == "system":
             _add_system(read, _text(blocks, where), later_system)
         else:
-            read += _user(blocks, where)
+            read += _user(blocks, where, takes_images)
     return tuple(read)
 
 
@@ -124,12 +140,12 @@ def _add_system(read: list[dict[str, Any]], text: str, later_system: bool) -> No
     else:
         reminder = f"<system-reminder>\n{text}\n</system-reminder>"
         if last["role"] == "user":
-            last["content"] += f"\n\n{reminder}"
+            last["content"] = append_content(last["content"], f"\n\n{reminder}")
         else:
             read.append({"role": "user", "content": reminder})
 
 
-def _user(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
+def _user(blocks: Sequence[Block], where: str, takes_images: bool) -> list[dict[str, Any]]:
     read: list[dict[str, Any]] = []
     for at, block in enumerate(blocks):
         here = f"{where}[{at}]"
@@ -138,18 +154,40 @@ def _user(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
             content = (
                 block.content
                 if isinstance(block.content, str)
-                else _text(block.content or (), f"{here}.content", joint="\n")
+                else _result(block.content or (), f"{here}.content", takes_images)
             )
-            if block.is_error and not _SAYS_ERROR.match(content):
-                content = f"Error: {content}"
+            if block.is_error and not (isinstance(content, str) and _SAYS_ERROR.match(content)):
+                content = append_content("Error: ", content)
             read.append({"role": "tool", "tool_call_id": call_id, "content": content})
             continue
-        text = _text([block], where, at)
+        said = [_image(block, here)] if takes_images and block.type == "image" else _text([block], where, at)
         if read and read[-1]["role"] == "user":
-            read[-1]["content"] += text
+            read[-1]["content"] = append_content(read[-1]["content"], said)
         else:
-            read.append({"role": "user", "content": text})
+            read.append({"role": "user", "content": said})
     return read
+
+
+def _result(parts: Sequence[Part], where: str, takes_images: bool) -> Any:
+    """What a tool returned: items joined by line breaks, images between them."""
+    content: Any = ""
+    for at, part in enumerate(parts):
+        if takes_images and part.type == "image":
+            content = append_content(content, [_image(part, f"{where}[{at}]")])
+        else:
+            behind_text = at > 0 and parts[at - 1].type == "text"
+            content = append_content(content, ("\n" if behind_text else "") + _text([part], where, at))
+    return content
+
+
+def _image(block: Part | Block, where: str) -> dict[str, str]:
+    source = block.source
+    if source is None or source.type != "base64":
+        raise UnsupportedParameter(
+            f"{where} is an image that is not sent along; images are not fetched here: use a source of type base64",
+            "messages",
+        )
+    return image_part(f"data:{source.media_type};base64,{source.data}", where)
 
 
 def _assistant(blocks: Sequence[Block], where: str) -> dict[str, Any]:

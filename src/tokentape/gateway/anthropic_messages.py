@@ -163,7 +163,7 @@ class AnthropicMessages:
                 "the last message is the assistant's; beginning the reply for the model (prefill) is not supported",
                 "messages",
             )
-        turn = self._turn(read, asking.session_id)
+        turn = self._turn(read, asking.session_id, asking.takes_images)
         refuse_unhonoured(turn.sampling, asking.engine, _API_NAMES)
         max_tokens = read.max_tokens
         return Asked(
@@ -178,9 +178,9 @@ class AnthropicMessages:
             tuple(self._unhonoured(read)),
         )
 
-    def decode_count(self, body: Any, session_id: str) -> TurnRequest:
+    def decode_count(self, body: Any, session_id: str, takes_images: bool) -> TurnRequest:
         """Read the body of a request to count tokens. Raises as `decode`."""
-        return self._turn(_read(body), session_id)
+        return self._turn(_read(body), session_id, takes_images)
 
     def error(self, error: TokentapeError) -> Any:
         """An error in Anthropic's shape."""
@@ -190,7 +190,7 @@ class AnthropicMessages:
         """An error as the last event of a stream."""
         return error_event(error)
 
-    def _turn(self, body: MessagesBody, session_id: str) -> TurnRequest:
+    def _turn(self, body: MessagesBody, session_id: str, takes_images: bool) -> TurnRequest:
         check_depth(body.chat_template_kwargs, "chat_template_kwargs")
         template_kwargs = body.chat_template_kwargs
         if self._switches_thinking and body.thinking is not None and body.thinking.type == "disabled":
@@ -198,7 +198,9 @@ class AnthropicMessages:
         tools = tuple(_tool(index, tool) for index, tool in enumerate(body.tools))
         return TurnRequest(
             session_id=session_id,
-            messages=read_messages(body.system, body.messages, later_system=self._later_system),
+            messages=read_messages(
+                body.system, body.messages, later_system=self._later_system, takes_images=takes_images
+            ),
             tools=() if body.tool_choice.type == "none" else tools,
             template_kwargs=template_kwargs,
             sampling=SamplingParams(
@@ -244,7 +246,7 @@ def count_tokens(gateway: Gateway, dialect: AnthropicMessages) -> Callable[[Requ
             with gateway.calls.one_more(caller.owner):
                 session_id = address(request, caller) or new_session_id()
                 body = await read_json(request, gateway.limits.body_bytes)
-                turn = dialect.decode_count(body, session_id)
+                turn = dialect.decode_count(body, session_id, gateway.turns.takes_images)
                 return json_response({"input_tokens": await gateway.turns.count_context(turn, caller.owner)})
         except TokentapeError as error:
             note(request).error = error.code

@@ -34,6 +34,7 @@ from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParamete
 from tokentape.gateway.endpoint import Asked, Asking, DoneChoice
 from tokentape.gateway.events import TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.http import check_depth, encode_event, error_body
+from tokentape.gateway.images import image_part, takes
 from tokentape.gateway.openai_fields import (
     Count,
     SamplingFields,
@@ -74,9 +75,15 @@ class _Call(Struct):
     function: _Function
 
 
+class _ImageUrl(Struct):
+    url: str
+    detail: str | None = None
+
+
 class _Part(Struct, omit_defaults=True):
     type: str
     text: str | None = None
+    image_url: _ImageUrl | None = None
 
 
 class _Message(Struct, omit_defaults=True):
@@ -161,7 +168,7 @@ class ChatCompletions:
         check_depth(given.get("tools", []), "tools")
         turn = TurnRequest(
             session_id=asking.session_id,
-            messages=tuple(_message(index, message) for index, message in enumerate(read.messages)),
+            messages=tuple(_message(index, one, asking.takes_images) for index, one in enumerate(read.messages)),
             tools=tools,
             template_kwargs=read.chat_template_kwargs,
             sampling=sampling,
@@ -219,20 +226,26 @@ def _sampling(body: ChatCompletionsBody, vocab_size: int) -> SamplingParams:
     return sampling_params(body, vocab_size, max_tokens=max_tokens, top_logprobs=body.top_logprobs)
 
 
-def _message(index: int, message: _Message) -> dict[str, Any]:
+def _message(index: int, message: _Message, takes_images: bool) -> dict[str, Any]:
     """A message as sessions and templates take it: no empty fields, tool arguments as objects."""
     for unserved in ("function_call", "audio", "refusal"):
         if getattr(message, unserved) is not None:
             raise UnsupportedParameter(f"messages[{index}].{unserved} is not supported", "messages")
+    images = {}
     if isinstance(message.content, list):
         for at, part in enumerate(message.content):
-            if part.type != "text" or part.text is None:
+            where = f"messages[{index}].content[{at}]"
+            if takes_images and part.type == "image_url" and part.image_url is not None:
+                images[at] = image_part(part.image_url.url, where, detail=part.image_url.detail)
+            elif part.type != "text" or part.text is None:
                 raise UnsupportedParameter(
-                    f"messages[{index}].content[{at}] is not a text part; this model takes text only", "messages"
+                    f"{where} is not a text part; this model takes {takes(takes_images)}", "messages"
                 )
     for call in message.tool_calls or ():
         call.function.arguments = tool_arguments(call.function.arguments, "messages")
     plain: dict[str, Any] = msgspec.to_builtins(message)
+    for at, image in images.items():
+        plain["content"][at] = image
     return plain
 
 

@@ -77,6 +77,11 @@ class Asking(Protocol):
         ...
 
     @property
+    def takes_images(self) -> bool:
+        """Whether messages may hold images."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """Ids at or above this are not accepted."""
         ...
@@ -161,6 +166,10 @@ class _Asking:
     @property
     def engine(self) -> EngineInfo:
         return self.turns.engine.info
+
+    @property
+    def takes_images(self) -> bool:
+        return self.turns.takes_images
 
     @property
     def vocab_size(self) -> int:

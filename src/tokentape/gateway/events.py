@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from tokentape.chat.parse import Reply, ReplyDelta
 from tokentape.engines.base import SampleDelta, SamplingParams
-from tokentape.types import Message, TokenIds, Tool, Turn
+from tokentape.types import Media, Message, TokenIds, Tool, Turn
 
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
 """Why a reply ended, as clients are told."""
@@ -42,6 +42,8 @@ class TurnRequest:
     """A context that the caller made, int32 [tokens], in place of messages. The reply is not parsed then."""
     ignore_eos: bool = False
     """The model's own stop ids don't end the completion."""
+    media: Mapping[str, Media] = field(default_factory=dict)
+    """By hash the bytes of images that came with the messages."""
     owner: str = ""
     """Name of the API key that asks. A session belongs to the one that began it."""
     attempt: Attempt | None = None

@@ -146,9 +146,15 @@ class OpenSessions:
         if taken:
             raise Conflict(f"session {session_id!r} exists already; use another id or none")
         info = SessionInfo(session_id, time.time(), metadata, owner)
-        await self._store.write(info)
-        if session_id not in self._open:
-            self._begin(info, stored=True)
+        # In memory first and locked, so that a turn that comes now does not store it a second time.
+        opened = self._begin(info, stored=False)
+        try:
+            async with opened.lock:
+                await self._store.write(info)
+                opened.stored = True
+        except BaseException:
+            self.drop(opened)
+            raise
         return info
 
     def drop(self, opened: OpenSession) -> None:

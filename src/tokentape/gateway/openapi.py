@@ -89,6 +89,12 @@ RESOURCES = (
         media=(_JSON, PARQUET),
         query={"leaf": _WHOLE_NUMBER, "verdict": {"type": "string"}},
     ),
+    Operation(
+        "get",
+        _SESSION + "/media/{sha256}",
+        "An image of a session as received, or the settings it was processed with",
+        media=("image/png", "image/jpeg", "image/webp", "image/gif", _JSON),
+    ),
     Operation("post", _SESSION + "/reward", "Give a session, a path or a turn a reward", NewReward, status=201),
     Operation(
         "post",

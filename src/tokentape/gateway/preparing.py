@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from tokentape.chat.certificate import Certificate, Strategy
 from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.certify import choose
+from tokentape.chat.media import image_parts
 from tokentape.chat.renderer import Added, Renderer
-from tokentape.chat.splice import History
-from tokentape.engines.base import Engine, SamplingParams
-from tokentape.errors import InvalidRequest
+from tokentape.chat.splice import History, WrongStop
+from tokentape.engines.base import Engine, PromptMedia, SamplingParams
+from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway.events import TurnRequest
+from tokentape.gateway.images import receive
 from tokentape.session.chain import canonical_json, setup_digest
+from tokentape.session.media import media_spans, path_media
 from tokentape.session.tree import NO_IDS, Continuation, Session
-from tokentape.types import Message, Provenance, Setup, TokenIds, Turn
+from tokentape.types import Media, Message, Provenance, Setup, TokenIds, Turn
 
 PROMPT: Message = {"role": "prompt"}
 """What stands for the messages of a turn whose context the caller made: no message of a chat is like it."""
@@ -44,15 +47,29 @@ class Prepared:
     sampling: SamplingParams
     noted: Mapping[str, object] = field(default_factory=dict)
     """What is recorded of how the context came about, beside the sampling parameters."""
+    media: tuple[PromptMedia, ...] = ()
+    """The images of the prompt."""
+    new_media: tuple[Media, ...] = ()
+    """What is to be recorded of those in `messages`."""
 
 
 class Preparer:
-    """Prepares requests for one model and engine. `history` is explained at `Turns`."""
+    """Prepares requests for one model and engine. `history` and `wrong_stop` are explained at `Turns`."""
 
-    def __init__(self, renderer: Renderer, engine: Engine, history: History) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        engine: Engine,
+        history: History,
+        load_media: Callable[[str, str], Media],
+        wrong_stop: WrongStop = "keep",
+    ) -> None:
         self._renderer = renderer
         self._engine = engine
         self._history = history
+        self._wrong_stop: WrongStop = wrong_stop
+        self._load_media = load_media
+        """By session and hash."""
 
         # Kwargs come from clients, who must not fill the memory.
         @lru_cache(maxsize=64)
@@ -74,6 +91,15 @@ class Preparer:
         digest = setup_digest(request.tools, request.template_kwargs, date, fingerprint)
         return Setup(request.tools, request.template_kwargs, date, fingerprint, digest)
 
+    def receive(self, request: TurnRequest) -> TurnRequest:
+        """The request with its images taken out of its messages. Raises `InvalidRequest` for what is none."""
+        if self._renderer.images is None or not image_parts(request.messages):
+            return request
+        messages, media = receive(
+            request.messages, self._renderer.images, partial(self._load_media, request.session_id)
+        )
+        return replace(request, messages=messages, media=media)
+
     def prepare(self, request: TurnRequest, session: Session, setup: Setup, found: Continuation) -> Prepared:
         """What to send: bridged where the certificate allows that, else rendered as a new branch.
 
@@ -81,7 +107,8 @@ class Preparer:
         the context.
         """
         prepared = self.with_context(request, session, setup, found)
-        return replace(prepared, sampling=self.sampling(request, setup, len(prepared.prompt_ids)))
+        prepared = replace(prepared, sampling=self.sampling(request, setup, len(prepared.prompt_ids)))
+        return prepared if self._renderer.images is None else self._with_media(prepared, request, session)
 
     def with_context(self, request: TurnRequest, session: Session, setup: Setup, found: Continuation) -> Prepared:
         """As `prepare`, but with the sampling parameters as requested and however long the context is."""
@@ -97,20 +124,47 @@ class Preparer:
                 parent, messages, context_ids, fork = None, request.messages, NO_IDS, "template_history"
         elif parent is None:
             added = self._rendered(session, setup, messages)
+        elif any(message["role"] == "assistant" and session.turn_of_reply(message) for message in messages):
+            # A reply of this session behind an edit: a bridge would encode its text, a rendering splices its ids.
+            added = self._rendered(session, setup, request.messages)
+            if np.array_equal(added.ids[: len(context_ids)], context_ids):
+                added = Added(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
+            else:
+                parent, messages, context_ids, fork = None, request.messages, NO_IDS, "edited_history"
         elif (strategy := self._strategy(found, parent, setup)) == "fork":
             parent, messages, context_ids, fork = None, request.messages, NO_IDS, "template_rewrites"
             added = self._rendered(session, setup, messages)
         else:
             history = found.history if strategy == "contextual" else None
             added = self._renderer.bridge(parent.completion_ids, parent.reply, messages, setup, history, context_ids)
+            if added.behind_other_stop and self._wrong_stop == "fork":
+                parent, messages, context_ids, fork = None, request.messages, NO_IDS, "other_stop"
+                added = self._rendered(session, setup, messages)
         prompt_ids = np.concatenate([context_ids, added.ids])
         return Prepared(setup, parent, messages, context_ids, added, prompt_ids, fork, request.sampling)
+
+    def _with_media(self, prepared: Prepared, request: TurnRequest, session: Session) -> Prepared:
+        """Add the images of the whole prompt, whose bytes may have come with an earlier request only."""
+        assert self._renderer.images is not None
+        path = [] if prepared.parent is None else session.path(prepared.parent.seq)
+        spans = path_media(path)
+        spans += media_spans(prepared.messages, prepared.added.provenance, len(prepared.context_ids))
+        if spans and "image" not in self._engine.info.media:
+            raise UnsupportedParameter("the conversation holds images; this engine takes text only", "messages")
+        media = {span.sha256: request.media.get(span.sha256) for span in spans}
+        loaded = {sha256: one or self._load_media(request.session_id, sha256) for sha256, one in media.items()}
+        new = {part["sha256"] for part in image_parts(prepared.messages)}
+        return replace(
+            prepared,
+            media=tuple(PromptMedia(span.start, span.length, loaded[span.sha256].data) for span in spans),
+            new_media=(self._renderer.images.settings, *(loaded[sha256] for sha256 in sorted(new))) if new else (),
+        )
 
     def _rendered(self, session: Session, setup: Setup, messages: Sequence[Message]) -> Added:
         """A rendering from the start in which what this session sampled stands by its exact ids."""
         replies = {n: session.turn_of_reply(m) for n, m in enumerate(messages) if m["role"] == "assistant"}
         sampled = {n: turn.completion_ids for n, turn in replies.items() if turn is not None}
-        return self._renderer.render(messages, setup, sampled, self._history)
+        return self._renderer.render(messages, setup, sampled, self._history, self._wrong_stop)
 
     def _strategy(self, found: Continuation, parent: Turn, setup: Setup) -> Strategy:
         certificate = self._certificate(canonical_json(setup.template_kwargs))

@@ -15,6 +15,7 @@ from msgspec import Struct
 from tokentape.errors import InvalidRequest, NotFound, UnsupportedParameter
 from tokentape.gateway.endpoint import Asking
 from tokentape.gateway.http import read_as
+from tokentape.gateway.images import append_content, image_part
 from tokentape.gateway.openai_fields import tool_arguments
 from tokentape.gateway.responses_tools import flat_name
 from tokentape.types import Message
@@ -28,6 +29,8 @@ _Item = TypeVar("_Item", bound=Struct)
 class _Part(Struct):
     type: str
     text: str | None = None
+    image_url: str | None = None
+    detail: str | None = None
 
 
 class _Message(Struct):
@@ -79,13 +82,15 @@ async def read_input(given: str | Sequence[Any], asking: Asking) -> list[dict[st
             kind = item["type"]
         if kind == "message":
             message = _read(item, _Message, at)
+            if message.role == "user":
+                messages.append({"role": "user", "content": _content(message.content, at, "content", asking)})
+                continue
             text = _text(message.content, at, "content")
             if message.role == "assistant":
                 _open(messages, fresh=("content", "tool_calls"))["content"] = text
                 reply_id = _reply_of(message.id)
             else:
-                role = "user" if message.role == "user" else "system"
-                messages.append({"role": role, "content": text})
+                messages.append({"role": "system", "content": text})
         elif kind == "reasoning":
             reasoning = _read(item, _Reasoning, at)
             # Reasoning that was told behind the text belongs to it still.
@@ -102,7 +107,7 @@ async def read_input(given: str | Sequence[Any], asking: Asking) -> list[dict[st
             _open(messages, fresh=()).setdefault("tool_calls", []).append(written)
         else:
             output = _read(item, _CallOutput, at)
-            content = _text(output.output, at, "output")
+            content = _content(output.output, at, "output", asking)
             messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
     return messages
 
@@ -213,6 +218,22 @@ def _open(messages: list[dict[str, Any]], fresh: Sequence[str]) -> dict[str, Any
         last = {"role": "assistant"}
         messages.append(last)
     return last
+
+
+def _content(content: str | list[_Part], at: int, name: str, asking: Asking) -> Any:
+    """A text, or a list of parts if there are images."""
+    if isinstance(content, str) or not asking.takes_images:
+        return _text(content, at, name)
+    read: Any = ""
+    for index, part in enumerate(content):
+        where = f"input[{at}].{name}[{index}]"
+        if part.type == "input_image":
+            read = append_content(read, [image_part(part.image_url, where, detail=part.detail)])
+        elif part.type in _TEXT_PARTS and part.text is not None:
+            read = append_content(read, part.text)
+        else:
+            raise UnsupportedParameter(f"{where} is neither a text nor an image part", "input")
+    return read
 
 
 def _text(content: str | list[_Part], at: int, name: str) -> str:

@@ -89,6 +89,13 @@ def routes(gateway: Gateway) -> list[Route]:
         found = await asyncio.to_thread(_trajectories, turns.store, session_id, leaf, wanted)
         return await asyncio.to_thread(_written, found, PARQUET in request.headers.get("accept", ""))
 
+    async def show_media(request: Request) -> Response:
+        _, session_id = await addressed(gateway, request)
+        found = await asyncio.to_thread(turns.store.load_media, session_id, request.path_params["sha256"])
+        # Somebody's bytes: to be saved, not to be looked at as a page of this origin.
+        headers = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
+        return Response(found.data, media_type=found.mime, headers=headers)
+
     async def delete(request: Request) -> Response:
         force = query_flag(request, "force")
         caller, session_id = await addressed(gateway, request)
@@ -101,6 +108,7 @@ def routes(gateway: Gateway) -> list[Route]:
         Route("/sessions", create, methods=["POST"]),
         Route("/sessions", show_all, methods=["GET"]),
         Route("/sessions/{session_id}", show, methods=["GET"]),
+        Route("/sessions/{session_id}/media/{sha256}", show_media, methods=["GET"]),
         Route("/sessions/{session_id}", delete, methods=["DELETE"]),
         Route("/sessions/{session_id}/trajectories", show_trajectories, methods=["GET"]),
     ]

@@ -15,21 +15,22 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from tokentape.chat.parse import Reply, ReplyDelta
 from tokentape.chat.plain_text import PlainReader
 from tokentape.chat.renderer import Renderer
-from tokentape.chat.splice import History
-from tokentape.engines.base import ChatServer, Engine, SampleDelta, SamplingParams
+from tokentape.chat.splice import History, WrongStop
+from tokentape.engines.base import ChatServer, Engine, MediaEngine, SampleDelta, SamplingParams
 from tokentape.errors import EngineContractError, EngineError, LimitReached, NotFound, TokentapeError
 from tokentape.gateway.capturing import Begun, Capture
 from tokentape.gateway.choices import Choice, ReplyReader, Sampler, name_calls, sample_choices
 from tokentape.gateway.events import Finish, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.flights import Flight
 from tokentape.gateway.gate import Gate
+from tokentape.gateway.images import ImageSampler
 from tokentape.gateway.limits import Limits
 from tokentape.gateway.open_sessions import OpenSession, OpenSessions, not_found
 from tokentape.gateway.preparing import PROMPT, Prepared, Preparer
@@ -51,6 +52,10 @@ class Turns:
     to old turns; or `template`, what the template keeps (it may drop old reasoning at a new user message), to train
     what a stateless server serves. Then a turn whose history the template rewrites starts a new branch.
 
+    `wrong_stop` says what becomes of a turn that ended with another stop token than the template writes there: `keep`,
+    the sampled one stands for the end and the branch goes on; or `fork`, what follows it starts a new branch with the
+    template's own end (docs/decisions/0006). Not with `capture`: there the server's context counts.
+
     With `payloads`, what an engine returns per token besides the logprob (routed experts) is asked for and recorded,
     each token's once. An engine that returns nothing of the kind is not asked.
 
@@ -66,6 +71,7 @@ class Turns:
         store: SqliteStore,
         *,
         history: History = "sampled",
+        wrong_stop: WrongStop = "keep",
         limits: Limits | None = None,
         telemetry: Telemetry | None = None,
         payloads: bool = False,
@@ -77,7 +83,8 @@ class Turns:
         self.limits = limits or Limits()
         self.telemetry = telemetry or Telemetry()
         self.gate = Gate(self.limits.pause_patience)
-        self._preparer = Preparer(renderer, engine, history)
+        other_stop: WrongStop = "keep" if capture is not None else wrong_stop
+        self._preparer = Preparer(renderer, engine, history, store.load_media, other_stop)
         self._capture = None if capture is None else Capture(capture, renderer, self._preparer)
         self._sessions = OpenSessions(store, self.limits)
         self._payloads = payloads and "payloads_from" in engine.info.sampling
@@ -103,6 +110,11 @@ class Turns:
     def open_sessions(self) -> int:
         """How many sessions are in memory."""
         return len(self._sessions)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether messages may hold images: the engine takes them, and there is what tells their tokens."""
+        return "image" in self.engine.info.media and self.renderer.images is not None
 
     @property
     def vocab_size(self) -> int:
@@ -163,6 +175,7 @@ class Turns:
         opened = await self._sessions.find(request.session_id, owner)
         session = Session(SessionInfo(request.session_id, time.time())) if opened is None else opened.session
         setup = self._preparer.setup(session, request)
+        request = await self._received(request)
         found = session.continuation(request.messages, setup.digest)
         prepared = await asyncio.to_thread(self._preparer.with_context, request, session, setup, found)
         return len(prepared.prompt_ids)
@@ -199,13 +212,20 @@ class Turns:
         flight = Flight(request.attempt, stream=request.stream, grace=self.limits.retry_grace)
         opened.flights.append(flight)
         work = self.telemetry.call(partial(self._fly, flight, opened, request))
-        flight.start(work, lambda: opened.flights.remove(flight))
+        flight.start(work, partial(self._ended, opened, flight))
         return flight
+
+    def _ended(self, opened: OpenSession, flight: Flight) -> None:
+        opened.flights.remove(flight)
+        if not opened.stored and not opened.flights:
+            # Its calls have all failed and nothing is recorded: there is no such session.
+            self._sessions.drop(opened)
 
     async def _fly(self, flight: Flight, opened: OpenSession, request: TurnRequest) -> None:
         """Take the turns of a call, telling its flight what happens."""
         session = opened.session
         setup = self._preparer.setup(session, request)
+        request = await self._received(request)
         if request.prompt_ids is not None:
             found = session.continuation_of_ids(request.prompt_ids, PROMPT)
         else:
@@ -214,6 +234,10 @@ class Turns:
             prepared, sampler = await self._ready(held, request, session, setup, found)
             await self._sample(flight, opened, request, prepared, sampler, held)
 
+    async def _received(self, request: TurnRequest) -> TurnRequest:
+        """The request with its images decoded, off the event loop."""
+        return await asyncio.to_thread(self._preparer.receive, request) if self.takes_images else request
+
     async def _ready(
         self, held: AsyncExitStack, request: TurnRequest, session: Session, setup: Setup, found: Continuation
     ) -> tuple[Prepared, Sampler]:
@@ -221,6 +245,8 @@ class Turns:
         if self._capture is None or request.prompt_ids is not None:
             with self.telemetry.stage("prepare"):
                 prepared = await asyncio.to_thread(self._preparer.prepare, request, session, setup, found)
+            if prepared.media:
+                return prepared, ImageSampler(cast(MediaEngine, self.engine), prepared.media)
             return prepared, self.engine
         # A server that renders says what it samples from when it samples: the gate comes first.
         await held.enter_async_context(self.gate.passing())
@@ -382,7 +408,7 @@ class Turns:
     ) -> None:
         """Write turns with what they need that is not stored yet; then, and only then, add them in memory."""
         setup = prepared.setup
-        records: list[Record] = [*turns, *payloads]
+        records: list[Record] = [*prepared.new_media, *turns, *payloads]
         if answer is not None:
             records.append(answer)
         if setup.digest not in opened.setups:

@@ -2,9 +2,9 @@
 
 One row per trajectory. The per-token columns `token_ids`, `provenance`, `loss_mask` and `logprobs` of a row are
 equally long; `turns`, `completion_starts`, `completion_ends`, `weight_versions` and `turn_rewards` have one entry per
-turn, `media` one per image. Then come, if any trajectory has them, per-token numbers of clients, each a list column `column_NAME`, and
-per-token arrays of engines, each a column `payload_NAME` of structs {dtype, shape, data, known}: `np.frombuffer(data,
-dtype).reshape(shape)`. They are null in rows without them.
+turn, `media` one per image. Then come, if any trajectory has them, per-token numbers of clients, each a list column
+`column_NAME`, and per-token arrays of engines, each a column `payload_NAME` of structs {dtype, shape, data, known}:
+`np.frombuffer(data, dtype).reshape(shape)`. They are null in rows without them.
 `loss_mask` is boolean: it says what it is, costs a bit per token, and `datasets` hands it out as a bool tensor that
 multiplies a loss as it stands. Columns may be added under the same `SCHEMA_VERSION`; one that changes or goes away
 raises it. The version and the names of the provenance codes are in the file's key-value metadata.

@@ -36,6 +36,15 @@ def message_key(message: Message) -> bytes:
     return hashlib.sha256(_canonical(identity)).digest()
 
 
+def reasoning_of(message: Message) -> str:
+    """A message's reasoning, under any of the names that it goes by; empty if it has none."""
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        value = message.get(name)
+        if isinstance(value, str) and value.strip():
+            return value.strip()
+    return ""
+
+
 def history_keys(setup: str, messages: Iterable[Message], start: bytes | None = None) -> list[bytes]:
     """Digest of the setup and the messages up to and including each message, in order.
 

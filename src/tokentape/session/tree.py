@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tokentape.session.matching import history_keys, message_key
+from tokentape.session.matching import history_keys, message_key, reasoning_of
 from tokentape.types import Message, SessionInfo, TokenIds, Turn
 
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
@@ -38,6 +38,9 @@ class Session:
         """Per turn the key of its whole message history, reply included."""
         self._by_history: dict[bytes, int] = {}
         self._by_reply: dict[bytes, int] = {}
+        self._same_history: dict[int, int] = {}
+        """The turn before this one with the same history; replies that differ in their reasoning only have the same."""
+        self._same_reply: dict[int, int] = {}
         self._children: dict[int | None, list[int]] = {}
         self._last_context: tuple[int, TokenIds] | None = None
         for turn in turns:
@@ -52,19 +55,29 @@ class Session:
         self.turns.append(turn)
         self._history.append(key)
         if turn.finish_reason != "abort":
-            self._by_history[key] = turn.seq
-            self._by_reply[message_key(turn.reply)] = turn.seq
+            reply = message_key(turn.reply)
+            if key in self._by_history:
+                self._same_history[turn.seq] = self._by_history[key]
+            if reply in self._by_reply:
+                self._same_reply[turn.seq] = self._by_reply[reply]
+            self._by_history[key] = self._by_reply[reply] = turn.seq
             self._children.setdefault(turn.parent, []).append(turn.seq)
 
     def continuation(self, messages: Sequence[Message], setup: str) -> Continuation:
         """Find the deepest turn, under the same setup, whose messages are a prefix of `messages`.
 
-        Of several with the same messages, the last one committed.
+        Of several with the same messages the one whose reasoning was sent back, else the last one committed.
         """
         keys = history_keys(setup, messages)
         for end in range(len(keys), 0, -1):
-            seq = self._by_history.get(keys[end - 1])
-            if seq is not None:
+            newest = self._by_history.get(keys[end - 1])
+            if newest is not None:
+                seq = newest
+                if newest in self._same_history:
+                    reasoning = [reasoning_of(message) for message in messages[:end]]
+                    same = _linked(newest, self._same_history)
+                    # max() keeps the first of equals, the newest.
+                    seq = max(same, key=lambda one: self._agreement(one, reasoning))
                 return Continuation(
                     self.turns[seq], tuple(messages[end:]), self.context_after(seq), tuple(messages[: end - 1])
                 )
@@ -120,8 +133,9 @@ class Session:
 
         `sibling`: the same messages were answered before. `branched`: an earlier turn is continued another way.
         `new_setup`: tools or template settings changed. `edited_history`: the messages match no turn from the start.
-        Two more causes are not the agent's: `template_rewrites`, the template can't append what is asked for, and
-        `template_history`, it drops part of earlier turns and was asked to.
+        More causes are not the agent's: `template_rewrites`, the template can't append what is asked for;
+        `template_history`, it drops part of earlier turns and was asked to; `other_stop`, the turn before ended with
+        another stop token than the template writes, and such a turn is not to be continued.
         """
         children = self._children.get(parent, [])
         if not children and (parent is not None or not self._by_history):
@@ -137,9 +151,26 @@ class Session:
         return "edited_history" if any(turn.setup == setup for turn in self.turns) else "new_setup"
 
     def turn_of_reply(self, message: Message) -> Turn | None:
-        """The newest turn whose reply is this message."""
-        seq = self._by_reply.get(message_key(message))
-        return None if seq is None else self.turns[seq]
+        """The newest turn whose reply is this message, if there is one with the same reasoning that one."""
+        newest = self._by_reply.get(message_key(message))
+        if newest is None:
+            return None
+        reasoning = reasoning_of(message)
+        same = _linked(newest, self._same_reply)
+        told = (seq for seq in same if reasoning and reasoning_of(self.turns[seq].reply) == reasoning)
+        return self.turns[next(told, newest)]
+
+    def _agreement(self, leaf: int, reasoning: Sequence[str]) -> int:
+        """How many replies on the path to `leaf` have the reasoning that was sent in their place.
+
+        `reasoning` is that of each message on the path.
+        """
+        agreed, at = 0, len(reasoning)
+        for turn in reversed(self.path(leaf)):
+            at -= 1
+            agreed += bool(reasoning[at]) and reasoning[at] == reasoning_of(turn.reply)
+            at -= len(turn.messages)
+        return agreed
 
     def leaves(self) -> list[int]:
         """`seq` of every turn that nothing continues, aborted ones left out, in order of commits."""
@@ -153,3 +184,11 @@ class Session:
             turns.append(self.turns[at])
             at = self.turns[at].parent
         return turns[::-1]
+
+
+def _linked(newest: int, before: Mapping[int, int]) -> Iterator[int]:
+    """A turn and those that it is linked to, newest first."""
+    at: int | None = newest
+    while at is not None:
+        yield at
+        at = before.get(at)

@@ -216,7 +216,7 @@ Migration: TypeAlias = Callable[[Connection], None]
 
 
 def _to_2(connection: Connection) -> None:
-    """Owners, aborted turns, changing weights, answers to retries, scopes of rewards, columns, payloads, media, snapshots."""
+    """Owners, aborted turns, changing weights, answers to retries, scopes of rewards, what tokens have, snapshots."""
     for change in (
         "sessions ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
         "turns ADD COLUMN weight_changes TEXT",

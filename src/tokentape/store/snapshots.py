@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from sqlalchemy import Connection, Row, Select, func, insert, literal, select, update
-from sqlalchemy import delete as delete_from
 
 from tokentape.errors import Conflict, NotFound, StoreCorrupt
 from tokentape.session.chain import canonical_json

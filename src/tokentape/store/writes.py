@@ -20,8 +20,8 @@ from tokentape.types import Media, SessionInfo, Setup, Turn, TurnColumn, TurnPay
 def insert_records(connection: Connection, records: Iterable[Record]) -> int:
     """Insert `records` in the given order and return about how many bytes they take.
 
-    A setup or media that are already there are left alone. A turn must be the session's next, fit its parent's digest and
-    keep the rules of `turn_faults`: what doesn't is not let into the record.
+    A setup or media that are already there are left alone. A turn must be the session's next, fit its parent's digest
+    and keep the rules of `turn_faults`: what doesn't is not let into the record.
 
     Raises `Conflict` for a turn number that isn't the next, `NotFound` for a turn of an unknown session, and
     `InvariantViolation`; a constraint of the database raises SQLAlchemy's IntegrityError.

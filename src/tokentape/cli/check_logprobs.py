@@ -1,0 +1,173 @@
+"""`tokentape check-logprobs`: recorded logprobs against a trainer's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokentape.cli.arguments import AsJson
+
+if TYPE_CHECKING:
+    from tokentape.chat.tokenizer import Tokenizer
+    from tokentape.training.drift import Channel, Drift
+    from tokentape.training.logprob_check import Numbers, Outlier, Report
+    from tokentape.types import Trajectory
+
+
+class Precision(StrEnum):
+    """What the forward pass computes in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def check_logprobs(
+    record: Annotated[
+        Path, typer.Argument(metavar="RECORD", exists=True, help="Data directory, or a file that export wrote.")
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Model folder, for its tokenizer and its forward pass."),
+    ] = None,
+    batch: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="What a trainer has: session_id, leaf, token_ids, trainer_logprobs, in Parquet or .jsonl.",
+        ),
+    ] = None,
+    dtype: Annotated[Precision, typer.Option(help="Of the forward pass.")] = Precision.FLOAT32,
+    max_mean: Annotated[float, typer.Option(metavar="NATS", help="Largest mean difference on the same ids.")] = 0.02,
+    max_delta: Annotated[
+        float | None, typer.Option(metavar="NATS", help="Largest difference of one token on the same ids.")
+    ] = None,
+    max_k3: Annotated[float, typer.Option(metavar="NATS", help="Largest clamped k3 on the same ids.")] = 0.01,
+    max_drift: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share of trained tokens that may be other ids, or other text.")
+    ] = 0.0,
+    outliers: Annotated[int, typer.Option(metavar="N", min=0, help="How many tokens to list.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Compare recorded logprobs with a trainer's.
+
+    The trainer is a model folder, a file of what it has, or both: a file's ids go through the model if it has no
+    logprobs. Exits with 1 if a limit is exceeded, and says in which channel: numeric (same ids, other numbers), id
+    drift (same text, other ids), text drift (other text).
+    """
+    if model is None and batch is None:
+        raise typer.BadParameter("give --model, --batch, or both: there is nothing to compare with")
+
+    from tokentape.training.logprob_check import Limits, forward_pass, read_rows
+    from tokentape.training.logprob_check import check_logprobs as check
+
+    rows = None if batch is None else read_rows(batch)
+    needs_model = rows is None or any(row.logprobs is None for row in rows.values())
+    forward = None
+    if model is not None and needs_model:
+        from tokentape.cli.extras import require
+
+        require("torch", "transformers", extra="hf")
+        forward = forward_pass(model, dtype=dtype)
+    report = check(
+        _trajectories(record), rows=rows, forward=forward, tokenizer=_tokenizer(record, model), outliers=outliers
+    )
+    failures = report.failures(Limits(max_mean, max_delta, max_k3, max_drift))
+    if as_json:
+        typer.echo(json.dumps(_finite({"ok": not failures, "failures": _by_channel(failures), **asdict(report)})))
+    else:
+        for line in _lines(report):
+            typer.echo(line)
+        for channel, what in failures:
+            typer.echo(f"{channel}: {what}", err=True)
+    raise typer.Exit(1 if failures else 0)
+
+
+def _trajectories(record: Path) -> Iterator[Trajectory]:
+    from tokentape.session.arrow import iter_parquet
+    from tokentape.session.jsonl import read_jsonl
+    from tokentape.store import SqliteStore
+
+    if record.is_file():
+        yield from read_jsonl(record) if record.suffix == ".jsonl" else iter_parquet(record)
+        return
+    with SqliteStore.open(record, read_only=True) as store:
+        for stored in store.iter_sessions():
+            yield from stored.trajectories()
+
+
+def _tokenizer(record: Path, model: Path | None) -> Tokenizer | None:
+    from tokentape.chat.tokenizer import Tokenizer
+    from tokentape.store.served_model import read_served_model
+
+    if model is not None:
+        return Tokenizer.load(model)
+    served = read_served_model(record) if record.is_dir() else None
+    if served is None or not (Path(served.folder) / "tokenizer.json").is_file():
+        return None
+    tokenizer = Tokenizer.load(served.folder)
+    return tokenizer if tokenizer.sha256 == served.tokenizer_sha256 else None
+
+
+def _by_channel(failures: list[tuple[Channel, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for channel, what in failures:
+        found.setdefault(channel, []).append(what)
+    return found
+
+
+def _finite(value: object) -> object:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield f"sequences {report.sequences}, without a trainer's row {report.without_trainer}, unknown {report.unknown}"
+    yield f"numeric     {_numbers(report.numeric)}"
+    yield f"id drift    {_drift(report.id_drift)}"
+    yield f"text drift  {_drift(report.text_drift)}"
+    if report.behind_drift.tokens:
+        yield f"behind it   {_numbers(report.behind_drift)}"
+    if report.if_retokenized is not None:
+        yield f"retokenizing would change {_drift(report.if_retokenized)}"
+    if report.outliers:
+        yield "furthest apart:"
+        yield from map(_outlier, report.outliers)
+
+
+def _numbers(numbers: Numbers) -> str:
+    return (
+        f"tokens {numbers.tokens}, mean {numbers.mean:.2g}, max {numbers.max:.2g}, k3 {numbers.k3:.2g}, "
+        f"ESS {numbers.ess_tokens:.1%} of tokens, {numbers.ess_sequences:.1%} of sequences"
+    )
+
+
+def _drift(drift: Drift) -> str:
+    classes = "".join(f", {kind} {count}" for kind, count in sorted(drift.classes.items()))
+    return (
+        f"{drift.changed_tokens} of {drift.tokens} tokens, {drift.changed_sequences} of {drift.sequences} "
+        f"sequences{classes}"
+    )
+
+
+def _outlier(one: Outlier) -> str:
+    from tokentape.cli.transcript import readable
+
+    text = "" if one.text is None else f" {readable(json.dumps(one.text, ensure_ascii=False))}"
+    drift = "" if one.drift_class is None else f" behind {one.drift_class}"
+    where = f"{readable(one.session_id)} leaf {one.leaf} turn {one.turn} position {one.position}"
+    return (
+        f"  {where} id {one.token_id}{text}: "
+        f"recorded {one.recorded:.4f}, trainer {one.trainer:.4f} ({one.channel}{drift})"
+    )

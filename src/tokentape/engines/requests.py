@@ -1,0 +1,243 @@
+"""One call on its way through the embedded engine, and the step that all ways of running the model share.
+
+Whichever way the logits were computed, each next token is chosen here, recorded with its logprob, looked at for
+the end of the completion, and sent to the caller. So a request samples the same ids on every path.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tokentape.engines.base import SampleDelta, SamplingParams
+from tokentape.engines.kv import Ids
+from tokentape.engines.sampling import choose, penalise, penalises
+from tokentape.engines.stopping import StopStrings
+from tokentape.errors import EngineContractError, EngineError
+from tokentape.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Why a completion is over."""
+
+    reason: FinishReason
+    stop: int | str | None = None
+    """The stop id or stop string."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One call of `sample` on its way through a runner."""
+
+    request_id: str
+    prompt_ids: Ids
+    params: SamplingParams
+    limit: int
+    """Tokens to sample at most: `max_tokens`, or what the context has room for."""
+    stops: StopStrings | None
+    stream: bool
+    send: Callable[[SampleDelta | EngineError], None]
+    """Called on one of the runner's threads, or the one that abandons."""
+    random: random.Random
+    cancelled: bool = False
+    """Set by the caller's thread; the runner looks at it between steps."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    end: End | None = None
+    """Set with the token that ends it. The caller is told by `Sampler.tell`."""
+    sent: int = 0
+    finished: bool = False
+    """The caller has been told how it ended; nothing more is sampled for it."""
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the model takes of the prompt's images: `pixel_values`, `image_grid_thw` and, one per prompt id,
+    `mm_token_type_ids`, int64 [prompt tokens], 1 where an id stands for a part of an image."""
+    one_version: bool = True
+    """False once the weights changed under it: its keys and values are a mixture."""
+
+
+class Runner(Protocol):
+    """A way to run the model: it takes requests and answers each through its `send`."""
+
+    def start(self) -> None:
+        """Start its thread."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are still being worked on."""
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Sample for a request as soon as there is room."""
+        ...
+
+    def abandon(self, request: Request) -> None:
+        """Sample no more for a request: nobody waits for it. Harmless where it has ended."""
+        ...
+
+    def swap_model(self, model: Any, weight_version: str) -> Future[None]:
+        """Go on with other weights. The future raises `EngineError` where they don't fit."""
+        ...
+
+    def stop(self) -> None:
+        """Abort all requests and wait for the thread to end."""
+        ...
+
+
+class Sampler:
+    """Chooses tokens from logits, keeps what was sampled with each request, and tells the callers.
+
+    Args:
+        samplable: bool [embedding rows]; False for ids that the tokenizer does not know.
+        weight_version: what the first deltas report.
+        on_finish: called with each request that ended and was not failed.
+
+    """
+
+    def __init__(
+        self, *, samplable: Tensor, weight_version: str, on_finish: Callable[[Request, FinishReason], None]
+    ) -> None:
+        self.weight_version = weight_version
+        self._forbidden = ~samplable
+        self._on_finish = on_finish
+
+    def step(self, requests: Sequence[Request], logits: Tensor) -> Tensor:
+        """Choose one id for each request and record it.
+
+        A request whose logits are not finite fails; the others are not affected.
+
+        Args:
+            requests: none of them finished.
+            logits: the model's own, float32 [requests, embedding rows].
+
+        Returns:
+            int64 [requests].
+
+        """
+        raw = logits.log_softmax(-1)
+        allowed = logits.masked_fill(self._forbidden, -math.inf)
+        for row, request in enumerate(requests):
+            if not penalises(request.params):
+                continue
+            prompt = torch.from_numpy(request.prompt_ids).to(logits.device)
+            sampled = torch.tensor(request.ids, dtype=torch.int64, device=logits.device)
+            allowed[row] = penalise(allowed[row], prompt, sampled, request.params)
+        params = [request.params for request in requests]
+        ids = choose(allowed, params, [request.random.random() for request in requests])
+        logprobs = raw.gather(-1, ids.unsqueeze(-1)).squeeze(-1).tolist()
+        alternatives = self._alternatives(raw, params)
+        for row, (request, token_id) in enumerate(zip(requests, ids.tolist(), strict=True)):
+            if math.isfinite(logprobs[row]):
+                _record(request, token_id, logprobs[row], alternatives[row])
+            else:
+                self.fail(request, EngineContractError("the model's logits are not finite; nothing was sampled"))
+        return ids
+
+    def tell(self, request: Request) -> None:
+        """Send what the caller of a request should know by now: its end, or in a stream its new tokens."""
+        if request.finished:
+            return
+        if request.end is not None:
+            self.finish(request, request.end)
+        elif request.stream:
+            self.flush(request)
+
+    def flush(self, request: Request, end: End | None = None) -> None:
+        """Send what was sampled since the last delta. A delta is of one weight version."""
+        start, request.sent = request.sent, len(request.ids)
+        if start == request.sent and end is None:
+            return
+        request.send(
+            SampleDelta(
+                token_ids=tuple(request.ids[start:]),
+                logprobs=tuple(request.logprobs[start:]),
+                finish_reason=end.reason if end is not None else None,
+                stop=end.stop if end is not None else None,
+                top_logprobs=tuple(request.top_logprobs[start:]),
+                weight_version=self.weight_version,
+            )
+        )
+
+    def finish(self, request: Request, end: End) -> None:
+        """End a request with its last delta."""
+        request.finished = True
+        self._on_finish(request, end.reason)
+        self.flush(request, end)
+
+    def fail(self, request: Request, error: EngineError) -> None:
+        """End a request with an error."""
+        request.finished = True
+        request.one_version = False
+        request.send(error)
+
+    def _alternatives(self, raw: Tensor, params: Sequence[SamplingParams]) -> list[tuple[tuple[int, float], ...]]:
+        """Per row the `top_logprobs` most likely (id, logprob) pairs, best first."""
+        most = max(p.top_logprobs for p in params)
+        if not most:
+            return [()] * len(params)
+        samplable = raw.masked_fill(self._forbidden, -math.inf)
+        values, ids = (tensor.tolist() for tensor in samplable.topk(min(most, samplable.shape[-1])))
+        return [tuple(zip(ids[row], values[row], strict=True))[: p.top_logprobs] for row, p in enumerate(params)]
+
+
+def _record(request: Request, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]) -> None:
+    request.ids.append(token_id)
+    request.logprobs.append(logprob)
+    if request.params.top_logprobs:
+        request.top_logprobs.append(top)
+    stop = request.stops.push(token_id) if request.stops is not None else None
+    if token_id in request.params.stop_token_ids:
+        request.end = End("stop", token_id)
+    elif stop is not None:
+        request.end = End("stop", stop)
+    elif len(request.ids) >= request.limit:
+        request.end = End("length")
+
+
+class Inbox:
+    """What other threads ask of a runner's thread: requests, and jobs to do between two steps."""
+
+    def __init__(self) -> None:
+        self._arrived: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
+        self.waiting: deque[Request] = deque()
+        """Requests in order of arrival, for the runner to take."""
+        self.closed = False
+        """True once the runner should end."""
+
+    def put(self, item: Request | Callable[[], None]) -> None:
+        """Hand over a request or a job. From any thread."""
+        self._arrived.put(item)
+
+    def close(self) -> None:
+        """Ask the runner to end. From any thread."""
+        self._arrived.put(None)
+
+    def take_in(self, *, wait: bool) -> None:
+        """Do the jobs and queue the requests that arrived; with `wait`, until there is something to do."""
+        try:
+            while not self.closed:
+                item = self._arrived.get(block=wait and not self.waiting)
+                if item is None:
+                    self.closed = True
+                elif isinstance(item, Request):
+                    self.waiting.append(item)
+                else:
+                    item()
+        except queue.Empty:
+            return
+
+
+def shapes(model: Any) -> dict[str, torch.Size]:
+    """Shape of each of a model's tensors, by name: what must agree for weights to be swapped."""
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -1,0 +1,196 @@
+"""First embeddings for tokens that a model has not seen, from those that it has.
+
+Each function gives the rows of new tokens; `enlarged` puts them behind the old rows, and `enlarge_model` into a model.
+Everything but the last is numpy in, numpy out, and in the dtype of the embeddings given.
+
+| function | a new token begins as |
+|---|---|
+| `mean_of_pieces` | the mean of the tokens that its text was before (arXiv 2305.14481 and others) |
+| `token_adapt` | those, weighted by likeness and length, mixed with its nearest neighbours (arXiv 2505.09738) |
+| `normal` | a draw from a normal distribution with each dimension's own mean and deviation |
+| `copies` | the row of another token |
+| `zeros` | zero |
+
+A semantic-id token has no text of its own: describe each by one (a title, a category), or take `normal`. Zero and equal
+rows get equal gradients in their turn, so several such tokens part from each other slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tokentape.chat.tokenizer import Tokenizer
+from tokentape.errors import InvalidRequest
+from tokentape.training.tokenizer import TrainingTokenizer
+
+Rows: TypeAlias = npt.NDArray[np.floating[Any]]
+"""Embeddings, shape [tokens, dimensions]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What a new token's text was before it was one token."""
+
+    ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """In bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Auxiliary:
+    """Texts in the space of another embedding model, by which likeness is told."""
+
+    new: Rows
+    """Of each new token's text, shape [new tokens, any]."""
+    old: Rows
+    """Of each old token's text, shape [old rows, any]."""
+
+
+def pieces_of(serving: Tokenizer, texts: Sequence[str]) -> list[Pieces]:
+    """The old tokens of each text. `serving` is the tokenizer without the new tokens.
+
+    Raises `InvalidRequest` for an empty text.
+    """
+    found = []
+    for text in texts:
+        ids = serving.encode_after_control(text).ids
+        if not ids:
+            raise InvalidRequest("a new token is described by an empty text: there is nothing to begin from")
+        found.append(Pieces(tuple(ids), tuple(len(serving.token_bytes(i)) for i in ids)))
+    return found
+
+
+def mean_of_pieces(embeddings: Rows, pieces: Sequence[Pieces]) -> Rows:
+    """The mean of each token's pieces, shape [pieces, dimensions]."""
+    rows = [embeddings[list(one.ids)].mean(axis=0, dtype=np.float64) for one in pieces]
+    return np.stack(rows).astype(embeddings.dtype)
+
+
+def token_adapt(
+    embeddings: Rows,
+    pieces: Sequence[Pieces],
+    auxiliary: Auxiliary | None = None,
+    *,
+    neighbours: int = 5,
+    global_weight: float = 0.3,
+    temperature: float = 0.3,
+) -> Rows:
+    """A weighted mean of pieces (the local estimate) mixed with one of nearest neighbours (the global one).
+
+    Likeness is the cosine in the auxiliary space. A piece's score is the mean of its likeness to the whole text and its
+    share of the text's length; a neighbour's is its likeness. Scores become weights by a softmax with `temperature`,
+    and weights are applied to `embeddings`. The mixture has `global_weight` of neighbours; 0 leaves the local estimate.
+
+    Without `auxiliary` the space is that of `embeddings` and a text's place in it the mean of its pieces: a stand-in
+    that knows no more than the model does. For untied output embeddings call it with those, and with
+    `Auxiliary(mean_of_pieces(inputs, pieces), inputs)`, so that both get the same weights.
+
+    Shape [pieces, dimensions]. Raises `InvalidRequest` for an auxiliary space with other numbers of rows.
+    """
+    auxiliary = auxiliary or Auxiliary(mean_of_pieces(embeddings, pieces), embeddings)
+    if len(auxiliary.new) != len(pieces) or len(auxiliary.old) != len(embeddings):
+        raise InvalidRequest(
+            f"the auxiliary space has {len(auxiliary.new)} new and {len(auxiliary.old)} old rows: expected "
+            f"{len(pieces)} and {len(embeddings)}, one for each token"
+        )
+    old, new = _unit(auxiliary.old), _unit(auxiliary.new)
+    rows = np.empty((len(pieces), embeddings.shape[1]), np.float64)
+    for n, one in enumerate(pieces):
+        ids, share = list(one.ids), np.array(one.lengths) / max(sum(one.lengths), 1)
+        local = _softmax((old[ids] @ new[n] + share) / 2, temperature) @ embeddings[ids].astype(np.float64)
+        if not global_weight:
+            rows[n] = local
+            continue
+        likeness = old @ new[n]
+        nearest = np.argsort(-likeness, kind="stable")[:neighbours]
+        near = _softmax(likeness[nearest], temperature) @ embeddings[nearest].astype(np.float64)
+        rows[n] = (1 - global_weight) * local + global_weight * near
+    return rows.astype(embeddings.dtype)
+
+
+def normal(embeddings: Rows, count: int, *, seed: int = 0) -> Rows:
+    """Draws from a normal distribution that has each dimension's mean and deviation, shape [count, dimensions]."""
+    wide = embeddings.astype(np.float64)
+    drawn = np.random.default_rng(seed).normal(wide.mean(axis=0), wide.std(axis=0), (count, embeddings.shape[1]))
+    return drawn.astype(embeddings.dtype)
+
+
+def copies(embeddings: Rows, ids: Sequence[int]) -> Rows:
+    """The rows of these ids, shape [ids, dimensions]."""
+    return embeddings[list(ids)].copy()
+
+
+def zeros(embeddings: Rows, count: int) -> Rows:
+    """Shape [count, dimensions]."""
+    return np.zeros((count, embeddings.shape[1]), embeddings.dtype)
+
+
+def enlarged(embeddings: Rows, training: TrainingTokenizer, rows: Mapping[str, Rows]) -> Rows:
+    """The embeddings with rows for every block of `training`, by the block's name, shape [vocab_size, dimensions].
+
+    Old rows are copied bit for bit. Rows of ids that are no tokens are zero, and so is the padding token's if `rows`
+    doesn't have it: a zero row in a tied output layer has a logit of 0, so mask by `training.known` when sampling.
+
+    Raises `InvalidRequest` for a block without rows, rows of another shape, or more old rows than the new vocabulary.
+    """
+    if len(embeddings) > training.vocab_size:
+        raise InvalidRequest(
+            f"the model has {len(embeddings)} rows, more than the {training.vocab_size} of the tokenizer: load it "
+            "with a `multiple_of` that reaches them"
+        )
+    made = np.zeros((training.vocab_size, embeddings.shape[1]), embeddings.dtype)
+    made[: len(embeddings)] = embeddings
+    unknown = rows.keys() - {block.name for block in training.blocks}
+    if unknown:
+        raise InvalidRequest(f"there is no block named {', '.join(sorted(unknown))}")
+    for block in training.blocks:
+        given = rows.get(block.name)
+        if given is None and block.tokens == (training.pad_token,):
+            given = zeros(embeddings, 1)
+        if given is None or given.shape != (len(block.tokens), embeddings.shape[1]):
+            found = "none" if given is None else f"an array of shape {given.shape}"
+            expected = (len(block.tokens), embeddings.shape[1])
+            raise InvalidRequest(f"rows for block {block.name!r}: expected shape {expected}, found {found}")
+        made[block.first_id : block.first_id + len(block.tokens)] = given
+    return made
+
+
+def enlarge_model(
+    model: Any, training: TrainingTokenizer, rows: Mapping[str, Rows], output_rows: Mapping[str, Rows] | None = None
+) -> None:
+    """Give a `transformers` model the rows of `enlarged`, in place, and this padding token.
+
+    `output_rows` are those of an output layer of its own; without, it gets `rows` too. A tied one follows. Needs torch.
+    """
+    import torch
+
+    layers = [(model.get_input_embeddings(), rows)]
+    output = model.get_output_embeddings()
+    if output is not None and output.weight.data_ptr() != layers[0][0].weight.data_ptr():
+        layers.append((output, rows if output_rows is None else output_rows))
+    made = [enlarged(layer.weight.detach().float().cpu().numpy(), training, some) for layer, some in layers]
+    model.resize_token_embeddings(training.vocab_size, mean_resizing=False)
+    resized = [model.get_input_embeddings(), model.get_output_embeddings()][: len(made)]
+    with torch.no_grad():
+        for layer, values in zip(resized, made, strict=True):
+            layer.weight.copy_(torch.from_numpy(values))
+    model.config.get_text_config().pad_token_id = training.pad_id
+    if model.generation_config is not None:
+        model.generation_config.pad_token_id = training.pad_id
+
+
+def _unit(rows: Rows) -> npt.NDArray[np.float64]:
+    wide = rows.astype(np.float64)
+    units: npt.NDArray[np.float64] = wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12)
+    return units
+
+
+def _softmax(scores: npt.NDArray[np.float64], temperature: float) -> npt.NDArray[np.float64]:
+    weights: npt.NDArray[np.float64] = np.exp((scores - scores.max()) / temperature)
+    weights /= weights.sum()
+    return weights

@@ -1,0 +1,380 @@
+"""Recorded logprobs against a trainer's: whether the trainer sees the sequences that were sampled, and as likely.
+
+Differences have three causes, and only the first is about numbers. They are told in channels, each with its own limit:
+
+- *numeric*: the same ids, other numbers. Kernels, precision, weights.
+- *id drift*: the trainer has other ids for the same text. Something retokenized.
+- *text drift*: the trainer has another text. Something rendered messages again.
+
+A token whose context differs is never counted as numeric. So a bug in the token path can't hide in rounding noise, nor
+rounding noise pass for one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tokentape.chat.tokenizer import Tokenizer
+from tokentape.errors import InvalidRequest
+from tokentape.training.drift import Channel, Comparison, Drift, compare_ids, retokenized
+from tokentape.types import Logprobs, TokenIds, Trajectory
+
+Forward: TypeAlias = Callable[[TokenIds], Logprobs]
+"""Ids to the logprob of each given those before it, NaN for the first. Shape [tokens]."""
+
+K3_CLAMP = 10.0
+"""The most that one token adds to k3, so that a few outliers don't make the whole of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRow:
+    """What a trainer has of one trajectory."""
+
+    token_ids: TokenIds | None
+    """Its ids; None if they are those recorded."""
+    logprobs: Logprobs | None
+    """Its logprobs, one per id of its own, the first of no meaning; None if they are to be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """How far logprobs are apart, over trained tokens: trainer - recorded, in nats."""
+
+    tokens: int = 0
+    not_finite: int = 0
+    """Tokens to which the trainer gives NaN or minus infinity; in no other number here."""
+    mean: float = 0.0
+    """Mean of the absolute difference."""
+    max: float = 0.0
+    """Largest absolute difference."""
+    k3: float = 0.0
+    """Mean of exp(d) - 1 - d, each at most `K3_CLAMP`: an estimate of KL(sampler || trainer)."""
+    ess_tokens: float = 1.0
+    """Effective sample size of the importance weights exp(d), one per token, as a share of the tokens."""
+    ess_sequences: float = 1.0
+    """The same with one weight per sequence, the product of its tokens'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """One token on which trainer and record are far apart."""
+
+    session_id: str
+    leaf: int
+    turn: int
+    """`seq` of the turn that sampled it."""
+    position: int
+    """In the trajectory."""
+    token_id: int
+    text: str | None
+    """What the token spells, if there is a tokenizer."""
+    recorded: float
+    trainer: float
+    channel: Channel
+    drift_class: str | None
+    """Of the last change before it, with its channel's drift."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is still right."""
+
+    mean: float = 0.02
+    """Nats: mean absolute difference, numeric."""
+    delta: float | None = None
+    """Nats: largest absolute difference, numeric. Not asked for by default: one token in low precision may be far."""
+    k3: float = 0.01
+    drift: float = 0.0
+    """Share of trained tokens that may have drifted, in ids and in text each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was compared and found."""
+
+    sequences: int
+    without_trainer: int
+    """Recorded trajectories that the trainer has no row of."""
+    unknown: int
+    """Rows of the trainer that are of no recorded trajectory."""
+    numeric: Numbers
+    """Over tokens whose ids and context are those recorded."""
+    id_drift: Drift
+    text_drift: Drift
+    behind_drift: Numbers
+    """Over tokens that both have, behind the first drifted one."""
+    if_retokenized: Drift | None
+    """What decoding and retokenizing each trajectory would have changed; None without a tokenizer."""
+    outliers: tuple[Outlier, ...]
+
+    def failures(self, limits: Limits) -> list[tuple[Channel, str]]:
+        """What is beyond the limits, by channel."""
+        found: list[tuple[Channel, str]] = []
+        numbers = self.numeric
+        if not numbers.tokens + self.behind_drift.tokens + numbers.not_finite:
+            found.append(("numeric", "no token was compared"))
+        if numbers.not_finite:
+            found.append(("numeric", f"{numbers.not_finite} tokens have no finite logprob in the trainer"))
+        for name, value, limit in (
+            ("mean difference", numbers.mean, limits.mean),
+            ("largest difference", numbers.max, limits.delta),
+            ("k3", numbers.k3, limits.k3),
+        ):
+            if limit is not None and value > limit:
+                found.append(("numeric", f"{name} {value:.3g}, limit {limit:g}"))
+        drifts: tuple[tuple[Channel, Drift], ...] = (("id drift", self.id_drift), ("text drift", self.text_drift))
+        for channel, drift in drifts:
+            # With a limit of 0, a context that drifted counts too.
+            if drift.changed_sequences and (drift.share > limits.drift or not limits.drift):
+                counts = f"{drift.changed_tokens} of {drift.tokens} trained tokens changed"
+                where = f"in {drift.changed_sequences} of {drift.sequences} sequences"
+                found.append((channel, f"{counts}, {where}; limit {limits.drift:g}"))
+        return found
+
+
+def check_logprobs(
+    trajectories: Iterable[Trajectory],
+    *,
+    rows: Mapping[tuple[str, int], TrainerRow] | None = None,
+    forward: Forward | None = None,
+    tokenizer: Tokenizer | None = None,
+    outliers: int = 10,
+) -> Report:
+    """Compare, over the tokens that trajectories train, what was recorded with what a trainer has.
+
+    `rows` are the trainer's, by session id and leaf; trajectories without one are left out. Without `rows` the trainer
+    has the recorded ids. Logprobs that a row lacks are computed by `forward`. `outliers` is how many of the tokens that
+    are furthest apart are listed.
+
+    Raises `InvalidRequest` if there is nothing to get logprobs from, if a row has another number of logprobs than of
+    ids, and if ids differ while there is no tokenizer to tell how.
+    """
+    tally = _Tally(outliers, tokenizer)
+    seen = set()
+    sequences = absent = 0
+    for one in trajectories:
+        key = (one.session_id, one.leaf)
+        row = TrainerRow(None, None) if rows is None else rows.get(key)
+        if row is None:
+            absent += 1
+            continue
+        seen.add(key)
+        sequences += 1
+        tally.add(one, row, forward)
+    unknown = 0 if rows is None else len(rows.keys() - seen)
+    return tally.report(sequences, absent, unknown)
+
+
+def forward_pass(folder: Path, *, dtype: str = "float32", device: str = "auto", chunk: int = 1024) -> Forward:
+    """The forward pass of a model folder, as `Forward`: raw logprobs, over all rows of the vocabulary.
+
+    Goes through a sequence in chunks with a cache, so that no more than `chunk` rows of logits are held. Needs torch
+    and transformers. Raises `EngineError` if there is no such model, and the function `InvalidRequest` for ids that the
+    model has no embedding of.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    from tokentape.engines.loading import load_model
+
+    model = load_model(folder, dtype=dtype, device=device)
+    rows = model.get_input_embeddings().weight.shape[0]
+
+    def logprobs(ids: TokenIds) -> Logprobs:
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
+            raise InvalidRequest(f"ids from {ids.min()} to {ids.max()}: the model in {folder} has {rows} rows")
+        found = np.full(len(ids), np.nan, np.float32)
+        tensor = torch.from_numpy(ids.astype(np.int64)).to(model.device)
+        cache = DynamicCache(config=model.config)
+        with torch.inference_mode():
+            for start in range(0, len(ids) - 1, chunk):
+                end = min(start + chunk, len(ids) - 1)
+                logits = model(tensor[None, start:end], past_key_values=cache, use_cache=True).logits[0].float()
+                next_ids = tensor[start + 1 : end + 1, None]
+                values = logits.gather(1, next_ids)[:, 0] - logits.logsumexp(-1)
+                found[start + 1 : end + 1] = values.cpu().numpy()
+        return found
+
+    return logprobs
+
+
+def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
+    """Read a trainer's rows from Parquet or JSON lines (`.jsonl`).
+
+    Columns `session_id` and `leaf` say of which trajectory a row is; `token_ids` and `trainer_logprobs` are what the
+    trainer has, each may be missing. Others, `logprobs` among them, are left alone.
+
+    Raises `InvalidRequest` for a file without the first two, with neither of the others, or with a row twice.
+    """
+    found: dict[tuple[str, int], TrainerRow] = {}
+    for number, row in enumerate(_rows(Path(source)), 1):
+        ids, logprobs = row.get("token_ids"), row.get("trainer_logprobs")
+        if "session_id" not in row or "leaf" not in row or (ids is None and logprobs is None):
+            raise InvalidRequest(
+                f"{source}, row {number}: expected session_id, leaf, and token_ids or trainer_logprobs; found "
+                f"{', '.join(sorted(name for name, value in row.items() if value is not None)) or 'nothing'}"
+            )
+        key = (row["session_id"], int(row["leaf"]))
+        if key in found:
+            raise InvalidRequest(f"{source}, row {number}: a second row of session {key[0]!r}, leaf {key[1]}")
+        found[key] = TrainerRow(
+            None if ids is None else np.array(ids, np.int32),
+            # In JSON, NaN may be null.
+            None if logprobs is None else np.array([np.nan if one is None else one for one in logprobs], np.float32),
+        )
+    return found
+
+
+class _Tally:
+    def __init__(self, outliers: int, tokenizer: Tokenizer | None) -> None:
+        self._limit = outliers
+        self._tokenizer = tokenizer
+        self._numeric: list[npt.NDArray[np.float64]] = []
+        self._behind: list[npt.NDArray[np.float64]] = []
+        self._drifts = {"id drift": Drift(), "text drift": Drift()}
+        self._retokenized = None if tokenizer is None else Drift()
+        self._outliers: list[Outlier] = []
+
+    def add(self, one: Trajectory, row: TrainerRow, forward: Forward | None) -> None:
+        ids = one.token_ids if row.token_ids is None else row.token_ids
+        logprobs = row.logprobs if row.logprobs is not None else None if forward is None else forward(ids)
+        if logprobs is None:
+            raise InvalidRequest("the trainer's rows have no trainer_logprobs: give the model to compute them with")
+        if len(logprobs) != len(ids):
+            raise InvalidRequest(
+                f"session {one.session_id!r}, leaf {one.leaf}: {len(logprobs)} logprobs of the trainer, {len(ids)} ids"
+            )
+        mask = one.loss_mask & np.isfinite(one.logprobs)
+        mask[:1] = False
+        found = self._compare(one, ids)
+        for channel in self._drifts:
+            self._drifts[channel] = self._drifts[channel].added(mask, found if found.channel == channel else None)
+        if self._tokenizer is not None and self._retokenized is not None:
+            again = compare_ids(one.token_ids, retokenized(self._tokenizer, one.token_ids), self._tokenizer)
+            self._retokenized = self._retokenized.added(mask, None if again.channel == "numeric" else again)
+        positions = np.flatnonzero(mask & (found.partner >= 0))
+        trainer = logprobs[found.partner[positions]].astype(np.float64)
+        apart = trainer - one.logprobs[positions]
+        before = positions < found.first
+        self._numeric.append(apart[before])
+        self._behind.append(apart[~before])
+        self._keep_outliers(one, found, positions, apart, trainer)
+
+    def report(self, sequences: int, absent: int, unknown: int) -> Report:
+        return Report(
+            sequences=sequences,
+            without_trainer=absent,
+            unknown=unknown,
+            numeric=numbers(self._numeric),
+            id_drift=self._drifts["id drift"],
+            text_drift=self._drifts["text drift"],
+            behind_drift=numbers(self._behind),
+            if_retokenized=self._retokenized,
+            outliers=tuple(self._outliers),
+        )
+
+    def _compare(self, one: Trajectory, ids: TokenIds) -> Comparison:
+        if self._tokenizer is None:
+            if not np.array_equal(one.token_ids[: len(ids)], ids):
+                raise InvalidRequest(
+                    f"session {one.session_id!r}, leaf {one.leaf}: the trainer has other ids than were recorded, and "
+                    "there is no tokenizer to tell whether it has another text: name the model folder"
+                )
+            partner = np.where(np.arange(len(one.token_ids)) < len(ids), np.arange(len(one.token_ids)), -1)
+            return Comparison("numeric", partner, len(one.token_ids))
+        return compare_ids(one.token_ids, ids, self._tokenizer)
+
+    def _keep_outliers(
+        self,
+        one: Trajectory,
+        found: Comparison,
+        positions: npt.NDArray[np.int64],
+        apart: npt.NDArray[np.float64],
+        trainer: npt.NDArray[np.float64],
+    ) -> None:
+        size = np.where(np.isfinite(apart), np.abs(apart), np.inf)
+        for n in np.argsort(-size, kind="stable")[: self._limit].tolist():
+            at = int(positions[n])
+            kinds = [change.kind for change in found.changes if change.start <= at]
+            token_id = int(one.token_ids[at])
+            self._outliers.append(
+                Outlier(
+                    session_id=one.session_id,
+                    leaf=one.leaf,
+                    turn=one.turns[int(np.searchsorted(one.completion_ends, at, "right"))],
+                    position=at,
+                    token_id=token_id,
+                    text=None if self._tokenizer is None else self._tokenizer.decode([token_id]),
+                    recorded=float(one.logprobs[at]),
+                    trainer=float(trainer[n]),
+                    channel="numeric" if at < found.first else found.channel,
+                    drift_class=kinds[-1] if kinds else None,
+                )
+            )
+        self._outliers.sort(key=_distance, reverse=True)
+        del self._outliers[self._limit :]
+
+
+def numbers(sequences: Iterable[npt.NDArray[np.float64]]) -> Numbers:
+    """`Numbers` of differences, an array for each sequence."""
+    given = list(sequences)
+    finite = [one[np.isfinite(one)] for one in given]
+    apart = np.concatenate([np.empty(0), *finite])
+    not_finite = sum(len(one) for one in given) - len(apart)
+    if not len(apart):
+        return Numbers(not_finite=not_finite)
+    # So that exp does not overflow: from 50 on the clamp holds anyway.
+    bounded = np.minimum(apart, 50)
+    k3 = np.minimum(np.expm1(bounded) - bounded, K3_CLAMP)
+    return Numbers(
+        tokens=len(apart),
+        not_finite=not_finite,
+        mean=float(np.abs(apart).mean()),
+        max=float(np.abs(apart).max()),
+        k3=float(k3.mean()),
+        ess_tokens=_effective_share(apart),
+        ess_sequences=_effective_share(np.array([one.sum() for one in finite if len(one)])),
+    )
+
+
+def _effective_share(log_weights: npt.NDArray[np.float64]) -> float:
+    """(sum of weights)^2 / (sum of squares) / how many."""
+    weights = np.exp(log_weights - log_weights.max())
+    return float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
+
+
+def _distance(outlier: Outlier) -> float:
+    apart = abs(outlier.trainer - outlier.recorded)
+    return apart if np.isfinite(apart) else float("inf")
+
+
+def _rows(source: Path) -> Iterator[dict[str, Any]]:
+    if source.suffix == ".jsonl":
+        with open(source, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise InvalidRequest(f"{source} line {number} is not JSON: {error}") from None
+                if not isinstance(row, dict):
+                    raise InvalidRequest(f"{source} line {number}: expected an object")
+                yield row
+        return
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(source)
+    except pa.ArrowInvalid:
+        raise InvalidRequest(f"{source} is not a Parquet file; JSON lines are read from a file named .jsonl") from None
+    with file:
+        wanted = {"session_id", "leaf", "token_ids", "trainer_logprobs"}
+        for batch in file.iter_batches(columns=[name for name in file.schema_arrow.names if name in wanted]):
+            yield from batch.to_pylist()

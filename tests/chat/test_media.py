@@ -1,0 +1,50 @@
+"""Placeholders and image parts, without a model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokentape.chat.media import image_parts, repeat_placeholders
+from tokentape.chat.template import plain_message
+from tokentape.errors import TemplateRefused
+from tokentape.types import Provenance
+
+PLACEHOLDER = 7
+CODES = [Provenance.TEMPLATE, Provenance.USER, Provenance.ASSISTANT]
+
+
+@given(
+    st.lists(st.tuples(st.integers(5, 9), st.sampled_from(CODES))),
+    st.data(),
+)
+def test_only_placeholders_of_the_template_are_repeated(
+    tokens: list[tuple[int, Provenance]], data: st.DataObject
+) -> None:
+    written = [token == (PLACEHOLDER, Provenance.TEMPLATE) for token in tokens]
+    counts = [data.draw(st.integers(1, 5)) for _ in range(sum(written))]
+    expected, rest = [], list(counts)
+    for token, is_placeholder in zip(tokens, written, strict=True):
+        expected += [(PLACEHOLDER, Provenance.MEDIA)] * rest.pop(0) if is_placeholder else [token]
+    ids = np.array([token_id for token_id, _ in tokens], np.int32)
+    codes = np.array([code for _, code in tokens], np.uint8)
+    found_ids, found_codes = repeat_placeholders(ids, codes, PLACEHOLDER, counts)
+    assert list(zip(found_ids.tolist(), found_codes.tolist(), strict=True)) == expected
+    assert found_ids.dtype == np.int32
+    assert found_codes.dtype == np.uint8
+
+
+def test_a_template_that_writes_no_placeholder_is_refused() -> None:
+    ids, codes = np.array([1, 2], np.int32), np.full(2, Provenance.TEMPLATE, np.uint8)
+    with pytest.raises(TemplateRefused, match="wrote 0 image placeholders for 1 images"):
+        repeat_placeholders(ids, codes, PLACEHOLDER, [3])
+
+
+def test_templates_are_told_nothing_of_an_image_but_that_it_is_one() -> None:
+    image = {"type": "image", "sha256": "ab", "tokens": 3, "settings": "cd"}
+    content = [{"type": "text", "text": "a"}, "b", image, image, {"type": "text", "text": ""}]
+    message = {"role": "user", "content": content}
+    assert image_parts([message]) == [image, image]
+    assert plain_message(message)["content"] == [{"type": "text", "text": "ab"}, {"type": "image"}, {"type": "image"}]

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import tokentape
+from tests.cli.conftest import Run
+from tests.test_client import talk
+from tokentape.session.arrow import write_parquet
+from tokentape.session.jsonl import write_jsonl
+from tokentape.types import Trajectory
+
+EXACT = ("--max-delta", "1e-4", "--max-mean", "1e-4", "--max-k3", "1e-6")
+
+
+@pytest.fixture
+def recorded(gateway_url: str) -> list[Trajectory]:
+    with tokentape.Client(gateway_url) as client:
+        session = client.session("s")
+        talk(session.base_url)
+        return session.trajectories()
+
+
+@pytest.fixture
+def export(recorded: list[Trajectory], tmp_path: Path) -> Path:
+    write_parquet(recorded, tmp_path / "record.parquet")
+    return tmp_path / "record.parquet"
+
+
+@pytest.fixture
+def perturbed(model_dir: Path, tmp_path: Path) -> Path:
+    """A model folder whose weights are a little off."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "perturbed"
+    shutil.copytree(model_dir, folder)
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    save_file(
+        {
+            name: one + 0.05 * one.std() * torch.randn_like(one) if one.ndim == 2 else one
+            for name, one in weights.items()
+        },
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    return folder
+
+
+def test_the_model_that_sampled_is_clean(run: Run, export: Path, model_dir: Path) -> None:
+    done = run("check-logprobs", export, "--model", model_dir, *EXACT)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "numeric     tokens 24" in done.stdout
+    assert "\nretokenizing would change " in done.stdout
+
+
+def test_json_lines_and_json(run: Run, recorded: list[Trajectory], model_dir: Path, tmp_path: Path) -> None:
+    write_jsonl(recorded, tmp_path / "record.jsonl")
+    done = run("check-logprobs", tmp_path / "record.jsonl", "--model", model_dir, "--json")
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["ok"], found["failures"]) == (0, True, {})
+    assert found["numeric"]["tokens"] == int(recorded[0].loss_mask.sum())
+
+
+def test_a_perturbed_model_is_exit_code_1_in_the_numeric_channel(run: Run, export: Path, perturbed: Path) -> None:
+    done = run("check-logprobs", export, "--model", perturbed, "--json", *EXACT)
+    assert done.exit_code == 1
+    assert set(json.loads(done.stdout)["failures"]) == {"numeric"}
+
+
+def test_a_retokenized_batch_is_exit_code_1_in_the_id_channel(
+    run: Run, recorded: list[Trajectory], export: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    from tests.training.test_logprob_check import resegmented
+    from tokentape.chat.tokenizer import Tokenizer
+
+    ids, _ = resegmented(Tokenizer.load(model_dir), recorded[0])
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text(json.dumps({"session_id": "s", "leaf": recorded[0].leaf, "token_ids": ids.tolist()}))
+    done = run("check-logprobs", export, "--model", model_dir, "--batch", batch, *EXACT)
+    assert done.exit_code == 1
+    assert done.stderr.startswith("id drift: 1 of 24 trained tokens changed")
+    assert len(done.stderr.splitlines()) == 1
+    assert run("check-logprobs", export, "--model", model_dir, "--batch", batch, "--max-drift", "0.1").exit_code == 0
+
+
+def test_a_data_directory_and_a_trainer_s_logprobs_need_no_model(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    from tokentape.store import SqliteStore
+
+    with SqliteStore.open(data_dir, read_only=True) as store:
+        rows = [
+            {"session_id": one.session_id, "leaf": one.leaf, "trainer_logprobs": one.logprobs.tolist()}
+            for stored in store.iter_sessions()
+            for one in stored.trajectories()
+        ]
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text("\n".join(map(json.dumps, rows)))
+    done = run("check-logprobs", data_dir, "--batch", batch, *EXACT)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "sequences 3," in done.stdout
+
+
+def test_nothing_to_compare_with_is_exit_code_2(run: Run, export: Path) -> None:
+    done = run("check-logprobs", export)
+    assert done.exit_code == 2
+    assert "nothing to compare with" in done.stderr

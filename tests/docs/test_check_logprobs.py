@@ -1,0 +1,38 @@
+"""The how-to's commands, run on what an agent recorded with the tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import tokentape
+from tests.test_client import talk
+from tokentape.cli import app
+from tokentape.session.arrow import write_parquet
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "check-logprobs.md"
+
+
+def test_the_commands_of_the_how_to_find_the_tiny_model_right(
+    gateway_url: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = PAGE.read_text("utf-8")
+    blocks = dict(re.findall(r"<!-- executed by [\w/.]+: (\w+) -->\n```\w+\n(.*?)```", text, re.DOTALL))
+    with tokentape.Client(gateway_url) as client:
+        session = client.session("s")
+        talk(session.base_url)
+        (one,) = session.trajectories()
+    write_parquet([one], "rollouts.parquet")
+    names = {"ids": one.token_ids.tolist(), "logprobs": one.logprobs.tolist()}
+    exec(blocks["batch"], names)
+    Path("batch.jsonl").write_text(json.dumps(names["row"]), encoding="utf-8")
+    for name in ("model", "trainer"):
+        command = blocks[name].removeprefix("$ tokentape ").replace("path/to/model", str(model_dir))
+        done = CliRunner().invoke(app, shlex.split(command))
+        assert (done.exit_code, done.stderr) == (0, "")

@@ -1,0 +1,45 @@
+"""The how-to's script, on sessions that the tiny model sampled through a gateway."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import torch
+
+from tokentape.client import Client
+from tokentape.session.arrow import write_parquet
+from tokentape.training.samples import Sample
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train.md"
+
+
+def test_the_script_of_the_how_to_takes_a_step(gateway_url: str, model_dir: Path, tmp_path: Path) -> None:
+    paths = []
+    with Client(gateway_url) as client:
+        for number, reward in enumerate([0.0, 1.0]):
+            session = client.session(metadata={"task": 7})
+            messages: list[dict[str, Any]] = [{"role": "user", "content": f"What is {number} + 4?"}]
+            for _ in range(2):
+                asked = {"model": "tiny", "messages": messages, "max_tokens": 24, "seed": number}
+                answer = httpx2.post(f"{session.base_url}/chat/completions", json=asked, timeout=60).json()
+                messages += [answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+            session.reward(reward)
+            paths += session.trajectories()
+    write_parquet(paths, tmp_path / "rollouts.parquet")
+    (script,) = re.findall(r"<!-- executed by [\w/.]+: train.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    script = script.replace("path/to/model", str(model_dir)).replace(
+        '"rollouts.parquet"', repr(str(tmp_path / "rollouts.parquet"))
+    )
+    ran: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(compile(script, str(PAGE), "exec"), ran)
+    samples: list[Sample] = ran["samples"]
+    assert len(samples) == 2
+    assert ran["mask"].sum() == sum(len(path.token_ids[path.loss_mask]) for path in paths) > 8
+    # The trainer sees the ids that were sampled, so its logprobs are the recorded ones.
+    torch.testing.assert_close(ran["ratio"][ran["mask"]], torch.ones(int(ran["mask"].sum())), atol=2e-3, rtol=0)
+    assert torch.isfinite(ran["loss"])
+    assert len(script.splitlines()) <= 42

@@ -1,0 +1,90 @@
+"""Images to arrays: the same from the settings of a record, and nothing a stranger sends breaks it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("PIL", reason="images need Pillow (the extra `images`)")
+
+from PIL import Image
+from tests.media.tiny_vision import PATCH, picture
+
+from tokentape.engines.image_processor import QwenImageProcessor, find_image_processor
+from tokentape.errors import EngineError, InvalidRequest
+from tokentape.types import Media
+
+CONFIG = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 4 * PATCH**2, "longest_edge": 64 * PATCH**2},
+    "patch_size": PATCH,
+}
+
+
+@pytest.fixture(scope="module")
+def processor() -> QwenImageProcessor:
+    return QwenImageProcessor(CONFIG, 90)
+
+
+def as_media(data: bytes) -> Media:
+    return Media(hashlib.sha256(data).hexdigest(), "image/png", data)
+
+
+def test_settings_make_the_same_processor_again(processor: QwenImageProcessor) -> None:
+    again = QwenImageProcessor.from_settings(processor.settings.data)
+    assert again.settings == processor.settings
+    assert again.placeholder_id == 90
+    image = picture(1, 100, 60)
+    for name, values in processor.arrays([image]).items():
+        np.testing.assert_array_equal(again.arrays([image])[name], values)
+
+
+def test_tokens_are_a_quarter_of_the_patches(processor: QwenImageProcessor) -> None:
+    image = picture(1, 100, 60)
+    assert processor.tokens(as_media(image)) * 4 == len(processor.arrays([image])["pixel_values"])
+
+
+def test_a_turned_photograph_is_seen_upright(processor: QwenImageProcessor) -> None:
+    upright = Image.open(io.BytesIO(picture(1, 140, 56)))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter to the right
+    file = io.BytesIO()
+    upright.rotate(90, expand=True).save(file, "PNG", exif=exif)
+    seen, expected = processor.arrays([file.getvalue()]), processor.arrays([picture(1, 140, 56)])
+    np.testing.assert_array_equal(seen["pixel_values"], expected["pixel_values"])
+
+
+def test_a_small_file_of_a_huge_picture_is_refused_before_it_is_decoded(processor: QwenImageProcessor) -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 9000, 9000, 8, 2, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    with pytest.raises(InvalidRequest, match="9000 x 9000 pixels"):
+        processor.tokens(as_media(bomb))
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:50], lambda data: data[:40] + b"\0" * 60 + data[100:]])
+def test_a_damaged_file_is_refused(processor: QwenImageProcessor, damage: object) -> None:
+    assert callable(damage)
+    with pytest.raises(InvalidRequest, match="can't be read"):
+        processor.tokens(as_media(damage(picture(1, 100, 60))))
+
+
+def test_other_processors_are_not_guessed_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(EngineError, match="CLIPImageProcessor"):
+        QwenImageProcessor({"image_processor_type": "CLIPImageProcessor"}, 1)
+    assert find_image_processor(tmp_path) is None
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "CLIPImageProcessor"}))
+    (tmp_path / "config.json").write_text(json.dumps({"image_token_id": 1}))
+    with caplog.at_level(logging.WARNING):
+        assert find_image_processor(tmp_path) is None
+    assert "CLIPImageProcessor" in caplog.text

@@ -1,0 +1,118 @@
+"""`tokentape serve` as a process of its own, to be killed, starved of disk and signalled."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.faults.conftest import QUESTION, say
+from tests.faults.invariant import Told
+from tests.faults.upstream import Upstream
+
+needs_strace = pytest.mark.skipif(
+    shutil.which("strace") is None
+    or subprocess.run(["strace", "-qq", "-o", os.devnull, "true"], check=False).returncode != 0,
+    reason="strace, allowed to trace, injects the fault",
+)
+
+
+def serve_command(model: Path, upstream: Upstream, data: Path, *more: str) -> list[str]:
+    """The command line of a gateway in front of the planned upstream."""
+    command = [sys.executable, "-m", "tokentape", "serve", str(model), "--engine", "vllm", "--engine-url", upstream.url]
+    return [*command, "--data", str(data), "--port", "0", *more]
+
+
+@dataclass
+class Served:
+    """A running gateway and what it has said on stderr."""
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    pid: int = 0
+    """Of the gateway itself, where something stands in front of it."""
+    lines: list[str] = field(default_factory=list)
+    ready: threading.Event = field(default_factory=threading.Event)
+
+    def read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.search(r"at (http://\S+)/v1", line):
+                self.url = found[1]
+                self.ready.set()
+        self.ready.set()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and all that stand in front of it or below it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def client(self, session: str = "s") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/sessions/{session}/v1", api_key="none", max_retries=0, timeout=30)
+
+
+@contextmanager
+def serving(command: Sequence[str], *, prefix: Sequence[str] = ()) -> Iterator[Served]:
+    """Run a gateway until the context ends; it is killed then if it still lives."""
+    process = subprocess.Popen(
+        [*prefix, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    served = Served(process)
+    reader = threading.Thread(target=served.read, daemon=True)
+    reader.start()
+    try:
+        assert served.ready.wait(60)
+        yield served
+    finally:
+        served.signal(signal.SIGKILL)
+        process.wait(30)
+        reader.join(30)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+@dataclass
+class Agent:
+    """A client that goes on talking in one session until the gateway fails it; it remembers what it was told."""
+
+    session: str
+    messages: list[Any] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
+    error: openai.OpenAIError | None = None
+    kills: int = 0
+
+    def talk(self, served: Served, most: int = 10**9) -> None:
+        with served.client(self.session) as client:
+            for _ in range(most):
+                asked = [*self.messages[-8:], {**QUESTION, "content": f"question {len(self.messages)}"}]
+                try:
+                    reply = say(client, asked)
+                except openai.OpenAIError as error:
+                    self.error = error
+                    return
+                self.told += Told.of(reply)
+                answer = {"role": "assistant", "content": reply.choices[0].message.content}
+                # Now and then the history is cut, so that contexts stay short.
+                self.messages = [*asked, answer] if len(asked) < 8 else []
+
+
+def talk_all(agents: Sequence[Agent], served: Served) -> list[threading.Thread]:
+    """Let agents talk, each in a thread; they end when the gateway does."""
+    threads = [threading.Thread(target=agent.talk, args=(served,), daemon=True) for agent in agents]
+    for thread in threads:
+        thread.start()
+    return threads

@@ -1,0 +1,99 @@
+"""The embedded engine on every architecture that it takes images for, against forward passes over one row alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("PIL", reason="images need Pillow (the extra `images`)")
+
+from tests.media.tiny_vision import ARCHITECTURES, picture, write_model
+from tokentape.engines.base import PromptMedia, SamplingParams
+from tokentape.engines.image_processor import QwenImageProcessor
+from tokentape.engines.transformers import TransformersEngine
+from tokentape.errors import InvalidRequest
+
+PICTURES = [picture(1, 100, 60), picture(2, 60, 200)]
+
+
+def prompt_of(processor: QwenImageProcessor, pictures: Sequence[bytes]) -> tuple[list[int], list[PromptMedia]]:
+    ids, media = [5, 6], []
+    for data in pictures:
+        tokens = processor.lengths(processor.arrays([data])["image_grid_thw"])[0]
+        media.append(PromptMedia(len(ids) + 1, tokens, data))
+        start = processor.placeholder_id - 2
+        ids += [start, *[processor.placeholder_id] * tokens, start + 1]
+    return [*ids, *range(7, 7 + len(pictures))], media
+
+
+async def sampled(
+    engine: TransformersEngine, ids: list[int], media: Sequence[PromptMedia]
+) -> tuple[list[int], list[float]]:
+    params = SamplingParams(max_tokens=6, seed=len(ids))
+    out: list[int] = []
+    logprobs: list[float] = []
+    async for delta in engine.sample(np.array(ids, np.int32), params, stream=True, request_id="r", media=media):
+        out += delta.token_ids
+        logprobs += delta.logprobs
+    return out, logprobs
+
+
+def alone(model: Any, processor: QwenImageProcessor, prompt: list[int], pictures: Any, out: list[int]) -> list[float]:
+    import torch
+
+    ids = torch.tensor([prompt + out])
+    given: dict[str, Any] = {}
+    if pictures:
+        types = torch.zeros_like(ids)
+        types[0, : len(prompt)] = torch.tensor(prompt) == processor.placeholder_id
+        given = {name: torch.from_numpy(values) for name, values in processor.arrays(pictures).items()}
+        given["mm_token_type_ids"] = types
+    with torch.inference_mode():
+        logits = model(input_ids=ids, **given).logits[0].log_softmax(-1)
+    return [float(logits[len(prompt) - 1 + n, token_id]) for n, token_id in enumerate(out)]
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_rows_with_and_without_images_share_a_batch(architecture: str, tmp_path: Path, model_dir: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    write_model(tmp_path, model_dir, architecture)
+    processor = QwenImageProcessor.open(tmp_path)
+    shown = [PICTURES[:1], [], PICTURES, PICTURES[1:]]
+    prompts = [prompt_of(processor, pictures) for pictures in shown]
+    engine = TransformersEngine.open(tmp_path, threads=1)
+    assert engine.info.media == {"image"}
+
+    async def all_at_once() -> list[tuple[list[int], list[float]]]:
+        try:
+            return await asyncio.gather(*(sampled(engine, ids, media) for ids, media in prompts))
+        finally:
+            await engine.close()
+
+    completions = asyncio.run(all_at_once())
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    for (ids, _), pictures, (out, logprobs) in zip(prompts, shown, completions, strict=True):
+        np.testing.assert_allclose(logprobs, alone(model, processor, ids, pictures, out), atol=1e-4)
+
+
+def test_placeholder_ids_are_never_sampled_and_never_taken_without_an_image(
+    vision_engine: TransformersEngine, processor: QwenImageProcessor
+) -> None:
+    ids, media = prompt_of(processor, PICTURES[:1])
+
+    async def top(prompt: list[int]) -> list[int]:
+        params = SamplingParams(max_tokens=1, temperature=0.0, top_logprobs=4000)
+        (delta,) = [
+            one async for one in vision_engine.sample(np.array(prompt, np.int32), params, stream=False, request_id="r")
+        ]
+        return [token_id for token_id, logprob in delta.top_logprobs[0] if logprob > -np.inf]
+
+    assert processor.placeholder_id not in asyncio.run(top([5, 6]))
+    for prompt, given in ((ids, []), (ids[:-4] + ids[-3:], media), ([5, 6, 7] * 9, media)):
+        with pytest.raises(InvalidRequest, match="stand for parts of images"):
+            asyncio.run(sampled(vision_engine, prompt, given))

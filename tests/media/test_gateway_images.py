@@ -1,0 +1,368 @@
+"""Conversations with images through real clients on a real socket, against a model that sees."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx2
+import numpy as np
+import openai
+import pytest
+from openai import OpenAI
+
+pytest.importorskip("PIL", reason="images need Pillow (the extra `images`)")
+
+from tests.media.conftest import Serve, data_url, image_url, text
+from tests.media.tiny_vision import picture
+from tokentape.client import Client
+from tokentape.engines.image_processor import QwenImageProcessor
+from tokentape.store import SqliteStore
+from tokentape.store.verify import verify
+from tokentape.training.collate import padded, to_torch
+from tokentape.training.media import media_arrays
+from tokentape.training.samples import assemble
+from tokentape.types import Provenance, Trajectory
+
+A, B, C = picture(1, 100, 60), picture(2, 60, 200, "JPEG"), picture(3, 90, 90, "WEBP")
+SPELLED = "I typed <|vision_start|><|image_pad|><|vision_end|> and <|im_end|> by hand"
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def say(client: OpenAI, messages: list[Any], **options: Any) -> None:
+    """Ask for a reply and put it behind the messages, as agents do."""
+    reply = client.chat.completions.create(
+        model="vision", messages=messages, max_completion_tokens=6, seed=len(messages), **options
+    )
+    messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+
+
+def converse(client: OpenAI) -> list[Any]:
+    """Four turns: an image, placeholders spelled in text, another image behind text, an image that a tool returns."""
+    messages: list[Any] = [{"role": "user", "content": [image_url(A), text("what is this")]}]
+    say(client, messages)
+    messages.append({"role": "user", "content": SPELLED})
+    say(client, messages)
+    messages.append({"role": "user", "content": [text("and"), image_url(B), text("this?")]})
+    say(client, messages)
+    messages.append({"role": "tool", "tool_call_id": "call_1", "content": [text("a screenshot:"), image_url(C)]})
+    say(client, messages)
+    return messages
+
+
+def the_only(data: Path) -> Trajectory:
+    with SqliteStore.open(data, read_only=True) as store:
+        (stored,) = store.iter_sessions()
+        (trajectory,) = stored.trajectories()
+    return trajectory
+
+
+def loader(data: Path, session_id: str) -> Any:
+    def load(one: str) -> bytes:
+        with SqliteStore.open(data, read_only=True) as store:
+            return store.load_media(session_id, one).data
+
+    return load
+
+
+def forward_logprobs(model: Any, trajectory: Trajectory, load: Any) -> np.ndarray:
+    """What a trainer computes: the logprob of each sampled token, from processor outputs made again."""
+    import torch
+
+    batch = padded(assemble([trajectory]).samples, pad_id=0, vocab_size=4016, length=len(trajectory.token_ids) + 5)
+    inputs = to_torch(media_arrays(batch, load))
+    ids, mask = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.attention_mask)
+    with torch.inference_mode():
+        logits = model(input_ids=ids, attention_mask=mask, **inputs).logits[0].log_softmax(-1)
+    sampled = np.flatnonzero(trajectory.provenance == Provenance.SAMPLED)
+    return np.array([float(logits[at - 1, trajectory.token_ids[at]]) for at in sampled])
+
+
+def own_processor(folder: Path) -> Any:
+    """Transformers' processor for the model, the reference for ids and arrays."""
+    from transformers import PreTrainedTokenizerFast, Qwen2VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    class WithoutVideos(Qwen2VLProcessor):  # a video processor needs torchvision
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> None:
+            pass
+
+    images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    return WithoutVideos(
+        image_processor=images,
+        tokenizer=PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")),
+        video_processor=images,
+        chat_template=(folder / "chat_template.jinja").read_text(),
+    )
+
+
+def own_ids(folder: Path, messages: Sequence[Any], **kwargs: Any) -> list[int]:
+    from PIL import Image
+
+    given = {image_url(image)["image_url"]["url"]: image for image in (A, B, C)}
+    plain = [
+        {
+            **message,
+            "content": [
+                {"type": "image", "image": Image.open(io.BytesIO(given[part["image_url"]["url"]]))}
+                if "image_url" in part
+                else part
+                for part in message["content"]
+            ],
+        }
+        for message in messages
+    ]
+    found = own_processor(folder).apply_chat_template(
+        plain, tokenize=True, add_generation_prompt=True, return_dict=True, **kwargs
+    )
+    ids: list[int] = found["input_ids"][0]
+    return ids
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "record"
+
+
+def session_client(url: str, session_id: str = "s") -> OpenAI:
+    return OpenAI(base_url=f"{url}/sessions/{session_id}/v1", api_key="none", max_retries=0)
+
+
+def test_placeholder_ids_are_those_of_transformers_own_processor(serve: Serve, data: Path, vision_dir: Path) -> None:
+    with serve(data) as url:
+        messages = converse(session_client(url))
+    with SqliteStore.open(data, read_only=True) as store:
+        turns = store.load_session("s").turns
+    assert [turn.fork for turn in turns] == [None] * 4
+    assert turns[0].added_ids.tolist() == own_ids(vision_dir, messages[:1])
+    for turn, message in ((turns[2], messages[4]), (turns[3], messages[6])):
+        expected = own_ids(vision_dir, [message])
+        assert turn.added_ids[-len(expected) :].tolist() == expected
+    media = [int((turn.added_provenance == Provenance.MEDIA).sum()) for turn in turns]
+    assert media == [8, 0, 14, 9]
+
+
+def test_text_that_spells_a_placeholder_stays_text(serve: Serve, data: Path, processor: QwenImageProcessor) -> None:
+    with serve(data) as url:
+        converse(session_client(url))
+    with SqliteStore.open(data, read_only=True) as store:
+        turn = store.load_session("s").turns[1]
+    assert processor.placeholder_id not in turn.added_ids
+    assert not (turn.added_provenance == Provenance.MEDIA).any()
+    assert (turn.added_provenance == Provenance.USER).sum() > 20
+
+
+def test_logprobs_are_those_of_a_forward_pass_over_what_the_record_gives(
+    serve: Serve, data: Path, vision_model: Any
+) -> None:
+    with serve(data) as url:
+        converse(session_client(url))
+    trajectory = the_only(data)
+    load = loader(data, "s")
+    recorded = trajectory.logprobs[trajectory.provenance == Provenance.SAMPLED]
+    np.testing.assert_allclose(forward_logprobs(vision_model, trajectory, load), recorded, atol=1e-4)
+    # The images matter: with another in place of the first they are others.
+    other = picture(9, 100, 60)
+    swapped = forward_logprobs(vision_model, trajectory, lambda one: other if one == sha256(A) else load(one))
+    assert np.abs(swapped - recorded).max() > 1e-2
+
+
+def test_images_are_kept_once_by_the_hash_of_their_bytes(
+    serve: Serve, data: Path, processor: QwenImageProcessor
+) -> None:
+    with serve(data) as url:
+        converse(session_client(url))
+        converse(session_client(url, "another"))
+        with Client(url) as client:
+            session = client.session("s")
+            media = [one for trajectory in session.trajectories() for one in trajectory.media]
+            assert [one.sha256 for one in media] == [sha256(A), sha256(B), sha256(C)]
+            assert [session.media(one.sha256) for one in media] == [A, B, C]
+            assert json.loads(session.media(media[0].settings)) == json.loads(processor.settings.data)
+        assert httpx2.get(f"{url}/sessions/s/media/{sha256(B)}").headers["content-type"] == "image/jpeg"
+        assert httpx2.get(f"{url}/sessions/s/media/{sha256(b'unknown')}").status_code == 404
+    with sqlite3.connect(data / "tokentape.db") as database:
+        kept = dict(database.execute("SELECT sha256, mime FROM media").fetchall())
+    assert kept == {
+        sha256(A): "image/png",
+        sha256(B): "image/jpeg",
+        sha256(C): "image/webp",
+        processor.settings.sha256: "application/json",
+    }
+    assert all(b"base64" not in json.dumps(turn.messages).encode() for turn in stored_turns(data))
+
+
+def stored_turns(data: Path) -> list[Any]:
+    with SqliteStore.open(data, read_only=True) as store:
+        return [turn for session in store.iter_sessions() for turn in session.turns]
+
+
+def test_media_go_with_the_last_session_that_refers_to_them(serve: Serve, data: Path) -> None:
+    with serve(data) as url:
+        converse(session_client(url))
+        converse(session_client(url, "another"))
+
+        def kept() -> int:
+            with sqlite3.connect(data / "tokentape.db") as database:
+                return int(database.execute("SELECT count(*) FROM media").fetchone()[0])
+
+        with Client(url) as client:
+            client.session("s").delete()
+            assert kept() == 4
+            client.session("another").delete()
+            assert kept() == 0
+
+
+def test_verify_finds_a_changed_image(serve: Serve, data: Path) -> None:
+    with serve(data) as url:
+        converse(session_client(url))
+    assert verify(data).ok
+    with sqlite3.connect(data / "tokentape.db") as database:
+        database.execute("UPDATE media SET data = ? WHERE mime = 'image/png'", (B,))
+    assert any("hash" in finding.problem for finding in verify(data).findings)
+
+
+def test_a_restarted_gateway_goes_on_with_the_images_of_before(serve: Serve, data: Path, vision_model: Any) -> None:
+    with serve(data) as url:
+        messages = converse(session_client(url))
+    with serve(data) as url:
+        messages.append({"role": "user", "content": [image_url(A), text("the first one again")]})
+        say(session_client(url), messages)
+    trajectory = the_only(data)
+    assert len(trajectory.turns) == 5
+    assert [one.sha256 for one in trajectory.media] == [sha256(A), sha256(B), sha256(C), sha256(A)]
+    recorded = trajectory.logprobs[trajectory.provenance == Provenance.SAMPLED]
+    np.testing.assert_allclose(forward_logprobs(vision_model, trajectory, loader(data, "s")), recorded, atol=1e-4)
+
+
+def test_images_are_numbered_on_where_the_template_numbers_them(serve: Serve, data: Path, vision_dir: Path) -> None:
+    numbered = {"chat_template_kwargs": {"add_vision_id": True}}
+    messages: list[Any] = [{"role": "user", "content": [image_url(A), text("one")]}]
+    with serve(data) as url:
+        client = session_client(url)
+        say(client, messages, extra_body=numbered)
+        messages.append({"role": "user", "content": [image_url(B), text("two")]})
+        say(client, messages, extra_body=numbered)
+    _, second = stored_turns(data)
+    assert second.parent == 0
+    expected = own_ids(vision_dir, [messages[0], messages[2]], add_vision_id=True)
+    assert second.added_ids[-30:].tolist() == expected[-30:]
+    alone = own_ids(vision_dir, [messages[2]], add_vision_id=True)
+    assert second.added_ids[-len(alone) :].tolist() != alone
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}, "not fetched"),
+        ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "not fetched"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "not fetched"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}, "damaged"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "base64"),
+        ({"type": "image_url", "image_url": {"url": data_url(b"<svg/>", "svg+xml")}}, "none of PNG"),
+        ({"type": "image_url", "image_url": {"url": data_url(A[:60])}}, "can't be read"),
+        ({"type": "image_url", "image_url": {"url": data_url(picture(1, 4000, 2))}}, "can't be processed"),
+        ({"type": "image_url", "image_url": {"url": data_url(A), "detail": "low"}}, "detail"),
+        ({"type": "image", "sha256": sha256(A), "tokens": 8, "settings": "x"}, "text and images"),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "text and images"),
+    ],
+)
+def test_what_is_no_image_in_the_request_is_refused(serve: Serve, data: Path, part: Any, words: str) -> None:
+    with serve(data) as url, pytest.raises(openai.BadRequestError, match=words) as refused:
+        say(session_client(url), [{"role": "user", "content": [part]}])
+    assert refused.value.param == "messages"
+
+
+def test_a_model_that_takes_text_refuses_images_as_before(gateway_url: str) -> None:
+    client = OpenAI(base_url=f"{gateway_url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="takes text only"):
+        say(client, [{"role": "user", "content": [image_url(A)]}])
+
+
+def test_an_image_under_a_role_that_the_template_refuses_is_refused(serve: Serve, data: Path) -> None:
+    with serve(data) as url, pytest.raises(openai.UnprocessableEntityError):
+        say(session_client(url), [{"role": "developer", "content": [image_url(A)]}])
+
+
+def test_responses_go_on_with_images_that_only_the_record_has(serve: Serve, data: Path, vision_model: Any) -> None:
+    with serve(data) as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        shown = [
+            {"type": "input_image", "image_url": data_url(A), "detail": "auto"},
+            {"type": "input_text", "text": "what is this"},
+        ]
+        options: Any = {"model": "vision", "max_output_tokens": 6}
+        first = client.responses.create(input=[{"role": "user", "content": shown}], **options)
+        client.responses.create(input="and now?", previous_response_id=first.id, **options)
+    trajectory = the_only(data)
+    assert len(trajectory.turns) == 2
+    recorded = trajectory.logprobs[trajectory.provenance == Provenance.SAMPLED]
+    load = loader(data, trajectory.session_id)
+    np.testing.assert_allclose(forward_logprobs(vision_model, trajectory, load), recorded, atol=1e-4)
+
+
+def test_anthropic_blocks_hold_images_in_messages_and_tool_results(serve: Serve, data: Path, vision_dir: Path) -> None:
+    def block(image: bytes, kind: str) -> dict[str, Any]:
+        data = data_url(image).partition(",")[2]
+        return {"type": "image", "source": {"type": "base64", "media_type": f"image/{kind}", "data": data}}
+
+    result = [{"type": "text", "text": "a screenshot:"}, block(C, "webp"), {"type": "text", "text": "done"}]
+    messages: list[Any] = [{"role": "user", "content": [block(A, "png"), {"type": "text", "text": "look"}]}]
+    with serve(data) as url:
+        client = anthropic.Anthropic(base_url=f"{url}/sessions/s", api_key="none", max_retries=0)
+
+        def ask() -> None:
+            reply = client.messages.create(model="vision", max_tokens=6, messages=messages)
+            messages.append({"role": "assistant", "content": [one.model_dump() for one in reply.content]})
+
+        ask()
+        messages.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": result}]})
+        counted = client.messages.count_tokens(model="vision", messages=messages).input_tokens
+        ask()
+        far = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+        with pytest.raises(anthropic.BadRequestError, match="not fetched"):
+            client.messages.create(model="vision", max_tokens=6, messages=[{"role": "user", "content": [far]}])
+    trajectory = the_only(data)
+    assert [one.sha256 for one in trajectory.media] == [sha256(A), sha256(C)]
+    assert counted == trajectory.completion_starts[1]
+    expected = own_ids(vision_dir, [{"role": "tool", "content": [text("a screenshot:"), image_url(C), text("done")]}])
+    assert trajectory.token_ids[: trajectory.completion_starts[1]][-len(expected) :].tolist() == expected
+
+
+def test_concurrent_calls_see_their_own_images(serve: Serve, data: Path, vision_model: Any) -> None:
+    contents: list[Any] = [
+        [image_url(A), text("one")],
+        "no image at all, but some more words than in the others",
+        [image_url(B), image_url(C), text("two")],
+        [text("three"), image_url(C)],
+    ]
+
+    async def ask(url: str, n: int, content: Any) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/sessions/s{n}/v1", api_key="none") as client:
+            await client.chat.completions.create(
+                model="vision", messages=[{"role": "user", "content": content}], max_completion_tokens=8
+            )
+
+    async def ask_all(url: str) -> None:
+        # The first keeps the engine busy, so that the others share a batch.
+        await asyncio.gather(*(ask(url, n, content) for n, content in enumerate(contents)))
+
+    with serve(data) as url:
+        asyncio.run(ask_all(url))
+    with SqliteStore.open(data, read_only=True) as store:
+        found = [one for session in store.iter_sessions() for one in session.trajectories()]
+    assert len(found) == len(contents)
+    for trajectory in found:
+        recorded = trajectory.logprobs[trajectory.provenance == Provenance.SAMPLED]
+        load = loader(data, trajectory.session_id)
+        np.testing.assert_allclose(forward_logprobs(vision_model, trajectory, load), recorded, atol=1e-4)

@@ -1,0 +1,192 @@
+"""Alignments, against a reference that looks at every byte, and of real tokenizers pairwise."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.chat.conftest import ROOT, load_tokenizer, needs_tokenizers
+from tokentape.errors import InvalidRequest
+from tokentape.training.align import Alignment, NamedPair, Piece, align, pieces
+
+FAMILIES = sorted(path.parent.name for path in ROOT.glob("*/tokenizer.json"))
+TEXTS = [
+    "Hello, world! Unbelievable 1234567890\n\n\tindent  two  spaces ",
+    "def f(x):\n    return x != y  # ünïcödé\n",
+    "Привет, как дела? 你好，世界！ こんにちは 🫠👩‍👩‍👧‍👦 नमस्ते",
+    "   leading and trailing   ",
+    "x",
+    "",
+]
+
+
+def reference(left: list[Piece], right: list[Piece]) -> tuple[list[int], list[int], list[int]]:
+    """Spans by sets of boundaries, looked through one by one: quadratic and obvious."""
+
+    def ends(side: list[Piece]) -> list[int]:
+        at, found = 0, []
+        for piece in side:
+            at += len(piece) if isinstance(piece, bytes) else 0
+            found.append(at)
+        return found
+
+    def boundaries(side: list[Piece]) -> set[int]:
+        return {end for piece, end in zip(side, ends(side), strict=True) if isinstance(piece, bytes)}
+
+    common = sorted((boundaries(left) & boundaries(right)) - {0})
+
+    def index(side: list[Piece]) -> list[int]:
+        found = []
+        for piece, end in zip(side, ends(side), strict=True):
+            if isinstance(piece, str) or not common:
+                found.append(-1)
+                continue
+            start = end - len(piece)
+            behind = [n for n, boundary in enumerate(common) if boundary > start]
+            found.append(behind[0] if behind else len(common) - 1)
+        return found
+
+    return index(left), index(right), common
+
+
+@st.composite
+def sides(draw: st.DrawFn) -> tuple[list[Piece], list[Piece]]:
+    """Two cuts of the same bytes, special and empty tokens among them."""
+    text = draw(st.binary(max_size=24))
+
+    def side() -> list[Piece]:
+        cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
+        bounds = [0, *cuts, len(text)]
+        found: list[Piece] = [text[a:b] for a, b in pairwise(bounds)]
+        for name in draw(st.lists(st.sampled_from(["", "eos", "bos"]), max_size=3)):
+            found.insert(draw(st.integers(0, len(found))), name)
+        return found
+
+    return side(), side()
+
+
+@given(sides())
+def test_spans_are_those_of_the_slow_reference(both: tuple[list[Piece], list[Piece]]) -> None:
+    left, right = both
+    found = align(left, right)
+    assert (found.left.tolist(), found.right.tolist(), found.ends.tolist()) == reference(left, right)
+
+
+@given(sides())
+def test_each_span_spells_the_same_bytes_on_both_sides(both: tuple[list[Piece], list[Piece]]) -> None:
+    left, right = both
+    found = align(left, right)
+    start = 0
+    text = b"".join(piece for piece in left if isinstance(piece, bytes))
+    for n, end in enumerate(found.ends.tolist()):
+        for side, index in ((left, found.left), (right, found.right)):
+            spelled = [side[at] for at in np.flatnonzero(index == n)]
+            assert b"".join(piece for piece in spelled if isinstance(piece, bytes)) == text[start:end]
+        start = end
+    assert start == len(text)
+
+
+@given(sides(), st.data())
+def test_the_sums_of_spans_add_up_to_all_but_the_special_tokens(
+    both: tuple[list[Piece], list[Piece]], data: st.DataObject
+) -> None:
+    left, right = both
+    found = align(left, right)
+    values = data.draw(st.lists(st.integers(-1000, 0), min_size=len(left), max_size=len(left)))
+    if len(found.ends):
+        kept = sum(value for value, piece in zip(values, left, strict=True) if isinstance(piece, bytes))
+        assert found.left_sums(values).sum() == kept
+
+
+@given(sides())
+def test_pairs_have_one_name_and_stand_at_one_byte(both: tuple[list[Piece], list[Piece]]) -> None:
+    def place(side: list[Piece], at: int) -> int:
+        return sum(len(piece) for piece in side[:at] if isinstance(piece, bytes))
+
+    left, right = both
+    pairs = align(left, right).pairs
+    assert all(left[pair.left] == right[pair.right] == pair.name != "" for pair in pairs)
+    assert all(place(left, pair.left) == place(right, pair.right) for pair in pairs)
+    assert len({pair.left for pair in pairs}) == len({pair.right for pair in pairs}) == len(pairs)
+
+
+def test_special_tokens_are_paired_by_name_and_lie_in_no_span() -> None:
+    found = align(["bos", b"a", "eos", ""], [b"a", "eos"])
+    assert (found.left.tolist(), found.right.tolist()) == ([-1, 0, -1, -1], [0, -1])
+    assert found.pairs == (NamedPair("eos", 2, 1),)
+
+
+def test_a_special_token_within_a_span_interrupts_it() -> None:
+    found = align([b"He", "", b"llo", b"!"], [b"Hello", b"!"])
+    assert found.interrupted.tolist() == [True, False]
+    assert found.chunk_mask().tolist() == [False, True]
+
+
+def test_a_chunk_mask_takes_spans_whose_tokens_are_all_trained_and_few_enough() -> None:
+    found = align([b"a", b"b", b"c", b"d", b"e"], [b"ab", b"c", b"de"])
+    assert found.chunk_mask([1, 0, 1, 1, 1]).tolist() == [False, True, True]
+    assert found.chunk_mask(right_mask=[1, 0, 1]).tolist() == [True, False, True]
+    assert found.chunk_mask(max_tokens=1).tolist() == [False, True, False]
+
+
+def test_other_bytes_are_refused_with_their_offset() -> None:
+    with pytest.raises(InvalidRequest, match="offset 2 on"):
+        align([b"abc"], [b"ab", b"d"])
+    with pytest.raises(InvalidRequest, match="offset 3 on"):
+        align([b"abc"], [b"abcd"])
+
+
+def test_values_for_other_tokens_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="one per token"):
+        align([b"ab"], [b"a", b"b"]).left_sums([1.0, 2.0])
+
+
+def aligned(left: str, right: str, text: str) -> Alignment:
+    sides = []
+    for family in (left, right):
+        tokenizer = load_tokenizer(family)
+        sides.append(pieces(tokenizer, tokenizer.encode_marked(text).ids))
+        assert b"".join(p for p in sides[-1] if isinstance(p, bytes)) == text.encode()
+    return align(*sides)
+
+
+@needs_tokenizers
+@pytest.mark.parametrize(("left", "right"), list(combinations(FAMILIES, 2)))
+def test_real_tokenizers_align_over_all_bytes(left: str, right: str) -> None:
+    for text in TEXTS:
+        found = aligned(left, right, text)
+        assert (found.ends[-1] if len(found.ends) else 0) == len(text.encode())
+        assert (found.left >= 0).all()
+        assert (found.right >= 0).all()
+
+
+def test_a_character_that_both_sides_cut_elsewhere_is_one_span() -> None:
+    assert align([b"\xf0", b"\x9f\xab\xa0"], [b"\xf0\x9f", b"\xab\xa0"]).ends.tolist() == [4]
+
+
+@needs_tokenizers
+def test_a_space_that_is_the_text_s_own_is_kept_if_said() -> None:
+    tokenizer = load_tokenizer("mistral_v3_spm")
+    ids = tokenizer.encode_marked(" x").ids
+    assert ids == tokenizer.encode_marked("x").ids
+    assert pieces(tokenizer, ids) == [b"x"]
+    assert pieces(tokenizer, ids, keep_space=True) == [b" x"]
+
+
+@needs_tokenizers
+def test_half_a_character_aligns_too() -> None:
+    left = load_tokenizer("qwen3")
+    found = align(pieces(left, [9284, 104]), [b"\xf0", b"\x9f\xab"])
+    assert found.ends.tolist() == [3]
+
+
+@needs_tokenizers
+def test_control_tokens_get_the_names_that_they_are_given() -> None:
+    qwen, llama = load_tokenizer("qwen3"), load_tokenizer("llama3")
+    left = pieces(qwen, qwen.encode_plain("Hi<|im_end|>"), {151645: "end of turn"})
+    right = pieces(llama, llama.encode_plain("Hi<|eot_id|>"), {128009: "end of turn"})
+    assert align(left, right).pairs == (NamedPair("end of turn", 1, 1),)

@@ -1,0 +1,248 @@
+"""Exports, against the lists of fields, and against the trainers' own classes where an interpreter has those.
+
+`TOKENTAPE_TRAINERS_PYTHON` names interpreters with trainers installed, separated as in a path: each trainer is tried in
+the first that can import it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.session.builders import make_turn, said, user
+from tokentape.errors import InvalidRequest
+from tokentape.session.flatten import trajectories
+from tokentape.session.tree import Session
+from tokentape.training import exports
+from tokentape.training.samples import Sample, assemble, with_column
+from tokentape.types import Reward, SessionInfo, TokenRows
+
+
+def two_branches() -> list[Sample]:
+    """1 2 | 3 4 | 5 | 6 7, and 1 2 | 3 4 | 8 | 9, of which the second sample trains only 9."""
+    session = Session(
+        SessionInfo("s", 0.0, {"task": 7}),
+        [
+            make_turn(0, None, [user("a")], said("A"), added=[1, 2], completion=[3, 4]),
+            make_turn(1, 0, [user("b")], said("B"), added=[5], completion=[6, 7]),
+            make_turn(2, 0, [user("c")], said("C"), added=[8], completion=[9], fork="branched"),
+        ],
+    )
+    rewards = [Reward("s", None, 1.0, 0.0), Reward("s", 0, 0.25, 0.0)]
+    return [
+        with_column(one, "advantages", 0.5) for one in assemble(trajectories(session, rewards), group="task").samples
+    ]
+
+
+def test_trl_rollouts_split_at_the_first_sampled_token() -> None:
+    assert exports.trl_rollouts(two_branches()) == {
+        "prompt_ids": [[1, 2], [1, 2]],
+        "completion_ids": [[3, 4, 5, 6, 7], [3, 4, 8, 9]],
+        "logprobs": [[-0.5, -0.5, 0.0, -0.5, -0.5], [-0.5, -0.5, 0.0, -0.5]],
+        "env_mask": [[1, 1, 0, 1, 1], [0, 0, 0, 1]],
+    }
+
+
+def test_verl_s_agent_loop_gets_prompt_response_and_mask() -> None:
+    fields = exports.verl_agent_loop_output(two_branches()[1])
+    assert fields["prompt_ids"] == [1, 2]
+    assert fields["response_ids"] == [3, 4, 8, 9]
+    assert fields["response_mask"] == [0, 0, 0, 1]
+    assert fields["reward_score"] == 1.0
+    assert fields["num_turns"] == 2
+
+
+def test_verl_s_agent_loop_gets_a_payload_as_routed_experts() -> None:
+    rows = TokenRows(np.ones((6, 2, 4), np.uint8), np.ones(6, bool))
+    (sample,) = [one for one in two_branches() if len(one.token_ids) == 6]
+    sample.payloads["experts"] = rows  # type: ignore[index]
+    assert exports.verl_agent_loop_output(sample, experts="experts")["routed_experts"].shape == (6, 2, 4)
+
+
+def test_verl_s_batch_has_prompts_on_the_left_and_responses_on_the_right() -> None:
+    made = exports.verl_data_proto(two_branches(), pad_id=0, vocab_size=100)
+    tensors = made["tensors"]
+    assert tensors["prompts"].tolist() == [[1, 2], [1, 2]]
+    assert tensors["responses"].tolist() == [[3, 4, 5, 6, 7], [3, 4, 8, 9, 0]]
+    assert tensors["attention_mask"].tolist() == [[1] * 7, [1] * 6 + [0]]
+    assert tensors["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 0]]
+    assert tensors["response_mask"].tolist() == [[1, 1, 0, 1, 1], [0, 0, 0, 1, 0]]
+    assert tensors["rm_scores"].tolist() == [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]]
+    assert tensors["advantages"].tolist() == [[0.5, 0.5, 0, 0.5, 0.5], [0, 0, 0, 0.5, 0]]
+    assert made["non_tensors"]["uid"].tolist() == ["7", "7"]
+
+
+def test_slime_gets_response_lengths_and_masks_of_the_response() -> None:
+    made = exports.slime_sample(two_branches()[0], 3, 1, decode=lambda ids: f"{len(ids)} ids")
+    assert (made["tokens"], made["response_length"], made["response"]) == ([1, 2, 3, 4, 5, 6, 7], 5, "5 ids")
+    assert made["loss_mask"] == [1, 1, 0, 1, 1]
+    assert len(made["rollout_log_probs"]) == 5
+    assert made["weight_versions"] == ["1", "1"]
+    assert made["metadata"] == {"task": 7, "session_id": "s"}
+
+
+def test_prime_rl_gets_everything_aligned_with_the_ids() -> None:
+    made = exports.prime_rl_training_sample(two_branches()[0], "maths", temperature=0.7)
+    assert {len(made[name]) for name in ("token_ids", "mask", "logprobs", "temperatures", "advantages")} == {7}
+    assert made["mask"] == [False, False, True, True, False, True, True]
+
+
+def test_verifiers_nodes_share_turns_and_have_logprobs_of_trained_tokens_only() -> None:
+    nodes = exports.verifiers_nodes(two_branches())
+    assert [node["token_ids"] for node in nodes] == [[1, 2], [3, 4], [5], [6, 7], [8], [9]]
+    assert [node["parent"] for node in nodes] == [None, 0, 1, 2, 1, 4]
+    assert [len(node["logprobs"]) for node in nodes] == [0, 2, 0, 2, 0, 1]
+    assert nodes[5]["advantages"] == [0.5]
+
+
+def test_verifiers_nodes_are_trained_if_any_sample_trains_them() -> None:
+    nodes = exports.verifiers_nodes(two_branches()[::-1])
+    assert [node["token_ids"] for node in nodes if all(node["mask"])] == [[3, 4], [9], [6, 7]]
+
+
+def test_a_trace_is_of_one_session() -> None:
+    (one, _), (other, _) = two_branches(), two_branches()
+    object.__setattr__(other, "session_id", "t")
+    with pytest.raises(InvalidRequest, match="several"):
+        exports.verifiers_nodes([one, other])
+
+
+def test_skyrl_gets_a_reward_per_sample_or_per_token() -> None:
+    assert exports.skyrl_generator_output(two_branches())["rewards"] == [1.0, 1.0]
+    made = exports.skyrl_generator_output(two_branches(), per_token="advantages")
+    assert made["rewards"] == [[0.5, 0.5, 0.0, 0.5, 0.5], [0.0, 0.0, 0.0, 0.5]]
+    assert made["loss_masks"] == [[1, 1, 0, 1, 1], [0, 0, 0, 1]]
+
+
+def test_nemo_rl_s_assistant_messages_are_what_is_trained() -> None:
+    log = exports.nemo_rl_datum(two_branches()[1], 0)["message_log"]
+    assert [(message["role"], message["token_ids"].tolist()) for message in log] == [
+        ("user", [1, 2, 3, 4, 8]),
+        ("assistant", [9]),
+    ]
+    first = exports.nemo_rl_datum(two_branches()[0], 0)["message_log"]
+    assert [message["role"] for message in first] == ["user", "assistant", "environment", "assistant"]
+    assert first[1]["generation_logprobs"].tolist() == [-0.5, -0.5]
+
+
+def test_tinker_s_targets_are_moved_by_one() -> None:
+    made = exports.tinker_datum(two_branches()[1])
+    assert made["tokens"] == [1, 2, 3, 4, 8]
+    assert made["loss_fn_inputs"]["target_tokens"].tolist() == [2, 3, 4, 8, 9]
+    assert made["loss_fn_inputs"]["logprobs"].tolist() == [0, 0, 0, 0, -0.5]
+    assert made["loss_fn_inputs"]["advantages"].tolist() == [0, 0, 0, 0, 0.5]
+    inputs = exports.tinker_datum(two_branches()[1], advantages=None)["loss_fn_inputs"]
+    assert inputs["target_tokens"].tolist() == [2, 3, 4, 8, 9]
+    assert inputs["weights"].tolist() == [0, 0, 0, 0, 1]
+
+
+def test_agent_lightning_gets_a_triplet_per_trained_turn() -> None:
+    first, second = map(exports.agent_lightning_triplets, two_branches())
+    assert [one["prompt"]["token_ids"] for one in first] == [[1, 2], [1, 2, 3, 4, 5]]
+    assert [one["reward"] for one in first] == [0.25, 1.0]
+    assert [one["response"]["token_ids"] for one in second] == [[9]]
+
+
+def test_what_a_trainer_needs_and_nobody_gave_is_asked_for() -> None:
+    sample = two_branches()[0]
+    for export in (exports.skyrl_generator_output, lambda one: exports.nemo_rl_datum(one[0], 0)):
+        with pytest.raises(InvalidRequest, match="no reward"):
+            export([_without_reward(sample)])
+    with pytest.raises(InvalidRequest, match="no column 'credit'"):
+        exports.tinker_datum(sample, advantages="credit")
+
+
+def _without_reward(sample: Sample) -> Sample:
+    object.__setattr__(sample, "reward", None)
+    return sample
+
+
+PYTHONS = [python for python in os.environ.get("TOKENTAPE_TRAINERS_PYTHON", "").split(os.pathsep) if python]
+
+
+def exported() -> dict[str, list[Any]]:
+    samples = two_branches()
+    proto = exports.verl_data_proto(samples, pad_id=0, vocab_size=100)
+    plain = {kind: {name: values.tolist() for name, values in arrays.items()} for kind, arrays in proto.items()}
+    data = [exports.tinker_datum(one) for one in samples]
+    return {
+        "tinker": [
+            {**one, "loss_fn_inputs": {name: values.tolist() for name, values in one["loss_fn_inputs"].items()}}
+            for one in data
+        ],
+        "verifiers": exports.verifiers_nodes(samples),
+        "prime_rl": [exports.prime_rl_training_sample(one, "maths") for one in samples],
+        "slime": [exports.slime_sample(one, n, 0) for n, one in enumerate(samples)],
+        "miles": [exports.slime_sample(one, n, 0) for n, one in enumerate(samples)],
+        "verl": [*(exports.verl_agent_loop_output(one) for one in samples), plain],
+        "agent_lightning": [triplet for one in samples for triplet in exports.agent_lightning_triplets(one)],
+    }
+
+
+@cache
+def built(trainer: str) -> list[Any]:
+    """What the trainer's own objects hold; skips if no interpreter has it."""
+    for python in PYTHONS:
+        ran = subprocess.run(
+            [python, str(Path(__file__).with_name("trainer_classes.py")), trainer],
+            input=json.dumps(exported()),
+            capture_output=True,
+            text=True,
+            timeout=250,
+        )
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        told = json.loads(ran.stdout.splitlines()[-1])
+        if trainer in told:
+            found: list[Any] = told[trainer]
+            return found
+    pytest.skip(f"no interpreter of TOKENTAPE_TRAINERS_PYTHON has {trainer}")
+
+
+@pytest.mark.differential
+def test_tinker_takes_the_data() -> None:
+    first, second = built("tinker")
+    assert first["length"] == 6
+    assert second["target_tokens"] == [2, 3, 4, 8, 9]
+    assert second["advantages"] == [0, 0, 0, 0, 0.5]
+
+
+@pytest.mark.differential
+def test_a_branch_of_verifiers_is_what_a_sample_is() -> None:
+    for branch, sample in zip(built("verifiers"), two_branches(), strict=True):
+        assert branch["token_ids"] == sample.token_ids.tolist()
+        assert branch["sampled_mask"][4:] == sample.loss_mask[4:].tolist()
+        assert branch["logprobs"] == sample.logprobs.tolist()
+
+
+@pytest.mark.differential
+def test_prime_rl_takes_the_fields() -> None:
+    for made, sample in zip(built("prime_rl"), two_branches(), strict=True):
+        assert made["token_ids"] == sample.token_ids.tolist()
+        assert made["advantages"] == sample.columns["advantages"].tolist()
+
+
+@pytest.mark.differential
+@pytest.mark.parametrize("trainer", ["slime", "miles"])
+def test_slime_and_miles_take_the_fields(trainer: str) -> None:
+    assert [one["trained"] for one in built(trainer)] == [4, 1]
+
+
+@pytest.mark.differential
+def test_verl_takes_outputs_and_batches() -> None:
+    first, second, batch = built("verl")
+    assert second["responses"] == [3, 4, 8, 9]
+    assert second["response_mask"] == [0, 0, 0, 1]
+    assert first["rm_scores"] == [0, 0, 0, 0, 1]
+    assert batch == {"rows": 2, "uid": ["7", "7"]}
+
+
+@pytest.mark.differential
+def test_agent_lightning_takes_the_triplets() -> None:
+    assert [one["response"]["token_ids"] for one in built("agent_lightning")] == [[3, 4], [6, 7], [9]]

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.records import bits
+from tests.session.trajectory_cases import drawn_trajectories, make_trajectory
+from tokentape.errors import InvalidRequest
+from tokentape.session.arrow import read_parquet, write_parquet
+from tokentape.session.jsonl import write_jsonl
+from tokentape.training import files
+from tokentape.training.samples import Sample, assemble, with_column
+from tokentape.types import TokenRows, Trajectory
+
+Write = Callable[[list[Sample], Path], None]
+Read = Callable[[Path], Any]
+FORMATS: dict[str, tuple[Write, Read]] = {
+    "parquet": (files.write_samples_parquet, files.read_samples_parquet),
+    "jsonl": (files.write_samples_jsonl, files.read_samples_jsonl),
+    "safetensors": (files.write_samples_safetensors, files.read_samples_safetensors),
+}
+
+
+def as_sample(trajectory: Trajectory, group: str | None = None) -> Sample:
+    return Sample(**{one.name: getattr(trajectory, one.name) for one in fields(Trajectory)}, group=group)
+
+
+def one_sample(**changes: Any) -> Sample:
+    (sample,) = assemble([make_trajectory()], group="task").samples
+    return replace(sample, **changes)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=30)
+@given(drawn=st.lists(st.tuples(drawn_trajectories(), st.none() | st.text("ab\u00e9", max_size=3)), max_size=4))
+def test_every_bit_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, name: str, drawn: list[tuple[Trajectory, str | None]]
+) -> None:
+    write, read = FORMATS[name]
+    # Payloads of one name have rows of one kind; drawn ones have any.
+    samples = [as_sample(replace(one, payloads={}), group) for one, group in drawn]
+    path = tmp_path_factory.mktemp("files") / f"s.{name}"
+    write(samples, path)
+    assert bits(list(read(path))) == bits(samples)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_only_some_samples_have_comes_back_with_those(tmp_path: Path, name: str) -> None:
+    write, read = FORMATS[name]
+    experts = TokenRows(np.arange(12, dtype=np.uint8).reshape(6, 2), np.array([True] * 5 + [False]))
+    samples = [one_sample(), with_column(one_sample(payloads={"experts": experts}), "advantages", [0.25])]
+    write(samples, tmp_path / "s")
+    assert bits(list(read(tmp_path / "s"))) == bits(samples)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logprobs_that_are_not_known_come_back_as_that(tmp_path: Path, name: str) -> None:
+    write, read = FORMATS[name]
+    logprobs = np.array([0, 0, 0, np.nan, np.nan, -1], np.float32)
+    write([one_sample(logprobs=logprobs)], tmp_path / "s")
+    (found,) = read(tmp_path / "s")
+    np.testing.assert_array_equal(found.logprobs, logprobs)
+
+
+def test_readers_of_trajectories_read_samples(tmp_path: Path) -> None:
+    files.write_samples_parquet([one_sample()], tmp_path / "s.parquet")
+    assert read_parquet(tmp_path / "s.parquet")[0].token_ids.tolist() == one_sample().token_ids.tolist()
+
+
+def test_files_of_trajectories_are_not_taken_for_samples(tmp_path: Path) -> None:
+    write_parquet([make_trajectory()], tmp_path / "t.parquet")
+    write_jsonl([make_trajectory()], tmp_path / "t.jsonl")
+    with pytest.raises(InvalidRequest, match="not a file of samples"):
+        files.read_samples_parquet(tmp_path / "t.parquet")
+    with pytest.raises(InvalidRequest, match=r"line 1.*not a file of samples"):
+        list(files.read_samples_jsonl(tmp_path / "t.jsonl"))
+    (tmp_path / "t.safetensors").write_bytes(b"no header")
+    with pytest.raises(InvalidRequest, match="not a safetensors file"):
+        files.read_samples_safetensors(tmp_path / "t.safetensors")
+
+
+def test_samples_of_another_version_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (write, read) in FORMATS.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "SAMPLES_VERSION", 2)
+            write([one_sample()], tmp_path / name)
+        with pytest.raises(InvalidRequest, match="version 2, this release reads version 1"):
+            list(read(tmp_path / name))
+
+
+def test_the_columns_of_a_table_are_those_of_trajectories_and_the_group(tmp_path: Path) -> None:
+    files.write_samples_parquet([one_sample()], tmp_path / "s.parquet")
+    write_parquet([make_trajectory()], tmp_path / "t.parquet")
+    schema = pq.read_schema(tmp_path / "s.parquet")
+    assert schema.names == [*pq.read_schema(tmp_path / "t.parquet").names, "group"]
+    assert str(schema.field("group").type) == "string"
+
+
+def test_row_groups_stay_small_and_have_a_page_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "ROW_GROUP_TOKENS", 12)
+    files.write_samples_parquet([one_sample() for _ in range(5)], tmp_path / "s.parquet")
+    metadata = pq.ParquetFile(tmp_path / "s.parquet").metadata
+    assert [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)] == [2, 2, 1]
+    assert metadata.row_group(0).column(0).has_column_index
+
+
+def test_a_dataset_hands_samples_out() -> None:
+    row = files.to_dataset([one_sample(), one_sample()]).with_format("torch")[0]
+    assert row["token_ids"].tolist() == one_sample().token_ids.tolist()
+    assert row["loss_mask"].tolist() == one_sample().loss_mask.tolist()
+    assert row["group"] == "0"
+
+
+def test_lines_are_json(tmp_path: Path) -> None:
+    files.write_samples_jsonl([one_sample()], tmp_path / "s.jsonl")
+    (line,) = (tmp_path / "s.jsonl").read_text().splitlines()
+    assert json.loads(line)["group"] == "0"

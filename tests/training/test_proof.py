@@ -1,0 +1,107 @@
+"""Proofs that hold for what `TrainingTokenizer` makes, and fail for each way in which a byte path can be touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.chat.conftest import ROOT, needs_tokenizers
+from tokentape.errors import InvalidRequest
+from tokentape.training.proof import prove, smallest
+from tokentape.training.tokenizer import TrainingTokenizer, codebook
+
+
+@pytest.fixture(scope="session")
+def training(model_dir: Path) -> TrainingTokenizer:
+    return TrainingTokenizer.load(model_dir, pad="<|pad|>").with_block("item", codebook("item", [8, 8]))
+
+
+def test_an_extended_tokenizer_has_the_byte_path_of_the_old_one(model_dir: Path, training: TrainingTokenizer) -> None:
+    proof = prove(model_dir, training, ["some text of mine", *(Path(__file__).parents[1] / "chat").glob("*.py")])
+    assert proof.ok
+    assert proof.texts > 6000
+    assert proof.fingerprint == prove(model_dir, model_dir).fingerprint
+
+
+def test_a_text_that_spells_a_new_token_is_found_and_cut_to_it(
+    model_dir: Path, training: TrainingTokenizer, tmp_path: Path
+) -> None:
+    file = tmp_path / "corpus.txt"
+    file.write_text("harmless text\n" * 5000 + "and then <|item_0_1|> here\n" + "more\n" * 10, encoding="utf-8")
+    proof = prove(model_dir, training, [file])
+    assert not proof.ok
+    assert proof.changed_texts == 1
+    assert proof.counterexample is not None
+    assert (proof.counterexample.text, proof.counterexample.source) == ("<|item_0_1|>", str(file))
+    assert proof.counterexample.new_ids == (training.block("item").first_id + 1,)
+
+
+def other_normalizer(spec: dict[str, Any]) -> None:
+    spec["normalizer"] = None
+
+
+def other_model(spec: dict[str, Any]) -> None:
+    spec["model"]["merges"] = spec["model"]["merges"][:-1]
+
+
+def other_decoder(spec: dict[str, Any]) -> None:
+    spec["decoder"] = None
+
+
+def other_flags(spec: dict[str, Any]) -> None:
+    next(token for token in spec["added_tokens"] if token["content"] == "<|im_end|>")["rstrip"] = True
+
+
+@pytest.mark.parametrize(
+    ("touch", "part", "changes_ids", "changes_text"),
+    [
+        (other_normalizer, "normalizer", True, False),
+        (other_model, "model", True, False),
+        (other_decoder, "decoder", False, True),
+        (other_flags, "added token '<|im_end|>'", True, False),
+    ],
+)
+def test_each_part_that_was_touched_is_named_and_its_effect_found_by_the_battery(
+    model_dir: Path,
+    tmp_path: Path,
+    touch: Callable[[dict[str, Any]], None],
+    part: str,
+    changes_ids: bool,
+    changes_text: bool,
+) -> None:
+    spec = json.loads((model_dir / "tokenizer.json").read_bytes())
+    touch(spec)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    proof = prove(model_dir, tmp_path)
+    assert proof.changed_parts == (part,)
+    assert (proof.changed_texts > 0, len(proof.changed_spellings) > 0) == (changes_ids, changes_text)
+    assert (proof.counterexample is not None) == changes_ids
+
+
+@given(st.text(max_size=30), st.text(min_size=1, max_size=3), st.text(max_size=30))
+def test_no_character_can_be_taken_from_what_is_left(before: str, needle: str, behind: str) -> None:
+    def fails(text: str) -> bool:
+        return all(char in text for char in needle)
+
+    left = smallest(before + needle + behind, fails)
+    assert fails(left)
+    assert not any(fails(left[:n] + left[n + 1 :]) for n in range(len(left)))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"no tokenizer\.json"):
+        prove(model_dir, tmp_path)
+
+
+@needs_tokenizers
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(path.parent.name for path in ROOT.glob("*/tokenizer.json")))
+def test_real_tokenizers_keep_their_byte_path(family: str) -> None:
+    made = TrainingTokenizer.load(ROOT / family, pad="<|pad|>").with_block("item", codebook("item", [256, 256, 256]))
+    assert prove(ROOT / family, made, (ROOT / "goldens").glob("*_input.txt")).ok

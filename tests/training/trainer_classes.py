@@ -1,0 +1,125 @@
+"""Run by an interpreter that has trainers installed: builds their own objects from what the exporters made.
+
+Reads `{trainer: [exported, ...]}` from standard input and writes `{trainer: what its objects hold}` for each trainer
+that can be imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def tinker(exported: list[Any]) -> list[Any]:
+    from tinker import Datum, ModelInput
+
+    out = []
+    for one in exported:
+        datum = Datum(model_input=ModelInput.from_ints(one["tokens"]), loss_fn_inputs=one["loss_fn_inputs"])
+        arrays = {name: data.tolist() for name, data in datum.loss_fn_inputs.items()}
+        out.append({"length": datum.model_input.length, **arrays})
+    return out
+
+
+def verifiers(exported: list[Any]) -> list[Any]:
+    from verifiers.v1.graph import MessageNode
+    from verifiers.v1.trace import Branch
+
+    nodes = [MessageNode.model_validate(node) for node in exported]
+    parents = {node.parent for node in nodes}
+    out = []
+    for leaf in sorted(set(range(len(nodes))) - parents):
+        path, at = [], leaf
+        while at is not None:
+            path.append(nodes[at])
+            at = nodes[at].parent
+        branch = Branch(index=0, nodes=path[::-1])
+        out.append({name: getattr(branch, name) for name in ("token_ids", "sampled_mask", "logprobs", "advantages")})
+    return out
+
+
+def prime_rl(exported: list[Any]) -> list[Any]:
+    import msgspec
+    from prime_rl.transports.rollouts.types import TrainingSample
+
+    return [msgspec.structs.asdict(msgspec.convert(list(one.values()), TrainingSample)) for one in _ordered(exported)]
+
+
+def _ordered(exported: list[Any]) -> list[Any]:
+    """Fields by the order of an array-like struct, None where the exporter gives none."""
+    from prime_rl.transports.rollouts.types import TrainingSample
+
+    names = TrainingSample.__struct_fields__
+    unknown = [name for one in exported for name in one if name not in names]
+    if unknown:
+        raise ValueError(f"TrainingSample has no {unknown}")
+    return [{name: one.get(name) for name in names} for one in exported]
+
+
+def slime(exported: list[Any]) -> list[Any]:
+    from slime.utils.types import Sample
+
+    return [_known(Sample, one) for one in exported]
+
+
+def miles(exported: list[Any]) -> list[Any]:
+    from miles.utils.types import Sample
+
+    for one in exported:
+        Sample.from_dict(one).validate()
+    return [_known(Sample, one) for one in exported]
+
+
+def _known(kind: Any, one: dict[str, Any]) -> dict[str, Any]:
+    unknown = one.keys() - kind.__dataclass_fields__.keys()
+    if unknown:
+        raise ValueError(f"{kind} has no {unknown}")
+    sample = kind.from_dict(one)
+    return {"tokens": sample.tokens, "trained": sample.effective_response_length}
+
+
+def verl(exported: list[Any]) -> list[Any]:
+    import numpy as np
+    import torch
+    from verl import DataProto
+    from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+    *outputs, proto = exported
+    out: list[Any] = []
+    for one in outputs:
+        made = AgentLoopOutput.model_validate(one, extra="forbid").as_dict()
+        out.append({name: made[name].tolist() for name in ("prompts", "responses", "response_mask", "rm_scores")})
+    tensors = {name: torch.tensor(values) for name, values in proto["tensors"].items()}
+    names = {name: np.array(values, object) for name, values in proto["non_tensors"].items()}
+    batch = DataProto.from_dict(tensors=tensors, non_tensors=names)
+    out.append({"rows": len(batch), "uid": batch.non_tensor_batch["uid"].tolist()})
+    return out
+
+
+def agent_lightning(exported: list[Any]) -> list[Any]:
+    from agentlightning.types import Triplet
+
+    return [Triplet.model_validate(one, extra="forbid").model_dump() for one in exported]
+
+
+TRAINERS: dict[str, Callable[[list[Any]], list[Any]]] = {
+    one.__name__: one for one in (tinker, verifiers, prime_rl, slime, miles, verl, agent_lightning)
+}
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    told = {}
+    for name in sys.argv[1:]:
+        try:
+            told[name] = TRAINERS[name](given[name])
+        except ImportError:
+            continue
+    # Some of them print while they are imported.
+    print("\n" + json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
