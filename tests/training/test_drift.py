@@ -61,6 +61,16 @@ def test_boundaries_within_numbers_and_characters_have_classes_too() -> None:
     check_class(load_tokenizer("llama3"), [b"\xc3", b"\xa9"], ["é".encode()], "bytes")
 
 
+@needs_tokenizers
+def test_another_id_of_the_same_bytes_is_a_change() -> None:
+    """SentencePiece vocabularies have bytes as tokens of their own beside the letters that they spell."""
+    tokenizer = load_tokenizer("mistral_v3_spm")
+    letter = tokenizer.encode_after_control("A").ids
+    (byte,) = (i for i in range(tokenizer.vocab_size) if [i] != letter and tokenizer.token_bytes(i) == b"A")
+    found = compare_ids(tokenizer.array(letter), tokenizer.array([byte]), tokenizer)
+    assert (found.channel, [change.kind for change in found.changes]) == ("id drift", ["word"])
+
+
 def test_other_text_keeps_what_both_begin_and_end_with(tokenizer: Tokenizer) -> None:
     found = compare_ids(split(tokenizer, "A", " b", " end"), split(tokenizer, "A", " c", " c", " end"), tokenizer)
     assert (found.channel, [change.kind for change in found.changes]) == ("text drift", ["text"])

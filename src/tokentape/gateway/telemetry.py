@@ -10,7 +10,8 @@ from typing import Literal, TypeAlias, TypeVar
 from tokentape.errors import TokentapeError
 from tokentape.gateway.metrics import Metrics
 from tokentape.gateway.tracing import NoSpans, Spans
-from tokentape.types import Provenance, Turn
+from tokentape.session.verdict import verdict
+from tokentape.types import Turn
 
 Stage: TypeAlias = Literal["prepare", "engine", "commit"]
 """A part of a call that is timed by itself."""
@@ -68,8 +69,8 @@ class Telemetry:
             metrics.turns.labels("committed", "").inc()
             if turn.fork is not None:
                 metrics.forks.labels(turn.fork).inc()
-            closed = (turn.added_provenance == Provenance.CLOSE).any()
-            metrics.verdicts.labels("forked" if turn.fork is not None else "closed" if closed else "exact").inc()
+            # By what this turn adds to its branch: the whole path would be looked through again on every turn.
+            metrics.verdicts.labels(verdict([turn]).partition(":")[0]).inc()
 
     def replayed(self) -> None:
         """Count a call that was answered with what is recorded."""
