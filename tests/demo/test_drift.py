@@ -56,7 +56,7 @@ def recorded(renderer: Renderer, setup: Setup, content: str, completion: list[in
         created_at=0.0,
         digest="",
     )
-    return StoredSession(INFO, {setup.digest: setup}, (turn,), ())
+    return StoredSession(INFO, {setup.digest: setup}, (turn,), (), ())
 
 
 def test_a_canonical_completion_has_no_drift(renderer: Renderer, setup: Setup) -> None:
