@@ -174,3 +174,17 @@ def test_other_server_is_no_gateway(gateway_url: str) -> None:
     client._http = httpx2.Client(base_url=gateway_url, transport=transport)
     with client, pytest.raises(GatewayUnavailable, match="502"):
         client.session()
+
+
+def test_a_session_s_key_is_all_that_an_agent_needs(client: tokentape.Client) -> None:
+    session = client.session()
+    with OpenAI(base_url=f"{client.base_url}/v1", api_key=session.api_key, max_retries=0) as agent:
+        agent.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}], max_tokens=4)
+    assert len(session.info()["turns"]) == 1
+
+
+def test_a_trainer_pauses_sampling_and_names_the_new_weights(client: tokentape.Client) -> None:
+    assert client.pause() is True
+    assert client.engine()["paused"] is True
+    client.resume("step-2")
+    assert (client.engine()["paused"], client.engine()["weight_version"]) == (False, "step-2")

@@ -91,6 +91,23 @@ class Client:
         taken = self._call("POST", "/snapshots", asked)
         return ClientSnapshot(self, taken["snapshot_id"])
 
+    def engine(self) -> dict[str, Any]:
+        """What samples: `engine`, `model`, `paused`, `calls_under_way`, `weight_version`, `replicas`..."""
+        found: dict[str, Any] = self._call("GET", "/engine")
+        return found
+
+    def pause(self, *, abort: bool = False, timeout: float = 60.0) -> bool:
+        """Hold new calls back while weights change, and wait up to `timeout` seconds for those under way.
+
+        With `abort` they are ended, and kept as aborted turns. Returns whether none is left. Takes an admin key.
+        """
+        body = {"mode": "abort" if abort else "wait", "timeout": timeout}
+        return bool(self._call("POST", "/engine/pause", body)["idle"])
+
+    def resume(self, weight_version: str | None = None) -> None:
+        """Let calls go on; `weight_version` names the weights that sample from now on. Takes an admin key."""
+        self._call("POST", "/engine/resume", {"weight_version": weight_version})
+
     def snapshot(self, snapshot_id: int) -> ClientSnapshot:
         """A snapshot that was taken before. Nothing is asked of the gateway yet."""
         return ClientSnapshot(self, snapshot_id)
@@ -150,6 +167,14 @@ class ClientSession:
         self.session_id = session_id
         self.base_url = f"{client.base_url}{self._path}/v1"
         """What to give an agent's OpenAI client as its base URL."""
+
+    @property
+    def api_key(self) -> str:
+        """A key that opens this session and no other, for agents that can be given a key but no base URL of their own.
+
+        The agent's base URL is then the gateway's, up to and including `/v1`.
+        """
+        return str(self.info()["api_key"])
 
     def reward(self, value: float, *, turn: int | None = None, leaf: int | None = None) -> None:
         """Give a reward to the session, to one turn's action, or to the whole path that ends with a leaf.

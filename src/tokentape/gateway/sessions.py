@@ -78,7 +78,9 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def show(request: Request) -> Response:
         _, session_id = await addressed(gateway, request)
-        return json_response(await asyncio.to_thread(_tree, turns.store, session_id))
+        tree = await asyncio.to_thread(_tree, turns.store, session_id)
+        owner = (await turns.session(session_id)).info.owner
+        return json_response({**tree, "api_key": gateway.keys.session_key(owner, session_id)})
 
     async def show_trajectories(request: Request) -> Response:
         leaf = query_number(request, "leaf", range(2**63))
