@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/tokentape demo
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow and not engines and not differential and not faults and not harness"
+	$(BIN)/pytest --hypothesis-profile=same -m "not slow and not engines and not differential and not faults and not harness"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -33,7 +33,7 @@ layers: $(STAMP)
 check: lint types layers test
 
 test-slow: $(STAMP)
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow or (hypothesis and not engines and not differential and not faults and not harness)"
 
 # Kills, full and failing disks: strace, mounting (root) and an hour; what can't be done here is skipped and says why.
 test-faults: $(STAMP)

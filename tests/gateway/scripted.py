@@ -50,6 +50,8 @@ class ScriptedEngine:
         self.aborted = threading.Event()
         """A call was closed before it was finished, or failed."""
         self.closed = False
+        self.split_next = False
+        """The next reply begins with its first characters one by one, as a model may sample them."""
         self.gate: threading.Event | None = None
         """Calls wait until it is set."""
         self.called = threading.Event()
@@ -68,7 +70,14 @@ class ScriptedEngine:
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
         self.asked.append((prompt_ids.tolist(), params))
-        ids = self._tokenizer.encode_plain(self._replies.pop(0))
+        reply = self._replies.pop(0)
+        ids = self._tokenizer.encode_plain(reply)
+        if self.split_next:
+            ids = [
+                *(one for letter in reply[:3] for one in self._tokenizer.encode_plain(letter)),
+                *self._tokenizer.encode_plain(reply[3:]),
+            ]
+            self.split_next = False
         finished = False
         self.called.set()
         try:

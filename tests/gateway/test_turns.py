@@ -128,6 +128,20 @@ def test_a_reply_kept_behind_an_edit_keeps_its_exact_ids(renderer: Renderer, tmp
     ]
 
 
+def test_equal_replies_of_one_branch_keep_each_its_own_ids(renderer: Renderer, tmp_path: Path) -> None:
+    # The same text in two splits: as messages they can't be told apart, by where they stand they can.
+    talk = Talk(renderer, tmp_path, ["answer<|im_end|>", "ok<|im_end|>", "answer<|im_end|>", TWO])
+    talk.engine.split_next = True
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a"), first.reply, user("b"))
+    (third,) = talk.say(user("other"))
+    assert first.completion_ids.tolist() != third.completion_ids.tolist()
+    (fourth,) = talk.say(user("a"), first.reply, user("b, edited"), second.reply, user("c"))
+    assert (fourth.parent, fourth.fork) == (0, "branched")
+    context = [*first.added_ids.tolist(), *first.completion_ids.tolist()]
+    assert talk.engine.asked[3][0][: len(context)] == context
+
+
 OTHER_STOP = "first answer<|endoftext|>"
 
 

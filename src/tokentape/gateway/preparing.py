@@ -117,7 +117,7 @@ class Preparer:
             own = request.prompt_ids[len(context_ids) :]
             added = Added(own, np.full(len(own), Provenance.USER, np.uint8))
         elif self._history == "template":
-            added = self._rendered(session, setup, request.messages)
+            added = self._rendered(session, setup, request.messages, parent)
             if np.array_equal(added.ids[: len(context_ids)], context_ids):
                 added = Added(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
             else:
@@ -126,20 +126,20 @@ class Preparer:
             added = self._rendered(session, setup, messages)
         elif any(message["role"] == "assistant" and session.turn_of_reply(message) for message in messages):
             # A reply of this session behind an edit: a bridge would encode its text, a rendering splices its ids.
-            added = self._rendered(session, setup, request.messages)
+            added = self._rendered(session, setup, request.messages, parent)
             if np.array_equal(added.ids[: len(context_ids)], context_ids):
                 added = Added(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
             else:
                 parent, messages, context_ids, fork = None, request.messages, NO_IDS, "edited_history"
         elif (strategy := self._strategy(found, parent, setup)) == "fork":
+            added = self._rendered(session, setup, request.messages, parent)
             parent, messages, context_ids, fork = None, request.messages, NO_IDS, "template_rewrites"
-            added = self._rendered(session, setup, messages)
         else:
             history = found.history if strategy == "contextual" else None
             added = self._renderer.bridge(parent.completion_ids, parent.reply, messages, setup, history, context_ids)
             if added.behind_other_stop and self._wrong_stop == "fork":
+                added = self._rendered(session, setup, request.messages, parent)
                 parent, messages, context_ids, fork = None, request.messages, NO_IDS, "other_stop"
-                added = self._rendered(session, setup, messages)
         prompt_ids = np.concatenate([context_ids, added.ids])
         return Prepared(setup, parent, messages, context_ids, added, prompt_ids, fork, request.sampling)
 
@@ -160,9 +160,20 @@ class Preparer:
             new_media=(self._renderer.images.settings, *(loaded[sha256] for sha256 in sorted(new))) if new else (),
         )
 
-    def _rendered(self, session: Session, setup: Setup, messages: Sequence[Message]) -> Added:
-        """A rendering from the start in which what this session sampled stands by its exact ids."""
+    def _rendered(
+        self, session: Session, setup: Setup, messages: Sequence[Message], parent: Turn | None = None
+    ) -> Added:
+        """A rendering from the start in which what this session sampled stands by its exact ids.
+
+        `parent` is the turn whose messages begin these, if there is one.
+        """
         replies = {n: session.turn_of_reply(m) for n, m in enumerate(messages) if m["role"] == "assistant"}
+        at = 0
+        for turn in [] if parent is None else session.path(parent.seq):
+            # Two turns may have said the same in other ids; which one was meant is known here.
+            at += len(turn.messages)
+            replies[at] = turn
+            at += 1
         sampled = {n: turn.completion_ids for n, turn in replies.items() if turn is not None}
         return self._renderer.render(messages, setup, sampled, self._history, self._wrong_stop)
 
