@@ -18,7 +18,8 @@ demo: $(STAMP)
 	$(BIN)/tokentape demo
 
 test: $(STAMP)
-	$(BIN)/pytest --hypothesis-profile=same -m "not slow and not engines and not differential and not faults and not harness"
+	OMP_NUM_THREADS=1 $(BIN)/pytest --hypothesis-profile=same -n auto --maxprocesses 4 --dist loadfile \
+		-m "not slow and not engines and not differential and not faults and not harness"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""The viewer: token-level trajectories on a page, from a running gateway or from files."""
