@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types layers check test-slow test-faults test-engines test-differential test-harnesses clean
+.PHONY: demo test lint types layers docs check test-slow test-faults test-engines test-differential test-harnesses clean
 
 $(STAMP): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,7 +31,12 @@ types: $(STAMP)
 layers: $(STAMP)
 	$(BIN)/lint-imports
 
-check: lint types layers test
+# The pages that are made from the code are made anew, and a link to nowhere is an error.
+docs: $(STAMP)
+	$(BIN)/python scripts/cli_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+check: lint types layers docs test
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m "slow or (hypothesis and not engines and not differential and not faults and not harness)"

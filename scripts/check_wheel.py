@@ -1,0 +1,56 @@
+"""Check what is in a wheel: nothing that runs by itself, nothing that is not ours, and nothing missing.
+
+    python scripts/check_wheel.py dist/*.whl
+
+A file `*.pth` or `sitecustomize.py` in a wheel runs in every Python of whoever installs it, and has been used to steal
+keys from users of packages whose release was broken into.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from zipfile import ZipFile
+
+NEEDED = (
+    "tokentape/py.typed",
+    "tokentape/demo/model/tokenizer.json",
+    "tokentape/demo/model/model.safetensors",
+    "tokentape/viewer/static/index.html",
+)
+
+SUFFIXES = {".py", ".typed", ".json", ".jinja", ".safetensors", ".html", ".css", ".js", ".svg", ".ico", ".md", ".txt"}
+
+
+def faults(wheel: Path) -> Iterator[str]:
+    """What is wrong with a wheel, a line each."""
+    with ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+    for name in names:
+        path = PurePosixPath(name)
+        if path.suffix == ".pth" or path.name in ("sitecustomize.py", "usercustomize.py"):
+            yield f"{name} would run in every Python process of whoever installs this"
+        elif ".data" in path.parts[0]:
+            yield f"{name} would be installed outside of the package"
+        elif path.parts[0] != "tokentape" and not path.parts[0].endswith(".dist-info"):
+            yield f"{name} is not in the package tokentape"
+        elif path.parts[0] == "tokentape" and path.suffix not in SUFFIXES:
+            yield f"{name} is of a kind that is not expected here"
+    for name in NEEDED:
+        if name not in names:
+            yield f"{name} is missing"
+
+
+def main() -> None:
+    """Print what is wrong with the wheels that are named; exit code 1 if anything is."""
+    wheels = [Path(name) for name in sys.argv[1:]]
+    if not wheels:
+        sys.exit("expected the wheels to check")
+    found = [f"{wheel.name}: {fault}" for wheel in wheels for fault in faults(wheel)]
+    print("\n".join(found) or f"nothing wrong with {', '.join(wheel.name for wheel in wheels)}")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Write docs/reference/cli.md from the commands themselves.
+
+    python scripts/cli_reference.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from typer import Context
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from tokentape.cli import app
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
+
+HEAD = """# Commands
+
+Data goes to stdout, everything else to stderr; `--json` makes it for machines. Exit codes: 0 for success, 1 for findings or
+a failure, 2 for a command line that makes no sense. `tokentape --debug COMMAND` shows the traceback of a failure.
+
+<!-- written by scripts/cli_reference.py -->
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    command = get_command(app)
+    assert isinstance(command, TyperGroup)
+    return HEAD + "".join(_sections(command, "tokentape"))
+
+
+def _sections(group: TyperGroup, name: str) -> Iterator[str]:
+    for sub, command in sorted(group.commands.items()):
+        whole = f"{name} {sub}"
+        if isinstance(command, TyperGroup):
+            yield from _sections(command, whole)
+        else:
+            yield _section(command, whole)
+
+
+def _section(command: Any, name: str) -> str:
+    context = Context(command, info_name=name, terminal_width=100, max_content_width=100)
+    usage = " ".join([name, *command.collect_usage_pieces(context)])
+    usage = usage.replace("{", "").replace("}", "")
+    lines = [f"\n## {name}\n", _paragraphs(command.help or ""), f"```console\n$ {usage}\n```\n"]
+    rows = [record for one in command.params if (record := _row(one, context))]
+    if rows:
+        lines.append("| | |\n|---|---|\n" + "".join(rows))
+    return "\n".join(lines)
+
+
+def _row(parameter: Any, context: Context) -> str | None:
+    record = parameter.get_help_record(context)
+    if record is None or record[0] in ("--help", "-h, --help"):
+        return None
+    return f"| `{_cell(record[0])}` | {_cell(record[1])} |\n"
+
+
+def _paragraphs(text: str) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in text.replace("\b", "").split("\n\n")) + "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
