@@ -1,6 +1,6 @@
 """Write docs/reference/cli.md from the commands themselves.
 
-    python scripts/cli_reference.py
+python scripts/cli_reference.py
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 
 HEAD = """# Commands
 
-Data goes to stdout, everything else to stderr; `--json` makes it for machines. Exit codes: 0 for success, 1 for findings or
-a failure, 2 for a command line that makes no sense. `tokentape --debug COMMAND` shows the traceback of a failure.
+Data goes to stdout, everything else to stderr; `--json` makes it for machines. Exit codes: 0 for success, 1 for
+findings or a failure, 2 for a command line that makes no sense. `tokentape --debug COMMAND` shows the traceback of a failure.
 
 <!-- written by scripts/cli_reference.py -->
 """
