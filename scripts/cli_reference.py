@@ -20,7 +20,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 HEAD = """# Commands
 
 Data goes to stdout, everything else to stderr; `--json` makes it for machines. Exit codes: 0 for success, 1 for
-findings or a failure, 2 for a command line that makes no sense. `tokentape --debug COMMAND` shows the traceback of a failure.
+findings or a failure, 2 for a command line that makes no sense. `tokentape --debug COMMAND` shows
+the traceback of a failure.
 
 <!-- written by scripts/cli_reference.py -->
 """

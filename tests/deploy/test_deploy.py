@@ -69,7 +69,8 @@ def test_alerts_pass_prometheus_own_check() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed")
-    done = subprocess.run([promtool, "check", "rules", DEPLOY / "prometheus/alerts.yml"], capture_output=True, text=True)
+    rules = DEPLOY / "prometheus/alerts.yml"
+    done = subprocess.run([promtool, "check", "rules", rules], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-
 from scripts.check_wheel import faults
+
 from tokentape.version import __version__
 
 ROOT = Path(__file__).parents[2]
