@@ -32,7 +32,12 @@ def test_the_commands_of_the_how_to_find_the_tiny_model_right(
     names = {"ids": one.token_ids.tolist(), "logprobs": one.logprobs.tolist()}
     exec(blocks["batch"], names)
     Path("batch.jsonl").write_text(json.dumps(names["row"]), encoding="utf-8")
-    for name in ("model", "trainer"):
-        command = blocks[name].removeprefix("$ tokentape ").replace("path/to/model", str(model_dir))
+    for name in ("model", "trainer", "rerender"):
+        command = (
+            blocks[name]
+            .removeprefix("$ tokentape ")
+            .replace("path/to/model", str(model_dir))
+            .replace("path/to/data", str(tmp_path / "data"))
+        )
         done = CliRunner().invoke(app, shlex.split(command))
         assert (done.exit_code, done.stderr) == (0, "")

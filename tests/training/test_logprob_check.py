@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import tokentape
 from tests.test_client import talk
+from tokentape.audit.pairing import retokenized
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
-from tokentape.training.drift import retokenized
 from tokentape.training.logprob_check import (
     K3_CLAMP,
     Forward,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import queue
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,30 @@ def load_model(folder: Path, *, dtype: str, device: str) -> Any:
     finally:
         if shows_progress:
             hf_logging.enable_progress_bar()
+
+
+@torch.no_grad()
+def with_weights(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> Any:
+    """A copy of a model with other weights, by their names in its state dict; dtype and device stay.
+
+    Raises:
+        EngineError: a name is unknown, a shape another one, or unless `partial` a parameter missing.
+
+    """
+    changed = copy.deepcopy(model)
+    places = changed.state_dict()
+    missing = {name for name, _ in changed.named_parameters()}
+    for name, tensor in tensors:
+        place = places.get(name)
+        if place is None or place.shape != tensor.shape:
+            found = "no such tensor" if place is None else f"{tuple(place.shape)}"
+            raise EngineError(f"tensor {name!r} of shape {tuple(tensor.shape)} does not fit: the model has {found}")
+        place.copy_(tensor)
+        missing.discard(name)
+    if missing and not partial:
+        some = ", ".join(sorted(missing)[:3])
+        raise EngineError(f"{len(missing)} parameters have no new weights, {some} among them; give all of them")
+    return changed
 
 
 def _sees(config: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,7 @@ class TransformersEngine:
         runner: Runner,
         tokenizer: Tokenizer,
         load: Callable[[Path], Any],
+        model: Any,
         media_ids: set[int],
         images: QwenImageProcessor | None,
     ) -> None:
@@ -80,6 +81,7 @@ class TransformersEngine:
         self._runner = runner
         self._tokenizer = tokenizer
         self._load = load
+        self._model = model
         self._closed = False
 
     @classmethod
@@ -189,7 +191,7 @@ class TransformersEngine:
             sampling=DISTRIBUTION,
             media=frozenset({"image"}) if images is not None and path == "regular" else frozenset(),
         )
-        return cls(info, runner, tokenizer, load, media_ids, images)
+        return cls(info, runner, tokenizer, load, model, media_ids, images)
 
     @property
     def info(self) -> EngineInfo:
@@ -301,8 +303,32 @@ class TransformersEngine:
         """
         await self.check()
         model = await asyncio.to_thread(self._load, Path(model_dir))
+        await self._swap(model, version)
+
+    async def push_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: str, *, partial: bool = False
+    ) -> None:
+        """As `update_weights`, with tensors of this process, by their names in the model's state dict.
+
+        They are copied, so that whoever trains them may go on. Of two tied ones one is enough; with `partial`, what is
+        not among them stays. `tensors` is read on another thread.
+
+        Raises:
+            EngineError: a tensor is unknown or of another shape, unless `partial` one is missing, or the path is
+                `paged`.
+            EngineUnavailable: the engine is closed.
+
+        """
+        from tokentape.engines import loading
+
+        await self.check()
+        model = await asyncio.to_thread(loading.with_weights, self._model, tensors, partial=partial)
+        await self._swap(model, version)
+
+    async def _swap(self, model: Any, version: str) -> None:
         await self.check()
         await asyncio.wrap_future(self._runner.swap_model(model, version))
+        self._model = model
 
     async def close(self) -> None:
         """Abort what runs and end the thread. May be called again."""

@@ -1,0 +1,60 @@
+"""Recorded sessions to what verl trains on: the tensors of a `DataProto`, made without verl.
+
+    pip install "tokentape[demo]"
+    python examples/export_to_verl.py
+
+Four sessions of one task are recorded on the tiny model, exported to Parquet, and read again as a trainer would. One
+sees the shape of each tensor and, of the first response, ids, mask and logprobs beside their text. With verl installed,
+the same call that is printed last makes the `DataProto`.
+"""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from openai import AsyncOpenAI
+
+from tokentape.chat.renderer import Renderer
+from tokentape.client import ClientSession
+from tokentape.demo import MODEL
+from tokentape.demo.agent import solve
+from tokentape.demo.tasks import is_solved, sample_tasks
+from tokentape.session.arrow import read_parquet
+from tokentape.training.exports import verl_data_proto
+from tokentape.training.samples import assemble, group_advantages
+from tokentape.training.trl import serving
+
+TASK = next(task for task in sample_tasks(seed=3, n=40) if len(task.questions) == 1 and task.questions[0].items)
+
+
+async def agent(session: ClientSession, seed: int) -> None:
+    """Works the task, and gives the reward to its session."""
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as openai:
+        talk = await solve(openai, TASK, temperature=1.0, seed=1000 * seed, stream=False)
+    session.reward(is_solved(TASK, talk.final_text) - 0.01 * talk.model_calls)
+
+
+def main() -> None:
+    """Record, export, show."""
+    with serving(MODEL, threads=1) as policy, tempfile.TemporaryDirectory() as folder:
+        for seed in range(4):
+            asyncio.run(agent(policy.client.session(metadata={"task": TASK.prompts[0]}), seed))
+        rollouts = Path(folder) / "rollouts.parquet"
+        policy.client.take_snapshot().save(rollouts)
+        made = assemble(read_parquet(rollouts), group="task")
+    print(made.report)
+    renderer = Renderer.load(MODEL)
+    arguments = verl_data_proto(group_advantages(made.samples), pad_id=0, vocab_size=renderer.tokenizer.vocab_size)
+    tensors = {name: torch.from_numpy(values) for name, values in arguments["tensors"].items()}
+    for name, tensor in tensors.items():
+        print(f"{name:18} {tensor.dtype!s:14} {tuple(tensor.shape)}")
+    first = {name: np.asarray(tensors[name][0]) for name in ("responses", "response_mask", "rollout_log_probs")}
+    for token, trained, logprob in list(zip(*first.values(), strict=True))[:24]:
+        print(f"{token:6} {trained} {logprob:8.4f}  {renderer.tokenizer.decode([int(token)])!r}")
+    print("DataProto.from_dict(tensors=tensors, non_tensors=arguments['non_tensors'])")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""TRL's asynchronous GRPO: a worker that rolls out all the time, and weights that change under it.
+
+`AsyncGRPOTrainer` asks for two things. A rollout worker puts scored samples on a queue: here every branch of a session
+becomes one, with the recorded logprobs, which that trainer's loss takes as those of the old policy. A weight transfer
+brings the trainer's weights to where it is sampled: here the gateway holds new calls back meanwhile, calls under way go
+on, and the record says which tokens are of which version.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from tokentape.client import Client
+from tokentape.errors import InvalidRequest, TokentapeError
+from tokentape.training.samples import MaxLength, Sample, Select, group_advantages
+from tokentape.training.trl.agents import Agent, Rollout, Row, run_agent
+from tokentape.training.trl.serving import Policy
+
+if TYPE_CHECKING:
+    import torch
+
+_GROUP = "group"
+_VERSION = "version"
+"""Keys of the sessions' metadata."""
+
+
+class GatewayWorker:
+    """A `rollout_worker` of TRL's `AsyncGRPOTrainer` that runs agents through a gateway.
+
+    >>> AsyncGRPOTrainer(                                                           # doctest: +SKIP
+    ...     model_dir, recorded_reward, AsyncGRPOConfig(..., token_budget=4096), dataset,
+    ...     rollout_worker=GatewayWorker(policy.client, agent, dataset, num_generations=8),
+    ...     weight_transfer=PolicyTransfer(policy),
+    ... )
+
+    Rewards are what agents return or give to their sessions; advantages are relative to the row's other sessions. The
+    trainer's own reward functions are not called. A sample's version is the oldest that sampled any token of it.
+
+    Args:
+        client: of the gateway.
+        agent: run once for each of a row's generations.
+        dataset: rows, gone through again and again in their order.
+        num_generations: sessions per row that are compared with each other.
+        concurrency: agents that run at once. With more, samples are older when they are trained.
+        queue_maxsize: samples that wait for the trainer; then agents wait too.
+        failures: `raise` ends the training when an agent raised; `skip` leaves its session out.
+        select, max_length: see `assemble`.
+
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        agent: Agent,
+        dataset: Sequence[Row],
+        *,
+        num_generations: int,
+        concurrency: int = 16,
+        queue_maxsize: int = 256,
+        failures: Literal["raise", "skip"] = "raise",
+        select: Sequence[Select] = (),
+        max_length: MaxLength | None = None,
+    ) -> None:
+        if num_generations < 2 or len(dataset) < 1:
+            raise InvalidRequest(
+                f"{num_generations} generations of {len(dataset)} rows: expected 2 or more of 1 or more, since a "
+                "session is compared with others of its row"
+            )
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(queue_maxsize)
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._client, self._agent, self._dataset = client, agent, dataset
+        self._generations, self._concurrency, self._failures = num_generations, concurrency, failures
+        self._select, self._max_length = select, max_length
+        self._version = 0
+        self._stopped = threading.Event()
+        self._failure: Exception | None = None
+        self._heard = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="tokentape-rollouts", daemon=True)
+
+    def start(self) -> None:
+        """Begin. The trainer calls it once its first weights are in place."""
+        self._heard = time.monotonic()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Begin no more sessions, and wait for those under way."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def update_model_version(self, model_version: int) -> None:
+        """The trainer's count of its weight transfers."""
+        self._version = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise `TokentapeError` if rollouts have failed, or none has ended for so many seconds."""
+        if self._failure is not None:
+            raise TokentapeError(f"rollouts ended: {self._failure}") from self._failure
+        silent = time.monotonic() - self._heard
+        if silent > stale_after_s and not self._stopped.is_set():
+            raise TokentapeError(
+                f"no agent has come to an end for {silent:.0f} s; raise heartbeat_stale_after_s if they take so long"
+            )
+
+    def _run(self) -> None:
+        try:
+            with ThreadPoolExecutor(self._concurrency, thread_name_prefix="tokentape-agent") as pool:
+                waiting: list[tuple[int, Row, list[Future[Rollout]]]] = []
+                free = threading.Semaphore(self._concurrency)
+                for group, row in self._rows():
+                    futures = []
+                    for _ in range(self._generations):
+                        while not free.acquire(timeout=0.1) and not self._stopped.is_set():
+                            waiting = self._hand_over(waiting)
+                        if self._stopped.is_set():
+                            return
+                        futures.append(pool.submit(self._roll_out, group, row, free))
+                    waiting = self._hand_over([*waiting, (group, row, futures)])
+        except Exception as error:
+            self._failure = error
+
+    def _rows(self) -> Iterator[tuple[int, Row]]:
+        group = 0
+        while True:
+            for row in self._dataset:
+                yield group, row
+                group += 1
+
+    def _roll_out(self, group: int, row: Row, free: threading.Semaphore) -> Rollout:
+        try:
+            told = {_GROUP: str(group), _VERSION: self._version}
+            return run_agent(
+                self._client, self._agent, row, told, select=self._select, max_length=self._max_length, group=_GROUP
+            )
+        finally:
+            self._heard = time.monotonic()
+            free.release()
+
+    def _hand_over(
+        self, waiting: list[tuple[int, Row, list[Future[Rollout]]]]
+    ) -> list[tuple[int, Row, list[Future[Rollout]]]]:
+        """Put the samples of groups that are complete on the queue; those that are not."""
+        left = []
+        for group, row, futures in waiting:
+            if not all(future.done() for future in futures):
+                left.append((group, row, futures))
+                continue
+            for sample in self._scored(group, row, [future.result() for future in futures]):
+                self._put(sample)
+        return left
+
+    def _put(self, sample: Any) -> None:
+        while not self._stopped.is_set():
+            sample.enqueued_at = time.time()
+            try:
+                self.rollout_buffer.put(sample, timeout=0.1)
+                return
+            except queue.Full:
+                # The trainer is busy, not the agents silent.
+                self._heard = time.monotonic()
+
+    def _scored(self, group: int, row: Row, rollouts: Sequence[Rollout]) -> list[Any]:
+        for rollout in rollouts:
+            if rollout.error is not None and self._failures == "raise":
+                raise TokentapeError(f"the agent of session {rollout.session_id!r} raised") from rollout.error
+        kept = [sample for one in rollouts if one.error is None for sample in one.samples if sample.reward is not None]
+        self.metrics_queue.put(
+            {
+                "rollout/samples_per_rollout": (sum(len(one.samples) for one in rollouts), len(rollouts)),
+                "rollout/without_sample": float(sum(not one.samples or one.error is not None for one in rollouts)),
+            }
+        )
+        rewards = [sample.reward or 0.0 for sample in kept]
+        metrics = {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))} if kept else {}
+        return [
+            _rollout_sample(sample, row, group, {**metrics, "reward": float(sample.reward or 0.0)})
+            for sample in group_advantages(kept, epsilon=1e-8)
+        ]
+
+
+def _rollout_sample(sample: Sample, row: Row, group: int, metrics: dict[str, float]) -> Any:
+    """TRL's `RolloutSample`: arrays over the whole sequence, and one advantage."""
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    versions = {version for _, _, version in sample.weight_spans}
+    # Some engines name their weights themselves; then what counts is what was there when the session began.
+    counted = map(int, versions) if all(map(str.isdecimal, versions)) else [sample.metadata[_VERSION]]
+    return RolloutSample(
+        prompt=row.get("prompt", []),
+        completion=[],
+        input_ids=sample.token_ids.astype(np.int64),
+        completion_mask=sample.loss_mask.astype(np.int64),
+        old_log_probs=sample.logprobs,
+        advantage=float(sample.columns["advantages"][sample.loss_mask][0]),
+        model_version=min(counted),
+        group_id=group,
+        metrics=metrics,
+    )
+
+
+class PolicyTransfer:
+    """A `weight_transfer` of TRL's `AsyncGRPOTrainer` into the embedded engine of `serving`."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._version = 0
+
+    def init_weight_transfer(self) -> None:
+        """Nothing has to be set up."""
+
+    def pause(self) -> None:
+        """Hold new calls back. Those under way go on."""
+        self._policy.client.pause(timeout=0.0)
+
+    def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the tensors; they sample from the next token on. TRL sends only those that are trained."""
+        with _opened_on_failure(self._policy.client):
+            self._policy.load(iterator, str(self._version + 1), partial=True)
+        self._version += 1
+
+    def resume(self) -> None:
+        """Let calls go on, under the version that the trainer counts."""
+        self._policy.client.resume(str(self._version))
+
+    def destroy(self) -> None:
+        """Nothing has to be taken down."""
+
+
+class GatewayTransfer:
+    """Another `weight_transfer`, TRL's own to a vLLM server for example, with the gateway in front told of it.
+
+    New calls wait in the gateway instead of failing, and turns are recorded under the version that the trainer counts.
+    The gateway's client needs an admin key if there are keys.
+    """
+
+    def __init__(self, client: Client, transfer: Any) -> None:
+        self._client, self._transfer = client, transfer
+        self._version = 0
+
+    def init_weight_transfer(self) -> None:
+        """Set the other one up."""
+        self._transfer.init_weight_transfer()
+
+    def pause(self) -> None:
+        """Hold new calls back, then pause the server."""
+        self._client.pause(timeout=0.0)
+        with _opened_on_failure(self._client):
+            self._transfer.pause()
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """As the other one does."""
+        with _opened_on_failure(self._client):
+            self._transfer.send_weights(iterator)
+
+    def resume(self) -> None:
+        """Let the server go on, then the gateway."""
+        self._transfer.resume()
+        self._version += 1
+        self._client.resume(str(self._version))
+
+    def destroy(self) -> None:
+        """Take the other one down."""
+        self._transfer.destroy()
+
+
+@contextmanager
+def _opened_on_failure(client: Client) -> Iterator[None]:
+    """Agents that wait at the gateway would be waited for when the trainer ends."""
+    try:
+        yield
+    except BaseException:
+        client.resume()
+        raise

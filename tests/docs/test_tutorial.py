@@ -1,0 +1,65 @@
+"""The tutorial's code, run as it stands there; only ports and paths differ."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import tokentape
+from tokentape.cli import app
+from tokentape.session.arrow import write_parquet
+
+PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
+BLOCKS = re.compile(r"<!-- executed by tests/docs/test_tutorial.py: ([\w.]+) -->\n```\w+\n(.*?)```", re.DOTALL)
+
+
+def blocks() -> dict[str, str]:
+    return dict(BLOCKS.findall(PAGE.read_text("utf-8")))
+
+
+def run(code: str, gateway_url: str) -> str:
+    """What a script prints, run as a user does: in a Python of its own, in the folder with the others."""
+    code = code.replace("http://127.0.0.1:8800", gateway_url)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shop.py").write_text(blocks()["shop.py"], encoding="utf-8")
+    return tmp_path
+
+
+def test_the_agent_runs_and_its_samples_are_there(folder: Path, gateway_url: str) -> None:
+    code = blocks()
+    assert run(code["run.py"], gateway_url).strip()
+    printed = run(code["samples.py"], gateway_url)
+    assert re.fullmatch(r"(exact|closed) [01]\.0 \d+ tokens, \d+ of them sampled\n", printed)
+
+
+def test_grpo_trains_and_records_its_rollouts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    assert "train_loss" in run(blocks()["grpo.py"], "")
+    assert (folder / "runs/grpo-record").is_dir()
+
+
+def test_all_python_of_the_tutorial_is_executed() -> None:
+    assert PAGE.read_text("utf-8").count("```python") == len([name for name in blocks() if name.endswith(".py")])
+
+
+def test_the_check_of_the_tutorial_takes_what_is_given(folder: Path, gateway_url: str, model_dir: Path) -> None:
+    command = blocks()["check"].removeprefix("$ tokentape ")
+    run(blocks()["run.py"], gateway_url)
+    with tokentape.Client(gateway_url) as client:
+        write_parquet(client.session("first").trajectories(), folder / "rollouts.parquet")
+    command = command.replace("path/to/model", str(model_dir)).replace("runs/serve", "rollouts.parquet")
+    done = CliRunner().invoke(app, shlex.split(command))
+    assert done.exit_code == 0, done.output

@@ -1,0 +1,201 @@
+"""What a rollout function does with sessions that are not one clean sequence; without a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from tokentape.client import Client, ClientSession
+from tokentape.errors import InvalidRequest, TokentapeError
+from tokentape.training.samples import DropRetries
+from tokentape.training.trl import GatewayRollouts, Row, carry_rows, correct_by_recorded_logprobs, recorded_reward
+from tokentape.training.trl.agents import row_of
+
+
+@pytest.fixture
+def client(gateway_url: str) -> Iterator[Client]:
+    with Client(gateway_url) as client:
+        yield client
+
+
+def trainer(**changed: Any) -> Any:
+    """As much of a trainer as a rollout function looks at."""
+    told = {
+        "temperature": 1.0,
+        "num_generations": 2,
+        "num_generations_eval": 1,
+        "model": SimpleNamespace(training=True),
+        "state": SimpleNamespace(global_step=7),
+    }
+    return SimpleNamespace(**{**told, **changed})
+
+
+def ask(session: ClientSession, text: str, *before: dict[str, Any]) -> dict[str, Any]:
+    messages = [*before, {"role": "user", "content": text}]
+    body = {"model": "any", "messages": messages, "max_tokens": 4, "seed": 1}
+    answer = httpx2.post(f"{session.base_url}/chat/completions", json=body, timeout=60)
+    reply: dict[str, Any] = answer.raise_for_status().json()["choices"][0]["message"]
+    return reply
+
+
+def one_question(session: ClientSession, row: Row) -> float:
+    ask(session, str(row["prompt"]))
+    return float(len(str(row["prompt"])))
+
+
+def test_each_prompt_becomes_one_sequence_in_their_order(client: Client) -> None:
+    given = GatewayRollouts(client, one_question, metadata={"run": "a"})(["a", "a", "bb", "bb"], trainer())
+    assert given["reward"] == [1, 1, 2, 2]
+    sessions = [client.session(name) for name in given["session_id"]]
+    assert [one.info()["metadata"] for one in sessions] == [
+        {"run": "a", "step": 7, "mode": "train", "prompt": number} for number in (0, 0, 1, 1)
+    ]
+    for n, session in enumerate(sessions):
+        (path,) = session.trajectories()
+        assert given["prompt_ids"][n] + given["completion_ids"][n] == path.token_ids.tolist()
+        assert given["completion_ids"][n] == path.token_ids[path.loss_mask].tolist()
+        assert given["logprobs"][n] == path.logprobs[path.loss_mask].tolist()
+
+
+def test_the_weights_are_there_before_the_first_agent_runs(client: Client) -> None:
+    seen: list[str] = []
+
+    def agent(session: ClientSession, row: Row) -> float:
+        seen.append("agent")
+        return one_question(session, row)
+
+    GatewayRollouts(client, agent, sync=lambda given: seen.append(f"step {given.state.global_step}"))(["a"], trainer())
+    assert seen == ["step 7", "agent"]
+
+
+def test_an_evaluation_counts_its_own_generations(client: Client) -> None:
+    evaluating = trainer(model=SimpleNamespace(training=False))
+    given = GatewayRollouts(client, one_question)(["a", "b"], evaluating)
+    told = [client.session(name).info()["metadata"] for name in given["session_id"]]
+    assert told == [{"step": 7, "mode": "eval", "prompt": 0}, {"step": 7, "mode": "eval", "prompt": 1}]
+
+
+def branching(session: ClientSession, row: Row) -> float:
+    """A long branch, then a short one that begins anew."""
+    reply = ask(session, "One?")
+    ask(session, "Two?", {"role": "user", "content": "One?"}, reply)
+    ask(session, "Something else?")
+    return 1.0
+
+
+def test_several_branches_are_refused_unless_it_is_said_which_one_is_trained(client: Client) -> None:
+    with pytest.raises(InvalidRequest, match=r"has 2 branches, and TRL takes one sequence per rollout.*branches="):
+        GatewayRollouts(client, branching)(["a"], trainer())
+    longest = GatewayRollouts(client, branching, branches="longest")(["a"], trainer())
+    assert sum(longest["env_mask"][0]) == 8
+    assert longest["branches"] == [2]
+    last = GatewayRollouts(client, branching, branches="last")(["a"], trainer())
+    assert sum(last["env_mask"][0]) == 4
+    assert last["leaf"] == [2]
+
+
+def test_what_select_leaves_out_is_no_branch(client: Client) -> None:
+    def impatient(session: ClientSession, row: Row) -> float:
+        for _ in range(2):
+            ask(session, "One?")
+        return 1.0
+
+    given = GatewayRollouts(client, impatient, select=[DropRetries()])(["a"], trainer())
+    assert given["branches"] == [1]
+    assert given["leaf"] == [1]
+
+
+def failing(session: ClientSession, row: Row) -> float:
+    reward = one_question(session, row)
+    if row["prompt"] == "bad":
+        raise RuntimeError("tool broke")
+    return reward
+
+
+def test_an_agent_that_fails_ends_the_batch_or_is_masked(client: Client) -> None:
+    with pytest.raises(TokentapeError, match=r"agent raised RuntimeError.*failures='mask'"):
+        GatewayRollouts(client, failing)(["good", "bad"], trainer())
+    given = GatewayRollouts(client, failing, failures="mask")(["good", "bad"], trainer())
+    assert given["reward"] == [4.0, None]
+    assert [sum(mask) for mask in given["env_mask"]] == [4, 0]
+    # What it sampled until then is there, as it was sampled.
+    (path,) = client.session(given["session_id"][1]).trajectories()
+    assert given["completion_ids"][1] == path.token_ids[path.loss_mask].tolist()
+
+
+def test_a_session_without_turns_has_another_one_s_ids_and_no_loss(client: Client) -> None:
+    def agent(session: ClientSession, row: Row) -> float | None:
+        return one_question(session, row) if row["prompt"] == "good" else None
+
+    given = GatewayRollouts(client, agent, failures="mask")(["good", "bad"], trainer())
+    assert given["completion_ids"][1] == given["completion_ids"][0]
+    assert [sum(mask) for mask in given["env_mask"]] == [4, 0]
+    assert given["reward"] == [4.0, None]
+    with pytest.raises(TokentapeError, match="nothing was sampled"):
+        GatewayRollouts(client, agent, failures="mask")(["bad"], trainer())
+
+
+def test_a_temperature_that_recorded_logprobs_know_nothing_of_is_refused(client: Client) -> None:
+    with pytest.raises(InvalidRequest, match=r"temperature 0\.7, those of transformers .* at 1"):
+        GatewayRollouts(client, one_question)(["a"], trainer(temperature=0.7))
+
+
+def test_rewards_that_the_agent_gave_itself_count(client: Client) -> None:
+    async def agent(session: ClientSession, row: Row) -> None:
+        one_question(session, row)
+        session.reward(0.25)
+
+    assert GatewayRollouts(client, agent)(["a"], trainer())["reward"] == [0.25]
+
+
+def test_the_reward_function_hands_on_what_was_recorded_and_logs_what_is_missing() -> None:
+    logged: dict[str, float] = {}
+    found = recorded_reward([1.0, None], [3, 1], prompts=["a", "a"], log_metric=logged.__setitem__)
+    assert found == [1.0, None]
+    assert logged == {"rollouts/left_out": 1.0, "rollouts/without_reward": 0.5}
+
+
+def test_the_correction_is_left_as_it_is_where_vllm_samples_and_refused_where_it_is_turned_off() -> None:
+    sampled_by_vllm = SimpleNamespace(
+        use_vllm=True, vllm_importance_sampling_correction=True, vllm_generation="its own"
+    )
+    correct_by_recorded_logprobs(sampled_by_vllm)
+    assert sampled_by_vllm.vllm_generation == "its own"
+    with pytest.raises(InvalidRequest, match="vllm_importance_sampling_correction=False"):
+        correct_by_recorded_logprobs(SimpleNamespace(use_vllm=False, vllm_importance_sampling_correction=False))
+
+
+def test_rows_travel_in_their_prompts_and_leave_no_trace_in_the_messages() -> None:
+    messages = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]] * 2
+    rows = carry_rows(Dataset.from_dict({"prompt": messages, "answer": [3, 4], "tags": [["a"], []]}))
+    assert [row_of(row["prompt"]) for row in rows] == [
+        {"prompt": messages[0], "answer": 3, "tags": ["a"]},
+        {"prompt": messages[0], "answer": 4, "tags": []},
+    ]
+
+
+def test_a_dataset_of_strings_or_without_prompts_gets_messages() -> None:
+    (row,) = carry_rows(Dataset.from_dict({"prompt": ["Hello"], "answer": [3]}))
+    assert row_of(row["prompt"]) == {"prompt": [{"role": "user", "content": "Hello"}], "answer": 3}
+    (row,) = carry_rows(Dataset.from_dict({"answer": [3]}))
+    assert row_of(row["prompt"]) == {"prompt": [{"role": "user", "content": ""}], "answer": 3}
+    assert row_of("as it is") == {"prompt": "as it is"}
+
+
+def test_a_column_that_is_no_json_can_be_left_behind() -> None:
+    rows = Dataset.from_dict({"answer": [3], "blob": [b"\x00"]})
+    with pytest.raises(InvalidRequest, match=r"can't be carried.*name the columns"):
+        carry_rows(rows)
+    (row,) = carry_rows(rows, ["answer"])
+    assert row_of(row["prompt"])["answer"] == 3
+
+
+def test_masked_rollouts_keep_their_logprobs_finite(client: Client) -> None:
+    given = GatewayRollouts(client, failing, failures="mask")(["good", "bad"], trainer())
+    assert all(np.isfinite(one).all() for one in given["logprobs"])
