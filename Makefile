@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types layers docs check test-slow test-faults test-engines test-differential test-harnesses clean
+.PHONY: demo test lint types layers docs check test-slow test-faults test-postgres test-engines test-differential test-harnesses test-browser test-ray benchmark-gateway clean
 
 $(STAMP): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,7 +19,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --hypothesis-profile=same -n auto --maxprocesses 4 --dist loadfile \
-		-m "not slow and not engines and not differential and not faults and not harness"
+		-m "not slow and not engines and not differential and not faults and not harness and not browser and not ray"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -39,11 +39,16 @@ docs: $(STAMP)
 check: lint types layers docs test
 
 test-slow: $(STAMP)
-	$(BIN)/pytest -m "slow or (hypothesis and not engines and not differential and not faults and not harness)"
+	$(BIN)/pytest -m "slow or (hypothesis and not engines and not differential and not faults and not harness and not ray)"
 
 # Kills, full and failing disks: strace, mounting (root) and an hour; what can't be done here is skipped and says why.
 test-faults: $(STAMP)
 	$(BIN)/pytest -m faults
+
+# All that several gateways over one record are tested by, with the long ones: some minutes. A server is started where
+# PostgreSQL's programs are installed; TOKENTAPE_POSTGRES_URL names another one.
+test-postgres: $(STAMP)
+	$(BIN)/pytest tests/store tests/gateway/test_replicas.py tests/faults/test_replicas.py tests/docs/test_scale_out.py
 
 test-engines: $(STAMP)
 	$(BIN)/pytest -m engines
@@ -72,6 +77,22 @@ $(AGENTS)/.installed:
 
 test-harnesses: $(STAMP) $(AGENTS)/.installed
 	TOKENTAPE_HARNESS_PYTHON=$(abspath $(AGENTS)/bin/python) $(BIN)/pytest -m harness
+
+# Ray is big, so it joins the environment only for this. It runs on this machine alone and ends with the tests.
+$(VENV)/.ray: $(STAMP)
+	$(BIN)/pip install --quiet -c constraints-dev.txt -e ".[ray]"
+	touch $@
+
+test-ray: $(STAMP) $(VENV)/.ray
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m ray
+
+# The viewer in a real browser: needs Chromium (TOKENTAPE_CHROMIUM names it if it is not on the path).
+test-browser: $(STAMP)
+	$(BIN)/pytest -m browser
+
+# Gateways side by side: peers where TOKENTAPE_BENCH_RLLM, _VERIFIERS and _LITELLM name a Python that has them.
+benchmark-gateway: $(STAMP)
+	$(BIN)/python -m benchmarks.gateway --minutes $(or $(MINUTES),30) --out gateway.json --docs
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(AGENTS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

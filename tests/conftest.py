@@ -11,6 +11,8 @@ import pytest
 from hypothesis import settings
 
 import tokentape.demo
+from tests.postgres import Server
+from tests.postgres import running as running_postgres
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.transformers import FinishedSample, TransformersEngine
@@ -56,6 +58,13 @@ settings.load_profile("search")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nothing in the cache of whoever runs the tests is read or written, by processes of the tests neither."""
     os.environ["TOKENTAPE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Server]:
+    """A PostgreSQL server."""
+    with running_postgres() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -148,3 +148,21 @@ def test_secrets_are_not_shown() -> None:
     shown = str({name: resolved.shown(name) for name in settings()})
     assert KEY not in shown
     assert shown.count("***") == len(SECRETS)
+
+
+def test_a_database_is_shown_without_its_password() -> None:
+    resolved = resolve({"store": "postgresql://me:secret@host/runs"}, {})
+    assert resolved.shown("store") == "postgresql://me:***@host/runs"
+    assert resolved.config.location == "postgresql://me:secret@host/runs"
+    assert resolve({}, {}).config.location == Path("runs/serve")
+    with pytest.raises(InvalidRequest, match="a directory is named by data"):
+        resolve({"store": "runs/serve"}, {})
+
+
+def test_weights_are_not_loaded_once_per_worker() -> None:
+    with pytest.raises(InvalidRequest, match="one worker"):
+        resolve({"workers": 2}, {})
+    served = {"workers": 2, "engine.kind": "vllm", "engine.urls": ["http://a:1"]}
+    assert resolve(served, {}).config.workers == 2
+    with pytest.raises(InvalidRequest):
+        resolve({"workers": 0}, {})

@@ -11,7 +11,15 @@ import tokentape
 
 
 def test_public_names() -> None:
-    assert tokentape.__all__ == ["Client", "Provenance", "Renderer", "TokentapeError", "Trajectory", "__version__"]
+    assert tokentape.__all__ == [
+        "Client",
+        "Provenance",
+        "Renderer",
+        "TokentapeError",
+        "Trajectory",
+        "__version__",
+        "check",
+    ]
     for name in tokentape.__all__:
         assert getattr(tokentape, name) is not None
 

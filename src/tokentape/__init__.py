@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from tokentape.version import __version__
 
 if TYPE_CHECKING:
+    from tokentape.audit.lock import check
     from tokentape.chat.renderer import Renderer
     from tokentape.client import Client
     from tokentape.errors import TokentapeError
     from tokentape.types import Provenance, Trajectory
 
-__all__ = ["Client", "Provenance", "Renderer", "TokentapeError", "Trajectory", "__version__"]
+__all__ = ["Client", "Provenance", "Renderer", "TokentapeError", "Trajectory", "__version__", "check"]
 
 _HOME = {
     "Client": "tokentape.client",
@@ -21,6 +22,7 @@ _HOME = {
     "Renderer": "tokentape.chat.renderer",
     "TokentapeError": "tokentape.errors",
     "Trajectory": "tokentape.types",
+    "check": "tokentape.audit.lock",
 }
 
 

@@ -24,6 +24,7 @@ from tokentape.errors import InvalidRequest
 from tokentape.gateway.keys import Keys
 from tokentape.gateway.limits import Limits
 from tokentape.gateway.logs import Format, Level
+from tokentape.store.postgres import is_url, without_password
 
 Source: TypeAlias = Literal["flag", "env", "file", "default"]
 
@@ -51,6 +52,9 @@ class EngineConfig:
     """How the embedded engine runs the model: by its own loop, by `generate` on batches, or by `generate_batch`."""
     capture: bool = False
     """Let the server render: its prompts are recorded as they are, and where they drift. For `vllm`."""
+    verify_prompts: bool = False
+    """Have the server return the ids of every prompt, and compare them. Without, it has to count them right. For `vllm`
+    and `sglang`."""
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
@@ -72,6 +76,10 @@ class ServeConfig:
     """The model's name in replies. None: the folder's."""
     chat_template: Path | None = None
     data: Path = Path("runs/serve")
+    store: str | None = None
+    """A database instead of the data directory: `postgresql://user@host/database`, for several gateways over it."""
+    workers: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    """Processes that serve together."""
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(le=65535)] = 8800
     allowed_hosts: tuple[str, ...] | None = None
@@ -85,6 +93,8 @@ class ServeConfig:
     """How long calls may go on after SIGTERM."""
     tracing: bool = False
     """Open OpenTelemetry spans."""
+    drift_share: Annotated[float, msgspec.Meta(le=1)] = 0.01
+    """Of the completions, how many go through text and back to count drift, apart from calls. 0: none."""
     keys_file: Path | None = None
     """Lines `name=key`, besides `keys`."""
     admin_keys_file: Path | None = None
@@ -103,6 +113,21 @@ class ServeConfig:
             )
         if self.engine.capture and (self.engine.kind != "vllm" or len(self.engine.urls) != 1):
             raise InvalidRequest("capture takes one vLLM server: --engine vllm and one --engine-url", "engine.capture")
+        if self.workers > 1 and self.engine.kind == "transformers":
+            raise InvalidRequest(
+                f"{self.workers} workers would load the weights {self.workers} times: the embedded engine takes one "
+                "worker; serve the model with an engine of its own and name its --engine-url",
+                "workers",
+            )
+        if self.store is not None and not is_url(self.store):
+            raise InvalidRequest(
+                "store takes postgresql://user@host:port/database; a directory is named by data", "store"
+            )
+
+    @property
+    def location(self) -> str | Path:
+        """Where the record is kept."""
+        return self.store or self.data
 
     def all_keys(self) -> Keys:
         """The API keys, those in files included. Raises `InvalidRequest` as `Keys` and `read_keys`."""
@@ -129,6 +154,8 @@ class Resolved:
     def shown(self, name: str) -> Any:
         """The same for people and JSON: paths as text, secrets hidden."""
         value = self.value(name)
+        if name == "store" and value:
+            return without_password(value)
         if name in SECRETS and value:
             return dict.fromkeys(value, "***") if isinstance(value, Mapping) else "***"
         return str(value) if isinstance(value, Path) else value

@@ -8,10 +8,12 @@
       Forbidden                     403
       NotFound                      404  (LookupError)
       Conflict                      409
+        AnsweredElsewhere           409
       TooLarge                      413
       TemplateRefused               422  (ValueError)
       LimitReached                  429
       TokenizerUnusable             500  (ValueError)
+      TokenizationChanged           500  (ValueError; raised by `tokentape.check`)
       InvariantViolation            500
       EngineError                   502
         EngineContractError         502
@@ -21,6 +23,7 @@
         StoreLocked                 503
         StoreCorrupt                500
         StoreFull                   507
+        StoreUnavailable            503
       GatewayUnavailable            503  (raised by the client)
 
 A message says what was found, what was expected and what to do. It never holds prompt text: messages reach
@@ -28,6 +31,8 @@ logs and other people's clients.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class TokentapeError(Exception):
@@ -99,6 +104,13 @@ class Conflict(TokentapeError):
     code = "conflict"
 
 
+class AnsweredElsewhere(Conflict):
+    """Another gateway over the same record was first to answer this very call; sent again, it gets that reply."""
+
+    code = "answered_elsewhere"
+    retry = True
+
+
 class TooLarge(TokentapeError):
     """The request is larger than this gateway takes."""
 
@@ -130,6 +142,20 @@ class TokenizerUnusable(TokentapeError, ValueError):
     """The model folder has no tokenizer or chat template that can be loaded safely."""
 
     code = "tokenizer_unusable"
+
+
+class TokenizationChanged(TokentapeError, ValueError):
+    """A tokenizer or template does not do what its lockfile says; `report` says what changed, as fields."""
+
+    code = "tokenization_changed"
+
+    def __init__(self, message: str, report: Any = None) -> None:
+        super().__init__(message, report)
+        self.message = message
+        self.report = report
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class InvariantViolation(TokentapeError):
@@ -192,6 +218,13 @@ class StoreFull(StoreError):
 
     status = 507
     code = "store_full"
+
+
+class StoreUnavailable(StoreError):
+    """The database server can't be reached or was lost on the way; what was being written may be there or not."""
+
+    code = "store_unavailable"
+    retry = True
 
 
 class GatewayUnavailable(TokentapeError):

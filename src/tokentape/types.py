@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -123,7 +124,8 @@ class Turn:
     weight_changes: tuple[tuple[int, str], ...] = ()
     """Where the weights changed while sampling: offset in the completion of the first token of the new version."""
     abort_cause: str | None = None
-    """With finish_reason `abort`, why: `client_left`, `shutdown`, `paused`, or the code of the engine's error."""
+    """With finish_reason `abort`, why: `client_left`, `shutdown`, `paused`, `answered_elsewhere` (by another gateway),
+    or the code of the engine's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,3 +262,8 @@ class Trajectory:
     """By name: what the engine said of each token besides its logprob."""
     media: tuple[MediaSpan, ...] = ()
     """The images of the context, in order."""
+
+    def _repr_html_(self) -> str:
+        # By its name, for what draws lies far above this room, and is needed in notebooks only.
+        drawn: str = import_module("tokentape.viewer.notebook").trajectory_html(self)
+        return drawn

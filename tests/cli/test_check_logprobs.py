@@ -9,8 +9,10 @@ import pytest
 import tokentape
 from tests.cli.conftest import Run
 from tests.test_client import talk
+from tokentape.chat.renderer import Renderer
 from tokentape.session.arrow import write_parquet
 from tokentape.session.jsonl import write_jsonl
+from tokentape.store import SqliteStore
 from tokentape.types import Trajectory
 
 EXACT = ("--max-delta", "1e-4", "--max-mean", "1e-4", "--max-k3", "1e-6")
@@ -102,6 +104,27 @@ def test_a_data_directory_and_a_trainer_s_logprobs_need_no_model(run: Run, data_
     done = run("check-logprobs", data_dir, "--batch", batch, *EXACT)
     assert (done.exit_code, done.stderr) == (0, "")
     assert "sequences 3," in done.stdout
+
+
+def test_what_rendering_again_would_change_is_told_and_is_no_failure(
+    run: Run, renderer: Renderer, store: SqliteStore, model_dir: Path, tmp_path: Path
+) -> None:
+    from tests.training.scripted_sessions import THOUGHT, played, user
+
+    played(renderer, store, [(user("Pears?"), THOUGHT + "Yes.<|im_end|>"), (user("And?"), "No.<|im_end|>")])
+    made_up = ("--max-mean", "99", "--max-k3", "99")
+    done = run("check-logprobs", tmp_path / "data", "--model", model_dir, "--rerender", *made_up)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "\nrendering again, of 1 conversations, 0 more refused:\n  id drift    0 of " in done.stdout
+    assert " of 1 sequences, reasoning 1\n  behind text drift: tokens 7, mean " in done.stdout
+    found = json.loads(run("check-logprobs", tmp_path / "data", "--model", model_dir, "--rerender", "--json").stdout)
+    assert found["if_rerendered"]["text_drift"]["kinds"] == {"reasoning": 1}
+
+
+def test_an_export_has_no_messages_to_render_again(run: Run, export: Path, model_dir: Path) -> None:
+    done = run("check-logprobs", export, "--model", model_dir, "--rerender")
+    assert done.exit_code == 2
+    assert "has no messages" in done.stderr
 
 
 def test_nothing_to_compare_with_is_exit_code_2(run: Run, export: Path) -> None:

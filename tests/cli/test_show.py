@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from tests.cli.conftest import Record, Run
 from tests.records import make_chain
@@ -65,7 +66,7 @@ def test_without_a_known_model_there_are_ids_and_a_reason(run: Run, data_dir: Pa
     turn = make_chain("plain", 1)[0]
     assert f"     user | {' '.join(map(str, turn.added_ids))}\n" in done.stdout
     assert f"  sampled | {' '.join(map(str, turn.completion_ids))}\n" in done.stdout
-    assert done.stderr.startswith("this data directory doesn't say which model was served: showing ids only")
+    assert done.stderr.startswith("this record doesn't say which model was served: showing ids only")
 
 
 def test_a_tokenizer_that_has_changed_is_not_trusted(run: Run, record: Record, renderer: Renderer) -> None:
@@ -124,3 +125,50 @@ def test_without_a_session_they_are_listed(run: Run, data_dir: Path) -> None:
     ]
     listed = [json.loads(line) for line in run("show", data_dir, "--json").stdout.splitlines()]
     assert [(one["session_id"], one["turns"]) for one in listed] == [("forked", 3), ("plain", 2)]
+
+
+def test_lanes_say_where_tokens_begin_which_are_trained_and_what_would_drift(
+    run: Run, record: Record, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    spelled = [one for letter in "Let" for one in renderer.tokenizer.encode_plain(letter)]
+    assert len(spelled) == 3
+    monkeypatch.setattr(
+        renderer.tokenizer,
+        "encode_plain",
+        lambda text, plain=renderer.tokenizer.encode_plain: spelled if text == "Let" else plain(text),
+    )
+    directory = record([(Provenance.USER, "hello"), (Provenance.SAMPLED, "Let")])
+    monkeypatch.undo()
+    hello = "".join("|" + "-" * (len(renderer.tokenizer.token_bytes(one)) - 1) for one in _ids(renderer, "hello"))
+    assert run("show", directory, "s", "--lanes").stdout.splitlines()[4:] == [
+        "     user | hello",
+        f"     loss | {hello}",
+        "  sampled | Let",
+        "     loss | |||",
+        "  logprob | ▁▁▁",
+        "    drift | ^~~ word",
+    ]
+
+
+def test_lanes_keep_to_the_width_of_the_terminal(
+    run: Run, record: Record, monkeypatch: pytest.MonkeyPatch, renderer: Renderer
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "漢字 and many words\n" * 3 + "x" * 90
+    lines = run(
+        "show", record([(Provenance.USER, text), (Provenance.SAMPLED, "hi")]), "s", "--lanes"
+    ).stdout.splitlines()
+    shown = [line for line in lines[4:] if " | " in line]
+    assert max(map(cell_len, shown)) <= 40
+    # A bar is as wide as its text.
+    texts = [line for line in shown if not line.strip().startswith(("loss", "logprob", "drift"))]
+    bars = [line for line in shown if line.strip().startswith("loss")]
+    assert [cell_len(line) for line in texts] == [cell_len(line) for line in bars]
+    # A character of several tokens tells of how many.
+    count = len(_ids(renderer, "漢"))
+    assert bars[0].split(" | ")[1].startswith(f"{count}-")
+
+
+def _ids(renderer: Renderer, text: str) -> list[int]:
+    return renderer.tokenizer.encode_plain(text)

@@ -9,7 +9,8 @@ from typing import Any
 
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
-from tokentape.store import SqliteStore, StoredSession
+from tokentape.store import StoredSession
+from tokentape.store.location import open_store
 from tokentape.store.verify import verify
 
 
@@ -40,8 +41,8 @@ class Told:
         ]
 
 
-def invariant(directory: Path, acknowledged: Iterable[Told], *, unheard: int = 0) -> dict[str, StoredSession]:
-    """Check a data directory against every reply that arrived whole, and return what is recorded.
+def invariant(location: str | Path, acknowledged: Iterable[Told], *, unheard: int = 0) -> dict[str, StoredSession]:
+    """Check a record against every reply that arrived whole, and return what is recorded.
 
     - The hash chain verifies, and the file with it.
     - Each acknowledged turn is there: its context, walked up by hand, is what was sent, its completion what came.
@@ -49,9 +50,9 @@ def invariant(directory: Path, acknowledged: Iterable[Told], *, unheard: int = 0
       acknowledged is in none of them. Up to `unheard` turns may be, where somebody was killed between a commit and the
       arrival of the reply's last byte.
     """
-    report = verify(directory)
+    report = verify(location)
     assert report.findings == ()
-    with SqliteStore.open(directory, read_only=True) as store:
+    with open_store(location, read_only=True) as store:
         recorded = {stored.info.session_id: stored for stored in store.iter_sessions()}
     told = {(one.session_id, one.turn): one for one in acknowledged}
     for one in told.values():

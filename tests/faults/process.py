@@ -30,10 +30,10 @@ needs_strace = pytest.mark.skipif(
 )
 
 
-def serve_command(model: Path, upstream: Upstream, data: Path, *more: str) -> list[str]:
-    """The command line of a gateway in front of the planned upstream."""
+def serve_command(model: Path, upstream: Upstream, record: str | Path, *more: str) -> list[str]:
+    """The command line of a gateway in front of the planned upstream; its record is a directory or a database."""
     command = [sys.executable, "-m", "tokentape", "serve", str(model), "--engine", "vllm", "--engine-url", upstream.url]
-    return [*command, "--data", str(data), "--port", "0", *more]
+    return [*command, "--data" if isinstance(record, Path) else "--store", str(record), "--port", "0", *more]
 
 
 @dataclass
@@ -94,20 +94,26 @@ class Agent:
     told: list[Told] = field(default_factory=list)
     error: openai.OpenAIError | None = None
     kills: int = 0
+    stop: threading.Event = field(default_factory=threading.Event)
 
     def talk(self, served: Served, most: int = 10**9) -> None:
         with served.client(self.session) as client:
-            for _ in range(most):
-                asked = [*self.messages[-8:], {**QUESTION, "content": f"question {len(self.messages)}"}]
-                try:
-                    reply = say(client, asked)
-                except openai.OpenAIError as error:
-                    self.error = error
-                    return
-                self.told += Told.of(reply)
-                answer = {"role": "assistant", "content": reply.choices[0].message.content}
-                # Now and then the history is cut, so that contexts stay short.
-                self.messages = [*asked, answer] if len(asked) < 8 else []
+            self.talk_to(client, most)
+
+    def talk_to(self, client: OpenAI, most: int = 10**9) -> None:
+        for _ in range(most):
+            if self.stop.is_set():
+                return
+            asked = [*self.messages[-8:], {**QUESTION, "content": f"question {len(self.messages)}"}]
+            try:
+                reply = say(client, asked)
+            except openai.OpenAIError as error:
+                self.error = error
+                return
+            self.told += Told.of(reply)
+            answer = {"role": "assistant", "content": reply.choices[0].message.content}
+            # Now and then the history is cut, so that contexts stay short.
+            self.messages = [*asked, answer] if len(asked) < 8 else []
 
 
 def talk_all(agents: Sequence[Agent], served: Served) -> list[threading.Thread]:

@@ -3,15 +3,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.records import SETUP, bits, make_chain, make_turn
+from tests.store.conftest import Place
 from tokentape.errors import Conflict, InvalidRequest, NotFound
 from tokentape.session.jsonl import json_line
-from tokentape.store import SqliteStore
+from tokentape.store import Store
+from tokentape.store.commit import Work
 from tokentape.store.custody import Custody
 from tokentape.store.snapshots import Selection, Snapshot
 from tokentape.store.verify import verify
@@ -21,9 +22,9 @@ CHAIN = make_chain("a", 3)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[SqliteStore]:
+def store(place: Place) -> Iterator[Store]:
     """Sessions `a` (two turns), `b` (one turn) of nobody in particular, and `theirs` of another key."""
-    with SqliteStore.open(tmp_path) as store:
+    with place.open() as store:
         run(store.write(SessionInfo("a", 1.0, {"run": 1}), SETUP, *CHAIN[:2]))
         run(store.write(SessionInfo("b", 2.0, {"run": 2}), make_turn("b", 0)))
         run(store.write(SessionInfo("theirs", 3.0, {}, "them"), make_turn("theirs", 0)))
@@ -31,7 +32,7 @@ def store(tmp_path: Path) -> Iterator[SqliteStore]:
 
 
 @pytest.fixture
-def custody(store: SqliteStore) -> Custody:
+def custody(store: Store) -> Custody:
     return Custody(store)
 
 
@@ -69,7 +70,7 @@ def test_a_snapshot_says_what_is_in_it(custody: Custody) -> None:
     }
 
 
-def test_contents_stay_the_same_however_much_is_recorded_later(custody: Custody, store: SqliteStore) -> None:
+def test_contents_stay_the_same_however_much_is_recorded_later(custody: Custody, store: Store) -> None:
     run(store.write(advantages(1), Reward("a", None, 0.5, 1.0)))
     taken = take(custody, "a")
     before = bits(list(custody.trajectories(1)))
@@ -85,7 +86,7 @@ def test_contents_stay_the_same_however_much_is_recorded_later(custody: Custody,
     assert bits(list(custody.trajectories(2))) == bits([now])
 
 
-def test_replaced_values_are_let_go_of_when_no_snapshot_has_them(custody: Custody, store: SqliteStore) -> None:
+def test_replaced_values_are_let_go_of_when_no_snapshot_has_them(custody: Custody, store: Store) -> None:
     run(store.write(advantages(1)))
     take(custody, "a")
     for value in (2, 3):
@@ -97,7 +98,7 @@ def test_replaced_values_are_let_go_of_when_no_snapshot_has_them(custody: Custod
 
 
 def test_a_snapshot_that_a_killed_gateway_began_is_finished_when_it_is_asked_for(
-    custody: Custody, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+    custody: Custody, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(self: Custody, snapshot_id: int) -> None:
         raise MemoryError
@@ -125,7 +126,7 @@ def test_a_key_s_snapshot_has_its_own_sessions(custody: Custody) -> None:
         custody.find(1, "them")
 
 
-def test_sessions_are_selected_by_metadata_and_by_idleness(custody: Custody, store: SqliteStore) -> None:
+def test_sessions_are_selected_by_metadata_and_by_idleness(custody: Custody, store: Store) -> None:
     assert names(run(custody.take(Selection(metadata={"run": 2}), "", ""))) == ["b"]
     with pytest.raises(InvalidRequest, match="no session is selected"):
         run(custody.take(Selection(metadata={"run": 3}), "", ""))
@@ -134,7 +135,7 @@ def test_sessions_are_selected_by_metadata_and_by_idleness(custody: Custody, sto
     assert names(run(custody.take(Selection(idle_seconds=60), "", ""))) == ["b"]
 
 
-def test_what_has_not_changed_since_is_left_out_over_several_snapshots(custody: Custody, store: SqliteStore) -> None:
+def test_what_has_not_changed_since_is_left_out_over_several_snapshots(custody: Custody, store: Store) -> None:
     take(custody)
     with pytest.raises(InvalidRequest):
         take(custody, since=1)
@@ -156,7 +157,7 @@ def test_a_snapshot_since_somebody_else_s_is_not_found(custody: Custody) -> None
 # Holding, confirming, dropping
 
 
-def test_a_held_session_can_not_be_deleted_but_by_force(custody: Custody, store: SqliteStore) -> None:
+def test_a_held_session_can_not_be_deleted_but_by_force(custody: Custody, store: Store) -> None:
     taken = take(custody, "a")
     with pytest.raises(Conflict, match="snapshot 1"):
         run(store.delete_session("a"))
@@ -168,7 +169,7 @@ def test_a_held_session_can_not_be_deleted_but_by_force(custody: Custody, store:
     run(custody.confirm(1, "", taken.digest))
 
 
-def test_a_session_of_the_same_id_is_not_the_one_that_is_held(custody: Custody, store: SqliteStore) -> None:
+def test_a_session_of_the_same_id_is_not_the_one_that_is_held(custody: Custody, store: Store) -> None:
     take(custody, "a")
     run(store.delete_session("a", force=True))
     run(store.write(SessionInfo("a", 9.0), make_turn("a", 0)))
@@ -178,7 +179,7 @@ def test_a_session_of_the_same_id_is_not_the_one_that_is_held(custody: Custody, 
 
 
 @pytest.mark.parametrize("ending", ["confirm", "release"])
-def test_a_confirmed_or_released_session_can_be_deleted(custody: Custody, store: SqliteStore, ending: str) -> None:
+def test_a_confirmed_or_released_session_can_be_deleted(custody: Custody, store: Store, ending: str) -> None:
     taken = take(custody, "a")
     assert taken.digest is not None
     run(custody.confirm(1, "", taken.digest) if ending == "confirm" else custody.release(1, ""))
@@ -192,14 +193,14 @@ def test_another_digest_confirms_nothing(custody: Custody) -> None:
     assert custody.find(1, "").state == "held"
 
 
-def test_nothing_is_dropped_before_it_is_confirmed(custody: Custody, store: SqliteStore) -> None:
+def test_nothing_is_dropped_before_it_is_confirmed(custody: Custody, store: Store) -> None:
     take(custody, "a")
     with pytest.raises(Conflict, match="not confirmed"):
         run(custody.drop(1, ""))
     assert len(store.load_session("a").turns) == 2
 
 
-def test_a_dropped_session_is_gone_and_stays_gone(custody: Custody, store: SqliteStore, tmp_path: Path) -> None:
+def test_a_dropped_session_is_gone_and_stays_gone(custody: Custody, store: Store, place: Place) -> None:
     taken = take(custody)
     assert taken.digest is not None
     run(custody.confirm(1, "", taken.digest))
@@ -212,13 +213,13 @@ def test_a_dropped_session_is_gone_and_stays_gone(custody: Custody, store: Sqlit
         run(store.write(SessionInfo("a", 9.0), make_turn("a", 0)))
     with pytest.raises(Conflict, match="released"):
         list(custody.trajectories(1))
-    assert verify(tmp_path).ok
+    assert verify(place.location).ok
 
 
 @pytest.mark.parametrize(
     "later", [CHAIN[2], Reward("a", 0, 1.0, 1.0), TurnColumn("a", 0, "values", np.zeros(4, np.float32), 1.0)]
 )
-def test_a_session_that_has_changed_is_kept(custody: Custody, store: SqliteStore, later: object) -> None:
+def test_a_session_that_has_changed_is_kept(custody: Custody, store: Store, later: object) -> None:
     taken = take(custody)
     assert taken.digest is not None
     run(custody.confirm(1, "", taken.digest))
@@ -235,23 +236,23 @@ def test_a_session_in_use_or_in_another_snapshot_is_kept(custody: Custody) -> No
     assert run(custody.drop(1, "", in_use=["b"])) == ([], {"b": "in use", "a": "held by snapshot 2"})
 
 
-def test_a_drop_that_was_cut_off_goes_on(custody: Custody, store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drop_that_was_cut_off_goes_on(custody: Custody, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokentape.store.custody._DROPPED_AT_ONCE", 1)
     taken = take(custody)
     assert taken.digest is not None
     run(custody.confirm(1, "", taken.digest))
     calls = 0
-    transact = SqliteStore.transact
+    transact = Store.transact
 
-    async def dies_at_the_second(self: SqliteStore, work: object) -> None:
+    async def dies_at_the_second(self: Store, work: Work, again: Work | None = None) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise KeyboardInterrupt
-        await transact(self, work)  # type: ignore[arg-type]
+        await transact(self, work, again)
 
     with monkeypatch.context() as patched:
-        patched.setattr(SqliteStore, "transact", dies_at_the_second)
+        patched.setattr(Store, "transact", dies_at_the_second)
         with pytest.raises(KeyboardInterrupt):
             run(custody.drop(1, ""))
     assert [summary.info.session_id for summary in store.sessions()] == ["b", "theirs"]

@@ -1,47 +1,29 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
 from tests.records import (
     SETUP,
-    bits,
-    finite,
     make_chain,
-    make_setup,
     make_turn,
-    sessions,
-    setups,
-    trees,
-    turn_columns,
-    turn_payloads,
 )
 from tokentape.errors import (
-    Conflict,
-    InvalidRequest,
-    InvariantViolation,
-    NotFound,
     StoreCorrupt,
     StoreError,
     StoreLocked,
 )
-from tokentape.session.arrow import ExtraNames
 from tokentape.store import Record, SqliteStore
-from tokentape.store.verify import verify
-from tokentape.types import Provenance, Reward, SessionInfo, TurnColumn, TurnPayload
+from tokentape.types import SessionInfo, TurnPayload
 
 
 @pytest.fixture
@@ -58,145 +40,6 @@ def session(session_id: str) -> SessionInfo:
     return SessionInfo(session_id, 1.0)
 
 
-# Reading back
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_everything_written_reads_back_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    info = data.draw(sessions)
-    setup = data.draw(setups())
-    turns = data.draw(trees(info.session_id, setup.digest))
-    seqs = st.sampled_from([turn.seq for turn in turns])
-    at = st.tuples(seqs, st.none()) | st.tuples(st.none(), seqs) | st.just((None, None))
-    rewards = [
-        Reward(info.session_id, turn, value, created_at, leaf)
-        for (turn, leaf), value, created_at in data.draw(st.lists(st.tuples(at, finite, finite), max_size=3))
-    ]
-    columns = [data.draw(turn_columns(turn)) for turn in turns]
-    payloads = [data.draw(turn_payloads(turn)) for turn in turns if len(turn.added_ids) + len(turn.completion_ids)]
-    directory = tmp_path_factory.mktemp("store")
-    with SqliteStore.open(directory, synchronous="NORMAL") as store:
-        write(store, info, setup, *turns, *rewards, *columns, *payloads)
-    with SqliteStore.open(directory, read_only=True) as store:
-        stored = store.load_session(info.session_id, per_token=True)
-        assert store.load_session(info.session_id).columns == store.load_session(info.session_id).payloads == ()
-        assert store.extra_names() == store.extra_names([info.session_id])
-    assert bits(stored.columns) == bits(columns)
-    assert bits(stored.payloads) == bits(payloads)
-    assert bits(stored.info) == bits(info)
-    assert bits(dict(stored.setups)) == bits({setup.digest: setup})
-    assert bits(stored.turns) == bits(turns)
-    assert bits(stored.rewards) == bits(rewards)
-    assert verify(directory).ok
-
-
-def test_a_session_reads_back_while_the_store_is_open(store: SqliteStore) -> None:
-    turns = make_chain("s", 3)
-    write(store, session("s"), SETUP, *turns)
-    assert bits(store.load_session("s").turns) == bits(turns)
-
-
-def test_arrays_are_views_of_what_was_read(store: SqliteStore) -> None:
-    write(store, session("s"), SETUP, make_turn("s", 0))
-    ids = store.load_session("s").turns[0].completion_ids
-    assert ids.base is not None
-    assert not ids.flags.writeable
-
-
-def test_only_the_setups_of_a_session_come_with_it(store: SqliteStore) -> None:
-    other = make_setup("other")
-    write(store, session("s"), SETUP, other, make_turn("s", 0), session("t"), make_turn("t", 0, setup=other.digest))
-    assert set(store.load_session("s").setups) == {SETUP.digest}
-    assert set(store.load_session("t").setups) == {other.digest}
-
-
-def test_a_setup_written_twice_is_kept_once(store: SqliteStore) -> None:
-    write(store, SETUP, session("s"), SETUP, make_turn("s", 0))
-    write(store, SETUP)
-    assert bits(store.load_session("s").setups[SETUP.digest]) == bits(SETUP)
-
-
-def test_an_unknown_session_is_not_found(store: SqliteStore) -> None:
-    with pytest.raises(NotFound):
-        store.load_session("s")
-
-
-def test_a_write_of_nothing_is_nothing(store: SqliteStore) -> None:
-    write(store)
-    assert store.sessions() == []
-
-
-# Columns and payloads
-
-
-def column(turn: int, values: object, name: str = "advantages") -> TurnColumn:
-    return TurnColumn("s", turn, name, np.array(values, np.float32), 1.0)
-
-
-def payload(turn: int, rows: int, start: int = 0, name: str = "experts", dtype: str = "uint8") -> TurnPayload:
-    return TurnPayload("s", turn, name, start, np.zeros((rows, 2), dtype))
-
-
-def test_new_values_replace_old_ones_of_the_same_name_and_turn(store: SqliteStore, tmp_path: Path) -> None:
-    write(store, session("s"), SETUP, *make_chain("s", 2))
-    write(store, column(0, [1] * 4), column(1, [2] * 4), column(0, [3] * 8, "values"))
-    write(store, column(0, [4] * 8))
-    found = store.load_session("s", per_token=True).columns
-    assert [(one.turn, one.name, one.values[0]) for one in found] == [
-        (1, "advantages", 2),
-        (0, "values", 3),
-        (0, "advantages", 4),
-    ]
-    assert store.extra_names(["s"]) == ExtraNames(("advantages", "values"), ())
-    assert verify(tmp_path).ok
-
-
-@pytest.mark.parametrize("values", [[], [1] * 3, [1] * 5, [1] * 9, [1, 2, 3, np.inf], [np.nan] * 4])
-def test_values_that_do_not_fit_their_turn_are_refused(store: SqliteStore, values: list[float]) -> None:
-    write(store, session("s"), SETUP, make_turn("s", 0))
-    with pytest.raises(InvariantViolation, match="advantages"):
-        write(store, column(0, values))
-    assert store.load_session("s", per_token=True).columns == ()
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        payload(0, 9),
-        payload(0, 1, start=8),
-        payload(0, 8, start=-1),
-        payload(1, 8, start=-2),
-        payload(0, 0),
-        payload(0, 2, dtype="complex64"),
-        payload(1, 2, dtype="int16"),
-        dataclasses.replace(payload(1, 2), rows=np.zeros((2, 3), np.uint8)),
-    ],
-)
-def test_rows_that_do_not_fit_their_turn_or_session_are_refused(store: SqliteStore, record: TurnPayload) -> None:
-    write(store, session("s"), SETUP, *make_chain("s", 3), payload(2, 8, start=-1))
-    with pytest.raises(InvariantViolation, match="experts"):
-        write(store, record)
-
-
-def test_rows_of_another_name_may_be_of_another_kind(store: SqliteStore) -> None:
-    write(store, session("s"), SETUP, make_turn("s", 0), payload(0, 8), payload(0, 3, 2, "hidden", "float16"))
-    (one,) = store.load_session("s", per_token=True).trajectories()
-    assert {name: (rows.rows.dtype, int(rows.known.sum())) for name, rows in one.payloads.items()} == {
-        "experts": (np.uint8, 8),
-        "hidden": (np.float16, 3),
-    }
-
-
-def test_columns_and_payloads_of_something_unknown_are_not_found(store: SqliteStore) -> None:
-    write(store, session("s"), SETUP, make_turn("s", 0))
-    for record in (column(1, [1] * 4), payload(1, 2)):
-        with pytest.raises(NotFound):
-            write(store, record)
-
-
 def test_payloads_take_the_room_of_their_own_turn_only(store: SqliteStore, tmp_path: Path) -> None:
     turns = make_chain("s", 40, tokens=50)
     write(store, session("s"), SETUP, *turns)
@@ -209,202 +52,10 @@ def test_payloads_take_the_room_of_their_own_turn_only(store: SqliteStore, tmp_p
     assert (tmp_path / "tokentape.db").stat().st_size < 1.3 * sum(own.size for own in rows)
 
 
-# Listings
-
-
-def test_listings_count_turns_and_unique_tokens(store: SqliteStore) -> None:
-    write(store, session("s"), session("empty"), SETUP, *make_chain("s", 3, tokens=5))
-    first, second = store.sessions()
-    assert (first.info.session_id, first.turns, first.tokens, first.sampled_tokens) == ("s", 3, 30, 15)
-    assert (second.info.session_id, second.turns, second.tokens, second.sampled_tokens) == ("empty", 0, 0, 0)
-
-
-def test_pages_follow_the_order_of_creation_even_around_deletions(store: SqliteStore) -> None:
-    for name in "dacb":
-        write(store, session(name))
-    page = store.sessions(limit=2)
-    assert [summary.info.session_id for summary in page] == ["d", "a"]
-    asyncio.run(store.delete_session("a"))
-    rest = store.sessions(limit=2, after=page[-1].position)
-    assert [summary.info.session_id for summary in rest] == ["c", "b"]
-
-
-def test_a_position_is_not_used_again(store: SqliteStore) -> None:
-    write(store, session("a"))
-    before = store.sessions()[0].position
-    asyncio.run(store.delete_session("a"))
-    write(store, session("a"))
-    assert store.sessions()[0].position > before
-
-
-def test_iteration_yields_every_session_over_page_borders(store: SqliteStore) -> None:
-    names = [f"s{number}" for number in range(250)]
-    write(store, *map(session, names))
-    assert [stored.info.session_id for stored in store.iter_sessions()] == names
-
-
-def test_iteration_passes_over_a_session_deleted_meanwhile(store: SqliteStore) -> None:
-    write(store, session("a"), session("b"), session("c"))
-    iterator = store.iter_sessions()
-    assert next(iterator).info.session_id == "a"
-    asyncio.run(store.delete_session("b"))
-    assert [stored.info.session_id for stored in iterator] == ["c"]
-
-
-# What is not let in
-
-
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_a_turn_that_is_not_the_next_conflicts(store: SqliteStore, number: int) -> None:
-    turns = make_chain("s", 2)
-    write(store, session("s"), SETUP, *turns)
-    with pytest.raises(Conflict):
-        write(store, make_turn("s", number, turns[0] if number else None, engine="another"))
-    assert bits(store.load_session("s").turns) == bits(turns)
-
-
-def test_a_session_id_that_is_taken_conflicts(store: SqliteStore) -> None:
-    write(store, SessionInfo("s", 1.0, {"first": True}))
-    with pytest.raises(Conflict):
-        write(store, SessionInfo("s", 2.0))
-    assert store.load_session("s").info.metadata == {"first": True}
-
-
-@pytest.mark.parametrize(
-    "record", [make_turn("gone", 0), make_turn("gone", 4), Reward("gone", None, 1.0, 1.0), Reward("s", 1, 1.0, 1.0)]
-)
-def test_a_record_of_something_unknown_is_not_found(store: SqliteStore, record: Record) -> None:
-    write(store, session("s"), SETUP, make_turn("s", 0))
-    with pytest.raises(NotFound):
-        write(store, record)
-
-
-def test_a_turn_under_an_unknown_setup_is_not_found(store: SqliteStore) -> None:
-    with pytest.raises(NotFound):
-        write(store, session("s"), make_turn("s", 0))
-    with pytest.raises(NotFound):
-        store.load_session("s")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"logprobs": np.zeros(3, np.float32)},
-        {"added_provenance": np.full(3, Provenance.USER, np.uint8)},
-        {"added_provenance": np.full(4, Provenance.SAMPLED, np.uint8)},
-        {"added_provenance": np.zeros(4, np.uint8)},
-        {"added_ids": np.empty(0, np.int32), "added_provenance": np.empty(0, np.uint8)},
-        {"completion_ids": np.empty(0, np.int32), "logprobs": np.empty(0, np.float32)},
-    ],
-)
-def test_a_turn_that_breaks_a_rule_is_refused(store: SqliteStore, changes: dict[str, Any]) -> None:
-    with pytest.raises(InvariantViolation):
-        write(store, session("s"), SETUP, make_turn("s", 0, **changes))
-    assert store.sessions() == []
-
-
-def test_a_turn_chained_to_another_past_is_refused(store: SqliteStore) -> None:
-    write(store, session("s"), SETUP, make_turn("s", 0))
-    with pytest.raises(InvariantViolation):
-        write(store, make_turn("s", 1, make_turn("s", 0, engine="another")))
-
-
-def test_a_turn_whose_parent_is_itself_is_refused(store: SqliteStore) -> None:
-    with pytest.raises(InvariantViolation):
-        write(store, session("s"), SETUP, make_turn("s", 0, make_turn("s", 0)))
-
-
-def test_a_setup_under_the_digest_of_another_is_refused(store: SqliteStore) -> None:
-    with pytest.raises(InvariantViolation):
-        write(store, dataclasses.replace(SETUP, date="2026-01-02"))
-
-
-@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
-def test_a_name_that_no_text_column_takes_is_refused(store: SqliteStore, name: str) -> None:
-    with pytest.raises(InvalidRequest):
-        write(store, session(name))
-
-
-def test_a_reward_that_is_not_a_number_is_refused(store: SqliteStore) -> None:
-    write(store, session("s"))
-    with pytest.raises(InvalidRequest):
-        write(store, Reward("s", None, float("nan"), 1.0))
-
-
-def test_of_a_call_that_fails_nothing_is_recorded(store: SqliteStore) -> None:
-    with pytest.raises(Conflict):
-        write(store, session("s"), SETUP, make_turn("s", 0), session("s"))
-    assert store.sessions() == []
-
-
-# Deletion
-
-
-def test_deletion_takes_turns_and_rewards_and_leaves_others(store: SqliteStore, tmp_path: Path) -> None:
-    for name in "ab":
-        write(
-            store, session(name), SETUP, *make_chain(name, 3), Reward(name, 1, 1.0, 1.0), Reward(name, None, 1.0, 1.0)
-        )
-        write(store, dataclasses.replace(column(0, [1] * 4), session_id=name))
-        write(store, dataclasses.replace(payload(0, 2), session_id=name))
-    asyncio.run(store.delete_session("a"))
-    assert [summary.info.session_id for summary in store.sessions()] == ["b"]
-    assert len(store.load_session("b").rewards) == 2
-    assert verify(tmp_path).ok
-    write(store, session("a"))
-    assert store.load_session("a").turns == ()
-    assert store.load_session("a").rewards == ()
-    assert store.extra_names(["a"]) == ExtraNames()
-
-
-def test_deletion_of_an_unknown_session_is_not_found(store: SqliteStore) -> None:
-    with pytest.raises(NotFound):
-        asyncio.run(store.delete_session("s"))
-
-
-def test_a_turn_in_flight_does_not_resurrect_a_deleted_session(store: SqliteStore) -> None:
-    root, child = make_chain("s", 2)
-    write(store, session("s"), SETUP, root)
-    asyncio.run(store.delete_session("s"))
-    with pytest.raises(NotFound):
-        write(store, child)
-    write(store, session("s"), make_turn("s", 0, engine="another"))
-    with pytest.raises(InvariantViolation):
-        write(store, child)
-
-
-# Opening and closing
-
-
 def test_a_closed_store_is_one_file_and_the_lock(tmp_path: Path) -> None:
     with SqliteStore.open(tmp_path) as store:
         write(store, session("s"))
     assert {path.name for path in tmp_path.iterdir()} == {"tokentape.db", "tokentape.lock"}
-
-
-def test_a_closed_store_refuses_and_is_not_healthy(tmp_path: Path) -> None:
-    store = SqliteStore.open(tmp_path)
-    assert store.healthy
-    store.close()
-    store.close()
-    assert not store.healthy
-    with pytest.raises(StoreError, match="closed"):
-        write(store, session("s"))
-    with pytest.raises(StoreError, match="closed"):
-        store.sessions()
-
-
-def test_closing_writes_what_is_queued(tmp_path: Path) -> None:
-    async def queue_and_close() -> None:
-        store = SqliteStore.open(tmp_path)
-        writes = [asyncio.ensure_future(store.write(session(f"s{number}"))) for number in range(50)]
-        await asyncio.sleep(0)
-        store.close()
-        await asyncio.gather(*writes)
-
-    asyncio.run(queue_and_close())
-    with SqliteStore.open(tmp_path) as store:
-        assert len(store.sessions()) == 50
 
 
 def test_a_second_writer_in_another_process_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
@@ -426,35 +77,6 @@ def test_a_second_writer_in_this_process_is_refused(store: SqliteStore, tmp_path
     with pytest.raises(StoreLocked):
         SqliteStore.open(tmp_path)
     write(store, session("s"))
-
-
-def test_a_reader_opens_beside_the_writer_and_sees_what_it_writes(store: SqliteStore, tmp_path: Path) -> None:
-    with SqliteStore.open(tmp_path, read_only=True) as reader:
-        write(store, session("s"), SETUP, make_turn("s", 0))
-        assert len(reader.load_session("s").turns) == 1
-        with pytest.raises(StoreError, match="read-only"):
-            write(reader, session("t"))
-        assert reader.healthy
-    write(store, session("t"))
-
-
-def test_a_reader_sees_one_state_of_a_session_that_is_being_written(store: SqliteStore) -> None:
-    turns = make_chain("s", 60)
-    write(store, session("s"), SETUP)
-
-    async def write_and_read() -> None:
-        async def write_all() -> None:
-            for turn in turns:
-                await store.write(turn, Reward("s", turn.seq, 1.0, time.time()))
-
-        writing = asyncio.ensure_future(write_all())
-        while not writing.done():
-            stored = await asyncio.to_thread(store.load_session, "s")
-            assert len(stored.turns) == len(stored.rewards)
-        await writing
-
-    asyncio.run(write_and_read())
-    assert len(store.load_session("s").turns) == 60
 
 
 def test_reading_a_directory_without_a_database_is_refused_and_makes_nothing(tmp_path: Path) -> None:

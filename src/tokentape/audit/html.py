@@ -53,7 +53,7 @@ footer{margin-top:3rem;font-size:.85rem}
 .wide{overflow-x:auto;margin:.6rem 0}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th,td{text-align:left;vertical-align:top;padding:.25rem .9rem .25rem 0;border-bottom:1px solid var(--line);
-overflow-wrap:anywhere}
+overflow-wrap:break-word}
 th{color:var(--dim);font-weight:600;white-space:nowrap}
 th.n,td.n{text-align:right;white-space:nowrap}
 pre,code{font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}

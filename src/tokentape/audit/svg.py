@@ -176,8 +176,8 @@ def _finite(point: tuple[float, float]) -> bool:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers about five apart that enclose the range."""
-    if high <= low:
-        high = low + (abs(low) or 1.0)
+    if high - low <= max(abs(low), abs(high), 1e-290) * 1e-9:  # too close for a step between them
+        high = low + (abs(low) if abs(low) > 1e-290 else 1.0)
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))

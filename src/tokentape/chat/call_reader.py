@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 
 from tokentape.chat.call_body import JSON_PUNCTUATION, Body, BodyReader, Broken, body_reader
@@ -72,6 +73,14 @@ class CallReader:
         self._broken_end = re.compile(any_of(piece for piece in broken_ends if not _is_within(syntax, piece)))
         self._start = self._seek = 0
         self._body: BodyReader | None = None
+
+    def fresh(self, tools: Mapping[str, Tool]) -> CallReader:
+        """A reader of the same syntax that has read nothing yet. Making expressions costs more than reading a call."""
+        reader = copy(self)
+        reader._tools = tools
+        reader._start = reader._seek = 0
+        reader._body = None
+        return reader
 
     def read(self, text: str, at: int, *, final: bool, ended: bool, within_reasoning: bool) -> ReadCall | None:
         """The call that begins at `at`; None if more text may complete it, or end it.

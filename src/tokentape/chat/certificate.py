@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 from tokentape.chat import grammar
@@ -110,6 +111,11 @@ class Certificate:
                 found = self.continuation(name)
                 if found is None or found.strategy == "refused":
                     yield f"{name}: {'not tried' if found is None else found.reason}"
+
+    def _repr_html_(self) -> str:
+        # By its name, for what draws lies above this room, and is needed in notebooks only.
+        drawn: str = import_module("tokentape.viewer.notebook").certificate_html(self)
+        return drawn
 
     def to_json(self) -> str:
         """One JSON object, keys sorted."""

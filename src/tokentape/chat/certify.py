@@ -361,13 +361,17 @@ def choose(
     new_messages: Sequence[Message],
     setup: Setup,
     history: Sequence[Message],
+    system: bool | None = None,
 ) -> Strategy:
     """The bridge strategy for these very messages.
+
+    `system` says whether `history` has a message of the system's or the developer's, if that is known already.
 
     A continuation that the certificate does not name is tried out here and now, at the cost of some full renderings.
     Raises `TemplateRefused` with the certificate's reason for one that the template does not take.
     """
-    system = any(message["role"] in ("system", "developer") for message in history)
+    if system is None:
+        system = any(message["role"] in ("system", "developer") for message in history)
     name = grammar.continuation_name(new_messages, tools=bool(setup.tools), system=system)
     found = certificate.continuation(name)
     if found is None and renderer.overrides is not None and renderer.overrides.renderer is not None:

@@ -80,6 +80,8 @@ class Reader:
 
     def _release(self, arrived: str, *, final: bool) -> str:
         """What is certain of the text held back and the text arrived: that it is no part of a stop string."""
+        if not self.stop_strings:
+            return arrived
         text, self._held = self._held + arrived, ""
         found = first_of(text, 0, self.stop_strings)
         if found is not None:

@@ -7,8 +7,9 @@ what templates render.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from tokentape.chat.assistant_format import AssistantFormat
@@ -56,15 +57,9 @@ class RegionScanner:
         self._tokenizer = tokenizer
         self._reader = reader
         self._parts = parts
-        self._calls = CallReader(form.calls, tools) if form.calls is not None and tools else None
-        leaves = _leaves(form, self._calls)
-        self._leaves = {region: {leave.core: leave for leave in found} for region, found in leaves.items()}
-        bare = self._calls is not None and self._calls.bare
-        ends = _Delimiter.of(form.content_end, "content") + _Delimiter.of(form.turn_end, "content")
-        begin_calls = [leave.core for leave in leaves["content"] if leave.enters == "call"]
-        self._before_calls = [end for end in ends if end.core in begin_calls]
-        """What ends content and begins calls as well: where no call follows, it is no text either."""
-        self._search = {region: _search(found, marks=bare) for region, found in leaves.items()}
+        borders = _borders(form, with_calls=bool(tools))
+        self._calls = borders.calls.fresh(tools) if borders.calls is not None else None
+        self._leaves, self._search, self._before_calls = borders.leaves, borders.search, borders.before_calls
         self._end_space = len(form.content_close) - len(form.content_close.lstrip())
         self._region: _Region = "content"
         self._speech: _Speech = "content"
@@ -215,6 +210,34 @@ class RegionScanner:
         if reader.at < end:
             self._skip, self._blank = 0, False
             self._parts.add(self._speech, self._tokenizer.spell_marks(reader.take(end)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Borders:
+    """What ends the regions of a format."""
+
+    leaves: Mapping[_Speech, Mapping[str, _Delimiter]]
+    """Per region the delimiters that end it, by what is looked for."""
+    search: Mapping[_Speech, re.Pattern[str]]
+    """Per region an expression for all of them."""
+    calls: CallReader | None
+    before_calls: Sequence[_Delimiter]
+    """What ends content and begins calls as well: where no call follows, it is no text either."""
+
+
+@lru_cache(maxsize=64)
+def _borders(form: AssistantFormat, *, with_calls: bool) -> _Borders:
+    """Read off a format once, and not for every completion."""
+    calls = CallReader(form.calls, {}) if form.calls is not None and with_calls else None
+    leaves = _leaves(form, calls)
+    ends = _Delimiter.of(form.content_end, "content") + _Delimiter.of(form.turn_end, "content")
+    begin_calls = [leave.core for leave in leaves["content"] if leave.enters == "call"]
+    return _Borders(
+        {region: {leave.core: leave for leave in found} for region, found in leaves.items()},
+        {region: _search(found, marks=calls is not None and calls.bare) for region, found in leaves.items()},
+        calls,
+        [end for end in ends if end.core in begin_calls],
+    )
 
 
 def _leaves(form: AssistantFormat, calls: CallReader | None) -> dict[_Speech, list[_Delimiter]]:

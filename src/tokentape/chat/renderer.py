@@ -71,6 +71,7 @@ class Renderer:
         self.fingerprint = _fingerprint(tokenizer, template, overrides, images)
         self._disarmer = Disarmer(tokenizer)
         self._formats: dict[str, AssistantFormat] = {}
+        self._stops: dict[str, frozenset[int]] = {}
         self._tools: dict[str, list[Any]] = {}
         self._bridging: dict[str, Setup] = {}
 
@@ -251,7 +252,8 @@ class Renderer:
 
     def stop_ids(self, setup: Setup) -> frozenset[int]:
         """Ids that end a turn: the model's end-of-sequence ids and what its template ends assistant turns with."""
-        return self._stop_ids(self.format(setup))
+        found = self._stops.get(setup.digest)
+        return _keep(self._stops, setup, self._stop_ids(self.format(setup))) if found is None else found
 
     def _stop_ids(self, form: AssistantFormat) -> frozenset[int]:
         eos_ids = self.tokenizer.eos_ids

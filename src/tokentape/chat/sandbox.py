@@ -15,6 +15,7 @@ import jinja2
 import jinja2.compiler
 import jinja2.nodes
 import jinja2.sandbox
+from jinja2.runtime import LoopContext
 
 MOST_STEPS = 200_000
 """Turns of loops and calls of macros in one rendering: about a second, and far more than conversations take."""
@@ -32,6 +33,9 @@ STEPS = "_steps_left"
 """The name under which a rendering is given its `Steps`."""
 
 _SIZED_FILTERS = ("batch", "center", "format", "indent", "round", "slice", "truncate", "wordwrap")
+_OF_DICTS = frozenset(dir(dict))
+_OF_STRINGS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"}
+_OF_LOOPS = frozenset({"first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"})
 _LONG_NUMBER = re.compile(r"\d{6}")
 
 
@@ -69,6 +73,15 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 self.visit(part, frame)
                 self.write(", ")
             self.write("))")
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """What a dot does. Most stand between a message and its key, where there is nothing to guard."""
+        kind = type(obj)
+        if kind is dict and attribute in obj and attribute not in _OF_DICTS:
+            return obj[attribute]
+        if (kind is str and attribute in _OF_STRINGS) or (kind is LoopContext and attribute in _OF_LOOPS):
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
     def join(self, parts: tuple[Any, ...]) -> str:
         """What `~` does."""

@@ -179,6 +179,10 @@ class Tokenizer:
         """
         return self._plain.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_plain` of many texts, several times as fast."""
+        return [one.ids for one in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one id stands for; a control token's are its spelling."""
         found = self._bytes.get(token_id)

@@ -7,17 +7,26 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from tokentape.cli.archive import archive
+from tokentape.cli.audit import audit
 from tokentape.cli.certify import certify
+from tokentape.cli.check import check
 from tokentape.cli.check_logprobs import check_logprobs
+from tokentape.cli.compare import compare
 from tokentape.cli.config import config
 from tokentape.cli.demo import demo
 from tokentape.cli.doctor import doctor
+from tokentape.cli.drift import drift
 from tokentape.cli.export import export
 from tokentape.cli.flags import SAME_AS_SERVE
+from tokentape.cli.lock import lock
+from tokentape.cli.premium import premium
+from tokentape.cli.probe import probe
 from tokentape.cli.serve import serve
 from tokentape.cli.show import show
 from tokentape.cli.snapshot import snapshot
 from tokentape.cli.verify import verify
+from tokentape.cli.view import view
 from tokentape.errors import TokentapeError
 from tokentape.version import __version__
 
@@ -61,12 +70,21 @@ app.command()(serve)
 app.add_typer(config, name="config")
 app.command(context_settings=SAME_AS_SERVE)(doctor)
 app.command()(certify)
+app.command()(audit)
+app.command()(lock)
+app.command()(check)
+app.command()(probe)
+app.command()(premium)
 app.command()(demo)
 app.command()(show)
+app.command()(view)
 app.command()(export)
 app.add_typer(snapshot, name="snapshot")
 app.command()(verify)
+app.command()(archive)
 app.command()(check_logprobs)
+app.command()(drift)
+app.command()(compare)
 
 
 def main() -> None:

@@ -7,10 +7,19 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-DataDirectory: TypeAlias = Annotated[
-    Path,
+
+def _location(value: str) -> str:
+    if "://" not in value and not Path(value).is_dir():
+        raise typer.BadParameter(f"directory {value!r} does not exist.")
+    return value
+
+
+StoreLocation: TypeAlias = Annotated[
+    str,
     typer.Argument(
-        metavar="DATA_DIR", exists=True, file_okay=False, help="Data directory of a gateway, running or not."
+        metavar="STORE",
+        callback=_location,
+        help="Data directory of a gateway, running or not; postgresql://user@host/database; or an archive.",
     ),
 ]
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tokentape.chat.certificate import Certificate, Continuation
 from tokentape.chat.grammar import NO_SYSTEM, NO_TOOLS
-from tokentape.cli.transcript import readable
+from tokentape.cli.readable import readable
 from tokentape.types import Message
 
 STRATEGIES = {

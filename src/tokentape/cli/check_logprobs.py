@@ -14,9 +14,10 @@ import typer
 from tokentape.cli.arguments import AsJson
 
 if TYPE_CHECKING:
+    from tokentape.audit.pairing import Channel, Drift
     from tokentape.chat.tokenizer import Tokenizer
-    from tokentape.training.drift import Channel, Drift
-    from tokentape.training.logprob_check import Numbers, Outlier, Report
+    from tokentape.training.logprob_check import Forward, Numbers, Outlier, Report
+    from tokentape.training.rerendering import Changed, IfRerendered
     from tokentape.types import Trajectory
 
 
@@ -54,22 +55,28 @@ def check_logprobs(
         float, typer.Option(metavar="SHARE", help="Share of trained tokens that may be other ids, or other text.")
     ] = 0.0,
     outliers: Annotated[int, typer.Option(metavar="N", min=0, help="How many tokens to list.")] = 10,
+    rerender: Annotated[
+        bool, typer.Option("--rerender", help="Tell also what rendering the messages again would change.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare recorded logprobs with a trainer's.
 
     The trainer is a model folder, a file of what it has, or both: a file's ids go through the model if it has no
     logprobs. Exits with 1 if a limit is exceeded, and says in which channel: numeric (same ids, other numbers), id
-    drift (same text, other ids), text drift (other text).
+    drift (same text, other ids), text drift (other text). What retokenizing or --rerender would change is told, and is
+    no failure. --rerender takes a data directory, since exported files have no messages.
     """
     if model is None and batch is None:
         raise typer.BadParameter("give --model, --batch, or both: there is nothing to compare with")
+    if rerender and not record.is_dir():
+        raise typer.BadParameter(f"--rerender takes a data directory: {record} has no messages")
 
     from tokentape.training.logprob_check import Limits, forward_pass, read_rows
     from tokentape.training.logprob_check import check_logprobs as check
 
     rows = None if batch is None else read_rows(batch)
-    needs_model = rows is None or any(row.logprobs is None for row in rows.values())
+    needs_model = rows is None or rerender or any(row.logprobs is None for row in rows.values())
     forward = None
     if model is not None and needs_model:
         from tokentape.cli.extras import require
@@ -79,11 +86,17 @@ def check_logprobs(
     report = check(
         _trajectories(record), rows=rows, forward=forward, tokenizer=_tokenizer(record, model), outliers=outliers
     )
+    again = _rerendered(record, model, forward) if rerender else None
     failures = report.failures(Limits(max_mean, max_delta, max_k3, max_drift))
     if as_json:
-        typer.echo(json.dumps(_finite({"ok": not failures, "failures": _by_channel(failures), **asdict(report)})))
+        found = {"ok": not failures, "failures": _by_channel(failures), **asdict(report)}
+        if again is not None:
+            found["if_rerendered"] = asdict(again)
+        typer.echo(json.dumps(_finite(found)))
     else:
         for line in _lines(report):
+            typer.echo(line)
+        for line in () if again is None else _rerendered_lines(again):
             typer.echo(line)
         for channel, what in failures:
             typer.echo(f"{channel}: {what}", err=True)
@@ -101,6 +114,17 @@ def _trajectories(record: Path) -> Iterator[Trajectory]:
     with SqliteStore.open(record, read_only=True) as store:
         for stored in store.iter_sessions():
             yield from stored.trajectories()
+
+
+def _rerendered(record: Path, model: Path | None, forward: Forward | None) -> IfRerendered:
+    from tokentape.chat.renderer import Renderer
+    from tokentape.cli.model_folder import open_tokenizer
+    from tokentape.store import SqliteStore
+    from tokentape.training.rerendering import check_rerendered
+
+    folder, _ = open_tokenizer(model, record)
+    with SqliteStore.open(record, read_only=True) as store:
+        return check_rerendered(store.iter_sessions(), Renderer.load(folder), forward)
 
 
 def _tokenizer(record: Path, model: Path | None) -> Tokenizer | None:
@@ -146,6 +170,24 @@ def _lines(report: Report) -> Iterator[str]:
         yield from map(_outlier, report.outliers)
 
 
+def _rerendered_lines(again: IfRerendered) -> Iterator[str]:
+    yield f"rendering again, of {again.sequences} conversations, {again.refused} more refused:"
+    yield f"  id drift    {_changed(again, again.id_drift)}"
+    yield f"  text drift  {_changed(again, again.text_drift)}"
+    for name, numbers in (
+        ("numeric", again.numeric),
+        ("behind id drift", again.behind_id_drift),
+        ("behind text drift", again.behind_text_drift),
+    ):
+        if numbers.tokens:
+            yield f"  {name}: {_numbers(numbers)}"
+
+
+def _changed(again: IfRerendered, changed: Changed) -> str:
+    kinds = "".join(f", {kind} {count}" for kind, count in sorted(changed.kinds.items()))
+    return f"{changed.tokens} of {again.tokens} tokens, {changed.sequences} of {again.sequences} sequences{kinds}"
+
+
 def _numbers(numbers: Numbers) -> str:
     return (
         f"tokens {numbers.tokens}, mean {numbers.mean:.2g}, max {numbers.max:.2g}, k3 {numbers.k3:.2g}, "
@@ -162,7 +204,7 @@ def _drift(drift: Drift) -> str:
 
 
 def _outlier(one: Outlier) -> str:
-    from tokentape.cli.transcript import readable
+    from tokentape.cli.readable import readable
 
     text = "" if one.text is None else f" {readable(json.dumps(one.text, ensure_ascii=False))}"
     drift = "" if one.drift_class is None else f" behind {one.drift_class}"

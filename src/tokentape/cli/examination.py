@@ -25,17 +25,18 @@ import numpy as np
 from tokentape.chat.certificate import Certificate
 from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.renderer import Renderer
-from tokentape.cli.engine import open_configured
 from tokentape.config import ServeConfig, env_name, settings
 from tokentape.demo import MODEL
 from tokentape.engines.base import Engine, SampleDelta, SamplingParams
 from tokentape.engines.http import HttpClient
 from tokentape.engines.tokenizing import server_chat_ids, server_text_ids
 from tokentape.errors import EngineContractError, InvalidRequest, StoreLocked, TemplateRefused, TokentapeError
+from tokentape.opening import open_configured
 from tokentape.session.chain import setup_digest
 from tokentape.session.invariants import check_completion
 from tokentape.store import SqliteStore
 from tokentape.store.lock import LOCK_NAME, DirectoryLock
+from tokentape.store.postgres import PostgresStore, without_password
 from tokentape.store.sqlite import DATABASE_NAME
 from tokentape.types import Message, Setup, Tool
 from tokentape.version import __version__
@@ -93,7 +94,10 @@ def examine(config: ServeConfig, progress: Callable[[str], None]) -> Iterator[Fi
     yield versions()
     yield sqlite_version(sqlite3.sqlite_version_info)
     yield from environment(os.environ)
-    yield from data_directory(config.data)
+    if config.store is None:
+        yield from data_directory(config.data)
+    else:
+        yield database(config.store)
     yield from access(config)
     progress("trying out conversations")
     model = config.model or MODEL
@@ -125,8 +129,8 @@ def sqlite_version(found: tuple[int, ...]) -> Finding:
     text = ".".join(map(str, found))
     if (3, 7, 0) <= found < (3, 51, 3):
         text += (
-            ": it has SQLite's WAL-reset bug (3.7.0 to 3.51.2), which needs two writers; a gateway has one, and locks "
-            "its data directory. Let no other program write to the database"
+            ": it has SQLite's WAL-reset bug (3.7.0 to 3.51.2), which needs two that write at once; in a gateway one "
+            "writes at a time, and it locks its data directory. Let no other program write to the database"
         )
     return Finding("sqlite", "ok", text)
 
@@ -163,6 +167,17 @@ def data_directory(directory: Path) -> Iterator[Finding]:
     status: Literal["ok", "warn", "fail"] = "fail" if free < _NO_SPACE else "warn" if free < _LITTLE_SPACE else "ok"
     yield Finding("disk", status, f"{free / 2**30:.1f} GiB free", "" if status == "ok" else "Make room.")
     yield _flushing(there)
+
+
+def database(url: str) -> Finding:
+    """Whether a record can be kept in a PostgreSQL database: reachable, rights, flushing, the record that is there."""
+    shown = without_password(url)
+    try:
+        # As a gateway opens it, which makes the tables.
+        PostgresStore.open(url).close()
+    except TokentapeError as error:
+        return Finding("store", "fail", f"{shown}: {error}", "See to the server, the user's rights or the URL.")
+    return Finding("store", "ok", shown)
 
 
 def _flushing(directory: Path) -> Finding:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson, DataDirectory
+from tokentape.cli.arguments import AsJson, StoreLocation
 
 if TYPE_CHECKING:
-    from tokentape.store import SqliteStore, StoredSession
-    from tokentape.types import Trajectory
+    from tokentape.store import Store, StoredSession
 
 
 class Format(StrEnum):
@@ -26,7 +26,7 @@ class Format(StrEnum):
 
 
 def export(
-    data_dir: DataDirectory,
+    location: StoreLocation,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", dir_okay=False, help="File to write.")],
     file_format: Annotated[
         Format | None, typer.Option("--format", help="Default: jsonl for a file so named, else parquet.")
@@ -49,52 +49,46 @@ def export(
     """
     from rich.console import Console
 
-    from tokentape.session.arrow import ExtraNames, named_only, write_parquet
+    from tokentape.session.arrow import write_parquet
     from tokentape.session.jsonl import write_jsonl
-    from tokentape.session.verdict import check_verdicts, wanted_verdict
-    from tokentape.store import SqliteStore
+    from tokentape.session.verdict import check_verdicts
+    from tokentape.store.exporting import ExportCounts, exported
+    from tokentape.store.location import open_store
 
     if file_format is None:
         file_format = Format.JSONL if output.suffix == ".jsonl" else Format.PARQUET
     wanted = None if verdict is None else [one.strip() for one in verdict.split(",")]
     check_verdicts(wanted or ())
-    progress = Console(stderr=True)
-    counts = {"sessions": 0, "trajectories": 0, "tokens": 0, "trained_tokens": 0}
+    counts = ExportCounts()
     part = output.with_name(output.name + ".part")
+    with open_store(location, read_only=True) as store, Console(stderr=True).status("exporting") as status:
 
-    def rows(store: SqliteStore, extra: ExtraNames) -> Iterator[Trajectory]:
-        for stored in _sessions(store, session):
-            counts["sessions"] += 1
-            status.update(f"exporting session {counts['sessions']}")
-            for one in stored.trajectories():
-                if wanted is not None and not wanted_verdict(one.verdict, wanted):
-                    continue
-                counts["tokens"] += len(one.token_ids)
-                counts["trained_tokens"] += int(one.loss_mask.sum())
-                # Somebody may name a new one while this runs, and a file's columns are fixed by then.
-                yield named_only(one, extra)
+        def told() -> Iterator[StoredSession]:
+            for number, stored in enumerate(_sessions(store, session), 1):
+                status.update(f"exporting session {number}")
+                yield stored
 
-    with SqliteStore.open(data_dir, read_only=True) as store, progress.status("exporting") as status:
         try:
             extra = store.extra_names(session or None)
-            found = rows(store, extra)
-            counts["trajectories"] = (
-                write_jsonl(found, part) if file_format is Format.JSONL else write_parquet(found, part, extra)
-            )
+            found = exported(told(), extra, wanted, counts)
+            if file_format is Format.JSONL:
+                write_jsonl(found, part)
+            else:
+                write_parquet(found, part, extra)
             os.replace(part, output)
         finally:
             part.unlink(missing_ok=True)
     if as_json:
-        typer.echo(json.dumps({"file": str(output), "format": file_format, **counts}))
+        typer.echo(json.dumps({"file": str(output), "format": file_format, **asdict(counts)}))
     else:
         typer.echo(
-            f"{output}: sessions {counts['sessions']}, trajectories {counts['trajectories']}, "
-            f"tokens {counts['tokens']}, with loss {counts['trained_tokens']}",
+            f"{output}: sessions {counts.sessions}, trajectories {counts.trajectories}, tokens {counts.tokens}, "
+            f"with loss {counts.trained_tokens}",
             err=True,
         )
 
 
-def _sessions(store: SqliteStore, wanted: Sequence[str] | None) -> Iterator[StoredSession]:
+def _sessions(store: Store, wanted: Sequence[str] | None) -> Iterator[StoredSession]:
     if not wanted:
         yield from store.iter_sessions(per_token=True)
         return

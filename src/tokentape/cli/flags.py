@@ -21,7 +21,10 @@ SETTINGS = {
     "threads": "engine.threads",
     "path": "engine.path",
     "capture": "engine.capture",
+    "verify_prompts": "engine.verify_prompts",
     "data": "data",
+    "store": "store",
+    "workers": "workers",
     "host": "host",
     "port": "port",
     "allowed_host": "allowed_hosts",
@@ -40,6 +43,7 @@ SETTINGS = {
     "log_level": "log.level",
     "log_format": "log.format",
     "tracing": "tracing",
+    "drift_share": "drift_share",
 }
 """The setting that each parameter of `serve` gives."""
 

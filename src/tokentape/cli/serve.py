@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,13 +12,7 @@ from tokentape.cli.extras import require
 from tokentape.cli.flags import config_of
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from tokentape.chat.renderer import Renderer
     from tokentape.config import ServeConfig
-    from tokentape.gateway.draining import Drain
-    from tokentape.gateway.keys import Keys
-    from tokentape.store import SqliteStore
 
 
 class EngineName(StrEnum):
@@ -105,6 +98,19 @@ def serve(
     data: Annotated[
         Path | None, typer.Option(file_okay=False, help="Where the record is kept. Default: runs/serve.")
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Keep the record in PostgreSQL instead, postgresql://user@host/database: any number of gateways may.",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes that serve together, for many cores. Not for the embedded engine. Default: 1."
+        ),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one. Default: 8800.")
@@ -127,6 +133,13 @@ def serve(
         bool | None,
         typer.Option(
             help="Let the vLLM server render, and record what it rendered and where that drifts. Default: no."
+        ),
+    ] = None,
+    verify_prompts: Annotated[
+        bool | None,
+        typer.Option(
+            help="Have the server return the ids of every prompt, and compare them. Costs as much as sending them. "
+            "Default: no, it has to count them right."
         ),
     ] = None,
     history: Annotated[
@@ -190,6 +203,12 @@ def serve(
         LogFormat | None, typer.Option(help="auto, the default: text on a terminal, JSON lines elsewhere.")
     ] = None,
     tracing: Annotated[bool | None, typer.Option(help="Open OpenTelemetry spans. Default: no.")] = None,
+    drift_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Share of the completions whose drift is counted, off the way of calls. Default: 0.01."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over OpenAI's and Anthropic's APIs; record token-exactly.
 
@@ -201,97 +220,12 @@ def serve(
 
 def run(config: ServeConfig) -> None:
     """Serve as `config` says, until a signal."""
-    from tokentape.demo import MODEL
-
     if config.engine.kind == "transformers":
         require("torch", "transformers", extra="hf")
 
-    from tokentape.chat.certificate_cache import load_or_certify
-    from tokentape.chat.renderer import Renderer
-    from tokentape.engines.image_processor import find_image_processor
-    from tokentape.gateway.draining import Drain
-    from tokentape.gateway.logs import logging_to
-    from tokentape.gateway.serve import serve as run_server
-    from tokentape.store import SqliteStore
-    from tokentape.store.served_model import ServedModel, write_served_model
+    from tokentape.cli.serving import serve_alone, serve_with_workers
 
-    model = config.model or MODEL
-    name = config.model_id or model.resolve().name
-    keys = config.all_keys()
-    log = logging.getLogger("tokentape.serve")
-
-    def tell(base_url: str) -> None:
-        log.info("serving %s at %s/v1, recording to %s", name, base_url, config.data)
-
-    images = find_image_processor(model) if config.engine.kind == "transformers" else None
-    renderer = Renderer.load(model, config.chat_template, images=images)
-    # A template that can't be used is told at once, not after the weights are loaded.
-    load_or_certify(renderer, {})
-    drain = Drain(config.drain_seconds)
-    with (
-        SqliteStore.open(config.data, synchronous="FULL" if config.synchronous == "full" else "NORMAL") as store,
-        logging_to(level=config.log.level, form=config.log.format),
-    ):
-        served = ServedModel(str(model.resolve()), renderer.tokenizer.sha256, renderer.fingerprint)
-        write_served_model(config.data, served)
-        gateway = _Gateway(config, model, name, keys, renderer, store, drain)
-        run_server(gateway, host=config.host, port=config.port, has_keys=bool(keys), on_ready=tell, drain=drain)
-
-
-class _Gateway:
-    """The application, made inside the event loop that serves it: an engine's connections belong to their loop."""
-
-    def __init__(
-        self,
-        config: ServeConfig,
-        model: Path,
-        name: str,
-        keys: Keys,
-        renderer: Renderer,
-        store: SqliteStore,
-        drain: Drain,
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._name = name
-        self._keys = keys
-        self._renderer = renderer
-        self._store = store
-        self._drain = drain
-        self._app: ASGIApp | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._app is None:
-            from tokentape.errors import TokentapeError
-
-            try:
-                self._app = await self._open()
-            except TokentapeError as error:
-                await receive()
-                await send({"type": "lifespan.startup.failed", "message": str(error)})
-                return
-        await self._app(scope, receive, send)
-
-    async def _open(self) -> ASGIApp:
-        from tokentape.cli.engine import open_captured, open_configured
-        from tokentape.gateway.app import create_app
-        from tokentape.gateway.telemetry import Telemetry
-        from tokentape.gateway.tracing import OpenTelemetrySpans
-        from tokentape.gateway.turns import Turns
-
-        config, vocab_size = self._config, self._renderer.tokenizer.vocab_size
-        server = await open_captured(config.engine, vocab_size) if config.engine.capture else None
-        turns = Turns(
-            server or await open_configured(config.engine, self._model, vocab_size),
-            self._renderer,
-            self._store,
-            history=config.history,
-            wrong_stop=config.wrong_stop,
-            limits=config.limits,
-            telemetry=Telemetry(OpenTelemetrySpans() if config.tracing else None),
-            payloads=config.payloads,
-            capture=server,
-        )
-        return create_app(
-            turns, model_id=self._name, keys=self._keys, allowed_hosts=config.allowed_hosts, drain=self._drain
-        )
+    if config.workers == 1:
+        serve_alone(config)
+    else:
+        serve_with_workers(config)

@@ -1,4 +1,4 @@
-"""`tokentape show`: what is in a data directory, and one session token by token."""
+"""`tokentape show`: what is in a record, and one session token by token."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson, DataDirectory
+from tokentape.cli.arguments import AsJson, StoreLocation
 
 if TYPE_CHECKING:
     from tokentape.chat.tokenizer import Tokenizer
-    from tokentape.store import SqliteStore
+    from tokentape.store import Store
 
 
 def show(
-    data_dir: DataDirectory,
+    location: StoreLocation,
     session: Annotated[str | None, typer.Argument(metavar="SESSION", help="Id of a session.")] = None,
     leaf: Annotated[
         int | None, typer.Option(metavar="N", help="The branch that ends with turn N. Default: the newest.")
     ] = None,
     ids: Annotated[bool, typer.Option("--ids", help="Print the token ids under each text.")] = False,
+    lanes: Annotated[
+        bool,
+        typer.Option("--lanes", help="Under each text: where tokens begin, loss, logprobs, and what would drift."),
+    ] = False,
     model: Annotated[
         Path | None,
         typer.Option(exists=True, file_okay=False, help="Model folder, if not the one that was served last."),
@@ -32,16 +36,17 @@ def show(
 
     Without a session, list the sessions.
     """
-    from tokentape.store import SqliteStore
+    from tokentape.store.location import open_store
 
-    with SqliteStore.open(data_dir, read_only=True) as store:
+    with open_store(location, read_only=True) as store:
         if session is None:
             _list(store, as_json)
         else:
-            _show(store, session, leaf, ids, as_json, None if as_json else _tokenizer(data_dir, model))
+            tokenizer = None if as_json else _tokenizer(location, store, model)
+            _show(store, session, leaf, ids, lanes, as_json, tokenizer)
 
 
-def _list(store: SqliteStore, as_json: bool) -> None:
+def _list(store: Store, as_json: bool) -> None:
     after = 0
     while page := store.sessions(after=after):
         for one in page:
@@ -56,7 +61,7 @@ def _list(store: SqliteStore, as_json: bool) -> None:
 
 
 def _show(
-    store: SqliteStore, session_id: str, leaf: int | None, ids: bool, as_json: bool, tokenizer: Tokenizer | None
+    store: Store, session_id: str, leaf: int | None, ids: bool, lanes: bool, as_json: bool, tokenizer: Tokenizer | None
 ) -> None:
     from rich.console import Console
 
@@ -76,20 +81,28 @@ def _show(
         typer.echo(json.dumps(trajectory_to_json(chosen)))
         return
     console = Console(highlight=False)
-    for line in transcript(session, list(branches), chosen, tokenizer, with_ids=ids or tokenizer is None):
+    lines = transcript(
+        session,
+        list(branches),
+        chosen,
+        tokenizer,
+        with_ids=ids or tokenizer is None,
+        lanes_width=console.width if lanes else None,
+    )
+    for line in lines:
         console.print(line, soft_wrap=True)
 
 
-def _tokenizer(data_dir: Path, folder: Path | None) -> Tokenizer | None:
+def _tokenizer(location: str, store: Store, folder: Path | None) -> Tokenizer | None:
     """The tokenizer that wrote the record; None, and the reason on stderr, if it isn't there any more."""
     from tokentape.chat.tokenizer import Tokenizer
-    from tokentape.store.served_model import read_served_model
+    from tokentape.store.location import served_model
 
     if folder is not None:
         return Tokenizer.load(folder)
-    served = read_served_model(data_dir)
+    served = served_model(location, store)
     if served is None:
-        reason = "this data directory doesn't say which model was served"
+        reason = "this record doesn't say which model was served"
     elif not (Path(served.folder) / "tokenizer.json").is_file():
         reason = f"the tokenizer is no longer in {served.folder}"
     else:

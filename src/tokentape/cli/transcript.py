@@ -7,14 +7,16 @@ control character as an escape: what is shown was written by models and stranger
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from rich.text import Text
 
 from tokentape.chat.tokenizer import Tokenizer
+from tokentape.cli.lanes import Drift, drift_of, lane_lines
+from tokentape.cli.readable import readable
 from tokentape.session.tree import Session
 from tokentape.types import Codes, Provenance, Trajectory, Turn
 
@@ -28,13 +30,27 @@ _STYLES = {
     Provenance.CLOSE: "bold red",
     Provenance.MEDIA: "bright_magenta",
 }
+_LANE_STYLES = {"logprob": "yellow", "drift": "bold red"}
 _GUTTER = max(len(code.name) for code in Provenance)
+_SEPARATOR = " | "
 
 
 def transcript(
-    session: Session, leaves: Sequence[int], trajectory: Trajectory, tokenizer: Tokenizer | None, *, with_ids: bool
+    session: Session,
+    leaves: Sequence[int],
+    trajectory: Trajectory,
+    tokenizer: Tokenizer | None,
+    *,
+    with_ids: bool,
+    lanes_width: int | None = None,
 ) -> Iterator[Text]:
-    """Yield the lines that show `trajectory`, one of those of `session`; without a tokenizer, ids only."""
+    """Yield the lines that show `trajectory`, one of those of `session`; without a tokenizer, ids only.
+
+    With `lanes_width` the text is broken into lines of so many columns, each with its lanes below; see `lanes`.
+    """
+    lanes = None
+    if lanes_width is not None and tokenizer is not None:
+        lanes = _Lanes(trajectory, tokenizer, drift_of(trajectory, tokenizer), lanes_width)
     yield Text(f"session {session.info.session_id}, branch of turns {_joined(trajectory.turns)}", style="bold")
     reward = "no reward" if trajectory.reward is None else f"reward {trajectory.reward:g}"
     sampled = int((trajectory.provenance == Provenance.SAMPLED).sum())
@@ -53,26 +69,31 @@ def transcript(
         yield Text(_headline(turn, bool(trajectory.loss_mask[completion_start:end].all())), style="bold")
         for run_start, run_end in _runs(trajectory.provenance[start:end]):
             run_ids = trajectory.token_ids[start + run_start : start + run_end].tolist()
-            yield from _run_lines(Provenance(trajectory.provenance[start + run_start]), run_ids, tokenizer, with_ids)
+            code = Provenance(trajectory.provenance[start + run_start])
+            if lanes is None:
+                yield from _run_lines(code, run_ids, tokenizer, with_ids)
+            else:
+                yield from lanes.lines(code, start + run_start, start + run_end)
+                if with_ids:
+                    yield from _run_lines(code, run_ids, None, with_ids)
         start = end
 
 
-def readable(text: str) -> str:
-    """`text` with newlines shown as ↵ and control and format characters as escapes. Emoji and scripts stay whole.
+@dataclass(frozen=True, slots=True)
+class _Lanes:
+    """What lines with lanes are made from."""
 
-    >>> readable("a\\n\\x1b[2Jb")
-    'a↵\\n\\\\x1b[2Jb'
-    """
-    return "".join(map(_readable, text))
+    trajectory: Trajectory
+    tokenizer: Tokenizer
+    drifts: list[Drift]
+    width: int
 
-
-def _readable(char: str) -> str:
-    if char == "\n":
-        return "↵\n"
-    # Joiners are part of how emoji and several scripts are written; other format characters reorder or hide text.
-    if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") and char not in "\u200c\u200d":
-        return char.encode("unicode_escape", "surrogatepass").decode("ascii")
-    return char
+    def lines(self, code: Provenance, start: int, end: int) -> Iterator[Text]:
+        label = code.name.lower()
+        columns = max(self.width - _GUTTER - len(_SEPARATOR), 20)
+        for lane, text in lane_lines(self.trajectory, self.tokenizer, start, end, self.drifts, columns, readable):
+            yield _line(lane or label, Text(text, style=_LANE_STYLES.get(lane, "dim") if lane else _STYLES[code]))
+            label = label if lane else ""
 
 
 def _headline(turn: Turn, trained: bool) -> str:
@@ -106,7 +127,7 @@ def _run_lines(code: Provenance, ids: Sequence[int], tokenizer: Tokenizer | None
 
 
 def _line(label: str, content: Text) -> Text:
-    return Text.assemble(f"{label:>{_GUTTER}} | ", content)
+    return Text.assemble(f"{label:>{_GUTTER}}{_SEPARATOR}", content)
 
 
 def _joined(numbers: Sequence[int]) -> str:

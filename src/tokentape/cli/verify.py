@@ -1,4 +1,4 @@
-"""`tokentape verify`: check a data directory."""
+"""`tokentape verify`: check a record."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import asdict
 
 import typer
 
-from tokentape.cli.arguments import AsJson, DataDirectory
+from tokentape.cli.arguments import AsJson, StoreLocation
 
 
-def verify(data_dir: DataDirectory, as_json: AsJson = False) -> None:
+def verify(store: StoreLocation, as_json: AsJson = False) -> None:
     """Re-check every hash and every rule of a record.
 
     Exits with 1 if anything is wrong. Changes nothing, and may run beside a gateway.
     """
     from tokentape.store.verify import verify as check
 
-    report = check(data_dir)
+    report = check(store)
     if as_json:
         typer.echo(json.dumps({"ok": report.ok, **asdict(report)}))
     else:

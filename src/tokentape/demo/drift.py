@@ -6,22 +6,21 @@ completions one by one, and on whole trajectories rendered again from their mess
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from tokentape.audit.pairing import Pairing, pair_ids, retokenized
+from tokentape.audit.rerender import with_objects
 from tokentape.chat.renderer import Renderer
-from tokentape.chat.tokenizer import Tokenizer
 from tokentape.engines.transformers import FinishedSample
 from tokentape.errors import TemplateRefused
 from tokentape.session.tree import Session
 from tokentape.store import StoredSession
-from tokentape.types import Message, Setup, Trajectory, Turn
+from tokentape.types import Setup, TokenIds, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +58,21 @@ def retokenization_drift(renderer: Renderer, sessions: Iterable[StoredSession]) 
     changes: list[Change] = []
     for stored in sessions:
         for turn in stored.turns:
-            sampled = turn.completion_ids.tolist()
-            retokenized = _retokenized(tokenizer, sampled)
+            sampled = turn.completion_ids
+            again = retokenized(tokenizer, sampled)
             counts["completions"] += 1
             counts["tokens"] += len(sampled)
-            if sampled != retokenized:
-                changes.append(Change(turn.session_id, turn.seq, *first_change(tokenizer, sampled, retokenized)))
-                counts["changed_tokens"] += changed_tokens(tokenizer, sampled, retokenized)
+            if not np.array_equal(sampled, again):
+                found = pair_ids(sampled, again, tokenizer)
+                changes.append(_first_change(turn, again, found))
+                counts["changed_tokens"] += int((found.partner < 0).sum())
         session = Session(stored.info, stored.turns)
         for leaf in session.leaves():
             path = session.path(leaf)
-            ids = session.context_after(leaf).tolist()
+            ids = session.context_after(leaf)
             counts["trajectories"] += 1
-            counts["retokenized"] += ids != _retokenized(tokenizer, ids)
-            counts["rerendered"] += ids != _rerendered(renderer, path, stored.setups[path[-1].setup])
+            counts["retokenized"] += not np.array_equal(ids, retokenized(tokenizer, ids))
+            counts["rerendered"] += ids.tolist() != _rerendered(renderer, path, stored.setups[path[-1].setup])
     return Drift(
         completions=counts["completions"],
         changed_completions=len(changes),
@@ -83,26 +83,6 @@ def retokenization_drift(renderer: Renderer, sessions: Iterable[StoredSession]) 
         rerendered_trajectories=counts["rerendered"],
         longest=max(changes, key=lambda change: len(change.sampled), default=None),
     )
-
-
-def changed_tokens(tokenizer: Tokenizer, sampled: Sequence[int], retokenized: Sequence[int]) -> int:
-    """How many of the sampled tokens are not there, as the same id over the same bytes, after retokenization."""
-    return len(_placed(tokenizer, sampled) - _placed(tokenizer, retokenized))
-
-
-def first_change(
-    tokenizer: Tokenizer, sampled: Sequence[int], retokenized: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The first ids that differ, up to where both sides have spelled the same bytes again."""
-    same = 0
-    while same < min(len(sampled), len(retokenized)) and sampled[same] == retokenized[same]:
-        same += 1
-    ends = _ends(tokenizer, sampled[same:]), _ends(tokenizer, retokenized[same:])
-    meeting = min(set(ends[0]) & set(ends[1]), default=None)
-    if meeting is None:
-        return tuple(sampled[same:]), tuple(retokenized[same:])
-    left, right = (same + of_side.index(meeting) + 1 for of_side in ends)
-    return tuple(sampled[same:left]), tuple(retokenized[same:right])
 
 
 def turns_unlike_engine(trajectories: Iterable[Trajectory], log: Iterable[FinishedSample]) -> int:
@@ -133,8 +113,14 @@ def _key(prompt_ids: Any, token_ids: Any, logprobs: Any) -> bytes:
     )
 
 
-def _retokenized(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
-    return tokenizer.encode_plain(tokenizer.decode(ids))
+def _first_change(turn: Turn, again: TokenIds, found: Pairing) -> Change:
+    """The first changed stretch; where retokenizing only left off the end, that."""
+    sampled, retokenized_to = turn.completion_ids[len(again) :], again[:0]
+    if found.changes:
+        first = found.changes[0]
+        sampled = turn.completion_ids[first.start : first.end]
+        retokenized_to = again[first.trainer_start : first.trainer_end]
+    return Change(turn.session_id, turn.seq, tuple(sampled.tolist()), tuple(retokenized_to.tolist()))
 
 
 def _rerendered(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> list[int] | None:
@@ -146,33 +132,7 @@ def _rerendered(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> list[
     messages = [message for turn in before for message in (*turn.messages, turn.reply)]
     messages += last.messages
     try:
-        prompt = renderer.render([_with_objects(message) for message in messages], setup).ids
+        prompt = renderer.render([with_objects(message) for message in messages], setup).ids
     except TemplateRefused:
         return None
-    return [*prompt.tolist(), *_retokenized(renderer.tokenizer, last.completion_ids.tolist())]
-
-
-def _with_objects(message: Message) -> Message:
-    """The message with tool arguments as objects, which is how chat servers hand them to a template."""
-    if not message.get("tool_calls"):
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
-
-
-def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _placed(tokenizer: Tokenizer, ids: Sequence[int]) -> set[tuple[int, int]]:
-    return set(zip(_ends(tokenizer, ids), ids, strict=True))
-
-
-def _ends(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
-    """Per token the number of bytes up to its end."""
-    sizes = [len(tokenizer.token_bytes(token_id)) for token_id in ids]
-    return list(accumulate(sizes))
+    return [*prompt.tolist(), *retokenized(renderer.tokenizer, last.completion_ids).tolist()]

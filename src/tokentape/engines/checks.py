@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from functools import lru_cache
 
 import numpy as np
 
@@ -24,9 +25,8 @@ def refuse_prompt(prompt_ids: TokenIds, info: EngineInfo) -> None:
     ids = np.asarray(prompt_ids)
     if not ids.size:
         raise InvalidRequest("the prompt is empty; it needs at least one token id", "prompt_ids")
-    outside = np.flatnonzero((ids < 0) | (ids >= info.vocab_size))
-    if outside.size:
-        position = int(outside[0])
+    if int(ids.min()) < 0 or int(ids.max()) >= info.vocab_size:
+        position = int(np.flatnonzero((ids < 0) | (ids >= info.vocab_size))[0])
         raise InvalidRequest(
             f"prompt id {int(ids[position])} at position {position} is not in this model's vocabulary, 0 to "
             f"{info.vocab_size - 1}; was the prompt encoded with another tokenizer?",
@@ -39,6 +39,7 @@ def refuse_prompt(prompt_ids: TokenIds, info: EngineInfo) -> None:
         )
 
 
+@lru_cache(maxsize=256)
 def refuse_params(params: SamplingParams) -> None:
     """Raise unless each parameter is in the range where it has a meaning.
 
@@ -72,8 +73,14 @@ def refuse_unhonoured(params: SamplingParams, info: EngineInfo) -> None:
         UnsupportedParameter: naming the first.
 
     """
+    name = _set_but_not_in(info.sampling, params)
+    if name is not None:
+        honoured = ", ".join(sorted(info.sampling))
+        raise UnsupportedParameter(f"{info.name} does not do {name}; it does {honoured}", name)
+
+
+@lru_cache(maxsize=256)
+def _set_but_not_in(honoured: frozenset[str], params: SamplingParams) -> str | None:
     default = SamplingParams(max_tokens=params.max_tokens)
-    for field in fields(SamplingParams):
-        if field.name not in info.sampling and getattr(params, field.name) != getattr(default, field.name):
-            honoured = ", ".join(sorted(info.sampling))
-            raise UnsupportedParameter(f"{info.name} does not do {field.name}; it does {honoured}", field.name)
+    names = (field.name for field in fields(SamplingParams) if field.name not in honoured)
+    return next((name for name in names if getattr(params, name) != getattr(default, name)), None)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
+from urllib.parse import SplitResult, urlsplit
 
-import httpx2
 import msgspec
 
+from tokentape.engines.connections import ConnectionBroken, Connections, Response
 from tokentape.errors import (
     EngineContractError,
     EngineError,
@@ -41,6 +42,9 @@ _KEEPALIVE_SECONDS = 3.0
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,63}")
 
 Stage: TypeAlias = Literal["connect", "first_token", "between_tokens", "total"]
+
+Body: TypeAlias = bytes | Sequence[bytes]
+"""Of a request: JSON, whole or in pieces, so that a long prompt is not copied into it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +164,7 @@ class HttpClient:
         headers = {"accept-encoding": "identity", "user-agent": "tokentape"}
         if api_key is not None:
             headers["authorization"] = f"Bearer {header_value(api_key, 'api_key')}"
-        self._client = httpx2.AsyncClient(
-            headers=headers,
-            follow_redirects=False,
-            trust_env=False,
-            limits=httpx2.Limits(
-                max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEEPALIVE_SECONDS
-            ),
-            timeout=httpx2.Timeout(None, connect=self.timeouts.connect),
-        )
+        self._connections = Connections(self._base, headers, idle_seconds=_KEEPALIVE_SECONDS, most_idle=256)
 
     async def get(self, path: str, *, stage: Stage = "first_token") -> bytes:
         """Body of a GET, within the timeout of `stage`.
@@ -179,7 +175,7 @@ class HttpClient:
         """
         return await self._whole("GET", path, b"", {}, _Limit.after(stage, self.timeouts))
 
-    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+    async def post(self, path: str, body: Body, headers: Mapping[str, str]) -> bytes:
         """Body of the reply to a JSON `body`, within `Timeouts.total`.
 
         Raises:
@@ -193,7 +189,7 @@ class HttpClient:
         """
         return await self._whole("POST", path, body, headers, _Limit.after("total", self.timeouts))
 
-    async def events(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+    async def events(self, path: str, body: Body, headers: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
         """Data of each server-sent event of the reply to a JSON `body`, until the stream ends.
 
         Close it (`contextlib.aclosing`) to give up: the connection is closed with it.
@@ -208,62 +204,64 @@ class HttpClient:
         reader = SseReader()
         response = await self._send("POST", path, body, headers, limit)
         try:
-            chunks = response.aiter_raw()
-            while chunk := await _next_chunk(chunks, path, limit):
+            while chunk := await _next_chunk(response, path, limit):
                 for data in reader.feed(chunk):
                     yield data
                     limit = min(_Limit.after("between_tokens", self.timeouts), total)
         finally:
-            await response.aclose()
+            response.close()
         if reader.pending:
             raise EngineError(f"the engine's stream at {path} ended within an event; send the request again")
 
     async def close(self) -> None:
         """Close all connections, running calls included. May be called again."""
-        await self._client.aclose()
+        self._connections.close()
 
-    async def _whole(self, method: str, path: str, body: bytes, headers: Mapping[str, str], limit: _Limit) -> bytes:
+    async def _whole(self, method: str, path: str, body: Body, headers: Mapping[str, str], limit: _Limit) -> bytes:
         response = await self._send(method, path, body, headers, limit)
         try:
             received = await _read(response, path, limit, MAX_BODY_BYTES)
         finally:
-            await response.aclose()
+            response.close()
         if received is None:
             raise EngineContractError(f"the engine's reply at {path} is larger than {MAX_BODY_BYTES} bytes")
         return received
 
     async def _send(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str], limit: _Limit
-    ) -> httpx2.Response:
+        self, method: str, path: str, body: Body, headers: Mapping[str, str], limit: _Limit
+    ) -> Response:
         """The reply with its body still to be read. Anything but a 200 is raised."""
-        if self._client.is_closed:
+        if self._connections.closed:
             raise EngineUnavailable("this engine was closed; open it again")
-        content = {"content-type": "application/json"} if body else {}
-        request = self._client.build_request(
-            method, self._base + path, content=body or None, headers={**headers, **content}
-        )
+        content = {**headers, "content-type": "application/json"} if body else headers
+        pieces = [body] if isinstance(body, bytes) else body
+        connecting = True
+        connect = _Limit.after("connect", self.timeouts)
         try:
-            async with asyncio.timeout_at(limit.at):
-                response = await self._client.send(request, stream=True)
+            async with asyncio.timeout_at(min(limit.at, connect.at)) as timeout:
+                connection = await self._connections.connect()
+                connecting = False
+                timeout.reschedule(limit.at)
+                response = await self._connections.send(connection, method, path, content, pieces)
         except TimeoutError:
+            if connecting and connect.at <= limit.at:
+                raise EngineUnavailable(
+                    f"no connection to the engine within {self.timeouts.connect:g} s (connect); is it running?"
+                ) from None
             raise limit.error(path) from None
-        except httpx2.ConnectTimeout:
-            raise EngineUnavailable(
-                f"no connection to the engine within {self.timeouts.connect:g} s (connect); is it running?"
-            ) from None
-        except httpx2.ConnectError:
+        except OSError:
             raise EngineUnavailable("the engine refuses connections or its address is wrong; is it running?") from None
-        except httpx2.HTTPError as error:
+        except ConnectionBroken as error:
             raise EngineUnavailable(
-                f"the connection to the engine broke before it answered at {path} ({type(error).__name__})"
+                f"the connection to the engine broke before it answered at {path} ({error})"
             ) from None
-        if response.status_code == 200:
+        if response.status == 200:
             return response
         try:
             received = await _read(response, path, limit, _MAX_ERROR_BYTES)
         finally:
-            await response.aclose()
-        raise status_error(response.status_code, path, received or b"")
+            response.close()
+        raise status_error(response.status, path, received or b"")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -287,25 +285,24 @@ class _Limit:
         )
 
 
-async def _next_chunk(chunks: AsyncGenerator[bytes, None], path: str, limit: _Limit) -> bytes:
+async def _next_chunk(response: Response, path: str, limit: _Limit) -> bytes:
     """The next bytes of a body; none at its end."""
     try:
         async with asyncio.timeout_at(limit.at):
-            return await anext(chunks, b"")
+            return await response.read()
     except TimeoutError:
         raise limit.error(path) from None
-    except httpx2.HTTPError as error:
+    except ConnectionBroken as error:
         raise EngineError(
-            f"the connection broke within the engine's reply at {path} ({type(error).__name__}); nothing of it was "
-            "kept, send the request again"
+            f"the connection broke within the engine's reply at {path} ({error}); nothing of it was kept, send the "
+            "request again"
         ) from None
 
 
-async def _read(response: httpx2.Response, path: str, limit: _Limit, max_bytes: int) -> bytes | None:
+async def _read(response: Response, path: str, limit: _Limit, max_bytes: int) -> bytes | None:
     """The whole body, or None if it is larger than `max_bytes`."""
     received = bytearray()
-    chunks = response.aiter_raw()
-    while chunk := await _next_chunk(chunks, path, limit):
+    while chunk := await _next_chunk(response, path, limit):
         received += chunk
         if len(received) > max_bytes:
             return None
@@ -376,15 +373,21 @@ def header_value(value: str, param: str) -> str:
 
 def _checked_base(base_url: str) -> str:
     try:
-        url = httpx2.URL(base_url)
-    except httpx2.InvalidURL:
+        url = urlsplit(base_url)
+        port = url.port
+    except ValueError:
         raise InvalidRequest("the engine's address is not a URL; expected http://host:port", "base_url") from None
-    if url.scheme not in ("http", "https") or not url.host or url.userinfo or url.query or url.fragment:
+    whole = base_url.isascii() and base_url.isprintable() and " " not in base_url and port != 0
+    if not whole or url.scheme not in ("http", "https") or not url.hostname or _more_than_an_address(url):
         raise InvalidRequest(
             "the engine's address must be http://host:port or https://host:port, without user, query or fragment",
             "base_url",
         )
-    return str(url).rstrip("/").removesuffix("/v1")
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
+def _more_than_an_address(url: SplitResult) -> bool:
+    return "@" in url.netloc or bool(url.query) or bool(url.fragment)
 
 
 def _utf8(data: bytes) -> bytes:

@@ -11,11 +11,19 @@ KINDS = ("vllm", "sglang", "llamacpp", "openai")
 
 
 async def open_engine(
-    kind: str, url: str, *, vocab_size: int, api_key: str | None = None, timeouts: Timeouts | None = None
+    kind: str,
+    url: str,
+    *,
+    vocab_size: int,
+    api_key: str | None = None,
+    timeouts: Timeouts | None = None,
+    verify_prompt: bool = False,
 ) -> Engine:
     """The engine of one of `KINDS` for the server at `url`.
 
         engine = await open_engine("sglang", "http://127.0.0.1:30000", vocab_size=len(tokenizer))
+
+    `verify_prompt`: have vLLM and SGLang return the prompt's ids with each reply, and compare them. Others can't.
 
     Raises:
         InvalidRequest: there is no such kind, or the address can't be used.
@@ -26,11 +34,15 @@ async def open_engine(
         case "vllm":
             from tokentape.engines.vllm import VllmEngine
 
-            return await VllmEngine.open(url, vocab_size=vocab_size, api_key=api_key, timeouts=timeouts)
+            return await VllmEngine.open(
+                url, vocab_size=vocab_size, api_key=api_key, timeouts=timeouts, verify_prompt=verify_prompt
+            )
         case "sglang":
             from tokentape.engines.sglang import SglangEngine
 
-            return await SglangEngine.open(url, vocab_size=vocab_size, api_key=api_key, timeouts=timeouts)
+            return await SglangEngine.open(
+                url, vocab_size=vocab_size, api_key=api_key, timeouts=timeouts, verify_prompt=verify_prompt
+            )
         case "llamacpp":
             from tokentape.engines.llamacpp import LlamaCppEngine
 

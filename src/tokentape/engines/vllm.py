@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import re
-import uuid
+import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
@@ -25,7 +25,8 @@ import numpy as np
 
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
-from tokentape.engines.http import HttpClient, Timeouts, header_value
+from tokentape.engines.http import Body, HttpClient, Timeouts, header_value
+from tokentape.engines.prompt_json import PromptWriter
 from tokentape.engines.replies import ROUNDING, decode
 from tokentape.engines.vllm_reply import DONE, Reply, alternatives_to_ask, logits_error
 from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
@@ -45,6 +46,8 @@ _SERVER_ID = "generate-tokens-"
 _ANY_ID = 1 << 31
 
 _LOWEST_TEMPERATURE = 0.01
+
+_KEPT_FIELDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,9 @@ class VllmEngine:
         self._info = info
         self._server = server
         self._verify_prompt = verify_prompt
+        # Prompts that come back are compared as they were sent, so they are sent as the server writes them.
+        self._prompts = PromptWriter(info.vocab_size, compact=verify_prompt)
+        self._kept_fields: dict[tuple[SamplingParams, int | None, bool], bytes] = {}
         self._aborts: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -134,7 +140,7 @@ class VllmEngine:
         """What the server said when it was opened."""
         return self._info
 
-    async def sample(
+    def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample a continuation of `prompt_ids`, int32 [tokens]; see `Engine`.
@@ -163,9 +169,7 @@ class VllmEngine:
             )
         if (params.payloads_from or 0) > len(prompt_ids):
             raise InvalidRequest(f"payloads_from must be at most {len(prompt_ids)}, the prompt's end", "payloads_from")
-        async with aclosing(self._ask(prompt_ids, params, stream=stream, request_id=request_id)[1]) as deltas:
-            async for delta in deltas:
-                yield delta
+        return self._ask(prompt_ids, params, stream=stream, request_id=request_id)[1]
 
     async def check(self) -> None:
         """Return if `/health` answers within `Timeouts.connect`, else raise `EngineUnavailable`."""
@@ -195,11 +199,11 @@ class VllmEngine:
         Where the server returns a row per token, it is asked for those from `rows_from` on, however few are wanted.
         """
         # The server aborts every request of an id: the random ending keeps them apart.
-        unique = f"{header_value(request_id, 'request_id')}-{uuid.uuid4().hex[:16]}"
+        unique = f"{header_value(request_id, 'request_id')}-{secrets.token_hex(8)}"
         headers = {"x-request-id": unique}
         if params.session_id is not None:
             headers["x-session-id"] = header_value(params.session_id, "session_id")
-        prompt = msgspec.json.encode(np.asarray(prompt_ids).tolist())
+        prompt = self._prompts.write(prompt_ids)
         if rows_from is None:
             # A server that has rows would else return those of the whole prompt, each time.
             rows_from = len(prompt_ids) if params.payloads_from is None else params.payloads_from
@@ -207,6 +211,7 @@ class VllmEngine:
         reply = Reply(
             _PATHS[self._server.route],
             prompt,
+            len(prompt_ids),
             params,
             self._info.vocab_size,
             names_ids=self._verify_prompt or self._server.route == "generate",
@@ -215,7 +220,7 @@ class VllmEngine:
         return reply, self._read(reply, body, headers, stream=stream, request_id=unique)
 
     async def _read(
-        self, reply: Reply, body: bytes, headers: dict[str, str], *, stream: bool, request_id: str
+        self, reply: Reply, body: Body, headers: dict[str, str], *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
         path, left = _PATHS[self._server.route], True
         try:
@@ -238,8 +243,27 @@ class VllmEngine:
 
     def _request_body(
         self, prompt: bytes, params: SamplingParams, rows_from: int, *, stream: bool, request_id: str
-    ) -> bytes:
-        """The body of one call: every field that a server-side default could otherwise fill in."""
+    ) -> list[bytes]:
+        """The body of one call, in pieces: a long prompt is not copied into it."""
+        if self._server.route == "completions":
+            fields = self._fields(replace(params, session_id=None, payloads_from=None), None, stream=stream)
+            return [fields[:-1], b',"prompt":', prompt, b"}"]
+        fields = self._fields(params, rows_from, stream=stream)
+        unique = msgspec.json.encode(request_id)
+        return [fields[:-1], b',"request_id":', unique, b',"token_ids":', prompt, b"}"]
+
+    def _fields(self, params: SamplingParams, rows_from: int | None, *, stream: bool) -> bytes:
+        """An object of all but the prompt: every field that a server-side default could otherwise fill in."""
+        # Sessions sample alike from turn to turn.
+        asked = params, rows_from, stream
+        found = self._kept_fields.get(asked)
+        if found is None:
+            if len(self._kept_fields) >= _KEPT_FIELDS:
+                self._kept_fields.clear()
+            found = self._kept_fields[asked] = self._new_fields(params, rows_from, stream=stream)
+        return found
+
+    def _new_fields(self, params: SamplingParams, rows_from: int | None, *, stream: bool) -> bytes:
         sampling: dict[str, object] = {
             "n": 1,
             "max_tokens": params.max_tokens,
@@ -271,15 +295,9 @@ class VllmEngine:
         if self._server.route == "generate":
             sampling["routed_experts_prompt_start"] = rows_from
             sampling["logprobs"] = alternatives_to_ask(params)
-            body |= {
-                "request_id": request_id,
-                "token_ids": msgspec.Raw(prompt),
-                "sampling_params": sampling,
-                "output_mode": "tokens",
-            }
+            body |= {"sampling_params": sampling, "output_mode": "tokens"}
         else:
             body |= {
-                "prompt": msgspec.Raw(prompt),
                 "add_special_tokens": False,
                 "echo": False,
                 "return_tokens_as_token_ids": True,

@@ -93,6 +93,7 @@ class VllmChatServer:
         reply = Reply(
             _CHAT,
             None,
+            0,
             params,
             self.info.vocab_size,
             names_ids=True,

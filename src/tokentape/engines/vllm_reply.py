@@ -98,6 +98,7 @@ class Reply:
     Args:
         path: the route, for the texts of errors.
         prompt: the prompt's ids as they were sent; None if the server makes them of messages.
+        prompt_tokens: how many they are; 0 until the server has told them.
         params: what was asked for.
         vocab_size: ids at or above it are refused.
         names_ids: the ids of a completion are in its `token_ids`, to be compared with those of the log-probabilities.
@@ -110,6 +111,7 @@ class Reply:
         self,
         path: str,
         prompt: bytes | None,
+        prompt_tokens: int,
         params: SamplingParams,
         vocab_size: int,
         *,
@@ -119,6 +121,8 @@ class Reply:
     ) -> None:
         self._path = path
         self._prompt = prompt
+        self.prompt_tokens = prompt_tokens
+        """How many ids the prompt has."""
         self._own_stops = own_stops
         self._params = params
         self._vocab_size = vocab_size
@@ -153,8 +157,9 @@ class Reply:
         if len(body.choices) > 1 or body.choices[0].index != 0 or self._last is not None:
             raise EngineContractError("the engine sampled more than the one completion that was asked for")
         choice = body.choices[0]
-        self._check_prompt(bytes(choice.prompt_token_ids))
-        self._check_prompt(bytes(body.prompt_token_ids))
+        if self._returns_prompt:
+            self._check_prompt(bytes(choice.prompt_token_ids))
+            self._check_prompt(bytes(body.prompt_token_ids))
         delta = self._delta(choice)
         self._tokens += len(delta.token_ids)
         if self._tokens > self._params.max_tokens:
@@ -194,11 +199,6 @@ class Reply:
         return self._last
 
     @property
-    def prompt_tokens(self) -> int:
-        """How many ids the prompt has."""
-        return 0 if self._prompt is None else self._prompt.count(b",") + 1
-
-    @property
     def prompt_ids(self) -> TokenIds | None:
         """The prompt's ids, int32 [tokens]; None as long as only the server knows them."""
         if self._prompt is None:
@@ -209,9 +209,10 @@ class Reply:
             raise EngineContractError("the engine's prompt_token_ids are not a list of token ids") from None
 
     def _check_prompt(self, echoed: bytes) -> None:
-        if not self._returns_prompt or echoed in (b"", b"null"):
+        if echoed in (b"", b"null"):
             return
-        self._prompt = self._prompt or echoed
+        if self._prompt is None:
+            self._prompt, self.prompt_tokens = echoed, echoed.count(b",") + 1
         # The server's JSON has no spaces either, so equal ids are nearly always equal bytes.
         if echoed != self._prompt and msgspec.json.decode(echoed) != msgspec.json.decode(self._prompt):
             raise EngineContractError(
@@ -226,20 +227,21 @@ class Reply:
             logprobs = [entry.logprob for entry in report.content]
             tops = [[(_id_of(top), top.logprob) for top in entry.top_logprobs] for entry in report.content]
         else:
-            ids = tuple(map(_token_id, report.tokens))
+            ids = _token_ids(report.tokens)
             logprobs = report.token_logprobs
-            tops = [[(_token_id(name), lp) for name, lp in (row or {}).items()] for row in report.top_logprobs]
+            rows = report.top_logprobs if self._params.top_logprobs else ()
+            tops = [[(_token_id(name), lp) for name, lp in (row or {}).items()] for row in rows]
         if self._names_ids and tuple(choice.token_ids or ()) != ids:
             raise EngineContractError(
                 f"the engine returned {len(choice.token_ids or ())} token_ids and log-probabilities of "
                 f"{len(ids)} ids; expected the same ids (return_token_ids needs vLLM 0.10.2 or newer)"
             )
-        for token_id in ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise EngineContractError(
-                    f"the engine sampled id {token_id}; the vocabulary is 0 to {self._vocab_size - 1}. Rows of the "
-                    "embedding beyond the tokenizer can be sampled by a model that was not trained to avoid them"
-                )
+        outside = next((one for one in (min(ids), max(ids)) if not 0 <= one < self._vocab_size), None) if ids else None
+        if outside is not None:
+            raise EngineContractError(
+                f"the engine sampled id {outside}; the vocabulary is 0 to {self._vocab_size - 1}. Rows of the "
+                "embedding beyond the tokenizer can be sampled by a model that was not trained to avoid them"
+            )
         return SampleDelta(
             token_ids=ids,
             logprobs=_sampled_logprobs(logprobs, len(ids)),
@@ -315,6 +317,16 @@ def _finish_reason(name: str) -> FinishReason:
 
 def _id_of(entry: _Entry | _Top) -> int:
     return _token_id(entry.token) if entry.token_id is None else entry.token_id
+
+
+def _token_ids(tokens: Sequence[str]) -> tuple[int, ...]:
+    try:
+        ids = tuple(int(token[len(_ID_PREFIX) :]) for token in tokens)
+    except ValueError:
+        ids = ()
+    if [f"{_ID_PREFIX}{token_id}" for token_id in ids] == tokens and (not ids or min(ids) >= 0):
+        return ids
+    return tuple(map(_token_id, tokens))
 
 
 def _token_id(token: str) -> int:

@@ -10,19 +10,21 @@ import logging
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokentape.errors import TokentapeError
 from tokentape.gateway.draining import Drain
-from tokentape.gateway.events import TurnDone, TurnEvent, TurnStarted
+from tokentape.gateway.events import TurnDone, TurnEvent
 from tokentape.gateway.telemetry import Telemetry
 
 REQUEST_ID = "X-Request-Id"
@@ -34,6 +36,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Of the request that is being worked on: for every line logged meanwhile."""
 
 _KEY = "tokentape.note"
+_REQUEST_ID = REQUEST_ID.lower().encode()
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _UNMATCHED = "unmatched"
 
@@ -58,9 +61,7 @@ class Note:
         async with aclosing(events):
             try:
                 async for event in events:
-                    if isinstance(event, TurnStarted):
-                        self.engine_requests = event.engine_requests
-                    elif isinstance(event, TurnDone):
+                    if isinstance(event, TurnDone):
                         self.turns.append(event.turn.seq)
                     yield event
             except TokentapeError as error:
@@ -85,6 +86,8 @@ class Access:
     def __init__(self, app: ASGIApp, routes: Sequence[Route], telemetry: Telemetry, drain: Drain) -> None:
         self._app = app
         self._routes = routes
+        uses = Counter(route.endpoint for route in routes)
+        self._paths: dict[Any, str] = {route.endpoint: route.path for route in routes if uses[route.endpoint] == 1}
         self._telemetry = telemetry
         self._drain = drain
 
@@ -105,7 +108,6 @@ class Access:
         name = given if _ID.fullmatch(given) else secrets.token_hex(16)
         request_id.set(name)
         noted = scope[_KEY] = Note()
-        route = self._template(scope)
         status, received, sent, left, complete = 0, 0, 0, False, False
 
         async def watched_receive() -> Message:
@@ -119,7 +121,7 @@ class Access:
             nonlocal status, sent, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID] = name
+                message["headers"] = [*message["headers"], (_REQUEST_ID, name.encode())]
             elif message["type"] == "http.response.body":
                 sent += len(message.get("body", b""))
                 complete = not message.get("more_body", False)
@@ -130,6 +132,7 @@ class Access:
                 await self._app(scope, watched_receive, watched_send)
             finally:
                 seconds = time.perf_counter() - began
+                route = self._template(scope)
                 fields: dict[str, object] = {
                     "method": scope["method"],
                     "route": route,
@@ -158,7 +161,8 @@ class Access:
 
     def _template(self, scope: Scope) -> str:
         """The path of the route that takes this request: never the raw one, which callers write."""
-        for route in self._routes:
-            if route.matches(scope)[0] is not Match.NONE:
-                return route.path
-        return _UNMATCHED
+        # The router says what it has called. What it has not, for another method for example, it had no reason to note.
+        path = self._paths.get(scope["endpoint"]) if "endpoint" in scope else None
+        if path is not None:
+            return path
+        return next((route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE), _UNMATCHED)

@@ -143,6 +143,7 @@ class AnthropicMessages:
     """The dialect. `model_id` is the model's name in replies, `template` says what it takes."""
 
     path = "/v1/messages"
+    read_messages = None
 
     def __init__(self, model_id: str, template: ChatTemplate) -> None:
         self._model_id = model_id

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokentape.errors import Forbidden, NotFound, StoreError, TokentapeError
-from tokentape.gateway import engine_routes, feedback, openapi, responses, sessions, snapshots, vllm_paths
+from tokentape.gateway import engine_routes, feedback, openapi, responses, sessions, snapshots, viewing, vllm_paths
 from tokentape.gateway.access import Access, note
 from tokentape.gateway.anthropic_messages import COUNT_PATH, AnthropicMessages, count_tokens
 from tokentape.gateway.chat_completions import ChatCompletions
@@ -50,10 +50,10 @@ def create_app(
     keys, drain, telemetry = keys or Keys(), drain or Drain(), turns.telemetry
     if allowed_hosts is None:
         allowed_hosts = [ANY] if keys else THIS_MACHINE
-    gateway = Gateway(turns, model_id, keys, Calls(turns.limits.calls_per_key), Nameless(), drain)
+    gateway = Gateway(turns, model_id, keys, Calls(turns.limits.calls_per_key), Nameless(turns.store), drain)
     drain.abort = turns.abort_all
-    telemetry.metrics.open_sessions.set_function(lambda: turns.open_sessions)
-    telemetry.metrics.store_healthy.set_function(lambda: turns.store.healthy)
+    telemetry.metrics.follow(telemetry.metrics.open_sessions, lambda: turns.open_sessions)
+    telemetry.metrics.follow(telemetry.metrics.store_healthy, lambda: turns.store.healthy)
     engine = turns.engine.info
     telemetry.metrics.build.labels(version("tokentape"), engine.name, engine.version, model_id).set(1)
     anthropic_messages = AnthropicMessages(model_id, turns.renderer.template)
@@ -68,11 +68,13 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         try:
             await turns.prepare()
-            yield
+            async with telemetry.metrics.following(), turns.pausing.together():
+                yield
         finally:
             await turns.abort_all()
             await turns.engine.close()
             await asyncio.to_thread(turns.store.close)
+            await asyncio.to_thread(telemetry.close)
 
     started = int(time.time())
 
@@ -119,6 +121,7 @@ def create_app(
         *engine_routes.routes(gateway),
         *responses.routes(gateway),
         *vllm_paths.routes(gateway),
+        *viewing.routes(gateway),
         *openapi.routes(),
         Route("/v1/models", models, methods=["GET"]),
         Route("/sessions/{session_id}/v1/models", models, methods=["GET"]),

@@ -33,7 +33,7 @@ from tokentape.engines.base import SampleDelta, SamplingParams
 from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
 from tokentape.gateway.endpoint import Asked, Asking, DoneChoice
 from tokentape.gateway.events import TurnDone, TurnEvent, TurnRequest, TurnStarted
-from tokentape.gateway.http import check_depth, encode_event, error_body
+from tokentape.gateway.http import check_depth, encode_event, error_body, parse_json
 from tokentape.gateway.images import image_part, takes
 from tokentape.gateway.openai_fields import (
     Count,
@@ -47,6 +47,7 @@ from tokentape.gateway.openai_fields import (
     tool_arguments,
 )
 from tokentape.gateway.sampling_fields import refuse_unhonoured
+from tokentape.types import Message
 
 MAX_CHOICES = 16
 
@@ -168,7 +169,7 @@ class ChatCompletions:
         check_depth(given.get("tools", []), "tools")
         turn = TurnRequest(
             session_id=asking.session_id,
-            messages=tuple(_message(index, one, asking.takes_images) for index, one in enumerate(read.messages)),
+            messages=_messages(read, asking),
             tools=tools,
             template_kwargs=read.chat_template_kwargs,
             sampling=sampling,
@@ -176,6 +177,10 @@ class ChatCompletions:
             stream=read.stream,
         )
         return Asked(turn, lambda started: _Encoder(read, started, self._model_id, self._tokenizer), _unhonoured(read))
+
+    def read_messages(self, data: bytes, asking: Asking) -> tuple[Message, ...]:
+        """The messages of a body that was accepted."""
+        return _messages(_read(parse_json(data))[0], asking)
 
     def error(self, error: TokentapeError) -> Any:
         """An error in OpenAI's shape."""
@@ -224,6 +229,10 @@ def _sampling(body: ChatCompletionsBody, vocab_size: int) -> SamplingParams:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     max_tokens = body.max_completion_tokens or body.max_tokens or 0
     return sampling_params(body, vocab_size, max_tokens=max_tokens, top_logprobs=body.top_logprobs)
+
+
+def _messages(body: ChatCompletionsBody, asking: Asking) -> tuple[Message, ...]:
+    return tuple(_message(index, one, asking.takes_images) for index, one in enumerate(body.messages))
 
 
 def _message(index: int, message: _Message, takes_images: bool) -> dict[str, Any]:

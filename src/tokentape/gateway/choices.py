@@ -111,7 +111,7 @@ def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0) -> tu
     return tuple(named)
 
 
-async def sample_choices(
+def sample_choices(
     engine: Sampler, prompt_ids: TokenIds, choices: Sequence[Choice], *, vocab_size: int, stream: bool
 ) -> AsyncGenerator[TurnDelta, None]:
     """Sample all `choices` from one context; yields deltas as they come. One that fails ends them all.
@@ -119,10 +119,13 @@ async def sample_choices(
     Raises `EngineError` and its kinds. Closing the iterator aborts what is still being sampled.
     """
     if len(choices) == 1:
-        async with aclosing(_sample(engine, prompt_ids, choices[0], vocab_size, stream)) as deltas:
-            async for delta in deltas:
-                yield delta
-        return
+        return _sample(engine, prompt_ids, choices[0], vocab_size, stream)
+    return _sample_all(engine, prompt_ids, choices, vocab_size, stream)
+
+
+async def _sample_all(
+    engine: Sampler, prompt_ids: TokenIds, choices: Sequence[Choice], vocab_size: int, stream: bool
+) -> AsyncGenerator[TurnDelta, None]:
     events: asyncio.Queue[TurnDelta | None] = asyncio.Queue()
 
     async def run(choice: Choice) -> None:

@@ -93,6 +93,7 @@ class Completions:
     """The dialect. `model_id` is the model's name in replies."""
 
     path = "/v1/completions"
+    read_messages = None
 
     def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
         self._model_id = model_id

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -19,18 +22,23 @@ from tokentape.gateway.draining import Drain
 from tokentape.gateway.events import Attempt, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.http import (
     EventStream,
+    UnlessClientLeaves,
     encode_json,
     error_headers,
     json_response,
     parse_json,
     read_body,
-    unless_client_leaves,
 )
 from tokentape.gateway.keys import Caller, Keys
+from tokentape.gateway.known_prefix import Body, Known
 from tokentape.gateway.limits import Calls, Limits
 from tokentape.gateway.session_ids import check_session_id, new_session_id
 from tokentape.gateway.turns import Turns
+from tokentape.store import Store
 from tokentape.types import Message
+
+_RETRIED_WITHIN = 900.0
+"""Seconds; clients retry what they have just asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +104,13 @@ class Dialect(Protocol):
 
     path: str
     """Below a base URL, for example `/v1/chat/completions`."""
+    @property
+    def read_messages(self) -> Callable[[bytes, Asking], tuple[Message, ...]] | None:
+        """Reads the messages of a body that was accepted.
+
+        None where a body has no array `messages`, or where what one of them means depends on those before it.
+        """
+        ...
 
     def session_of(self, body: Any) -> str | None:
         """The session that the body itself names, if this API has such a field and it is used."""
@@ -117,17 +132,23 @@ class Dialect(Protocol):
 class Nameless:
     """Sessions for calls that name none, such that a retry of a call finds the session of the call."""
 
-    def __init__(self, most: int = 4096) -> None:
+    def __init__(self, store: Store, most: int = 4096) -> None:
+        self._store = store
         self._most = most
         self._recent: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def session_id(self, owner: str, attempt: Attempt) -> str:
+    async def session_id(self, owner: str, attempt: Attempt) -> str:
         """The session for a call: with an Idempotency-Key always the same one, else a new one unless it is a retry."""
         if attempt.key is not None:
             return hashlib.sha256(f"{owner}\0{attempt.key}".encode()).hexdigest()[:32]
         call = owner, attempt.body_digest
+        recorded = None
+        if attempt.retried and call not in self._recent:
+            # The call may have been answered by another gateway, or before a restart.
+            since = time.time() - _RETRIED_WITHIN
+            recorded = await asyncio.to_thread(self._store.session_of_call, owner, attempt.body_digest, since)
         if not attempt.retried or call not in self._recent:
-            self._recent[call] = new_session_id()
+            self._recent[call] = recorded or new_session_id()
         self._recent.move_to_end(call)
         if len(self._recent) > self._most:
             self._recent.popitem(last=False)
@@ -202,32 +223,72 @@ def endpoint(gateway: Gateway, dialect: Dialect) -> Callable[[Request], Awaitabl
 
 async def _answer(gateway: Gateway, dialect: Dialect, caller: Caller, request: Request) -> Response:
     turns = gateway.turns
-    data = await read_body(request, gateway.limits.body_bytes)
-    body = parse_json(data)
-    attempt = _attempt(request, dialect, data)
-    session_id = address(request, caller, dialect.session_of(body)) or gateway.nameless.session_id(
-        caller.owner, attempt
-    )
+    body = await _body(gateway, dialect, caller, request)
+    parsed = parse_json(body.unread)
+    named = address(request, caller, dialect.session_of(parsed))
+    session_id = named
+    if session_id is None:
+        unnamed = _attempt(request, dialect, body, nameless=True)
+        session_id = await gateway.nameless.session_id(caller.owner, unnamed)
     noted = note(request)
     noted.session_id = session_id
-    asked = await dialect.decode(body, _Asking(turns, session_id, caller.owner))
-    turn = replace(asked.turn, owner=caller.owner, attempt=attempt)
-    events = noted.follow(turns.take(turn))
-    started = await unless_client_leaves(request, anext(events))
-    assert isinstance(started, TurnStarted)
-    encoder = asked.encoder(started)
+    asking = _Asking(turns, session_id, caller.owner)
+    place, read = None, None
+    try:
+        asked = await dialect.decode(parsed, asking)
+        if dialect.read_messages is not None and named is not None:
+            place = body.place()
+    except InvalidRequest:
+        if body.known is None:
+            raise
+    if body.known is not None:
+        if place is None or dialect.read_messages is None:
+            # For an error that counts all messages, and for a body that has its messages in two places.
+            body.forget()
+            asked = await dialect.decode(parse_json(body.unread), asking)
+        else:
+            read = partial(dialect.read_messages, body.data, asking)
+    turn = replace(
+        asked.turn,
+        owner=caller.owner,
+        # After the place of the messages, so that the body is hashed once.
+        attempt=_attempt(request, dialect, body, nameless=named is None),
+        place=place,
+        known=body.known,
+        read=read,
+    )
     headers = {"X-Session-Id": session_id}
     if asked.unhonoured:
         headers["X-Tokentape-Unhonoured"] = ", ".join(asked.unhonoured)
-    if started.replayed:
-        headers["X-Tokentape-Replayed"] = "true"
-    if not turn.stream:
-        choices = await unless_client_leaves(request, _collect(events))
-        headers["X-Tokentape-Turn"] = ",".join(str(choice.done.turn.seq) for choice in choices)
-        return Response(encode_json(encoder.whole(choices)), 200, headers, "application/json")
-    # The status line waits for the first tokens, so that whatever fails before them has its own status.
-    first = await unless_client_leaves(request, anext(events))
-    return EventStream(encoder.stream(_with_first(first, events)), headers, dialect.error_event)
+    async with UnlessClientLeaves(request), AsyncExitStack() as unread:
+        events = await turns.begin(turn)
+        unread.push_async_callback(events.aclose)
+        started = await anext(events)
+        assert isinstance(started, TurnStarted)
+        noted.engine_requests = started.engine_requests
+        encoder = asked.encoder(started)
+        if started.replayed:
+            headers["X-Tokentape-Replayed"] = "true"
+        if not turn.stream:
+            choices = await _collect(events)
+            noted.turns = [choice.done.turn.seq for choice in choices]
+            headers["X-Tokentape-Turn"] = ",".join(map(str, noted.turns))
+            return Response(encode_json(encoder.whole(choices)), 200, headers, "application/json")
+        # The status line waits for the first tokens, so that whatever fails before them has its own status.
+        first = await anext(events)
+        unread.pop_all()
+    return EventStream(encoder.stream(noted.follow(_with_first(first, events))), headers, dialect.error_event)
+
+
+async def _body(gateway: Gateway, dialect: Dialect, caller: Caller, request: Request) -> Body:
+    """The body, and what is known of it if it is a call in a session in memory."""
+    data = await read_body(request, gateway.limits.body_bytes)
+    known: Sequence[Known] = ()
+    if dialect.read_messages is not None and not gateway.turns.takes_images:
+        session_id = address(request, caller)
+        if session_id is not None:
+            known = gateway.turns.known(session_id, caller.owner)
+    return Body(data, known)
 
 
 def address(request: Request, caller: Caller, named: str | None = None) -> str | None:
@@ -250,25 +311,25 @@ def address(request: Request, caller: Caller, named: str | None = None) -> str |
     return None
 
 
-def _attempt(request: Request, dialect: Dialect, data: bytes) -> Attempt:
+def _attempt(request: Request, dialect: Dialect, body: Body, *, nameless: bool) -> Attempt:
     key = request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= 256:
         raise InvalidRequest("an Idempotency-Key has 1 to 256 characters", "Idempotency-Key")
     count = request.headers.get("x-stainless-retry-count", "0")
-    digest = hashlib.sha256(dialect.path.encode() + b"\0" + data).hexdigest()
-    return Attempt(digest, key, retried=count.isdecimal() and int(count[:9]) > 0)
+    # A call that names no session is not found in one that has a name.
+    path = f"{dialect.path}?" if nameless else dialect.path
+    return Attempt(body.digest(path), key, retried=count.isdecimal() and int(count[:9]) > 0)
 
 
 async def _collect(events: AsyncGenerator[TurnEvent]) -> list[DoneChoice]:
     """Read the events to their end and return all choices, in order."""
     sampled: dict[int, list[SampleDelta]] = {}
     done: list[TurnDone] = []
-    async with aclosing(events):
-        async for event in events:
-            if isinstance(event, TurnDone):
-                done.append(event)
-            elif isinstance(event, TurnDelta):
-                sampled.setdefault(event.choice, []).append(event.sampled)
+    async for event in events:
+        if isinstance(event, TurnDone):
+            done.append(event)
+        elif isinstance(event, TurnDelta):
+            sampled.setdefault(event.choice, []).append(event.sampled)
     done.sort(key=lambda one: one.choice)
     return [DoneChoice(one, sampled[one.choice]) for one in done]
 

@@ -38,8 +38,9 @@ def routes(gateway: Gateway) -> list[Route]:
         if not gateway.caller(request).admin:
             raise Forbidden("pausing and resuming the engine takes an admin key")
 
-    def state() -> dict[str, Any]:
+    async def state() -> dict[str, Any]:
         engine = turns.engine
+        others, under_way = await turns.pausing.under_way_elsewhere()
         told: dict[str, Any] = {
             "engine": str(engine.info),
             "model": engine.info.model,
@@ -47,33 +48,32 @@ def routes(gateway: Gateway) -> list[Route]:
             "vocab_size": turns.vocab_size,
             "sampling": sorted(engine.info.sampling),
             "paused": turns.gate.closed,
-            "calls_under_way": turns.gate.under_way,
+            "calls_under_way": turns.gate.under_way + under_way,
             "weight_version": turns.gate.weight_version,
         }
+        if others:
+            told["gateways"] = others + 1
         if isinstance(engine, EnginePool):
             told["replicas"] = dict(engine.available)
         return told
 
     async def show(request: Request) -> Response:
         gateway.caller(request)
-        return json_response(state())
+        return json_response(await state())
 
     async def pause(request: Request) -> Response:
         refuse_others(request)
         body = await read_json(request, gateway.limits.body_bytes)
         asked = Pause() if body is None else read_as(body, Pause)
-        turns.gate.close()
-        if asked.mode == "abort":
-            await turns.abort_all("paused")
-        idle = await turns.gate.idle(asked.timeout)
-        return json_response({**state(), "idle": idle})
+        idle = await turns.pausing.pause(abort=asked.mode == "abort", seconds=asked.timeout)
+        return json_response({**await state(), "idle": idle})
 
     async def resume(request: Request) -> Response:
         refuse_others(request)
         body = await read_json(request, gateway.limits.body_bytes)
         asked = Resume() if body is None else read_as(body, Resume)
-        turns.gate.open(asked.weight_version)
-        return json_response(state())
+        await turns.pausing.resume(asked.weight_version)
+        return json_response(await state())
 
     return [
         Route("/engine", show, methods=["GET"]),

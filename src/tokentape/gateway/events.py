@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from tokentape.chat.parse import Reply, ReplyDelta
 from tokentape.engines.base import SampleDelta, SamplingParams
+from tokentape.gateway.known_prefix import Known, Place
 from tokentape.types import Media, Message, TokenIds, Tool, Turn
 
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
@@ -48,6 +49,18 @@ class TurnRequest:
     """Name of the API key that asks. A session belongs to the one that began it."""
     attempt: Attempt | None = None
     """Without, the call is new."""
+    place: Place | None = None
+    """Where the messages stand in the body, so that the next request may be known by them."""
+    known: Known | None = None
+    """The messages before `messages`, if they were not read."""
+    read: Callable[[], tuple[Message, ...]] | None = None
+    """Reads all messages; with `known`."""
+
+    def whole(self) -> TurnRequest:
+        """The request with all of its messages."""
+        if self.read is None:
+            return self
+        return replace(self, messages=self.read(), known=None, read=None)
 
 
 @dataclass(frozen=True, slots=True)

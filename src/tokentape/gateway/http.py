@@ -7,8 +7,9 @@ import logging
 import math
 import re
 import traceback
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import ExitStack, aclosing
+from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -148,13 +149,32 @@ def unexpected(error: Exception) -> TokentapeError:
     return TokentapeError("an unexpected error; the gateway's log says where it happened")
 
 
-async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Await `work`; if the client leaves first, cancel it and raise `ClientLeft`. The body was read before."""
-    working = asyncio.create_task(work)
-    await _first(working, request.receive)
-    if working.cancelled():
-        raise ClientLeft
-    return working.result()
+class UnlessClientLeaves:
+    """A context whose work is cancelled if the client leaves; then it raises `ClientLeft`. The body was read before."""
+
+    def __init__(self, request: Request) -> None:
+        self._receive = request.receive
+        self._left = False
+
+    async def __aenter__(self) -> None:
+        working = asyncio.current_task()
+        assert working is not None
+        self._working = working
+        self._watching = asyncio.create_task(self._watch())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watching.cancel()
+        # As asyncio.timeout does: somebody else may have cancelled the task too.
+        if self._left and self._working.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise ClientLeft from None
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        self._working.cancel()
 
 
 class EventStream(Response):

@@ -96,5 +96,15 @@ class Keys:
         return f"tts_{_mac(self._keys.get(owner, b''), session_id)}_{owner}_{session_id}"
 
 
+def session_in_key(key: str) -> str | None:
+    """The session that a derived key is for, whether or not the key is valid; None if it is not derived.
+
+    >>> session_in_key("tts_abfe5d3ec3f7cb8fcdbf3d2dbfcf6ff8__s1")
+    's1'
+    """
+    derived = _DERIVED.fullmatch(key)
+    return None if derived is None else derived[3]
+
+
 def _mac(secret: bytes, session_id: str) -> str:
     return hmac.new(secret, session_id.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()[:32]

@@ -1,9 +1,27 @@
-"""What a gateway counts and times, for Prometheus. No label names a session, a caller or what a caller wrote."""
+"""What a gateway counts and times, for Prometheus. No label names a session, a caller or what a caller wrote.
+
+The workers of one gateway count together: in files in a directory that PROMETHEUS_MULTIPROC_DIR names, which the
+library looks for when it is imported.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Literal, TypeAlias
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.multiprocess import MultiProcessCollector
+
+COUNTED_TOGETHER = "PROMETHEUS_MULTIPROC_DIR"
+
+_Merged: TypeAlias = Literal["livesum", "livemin", "livemax"]
+"""What a gauge of all living workers is."""
+
+_NOTE_SECONDS = 1.0
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
 
@@ -13,6 +31,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._together = COUNTED_TOGETHER in os.environ
+        self._followed: list[tuple[Gauge, Callable[[], float]]] = []
         self.turns = self._counter(
             "turns",
             "Recorded turns: committed, or aborted by a cause: client_left, shutdown, an error.",
@@ -31,6 +51,14 @@ class Metrics:
         self.replays = self._counter("replays", "Calls answered with what had been recorded for them before.")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of contexts sent to the engine, once per turn.")
         self.sampled_tokens = self._counter("sampled_tokens", "Tokens sampled by the engine and recorded.")
+        self.drift_completions = self._counter(
+            "drift_completions", "Completions that went through text and back: the same, or drifted.", "outcome"
+        )
+        self.drift_tokens = self._counter(
+            "drift_tokens", "Tokens of these: the same, changed, or unknown (halves of characters).", "outcome"
+        )
+        self.drift_stretches = self._counter("drift_stretches", "Changed stretches of these, by artifact.", "artifact")
+        self.drift_dropped = self._counter("drift_dropped", "Drawn completions that there was no time to measure.")
         self.stages = self._histogram(
             "stage_seconds", "Seconds per stage of a call: prepare (match, render, bridge), engine, commit.", "stage"
         )
@@ -40,19 +68,58 @@ class Metrics:
         self.requests_under_way = self._gauge("http_requests_under_way", "Requests that are being answered.")
         self.calls_under_way = self._gauge("calls_under_way", "Calls that wait for their turns, retries joined.")
         self.open_sessions = self._gauge("open_sessions", "Sessions in memory.")
-        self.store_healthy = self._gauge("store_healthy", "1 if turns can be recorded, 0 if not until a restart.")
-        self.build = self._gauge("build_info", "Always 1.", "version", "engine", "engine_version", "model")
+        self.store_healthy = self._gauge(
+            "store_healthy", "1 if turns can be recorded, 0 if not until a restart.", merged="livemin"
+        )
+        self.build = self._gauge(
+            "build_info", "Always 1.", "version", "engine", "engine_version", "model", merged="livemax"
+        )
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """All metrics in the text format that an `Accept` header asks for, and its content type."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        return encode(self.whole()), content_type
+
+    def whole(self) -> CollectorRegistry:
+        """What all workers of the gateway have counted by now."""
+        if not self._together:
+            return self.registry
+        self._note()
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return registry
+
+    def follow(self, gauge: Gauge, value: Callable[[], float]) -> None:
+        """Let `gauge` be whatever `value` returns when somebody looks."""
+        if self._together:
+            self._followed.append((gauge, value))
+        else:
+            gauge.set_function(value)
+
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """Within the context what gauges follow is noted now and then, if it is another process that looks."""
+        noting = asyncio.create_task(self._note_again_and_again()) if self._together else None
+        try:
+            yield
+        finally:
+            if noting is not None:
+                noting.cancel()
+
+    async def _note_again_and_again(self) -> None:
+        while True:
+            self._note()
+            await asyncio.sleep(_NOTE_SECONDS)
+
+    def _note(self) -> None:
+        for gauge, value in self._followed:
+            gauge.set(value())
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"tokentape_{name}", what, labels, registry=self.registry)
 
-    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
-        return Gauge(f"tokentape_{name}", what, labels, registry=self.registry)
+    def _gauge(self, name: str, what: str, *labels: str, merged: _Merged = "livesum") -> Gauge:
+        return Gauge(f"tokentape_{name}", what, labels, registry=self.registry, multiprocess_mode=merged)
 
     def _histogram(self, name: str, what: str, *labels: str) -> Histogram:
         return Histogram(f"tokentape_{name}", what, labels, registry=self.registry, buckets=_SECONDS)

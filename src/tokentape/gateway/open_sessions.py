@@ -1,4 +1,7 @@
-"""The sessions that this gateway has in memory: found or begun, each under its lock, let go of when they idle."""
+"""The sessions that this gateway has in memory: found or begun, each under its lock, let go of when they idle.
+
+Where others write to the same record, what is in memory is but a cache, compared with the record before it is used.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,21 @@ from typing import Any
 from tokentape.errors import Conflict, IdempotencyMismatch, LimitReached, NotFound
 from tokentape.gateway.events import Attempt
 from tokentape.gateway.flights import Flight
+from tokentape.gateway.known_prefix import Known
 from tokentape.gateway.limits import Limits
 from tokentape.session.tree import Session
-from tokentape.store import SqliteStore
+from tokentape.store import Store
 from tokentape.store.custody import Custody
 from tokentape.types import Answer, SessionInfo
 
 _KEPT_ANSWERS = 64
 """Per session; a client retries what it asked last."""
+
+_CONTEXTS_AT_HAND = 64
+"""Sessions whose ids are kept in one piece besides turn by turn: four bytes more for each token."""
+
+_KEPT_BEGINNINGS = 4
+"""Per session: calls may come side by side, and subagents take turns."""
 
 
 @dataclass(slots=True)
@@ -39,6 +49,8 @@ class OpenSession:
     """Seconds of the monotonic clock."""
     deleted: bool = False
     """Deleted while somebody still works in it."""
+    known: tuple[Known, ...] = ()
+    """The beginnings of the last requests, newest last: a later one may begin with them."""
     _answers: OrderedDict[str, Answer] = field(default_factory=OrderedDict)
 
     @property
@@ -51,6 +63,10 @@ class OpenSession:
         self._answers[answer.reply_id] = answer
         if len(self._answers) > _KEPT_ANSWERS:
             self._answers.popitem(last=False)
+
+    def know(self, known: Known) -> None:
+        """Keep the beginning of a request at hand."""
+        self.known = (*self.known[-_KEPT_BEGINNINGS + 1 :], known)
 
     def flight_of(self, attempt: Attempt | None) -> Flight | None:
         """The call under way that this one repeats. Raises `IdempotencyMismatch` for a used key with another body."""
@@ -86,12 +102,14 @@ def _repeats(attempt: Attempt, key: str | None, body_digest: str) -> bool:
 class OpenSessions:
     """Sessions by id. An unknown id and somebody else's session look the same. For one event loop."""
 
-    def __init__(self, store: SqliteStore, limits: Limits) -> None:
+    def __init__(self, store: Store, limits: Limits) -> None:
         self._store = store
         self._limits = limits
         self._open: OrderedDict[str, OpenSession] = OrderedDict()
         """Least recently used first."""
         self._loading: dict[str, asyncio.Lock] = {}
+        self._at_hand: OrderedDict[str, OpenSession] = OrderedDict()
+        """Those whose whole context may be kept in one piece, least recently used first."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -105,6 +123,10 @@ class OpenSessions:
         `owner` None stands for somebody who may see all. Raises `NotFound` for somebody else's session.
         """
         opened = self._open.get(session_id)
+        if opened is not None and self._store.shared:
+            async with opened.lock:
+                await self.catch_up(opened)
+            opened = self._open.get(session_id)
         if opened is None:
             lock = self._loading.setdefault(session_id, asyncio.Lock())
             try:
@@ -112,11 +134,12 @@ class OpenSessions:
                     opened = self._open.get(session_id) or await self._load(session_id)
             finally:
                 self._loading.pop(session_id, None)
-        if opened is None:
-            return None
-        if owner is not None and opened.session.info.owner != owner:
-            raise not_found(session_id)
-        return self._touch(opened)
+        return self._seen(opened, owner)
+
+    def known(self, session_id: str, owner: str) -> tuple[Known, ...]:
+        """What requests of this owner to a session in memory may begin with."""
+        opened = self._open.get(session_id)
+        return opened.known if opened is not None and opened.session.info.owner == owner else ()
 
     async def get(self, session_id: str, owner: str | None) -> OpenSession:
         """The session. Raises `NotFound` if there is none or it is somebody else's."""
@@ -130,11 +153,43 @@ class OpenSessions:
 
         Raises `NotFound`, `LimitReached`, and `Conflict` for the id of a session that was dropped.
         """
-        if session_id not in self._open:
-            await self._refuse_dropped(session_id, owner)
         found = await self.find(session_id, owner)
+        if found is None:
+            await self._refuse_dropped(session_id, owner)
+            found = self._seen(self._open.get(session_id), owner)
         # No await between a miss and the new session, so that two first turns begin one.
         return found or self._begin(SessionInfo(session_id, time.time(), {}, owner), stored=False)
+
+    async def catch_up(self, opened: OpenSession) -> bool:
+        """Take in what others have recorded of a session; return whether that was anything. Its lock must be held.
+
+        A session that others have deleted is dropped here too, also if they have begun it again.
+        """
+        session, known = opened.session, len(opened.session.turns)
+        state = await asyncio.to_thread(self._store.session_state, opened.session_id, known - 1)
+        if state is None:
+            if opened.stored:
+                self._lose(opened)
+            return False
+        same = state.digest == (session.turns[-1].digest if known else None)
+        if opened.stored and not (same and state.created_at == session.info.created_at):
+            self._lose(opened)
+            return False
+        if opened.stored and state.turns == known:
+            return False
+        try:
+            newer = await asyncio.to_thread(self._store.load_newer, opened.session_id, tuple(session.turns))
+        except NotFound:
+            self._lose(opened)
+            return False
+        # One that was begun here and there at once: there it was stored first.
+        session.info, opened.stored = newer.info, True
+        for turn in newer.turns:
+            session.add(turn)
+        opened.setups |= newer.setups.keys()
+        for answer in newer.answers:
+            opened.remember(answer)
+        return True
 
     async def create(self, session_id: str, metadata: Mapping[str, Any], owner: str) -> SessionInfo:
         """Create and store a session. Raises `Conflict` if the id is taken, and `LimitReached`."""
@@ -161,6 +216,20 @@ class OpenSessions:
         """Forget a session."""
         if self._open.get(opened.session_id) is opened:
             del self._open[opened.session_id]
+        if self._at_hand.get(opened.session_id) is opened:
+            del self._at_hand[opened.session_id]
+
+    def _lose(self, opened: OpenSession) -> None:
+        opened.deleted = True
+        self.drop(opened)
+
+    def _seen(self, opened: OpenSession | None, owner: str | None) -> OpenSession | None:
+        """The session as far as this owner may know of it; None stands for somebody who may see all."""
+        if opened is None:
+            return None
+        if owner is not None and opened.session.info.owner != owner:
+            raise not_found(opened.session_id)
+        return self._touch(opened)
 
     async def _load(self, session_id: str) -> OpenSession | None:
         try:
@@ -192,6 +261,11 @@ class OpenSessions:
     def _touch(self, opened: OpenSession) -> OpenSession:
         opened.used_at = time.monotonic()
         self._open.move_to_end(opened.session_id)
+        self._at_hand[opened.session_id] = opened
+        self._at_hand.move_to_end(opened.session_id)
+        if len(self._at_hand) > _CONTEXTS_AT_HAND:
+            _, other = self._at_hand.popitem(last=False)
+            other.session.forget_context()
         return opened
 
     def _make_room(self, owner: str) -> None:

@@ -29,6 +29,9 @@ from tokentape.gateway.sessions import MAX_PAGE, PARQUET, NewSession
 from tokentape.gateway.snapshots import JSON_LINES, Confirmation, NewSnapshot
 from tokentape.gateway.vllm_paths import DetokenizeBody, TokenizeBody
 from tokentape.version import __version__
+from tokentape.viewer import routes as viewer
+from tokentape.viewer.binary import MEDIA_TYPE as PACKED
+from tokentape.viewer.comparing import AGAINST
 
 PATH = "/openapi.json"
 
@@ -123,6 +126,21 @@ RESOURCES = (
     Operation("post", "/engine/resume", "Open the gate in front of the engine", Resume, False),
     Operation("get", "/metrics", "Metrics for Prometheus", media=("text/plain", "application/openmetrics-text")),
     Operation("get", PATH, "This document"),
+    Operation("get", viewer.PAGE, "The viewer, a page", media=("text/html",)),
+    Operation("get", viewer.PAGE + "/static/{name}", "What the page is made of", media=("text/css", "text/javascript")),
+    Operation("get", viewer.API + "/about", "What the viewer shows, and what it can't"),
+    Operation("get", viewer.API + "/overview", "Values of all metrics"),
+    Operation("get", viewer.API + "/drift", "Measure the drift of sessions", query={"ids": {"type": "string"}}),
+    Operation("get", viewer.API + "/sessions", "Search, filter and sort sessions", query=viewer.LISTING_QUERY),
+    Operation("get", viewer.SESSION, "A session's tree of turns and its leaves"),
+    Operation("get", viewer.LEAF, "A trajectory as packed arrays", media=(PACKED,), query={"from": _WHOLE_NUMBER}),
+    Operation(
+        "get",
+        viewer.LEAF + "/comparison",
+        "A trajectory beside what retokenizing or rendering again would have made of it, as packed arrays",
+        media=(PACKED,),
+        query={"with": {"type": "string", "enum": list(AGAINST)}},
+    ),
 )
 
 _ERROR = {
@@ -146,6 +164,8 @@ _PATH_PARAMETERS = {
     "session_id": {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
     "response_id": {"type": "string"},
     "snapshot_id": _WHOLE_NUMBER,
+    "leaf": _WHOLE_NUMBER,
+    "name": {"type": "string"},
 }
 
 

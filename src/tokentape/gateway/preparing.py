@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache, partial
+from typing import overload
 
 import numpy as np
 
@@ -27,6 +28,12 @@ from tokentape.types import Media, Message, Provenance, Setup, TokenIds, Turn
 
 PROMPT: Message = {"role": "prompt"}
 """What stands for the messages of a turn whose context the caller made: no message of a chat is like it."""
+
+
+_QUICK = 4096
+"""Characters of new messages that are rendered and tokenized between two events of other calls."""
+
+_KEPT_KINDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,35 @@ class Prepared:
     """The images of the prompt."""
     new_media: tuple[Media, ...] = ()
     """What is to be recorded of those in `messages`."""
+
+
+def _kind(setup: Setup, messages: Sequence[Message]) -> tuple[str, ...]:
+    """What a bridge's strategy depends on, about: the setup and the roles that follow."""
+    return (setup.digest, *(message["role"] for message in messages))
+
+
+class _History(Sequence[Message]):
+    """The messages before the reply that a request continues. They are read only if somebody looks at them."""
+
+    def __init__(self, request: TurnRequest, found: Continuation) -> None:
+        self._request = request
+        self._behind = len(found.new_messages) + 1
+        self._read: tuple[Message, ...] | None = None
+
+    def _messages(self) -> tuple[Message, ...]:
+        if self._read is None:
+            self._read = self._request.whole().messages[: -self._behind]
+        return self._read
+
+    @overload
+    def __getitem__(self, at: int) -> Message: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Message, ...]: ...
+    def __getitem__(self, at: int | slice) -> Message | tuple[Message, ...]:
+        return self._messages()[at]
+
+    def __len__(self) -> int:
+        return len(self._messages())
 
 
 class Preparer:
@@ -78,6 +114,8 @@ class Preparer:
 
         self._certificate = certificate
         """By template kwargs, as canonical JSON."""
+        self._bridged: set[tuple[str, ...]] = set()
+        """Kinds of continuations that were bridged locally before, so that all is at hand for another."""
 
     def certify(self) -> None:
         """Make or load the certificate of requests without template kwargs. Raises `TemplateRefused`."""
@@ -100,6 +138,17 @@ class Preparer:
         )
         return replace(request, messages=messages, media=media)
 
+    def is_quick(self, request: TurnRequest, setup: Setup, found: Continuation) -> bool:
+        """Whether `prepare` takes a millisecond or two: few new messages behind a turn, and all is at hand for them."""
+        new = found.new_messages
+        if found.parent is None or self._history != "sampled" or _kind(setup, new) not in self._bridged:
+            return False
+        if request.prompt_ids is not None or self._renderer.images is not None:
+            return False
+        contents = [message.get("content") for message in new if message["role"] != "assistant"]
+        texts = [content for content in contents if isinstance(content, str)]
+        return len(texts) == len(new) and sum(map(len, texts)) <= _QUICK
+
     def prepare(self, request: TurnRequest, session: Session, setup: Setup, found: Continuation) -> Prepared:
         """What to send: bridged where the certificate allows that, else rendered as a new branch.
 
@@ -117,29 +166,31 @@ class Preparer:
             own = request.prompt_ids[len(context_ids) :]
             added = Added(own, np.full(len(own), Provenance.USER, np.uint8))
         elif self._history == "template":
-            added = self._rendered(session, setup, request.messages, parent)
+            added = self._rendered(session, setup, request.whole().messages, parent)
             if np.array_equal(added.ids[: len(context_ids)], context_ids):
                 added = Added(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
             else:
-                parent, messages, context_ids, fork = None, request.messages, NO_IDS, "template_history"
+                parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "template_history"
         elif parent is None:
             added = self._rendered(session, setup, messages)
         elif any(message["role"] == "assistant" and session.turn_of_reply(message) for message in messages):
             # A reply of this session behind an edit: a bridge would encode its text, a rendering splices its ids.
-            added = self._rendered(session, setup, request.messages, parent)
+            added = self._rendered(session, setup, request.whole().messages, parent)
             if np.array_equal(added.ids[: len(context_ids)], context_ids):
                 added = Added(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
             else:
-                parent, messages, context_ids, fork = None, request.messages, NO_IDS, "edited_history"
-        elif (strategy := self._strategy(found, parent, setup)) == "fork":
-            added = self._rendered(session, setup, request.messages, parent)
-            parent, messages, context_ids, fork = None, request.messages, NO_IDS, "template_rewrites"
+                parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "edited_history"
+        elif (strategy := self._strategy(request, found, parent, setup)) == "fork":
+            added = self._rendered(session, setup, request.whole().messages, parent)
+            parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "template_rewrites"
         else:
-            history = found.history if strategy == "contextual" else None
+            history = _History(request, found) if strategy == "contextual" else None
             added = self._renderer.bridge(parent.completion_ids, parent.reply, messages, setup, history, context_ids)
             if added.behind_other_stop and self._wrong_stop == "fork":
-                added = self._rendered(session, setup, request.messages, parent)
-                parent, messages, context_ids, fork = None, request.messages, NO_IDS, "other_stop"
+                added = self._rendered(session, setup, request.whole().messages, parent)
+                parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "other_stop"
+            elif strategy == "local" and len(self._bridged) < _KEPT_KINDS:
+                self._bridged.add(_kind(setup, messages))
         prompt_ids = np.concatenate([context_ids, added.ids])
         return Prepared(setup, parent, messages, context_ids, added, prompt_ids, fork, request.sampling)
 
@@ -177,9 +228,10 @@ class Preparer:
         sampled = {n: turn.completion_ids for n, turn in replies.items() if turn is not None}
         return self._renderer.render(messages, setup, sampled, self._history, self._wrong_stop)
 
-    def _strategy(self, found: Continuation, parent: Turn, setup: Setup) -> Strategy:
+    def _strategy(self, request: TurnRequest, found: Continuation, parent: Turn, setup: Setup) -> Strategy:
         certificate = self._certificate(canonical_json(setup.template_kwargs))
-        return choose(self._renderer, certificate, parent.reply, found.new_messages, setup, found.history)
+        history = _History(request, found)
+        return choose(self._renderer, certificate, parent.reply, found.new_messages, setup, history, found.system)
 
     def sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
         """How to sample behind a prompt: no more than fits, and not beyond the model's own stop ids.

@@ -126,6 +126,7 @@ class Responses:
     """The dialect. `model_id` is the model's name in replies, `tokenizer` spells tokens beside their logprobs."""
 
     path = "/v1/responses"
+    read_messages = None
 
     def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
         self._model_id = model_id

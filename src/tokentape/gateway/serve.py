@@ -30,18 +30,20 @@ def serve(
     drain: Drain | None = None,
     header_seconds: float = HEADER_SECONDS,
     body_seconds: float = BODY_SECONDS,
+    listener: socket.socket | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish the requests under way, shut the application down and return.
 
     `port` 0 takes a free one. `on_ready` is called with the base URL once requests are answered. `drain`, the one that
     the application has, says how long calls may go on after the signal; a second SIGINT ends the wait. A connection
-    whose request takes longer to come than `header_seconds` and `body_seconds` is closed.
+    whose request takes longer to come than `header_seconds` and `body_seconds` is closed. With a `listener`, a bound
+    socket, that one is served, whatever `host` and `port` are.
 
     Raises `InvalidRequest` for a host that is not this machine alone unless the application `has_keys`: whoever reaches
     a gateway without keys reads and deletes every session. Raises `OSError` if the port is taken.
     """
-    with _listen(host, port, has_keys) as listener:
-        ready = None if on_ready is None else lambda: on_ready(_url(listener))
+    with listener or _listen(host, port, has_keys) as listener:
+        ready = None if on_ready is None else lambda: on_ready(url_of(listener))
         server = _Server(_config(app, header_seconds, body_seconds), ready, drain)
         server.run(sockets=[listener])
     server.refuse_unstarted()
@@ -69,7 +71,7 @@ def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> Iterator
         try:
             answered.wait(_START_SECONDS)
             server.refuse_unstarted()
-            yield _url(listener)
+            yield url_of(listener)
         finally:
             server.should_exit = True
             thread.join()
@@ -135,7 +137,8 @@ def _config(app: ASGIApp, header_seconds: float, body_seconds: float) -> uvicorn
     )
 
 
-def _listen(host: str, port: int, has_keys: bool) -> socket.socket:
+def check_host(host: str, has_keys: bool) -> tuple[socket.AddressFamily, str]:
+    """The address to bind, and its family. Raises `InvalidRequest` as `serve`."""
     address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else _address(host))
     if not address.is_loopback and not has_keys:
         raise InvalidRequest(
@@ -143,11 +146,15 @@ def _listen(host: str, port: int, has_keys: bool) -> socket.socket:
             "reads and deletes every session. Give it keys, or use 127.0.0.1.",
             "host",
         )
-    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    return socket.AF_INET6 if address.version == 6 else socket.AF_INET, str(address)
+
+
+def _listen(host: str, port: int, has_keys: bool) -> socket.socket:
+    family, address = check_host(host, has_keys)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((str(address), port))
+        listener.bind((address, port))
         listener.setblocking(False)
     except OSError:
         listener.close()
@@ -162,6 +169,7 @@ def _address(host: str) -> str:
         raise InvalidRequest(f"host {host!r} is not an address of this machine; use 127.0.0.1", "host") from None
 
 
-def _url(listener: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
+    """The base URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -23,7 +23,7 @@ from tokentape.gateway.session_ids import check_session_id, may_be_session_id, n
 from tokentape.session.arrow import write_parquet
 from tokentape.session.jsonl import trajectory_to_json
 from tokentape.session.verdict import check_verdicts, wanted_verdict
-from tokentape.store import SessionSummary, SqliteStore
+from tokentape.store import SessionSummary, Store
 from tokentape.types import Reward, SessionInfo, Trajectory, Turn
 
 PARQUET = "application/vnd.apache.parquet"
@@ -165,7 +165,7 @@ def reward_view(reward: Reward) -> dict[str, Any]:
     return {"turn": reward.turn, "leaf": reward.leaf, "value": reward.value, "created_at": reward.created_at}
 
 
-def _tree(store: SqliteStore, session_id: str) -> dict[str, Any]:
+def _tree(store: Store, session_id: str) -> dict[str, Any]:
     """A session's turns without their text and ids, its leaves with their verdicts, what is in no trajectory."""
     stored = store.load_session(session_id)
     names = store.extra_names([session_id])
@@ -211,7 +211,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 
 def _trajectories(
-    store: SqliteStore, session_id: str, leaf: int | None, verdicts: Collection[str] | None
+    store: Store, session_id: str, leaf: int | None, verdicts: Collection[str] | None
 ) -> list[Trajectory]:
     found = store.load_session(session_id, per_token=True).trajectories()
     if leaf is not None:

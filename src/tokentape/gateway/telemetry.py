@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
-from typing import Literal, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Literal, TypeAlias, get_args
 
+from prometheus_client import Histogram
+
+from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import TokentapeError
+from tokentape.gateway.live_drift import LiveDrift
 from tokentape.gateway.metrics import Metrics
 from tokentape.gateway.tracing import NoSpans, Spans
 from tokentape.session.verdict import verdict
@@ -16,36 +21,30 @@ from tokentape.types import Turn
 Stage: TypeAlias = Literal["prepare", "engine", "commit"]
 """A part of a call that is timed by itself."""
 
-_T = TypeVar("_T")
-
 
 class Telemetry:
-    """Metrics, and spans if there are `spans`. One for each gateway."""
+    """Metrics, and spans if there are `spans`. One for each gateway.
 
-    def __init__(self, spans: Spans | None = None) -> None:
+    Of a `drift_share` of the completions the drift is measured, with this `tokenizer`.
+    """
+
+    def __init__(
+        self, spans: Spans | None = None, *, drift_share: float = 0.0, tokenizer: Tokenizer | None = None
+    ) -> None:
         self.metrics = Metrics()
+        self._drift = LiveDrift(tokenizer, self.metrics, drift_share) if tokenizer is not None else None
         self.spans: Spans = spans or NoSpans()
+        self._traced = spans is not None
+        self._seconds = {name: self.metrics.stages.labels(name) for name in get_args(Stage)}
 
-    @contextmanager
-    def stage(self, name: Stage) -> Iterator[None]:
+    def stage(self, name: Stage) -> AbstractContextManager[None]:
         """Time what is done within."""
-        began = time.perf_counter()
-        try:
-            with self.spans.stage(name):
-                yield
-        finally:
-            self.metrics.stages.labels(name).observe(time.perf_counter() - began)
+        timed = _Timed(self._seconds[name])
+        return _both(self.spans.stage(name), timed) if self._traced else timed
 
-    async def sampling(self, deltas: AsyncGenerator[_T, None]) -> AsyncGenerator[_T, None]:
-        """`deltas`, as the stage `engine`, with the time until the first."""
-        with self.stage("engine"):
-            began: float | None = time.perf_counter()
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    if began is not None:
-                        self.metrics.first_token.observe(time.perf_counter() - began)
-                        began = None
-                    yield delta
+    def first_token(self, seconds: float) -> None:
+        """Note how long a call has waited for its first token."""
+        self.metrics.first_token.observe(seconds)
 
     async def call(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do the work of one call; count it as under way, and as failed if it raises."""
@@ -67,11 +66,41 @@ class Telemetry:
                 metrics.turns.labels("aborted", turn.abort_cause).inc()
                 continue
             metrics.turns.labels("committed", "").inc()
+            if self._drift is not None:
+                self._drift.offer(turn.completion_ids)
             if turn.fork is not None:
                 metrics.forks.labels(turn.fork).inc()
             # By what this turn adds to its branch: the whole path would be looked through again on every turn.
             metrics.verdicts.labels(verdict([turn]).partition(":")[0]).inc()
 
+    def close(self) -> None:
+        """Measure what still waits to be measured."""
+        if self._drift is not None:
+            self._drift.close()
+
     def replayed(self) -> None:
         """Count a call that was answered with what is recorded."""
         self.metrics.replays.inc()
+
+
+class _Timed:
+    """Times what is done within. A class, since every call opens three."""
+
+    __slots__ = ("_began", "_seconds")
+
+    def __init__(self, seconds: Histogram) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._seconds.observe(time.perf_counter() - self._began)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield

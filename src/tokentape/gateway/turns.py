@@ -13,8 +13,9 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import fields, replace
+from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -24,22 +25,33 @@ from tokentape.chat.plain_text import PlainReader
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.splice import History, WrongStop
 from tokentape.engines.base import ChatServer, Engine, MediaEngine, SampleDelta, SamplingParams
-from tokentape.errors import EngineContractError, EngineError, LimitReached, NotFound, TokentapeError
+from tokentape.errors import (
+    AnsweredElsewhere,
+    Conflict,
+    EngineContractError,
+    EngineError,
+    InvariantViolation,
+    LimitReached,
+    NotFound,
+    TokentapeError,
+)
 from tokentape.gateway.capturing import Begun, Capture
 from tokentape.gateway.choices import Choice, ReplyReader, Sampler, name_calls, sample_choices
 from tokentape.gateway.events import Finish, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.flights import Flight
 from tokentape.gateway.gate import Gate
 from tokentape.gateway.images import ImageSampler
+from tokentape.gateway.known_prefix import Known
 from tokentape.gateway.limits import Limits
 from tokentape.gateway.open_sessions import OpenSession, OpenSessions, not_found
+from tokentape.gateway.pausing import Pausing
 from tokentape.gateway.preparing import PROMPT, Prepared, Preparer
 from tokentape.gateway.telemetry import Telemetry
 from tokentape.session.chain import seal
 from tokentape.session.invariants import check_completion, check_turn
 from tokentape.session.payloads import turn_payload
 from tokentape.session.tree import Continuation, Session
-from tokentape.store import Record, SqliteStore
+from tokentape.store import Record, Store
 from tokentape.types import Answer, Message, SessionInfo, Setup, Turn, TurnPayload
 
 _log = logging.getLogger("tokentape.gateway")
@@ -68,7 +80,7 @@ class Turns:
         self,
         engine: Engine,
         renderer: Renderer,
-        store: SqliteStore,
+        store: Store,
         *,
         history: History = "sampled",
         wrong_stop: WrongStop = "keep",
@@ -83,6 +95,7 @@ class Turns:
         self.limits = limits or Limits()
         self.telemetry = telemetry or Telemetry()
         self.gate = Gate(self.limits.pause_patience)
+        self.pausing = Pausing(self.gate, store, self.abort_all)
         other_stop: WrongStop = "keep" if capture is not None else wrong_stop
         self._preparer = Preparer(renderer, engine, history, store.load_media, other_stop)
         self._capture = None if capture is None else Capture(capture, renderer, self._preparer)
@@ -124,6 +137,10 @@ class Turns:
     async def create_session(self, session_id: str, metadata: Mapping[str, Any], owner: str = "") -> SessionInfo:
         """Create a session. Raises `Conflict` if there is one with this id, and `LimitReached`."""
         return await self._sessions.create(session_id, metadata, owner)
+
+    def known(self, session_id: str, owner: str) -> Sequence[Known]:
+        """With what a request to a session in memory may begin, so that it need not be read again."""
+        return self._sessions.known(session_id, owner)
 
     async def session(self, session_id: str, owner: str | None = None) -> Session:
         """The session with this id. Raises `NotFound`."""
@@ -190,6 +207,12 @@ class Turns:
 
         Raises `EngineError`, `TemplateRefused`, `InvalidRequest`, `NotFound`, `LimitReached`, `StoreError` and kinds.
         """
+        async with aclosing(await self.begin(request)) as events:
+            async for event in events:
+                yield event
+
+    async def begin(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
+        """As `take`, but returns once the call is under way. Its events are to be read at once, or to be closed."""
         opened = await self._sessions.find_or_begin(request.session_id, request.owner)
         # No await from here to the start of the flight: a repetition must find it.
         flight = opened.flight_of(request.attempt)
@@ -197,13 +220,9 @@ class Turns:
             answer = opened.answer_to(request.attempt)
             if answer is not None:
                 self.telemetry.replayed()
-                for event in self._recorded(opened.session, answer, request):
-                    yield event
-                return
+                return _each(self._recorded(opened.session, answer, request))
             flight = self._start(opened, request)
-        async with aclosing(flight.follow()) as events:
-            async for event in events:
-                yield event
+        return flight.follow()
 
     def _start(self, opened: OpenSession, request: TurnRequest) -> Flight:
         most = self.limits.turns_per_session
@@ -229,10 +248,23 @@ class Turns:
         if request.prompt_ids is not None:
             found = session.continuation_of_ids(request.prompt_ids, PROMPT)
         else:
-            found = session.continuation(request.messages, setup.digest)
+            request, found = self._continued(opened, request, setup)
         async with AsyncExitStack() as held:
             prepared, sampler = await self._ready(held, request, session, setup, found)
             await self._sample(flight, opened, request, prepared, sampler, held)
+
+    def _continued(self, opened: OpenSession, request: TurnRequest, setup: Setup) -> tuple[TurnRequest, Continuation]:
+        """The turn that a request continues, and the request with all of its messages if they had to be read for it."""
+        session, known = opened.session, request.known
+        found = None
+        if known is not None and known.setup == setup.digest and self._capture is None:
+            found = session.continuation(request.messages, setup.digest, known.key)
+        if found is None or (known is not None and found.parent is None):
+            request = request.whole()
+            found = session.continuation(request.messages, setup.digest)
+        if request.place is not None:
+            opened.know(Known(request.place, setup.digest, found.key))
+        return request, found
 
     async def _received(self, request: TurnRequest) -> TurnRequest:
         """The request with its images decoded, off the event loop."""
@@ -244,7 +276,11 @@ class Turns:
         """The context of a call and what samples from it."""
         if self._capture is None or request.prompt_ids is not None:
             with self.telemetry.stage("prepare"):
-                prepared = await asyncio.to_thread(self._preparer.prepare, request, session, setup, found)
+                if self._preparer.is_quick(request, setup, found):
+                    # A thread costs more than that, and waits for its turn.
+                    prepared = self._preparer.prepare(request, session, setup, found)
+                else:
+                    prepared = await asyncio.to_thread(self._preparer.prepare, request, session, setup, found)
             if prepared.media:
                 return prepared, ImageSampler(cast(MediaEngine, self.engine), prepared.media)
             return prepared, self.engine
@@ -274,9 +310,14 @@ class Turns:
         try:
             if not isinstance(sampler, Begun):
                 await held.enter_async_context(self.gate.passing())
-            async with held, aclosing(self.telemetry.sampling(sampling)) as deltas:
-                async for delta in deltas:
-                    flight.tell(delta)
+            with self.telemetry.stage("engine"):
+                asked_at: float | None = time.perf_counter()
+                async with held, aclosing(sampling) as deltas:
+                    async for delta in deltas:
+                        if asked_at is not None:
+                            self.telemetry.first_token(time.perf_counter() - asked_at)
+                            asked_at = None
+                        flight.tell(delta)
             # Nobody is told of it before it is durable, and it is not made durable as long as there is nobody to tell.
             await flight.wanted()
             flight.land()
@@ -289,7 +330,12 @@ class Turns:
             if any(choice.ids for choice in choices):
                 await asyncio.shield(self._commit_aborted(opened, prepared, choices, error.code))
             raise
-        for done in await self._commit(opened, prepared, choices, started, request):
+        try:
+            told = await self._commit(opened, prepared, choices, started, request)
+        except AnsweredElsewhere as error:
+            await asyncio.shield(self._commit_aborted(opened, prepared, choices, error.code))
+            raise
+        for done in told:
             flight.tell(done)
 
     def _choice(self, index: int, prepared: Prepared, request: TurnRequest) -> Choice:
@@ -320,31 +366,47 @@ class Turns:
     ) -> list[TurnDone]:
         """Record all choices of a call at once. Raises, with nothing committed, if an invariant does not hold."""
         async with opened.lock:
-            if opened.deleted:
-                raise NotFound(f"session {opened.session_id!r} was deleted while this turn was being sampled")
-            turns = self._turns(opened.session, prepared, choices)
-            for turn in turns:
-                check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
-                check_turn(turn, prepared.context_ids, prepared.prompt_ids)
-            answer = None
-            if request.attempt is not None:
-                tops = tuple(tuple(choice.top_logprobs) for choice in choices)
-                answer = Answer(
-                    session_id=opened.session_id,
-                    reply_id=started.reply_id,
-                    turns=tuple(turn.seq for turn in turns),
-                    key=request.attempt.key,
-                    body_digest=request.attempt.body_digest,
-                    created_at=started.created_at,
-                    top_logprobs=tops if any(tops) else (),
-                )
-            # A client that leaves now must not tear the record in memory from the one on disk.
-            await asyncio.shield(self._write(opened, prepared, turns, answer, _payloads(prepared, turns, choices)))
+            while True:
+                if opened.deleted or opened.session.info.owner != request.owner:
+                    raise NotFound(f"session {opened.session_id!r} was deleted while this turn was being sampled")
+                if self.store.shared and opened.answer_to(request.attempt) is not None:
+                    raise AnsweredElsewhere("another gateway has answered this call; send it again to get its reply")
+                turns = self._turns(opened.session, prepared, choices)
+                for turn in turns:
+                    check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
+                    check_turn(turn, prepared.context_ids, prepared.prompt_ids)
+                answer = self._answer(opened, turns, choices, started, request)
+                # A client that leaves now must not tear the record in memory from the one on disk.
+                writing = self._write(opened, prepared, turns, answer, _payloads(prepared, turns, choices))
+                if await asyncio.shield(writing):
+                    break
         return [
             TurnDone(choice.index, turn, choice.reply, choice.rest, _finish(turn, choice.reply))
             for choice, turn in zip(choices, turns, strict=True)
             if choice.reply is not None
         ]
+
+    def _answer(
+        self,
+        opened: OpenSession,
+        turns: Sequence[Turn],
+        choices: Sequence[Choice],
+        started: TurnStarted,
+        request: TurnRequest,
+    ) -> Answer | None:
+        """What a retry of a call is answered with."""
+        if request.attempt is None:
+            return None
+        tops = tuple(tuple(choice.top_logprobs) for choice in choices)
+        return Answer(
+            session_id=opened.session_id,
+            reply_id=started.reply_id,
+            turns=tuple(turn.seq for turn in turns),
+            key=request.attempt.key,
+            body_digest=request.attempt.body_digest,
+            created_at=started.created_at,
+            top_logprobs=tops if any(tops) else (),
+        )
 
     async def _commit_aborted(
         self, opened: OpenSession, prepared: Prepared, choices: Sequence[Choice], cause: str
@@ -354,11 +416,14 @@ class Turns:
             if opened.deleted or not self.store.healthy:
                 return
             for choice in choices:
-                choice.end()
+                if choice.reply is None:
+                    choice.end()
                 choice.finish_reason, choice.stop = "abort", None
-            turns = self._turns(opened.session, prepared, choices, abort_cause=cause)
             try:
-                await self._write(opened, prepared, turns, None)
+                while not opened.deleted:
+                    turns = self._turns(opened.session, prepared, choices, abort_cause=cause)
+                    if await self._write(opened, prepared, turns, None):
+                        break
             except TokentapeError as error:
                 _log.warning("an aborted turn could not be recorded (%s)", error.code)
 
@@ -373,6 +438,7 @@ class Turns:
         for choice in choices:
             assert choice.finish_reason is not None
             assert choice.reply is not None
+            sampling = _recorded_sampling(_values(choice.sampling))
             turn = Turn(
                 session_id=session.info.session_id,
                 seq=len(session.turns) + choice.index,
@@ -387,7 +453,7 @@ class Turns:
                 finish_reason=choice.finish_reason,
                 stop=choice.stop,
                 fork="sibling" if choice.index else fork,
-                sampling={**_recorded_sampling(choice.sampling), **prepared.noted},
+                sampling={**sampling, **prepared.noted} if prepared.noted else sampling,
                 engine=choice.engine or str(self.engine.info),
                 weight_version=choice.weight_version,
                 created_at=time.time(),
@@ -405,8 +471,12 @@ class Turns:
         turns: Sequence[Turn],
         answer: Answer | None,
         payloads: Sequence[TurnPayload] = (),
-    ) -> None:
-        """Write turns with what they need that is not stored yet; then, and only then, add them in memory."""
+    ) -> bool:
+        """Write turns with what they need that is not stored yet; then, and only then, add them in memory.
+
+        False if another gateway was first to record something of the session: it is taken in, nothing is written, and
+        the turns have to be made anew behind it. They fit: nothing that they build on ever changes.
+        """
         setup = prepared.setup
         records: list[Record] = [*prepared.new_media, *turns, *payloads]
         if answer is not None:
@@ -415,8 +485,13 @@ class Turns:
             records.insert(0, setup)
         if not opened.stored:
             records.insert(0, opened.session.info)
-        with self.telemetry.stage("commit"):
-            await self.store.write(*records)
+        try:
+            with self.telemetry.stage("commit"):
+                await self.store.write(*records)
+        except (Conflict, NotFound, InvariantViolation):
+            if self.store.shared and (await self._sessions.catch_up(opened) or opened.deleted):
+                return False
+            raise
         opened.stored = True
         opened.setups.add(setup.digest)
         self.telemetry.recorded(turns, len(prepared.prompt_ids))
@@ -424,6 +499,7 @@ class Turns:
             opened.session.add(turn)
         if answer is not None:
             opened.remember(answer)
+        return True
 
     def _recorded(self, session: Session, answer: Answer, request: TurnRequest) -> list[TurnEvent]:
         """The events of a call that was answered before, each choice in one delta."""
@@ -466,6 +542,11 @@ class Turns:
         return replace(reply, tool_calls=tuple(calls))
 
 
+async def _each(events: Iterable[TurnEvent]) -> AsyncGenerator[TurnEvent, None]:
+    for event in events:
+        yield event
+
+
 def _payloads(prepared: Prepared, turns: Sequence[Turn], choices: Sequence[Choice]) -> list[TurnPayload]:
     """What the engine said per token, cut to what each turn added."""
     context = len(prepared.context_ids)
@@ -477,9 +558,16 @@ def _payloads(prepared: Prepared, turns: Sequence[Turn], choices: Sequence[Choic
     return [one for one in found if one is not None]
 
 
-def _recorded_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """What was sent to the engine, but for what the turn says by itself."""
-    return {name: value for name, value in asdict(sampling).items() if name not in ("session_id", "payloads_from")}
+_RECORDED = tuple(one.name for one in fields(SamplingParams) if one.name not in ("session_id", "payloads_from"))
+"""What of the parameters a turn does not say by itself."""
+
+_values = attrgetter(*_RECORDED)
+
+
+@lru_cache(maxsize=256)
+def _recorded_sampling(values: tuple[Any, ...]) -> Mapping[str, Any]:
+    """What was sent to the engine, one mapping for all turns that were sampled alike."""
+    return dict(zip(_RECORDED, values, strict=True))
 
 
 def _finish(turn: Turn, reply: Reply) -> Finish:

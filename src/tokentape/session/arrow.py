@@ -226,8 +226,11 @@ def read_parquet(source: str | Path) -> list[Trajectory]:
     return list(iter_parquet(source))
 
 
-def iter_parquet(source: str | Path) -> Iterator[Trajectory]:
-    """Yield the trajectories of such a file, a batch in memory at a time. Raises as `read_parquet`."""
+def iter_parquet(source: str | Path, *, row_group: int | None = None) -> Iterator[Trajectory]:
+    """Yield the trajectories of such a file, or of one of its row groups, a batch in memory at a time.
+
+    Raises as `read_parquet`.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -244,7 +247,8 @@ def iter_parquet(source: str | Path) -> Iterator[Trajectory]:
                 f"{source} has schema version {found.decode()}, this release reads version {SCHEMA_VERSION}; "
                 "read it with the release that wrote it, or export it again"
             )
-        for batch in file.iter_batches(batch_size=ROW_GROUP_ROWS):
+        groups = None if row_group is None else [row_group]
+        for batch in file.iter_batches(batch_size=ROW_GROUP_ROWS, row_groups=groups):
             yield from _trajectories_of(batch)
 
 

@@ -41,17 +41,22 @@ _LITTLE_ENDIAN = {
 
 
 def canonical_json(value: Any) -> str:
-    """Return the one JSON text that the chain hashes and the store keeps for `value`.
+    """Return the one JSON text that the chain hashes for `value`: with the keys of objects sorted.
 
     >>> canonical_json({"b": [1, 2.0], "a": "é"})
     '{"a":"\\\\u00e9","b":[1,2.0]}'
 
     Raises `InvalidRequest` for what JSON can't hold: NaN, bytes, keys of mixed types, cycles.
     """
-    try:
-        return _ENCODER.encode(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"a value to be recorded is not JSON ({type(error).__name__})") from None
+    return _encoded(_CANONICAL, value)
+
+
+def json_in_order(value: Any) -> str:
+    """Return JSON with the keys of objects in the order given: a template writes tools and arguments in it.
+
+    Raises `InvalidRequest` as `canonical_json` does.
+    """
+    return _encoded(_IN_ORDER, value)
 
 
 def session_digest(session_id: str) -> str:
@@ -151,7 +156,15 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
+_IN_ORDER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_plain)
+
+
+def _encoded(encoder: json.JSONEncoder, value: Any) -> str:
+    try:
+        return encoder.encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"a value to be recorded is not JSON ({type(error).__name__})") from None
 
 
 def _digest(*fields: bytes) -> str:

@@ -12,7 +12,7 @@ from tokentape.types import Logprobs, Provenance, TokenIds, Turn
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
     """Raise `EngineContractError` if an engine returned an id that the model's vocabulary does not have."""
-    for token_id in ids:
+    for token_id in (min(ids), max(ids)) if ids else ():
         if not 0 <= token_id < vocab_size:
             raise EngineContractError(f"the engine returned id {token_id}; the vocabulary ends at {vocab_size - 1}")
 

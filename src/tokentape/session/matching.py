@@ -12,6 +12,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from tokentape.chat.media import IMAGE
 from tokentape.types import Message
 
@@ -104,4 +106,11 @@ def _numbers(value: Any) -> Any:
 
 
 def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    try:
+        return _encoder.encode(value)
+    except (ValueError, TypeError, OverflowError):
+        # Numbers of any length, and halves of characters.
+        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+_encoder = msgspec.json.Encoder(order="deterministic")

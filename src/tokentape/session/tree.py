@@ -24,8 +24,10 @@ class Continuation:
     """The request's messages behind those of the parent."""
     context_ids: TokenIds
     """The parent's context and completion; empty without a parent."""
-    history: tuple[Message, ...] = ()
-    """The request's messages before the parent's reply."""
+    key: bytes = b""
+    """Of the history that the request's messages are; see `history_keys`."""
+    system: bool = False
+    """Whether a message before the new ones is the system's or the developer's."""
 
 
 class Session:
@@ -36,6 +38,8 @@ class Session:
         self.turns: list[Turn] = []
         self._history: list[bytes] = []
         """Per turn the key of its whole message history, reply included."""
+        self._system: list[bool] = []
+        """Per turn whether its history has a message of the system's or the developer's."""
         self._by_history: dict[bytes, int] = {}
         self._by_reply: dict[bytes, int] = {}
         self._same_history: dict[int, int] = {}
@@ -54,6 +58,8 @@ class Session:
         key = history_keys(turn.setup, [*turn.messages, turn.reply], start)[-1]
         self.turns.append(turn)
         self._history.append(key)
+        spoken = any(message.get("role") in ("system", "developer") for message in turn.messages)
+        self._system.append(spoken or (turn.parent is not None and self._system[turn.parent]))
         if turn.finish_reason != "abort":
             reply = message_key(turn.reply)
             if key in self._by_history:
@@ -63,25 +69,29 @@ class Session:
             self._by_history[key] = self._by_reply[reply] = turn.seq
             self._children.setdefault(turn.parent, []).append(turn.seq)
 
-    def continuation(self, messages: Sequence[Message], setup: str) -> Continuation:
+    def continuation(self, messages: Sequence[Message], setup: str, start: bytes | None = None) -> Continuation:
         """Find the deepest turn, under the same setup, whose messages are a prefix of `messages`.
 
         Of several with the same messages the one whose reasoning was sent back, else the last one committed.
+
+        `start` is the key of messages before the first of `messages`. Then a turn that ends among those is not found,
+        nor one of several with the same messages.
         """
-        keys = history_keys(setup, messages)
+        keys = history_keys(setup, messages, start)
         for end in range(len(keys), 0, -1):
             newest = self._by_history.get(keys[end - 1])
             if newest is not None:
                 seq = newest
                 if newest in self._same_history:
+                    if start is not None:
+                        break
                     reasoning = [reasoning_of(message) for message in messages[:end]]
                     same = _linked(newest, self._same_history)
                     # max() keeps the first of equals, the newest.
                     seq = max(same, key=lambda one: self._agreement(one, reasoning))
-                return Continuation(
-                    self.turns[seq], tuple(messages[end:]), self.context_after(seq), tuple(messages[: end - 1])
-                )
-        return Continuation(None, tuple(messages), NO_IDS)
+                context = self.context_after(seq)
+                return Continuation(self.turns[seq], tuple(messages[end:]), context, keys[-1], self._system[seq])
+        return Continuation(None, tuple(messages), NO_IDS, keys[-1] if keys else b"")
 
     def continuation_of_ids(self, prompt_ids: TokenIds, stand_in: Message) -> Continuation:
         """Find the deepest turn, under any setup, whose context and completion begin `prompt_ids`.
@@ -127,6 +137,10 @@ class Session:
         ids.flags.writeable = False
         self._last_context = seq, ids
         return ids
+
+    def forget_context(self) -> None:
+        """Let go of the ids that `context_after` has put together last; they are put together again when asked for."""
+        self._last_context = None
 
     def fork_cause(self, parent: int | None, messages: Sequence[Message], setup: str) -> str | None:
         """Why a turn with this parent would be a fork; None if it continues the session's newest turn.

@@ -1,7 +1,7 @@
 """Group commit: one thread, one connection; calls that wait at the same time share one transaction.
 
 A commit costs a flush to the disk however much it writes, so the calls that arrive during one flush go into
-the next together. Each runs in a savepoint of its own: one that fails leaves the others alone.
+the next together. One that fails leaves the others alone: then each is run in a savepoint of its own.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeAlias
@@ -25,6 +26,12 @@ _log = logging.getLogger(__name__)
 MAX_CALLS = 256
 """Calls per transaction: bounds how long the first of them waits for the last."""
 
+RECONNECTIONS = (0.0, 0.2, 0.4, 0.8, 1.6)
+"""Seconds to wait before each try to go on after the connection was lost: a server that restarts takes a few."""
+
+Claims: TypeAlias = frozenset[str] | None
+"""What a call changes, by name: nobody else may at the same time. None stands for anything."""
+
 Work: TypeAlias = Callable[[Connection], int]
 """What a call does inside the transaction. Returns about how many bytes it wrote."""
 
@@ -37,6 +44,8 @@ class Failure:
     message: str
     fatal: bool = False
     """The store can't be trusted any more: nothing may be acknowledged until a restart has read the disk."""
+    lost: bool = False
+    """The connection is gone, and with it the knowledge whether a commit under way went through."""
 
     def error(self) -> TokentapeError:
         """Return a new exception of this failure; each caller gets its own."""
@@ -46,6 +55,8 @@ class Failure:
 @dataclass(frozen=True, slots=True)
 class _Call:
     work: Work
+    again: Work | None
+    claims: Claims
     done: asyncio.Future[None]
 
 
@@ -57,7 +68,11 @@ class CommitQueue:
     """Runs calls against `connection`, which nobody else may use, in a thread of its own.
 
     `classify` explains an error of the driver. `after_commit` is told how many bytes the transaction wrote, after
-    the callers were answered; if it returns a failure, that one is fatal.
+    the callers were answered; if it returns a failure, that one is fatal. `exclusive` is held around each transaction.
+
+    With `claim` others may write to the database too: it begins each transaction by claiming what its calls change.
+
+    The calls of a transaction are first run without savepoints, each of which is a trip to a server that may be far.
 
     After a fatal failure nothing is run any more. A flush that failed is such a failure: the kernel forgets it,
     and the next flush reports success for data that never reached the disk.
@@ -68,8 +83,12 @@ class CommitQueue:
         connection: Connection,
         classify: Callable[[DBAPIError], Failure],
         after_commit: Callable[[int], Failure | None],
+        exclusive: Callable[[], AbstractContextManager[None]] = nullcontext,
+        claim: Callable[[Connection, Sequence[Claims]], None] | None = None,
     ) -> None:
         self._connection = connection
+        self._exclusive = exclusive
+        self._claim = claim
         self._classify = classify
         self._after_commit = after_commit
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
@@ -84,16 +103,18 @@ class CommitQueue:
         """True after a fatal failure."""
         return self._broken is not None
 
-    async def run(self, work: Work) -> None:
+    async def run(self, work: Work, again: Work | None = None, claims: Claims = None) -> None:
         """Queue `work` and return when it is durable; raises what kept it out.
 
-        If the awaiting task is cancelled, work that has not begun is left out, and work that has runs on.
+        If the connection is lost on the way, nobody can say whether the work is done. Then `again` is run, which does
+        it unless it is done; without one that is the failure. If the awaiting task is cancelled, work that has not
+        begun is left out, and work that has runs on.
         """
         done = asyncio.get_running_loop().create_future()
         with self._closing:
             if self._closed:
                 raise StoreError("the store is closed")
-            self._calls.put(_Call(work, done))
+            self._calls.put(_Call(work, again, claims, done))
         await done
 
     def close(self) -> None:
@@ -135,7 +156,9 @@ class CommitQueue:
         if self._broken is not None:
             return self._refusals(batch)
         try:
-            with self._connection.begin():
+            if (written := self._commit_at_once(batch)) is not None:
+                return written
+            with self._transaction(batch):
                 return [self._attempt(call.work) for call in batch]
         except DBAPIError as error:
             # The whole transaction is gone: no outcome counts.
@@ -143,9 +166,47 @@ class CommitQueue:
         if failure.fatal:
             self._break(failure)
             return self._refusals(batch)
+        if failure.lost:
+            return self._commit_again(batch, failure)
         if len(batch) == 1:
             return [failure.error()]
         return [outcome for call in batch for outcome in self._commit([call])]
+
+    @contextmanager
+    def _transaction(self, batch: Sequence[_Call]) -> Iterator[None]:
+        with self._exclusive(), self._connection.begin():
+            if self._claim is not None:
+                self._claim(self._connection, [call.claims for call in batch])
+            yield
+
+    def _commit_at_once(self, batch: Sequence[_Call]) -> Sequence[_Outcome] | None:
+        """Commit the calls if none of them fails; else nothing, and None."""
+        try:
+            with self._transaction(batch):
+                return [call.work(self._connection) for call in batch]
+        except IntegrityError:
+            return None
+        except DBAPIError:
+            raise
+        except Exception:
+            return None
+
+    def _commit_again(self, batch: Sequence[_Call], failure: Failure) -> Sequence[_Outcome]:
+        """Go on after the connection was lost, perhaps within a commit."""
+        works = [call.again for call in batch if call.again is not None]
+        for seconds in RECONNECTIONS if works else ():
+            time.sleep(seconds)
+            try:
+                with self._transaction(batch):
+                    outcomes = iter([self._attempt(work) for work in works])
+            except DBAPIError as error:
+                failure = self._classify(error)
+                if not failure.lost:
+                    break
+            else:
+                _log.warning("the connection to the database was lost and is there again")
+                return [failure.error() if call.again is None else next(outcomes) for call in batch]
+        return [failure.error() for _ in batch]
 
     def _attempt(self, work: Work) -> _Outcome:
         """Run one call and undo it if it fails. Raises DBAPIError if the transaction can't go on."""

@@ -20,9 +20,10 @@ from tokentape.errors import Conflict, InvalidRequest, NotFound
 from tokentape.session.arrow import ExtraNames, extra_names
 from tokentape.session.jsonl import json_line
 from tokentape.store import snapshots
+from tokentape.store.base import Store
+from tokentape.store.commit import Work
 from tokentape.store.reads import StoredSession
 from tokentape.store.snapshots import Entry, Selection, Snapshot
-from tokentape.store.sqlite import SqliteStore
 from tokentape.types import Trajectory
 
 _DROPPED_AT_ONCE = 50
@@ -36,7 +37,7 @@ class Custody:
     All raise `NotFound` for a snapshot that isn't there or is somebody else's.
     """
 
-    def __init__(self, store: SqliteStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
     async def take(self, selection: Selection, owner: str, sees: str | None) -> Snapshot:
@@ -65,7 +66,7 @@ class Custody:
         if found.digest is not None or found.state == "released":
             return found
         digest, contents = await asyncio.to_thread(self._read, snapshot_id)
-        await self._store.transact(partial(snapshots.seal, snapshot_id=snapshot_id, digest=digest, contents=contents))
+        await self._repeatable(partial(snapshots.seal, snapshot_id=snapshot_id, digest=digest, contents=contents))
         return await asyncio.to_thread(self.find, snapshot_id, owner)
 
     def find(self, snapshot_id: int, owner: str | None) -> Snapshot:
@@ -89,7 +90,7 @@ class Custody:
     async def confirm(self, snapshot_id: int, owner: str | None, digest: str) -> None:
         """Note that the consumer has the contents and has made them safe. Raises `Conflict` for another digest."""
         await self.snapshot(snapshot_id, owner)
-        await self._store.transact(partial(snapshots.confirm, snapshot_id=snapshot_id, digest=digest))
+        await self._repeatable(partial(snapshots.confirm, snapshot_id=snapshot_id, digest=digest))
 
     async def drop(
         self, snapshot_id: int, owner: str | None, in_use: Collection[str] = ()
@@ -110,19 +111,23 @@ class Custody:
                 kept.update(snapshots.drop_sessions(connection, snapshot_id, some, time.time()))
                 return 0
 
-            await self._store.transact(drop)
-        await self._store.transact(partial(snapshots.release, snapshot_id=snapshot_id))
+            await self._repeatable(drop)
+        await self._repeatable(partial(snapshots.release, snapshot_id=snapshot_id))
         return [entry.session_id for entry in everything if entry.session_id not in kept], kept
 
     async def release(self, snapshot_id: int, owner: str | None) -> None:
         """Keep nothing for a snapshot any more; its sessions stay."""
         await asyncio.to_thread(self.find, snapshot_id, owner)
-        await self._store.transact(partial(snapshots.release, snapshot_id=snapshot_id))
+        await self._repeatable(partial(snapshots.release, snapshot_id=snapshot_id))
 
     def dropped_of(self, session_id: str) -> str | None:
         """Whose session of this id was dropped; None if none was."""
         with self._store.reading() as connection:
             return snapshots.tombstone_owner(connection, session_id)
+
+    async def _repeatable(self, work: Work) -> None:
+        """Run work that may as well be done twice, if nobody knows whether it was done once."""
+        await self._store.transact(work, again=work)
 
     def _entries(self, snapshot_id: int) -> list[Entry]:
         with self._store.reading() as connection:

@@ -1,14 +1,17 @@
-"""One process per data directory: a lock file that the kernel releases when its holder dies."""
+"""Who may write to a data directory: locks on files, which the kernel releases when their holder dies."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokentape.errors import StoreLocked
 
 LOCK_NAME = "tokentape.lock"
+TURNSTILE_NAMES = ("tokentape.turn", "tokentape.next")
 
 
 class DirectoryLock:
@@ -35,3 +38,38 @@ class DirectoryLock:
         """Let other processes have the directory."""
         os.ftruncate(self._file, 0)
         os.close(self._file)
+
+    def fileno(self) -> int:
+        """Of the lock: a process that inherits it holds the directory as well."""
+        return self._file
+
+
+class Turnstile:
+    """Lets one process at a time write to `directory`, each in its turn. For one thread of each process.
+
+    There are two locks: who waits for the first holds the second, so whoever has just written can't be first again
+    while somebody waits.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._turn, self._next = (
+            os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for name in TURNSTILE_NAMES
+        )
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other process writes for as long as the context lasts."""
+        fcntl.flock(self._next, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._turn, fcntl.LOCK_EX)
+        finally:
+            fcntl.flock(self._next, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._turn, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        os.close(self._turn)
+        os.close(self._next)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Column, Connection, CursorResult, Row, Table, exists, func, select
+from sqlalchemy import Column, Connection, CursorResult, Row, Table, bindparam, exists, func, select
 
 from tokentape.errors import NotFound, StoreCorrupt
 from tokentape.session.flatten import trajectories
@@ -65,6 +65,16 @@ class StoredSession:
     def trajectories(self) -> list[Trajectory]:
         """One trajectory per leaf, with columns and payloads if they were asked for. See `session.flatten`."""
         return trajectories(self.tree(), self.rewards, self.columns, self.payloads)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """What is recorded of a session by now, as far as one has to know to see whether that is what one remembers."""
+
+    created_at: float
+    turns: int
+    digest: str | None
+    """Of the turn that one knows last; None if the session has no such turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +172,52 @@ def load_session(
     )
 
 
+def session_state(connection: Connection, session_id: str, newest: int) -> SessionState | None:
+    """Return how far a session has come, with the digest of its turn `newest`; None if there is no such session."""
+    row = connection.execute(_STATE, {"session_id": session_id, "newest": newest}).one_or_none()
+    return None if row is None else SessionState(float(row.created_at), row.turns, row.digest)
+
+
+def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
+    """Return a session's turns behind those that are `known`, with their answers and setups; nothing else of it.
+
+    Raises as `load_session`.
+    """
+    row = connection.execute(select(schema.sessions).where(schema.sessions.c.session_id == session_id)).one_or_none()
+    if row is None:
+        raise NotFound(f"there is no session {session_id!r}")
+
+    def newer(table: Table, order: Column[int]) -> CursorResult[Any]:
+        behind = [table.c.session_id == session_id, order >= len(known)]
+        return connection.execute(select(table).where(*behind).order_by(order))
+
+    turns = _chained_turns(session_id, newer(schema.turns, schema.turns.c.seq), known)
+    digests = {turn.setup for turn in turns}
+    setups = map(decode_setup, connection.execute(select(schema.setups).where(schema.setups.c.digest.in_(digests))))
+    return StoredSession(
+        info=decode_session(row),
+        setups={setup.digest: setup for setup in setups},
+        turns=turns,
+        rewards=(),
+        answers=tuple(map(decode_answer, newer(schema.answers, schema.answers.c.first_turn))),
+    )
+
+
+def session_of_call(connection: Connection, owner: str, body_digest: str, since: float) -> str | None:
+    """Return the session in which a call without a key was answered last, not before `since`."""
+    answers = schema.answers.c
+    statement = (
+        select(answers.session_id)
+        .join(schema.sessions, schema.sessions.c.session_id == answers.session_id)
+        .where(answers.body_digest == bytes.fromhex(body_digest), answers.created_at >= since)
+        .where(answers.key.is_(None), schema.sessions.c.owner == owner)
+        .order_by(answers.created_at.desc())
+        .limit(1)
+    )
+    found: str | None = connection.execute(statement).scalar()
+    return found
+
+
 def load_media(connection: Connection, session_id: str, sha256: str) -> Media:
     """Return media that a session refers to. Raises `NotFound` if it refers to none of that hash."""
     table, of_turn = schema.media, schema.turn_media.c
@@ -196,12 +252,24 @@ def _names(connection: Connection, table: Table, session_ids: Collection[str] | 
 _BYTES_PER_ID = 4
 
 
-def _chained_turns(session_id: str, rows: Iterable[Row[Any]]) -> tuple[Turn, ...]:
+_OF_SESSION = schema.turns.c.session_id == bindparam("session_id")
+_STATE = select(
+    schema.sessions.c.created_at,
+    select(func.coalesce(func.max(schema.turns.c.seq), -1) + 1).where(_OF_SESSION).scalar_subquery().label("turns"),
+    select(schema.turns.c.digest)
+    .where(_OF_SESSION, schema.turns.c.seq == bindparam("newest"))
+    .scalar_subquery()
+    .label("digest"),
+).where(schema.sessions.c.session_id == bindparam("session_id"))
+
+
+def _chained_turns(session_id: str, rows: Iterable[Row[Any]], known: Sequence[Turn] = ()) -> tuple[Turn, ...]:
+    """The turns of `rows`, which follow those that are `known`."""
     turns: list[Turn] = []
-    digests: dict[int | None, str] = {}
+    digests: dict[int | None, str] = {turn.seq: turn.digest for turn in known}
     for row in rows:
         turn = decode_turn(row)
-        if turn.seq != len(turns) or not chained(turn, digests.get(turn.parent)):
+        if turn.seq != len(known) + len(turns) or not chained(turn, digests.get(turn.parent)):
             raise StoreCorrupt(
                 f"turn {turn.seq} of session {session_id!r} doesn't fit the hash chain; "
                 "run `tokentape verify` to see what else is damaged"

@@ -12,7 +12,7 @@ import numpy as np
 from sqlalchemy import Row, Table
 
 from tokentape.errors import InvalidRequest, InvariantViolation, StoreCorrupt
-from tokentape.session.chain import array_bytes, array_from_bytes, canonical_json, setup_digest
+from tokentape.session.chain import array_bytes, array_from_bytes, canonical_json, json_in_order, setup_digest
 from tokentape.session.payloads import ROW_DTYPES, narrowest, rows_as_bytes, rows_from_bytes
 from tokentape.store import schema
 from tokentape.types import Answer, Media, Reward, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
@@ -183,8 +183,8 @@ def _encode_setup(setup: Setup) -> Values:
         raise InvariantViolation(f"a setup claims digest {setup.digest!r}, its fields have {digest!r}")
     return {
         "digest": digest,
-        "tools": canonical_json(setup.tools),
-        "template_kwargs": canonical_json(setup.template_kwargs),
+        "tools": json_in_order(setup.tools),
+        "template_kwargs": json_in_order(setup.template_kwargs),
         "date": _text(setup.date),
         "fingerprint": _text(setup.fingerprint),
     }
@@ -287,7 +287,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _deflate(value: object) -> bytes:
-    return zlib.compress(canonical_json(value).encode("ascii"))
+    return zlib.compress(json_in_order(value).encode("ascii"))
 
 
 def _inflate(data: bytes) -> Any:

@@ -32,6 +32,9 @@ from tokentape.errors import StoreCorrupt, StoreError
 
 metadata = MetaData()
 
+_Position = BigInteger().with_variant(Integer, "sqlite")
+"""64 bits. SQLite's own are, and only a column that is called INTEGER counts by itself there."""
+
 meta = Table(
     "meta",
     metadata,
@@ -44,7 +47,7 @@ sessions = Table(
     "sessions",
     metadata,
     # Order of creation. Clocks jump, and a number that is never reused makes a safe cursor for listings.
-    Column("position", Integer, primary_key=True, autoincrement=True),
+    Column("position", _Position, primary_key=True, autoincrement=True),
     Column("session_id", Text, nullable=False, unique=True),
     Column("created_at", Double, nullable=False),
     Column("metadata", Text, nullable=False),
@@ -102,6 +105,8 @@ answers = Table(
     Column("created_at", Double, nullable=False),
     Column("top_logprobs", LargeBinary),
     ForeignKeyConstraint(["session_id", "first_turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
+    # A retry that names no session, and comes to a gateway that does not know the call.
+    Index("answers_by_body", "body_digest", "created_at"),
 )
 """Written in the transaction of the turns, so that a retry after a restart finds them."""
 
@@ -109,7 +114,7 @@ rewards = Table(
     "rewards",
     metadata,
     # Order of arrival: the last reward of a turn counts.
-    Column("position", Integer, primary_key=True, autoincrement=True),
+    Column("position", _Position, primary_key=True, autoincrement=True),
     Column("session_id", ForeignKey("sessions.session_id", ondelete="CASCADE"), nullable=False, index=True),
     Column("turn", Integer),
     Column("value", Double, nullable=False),
@@ -124,7 +129,7 @@ token_columns = Table(
     "token_columns",
     metadata,
     # Order of arrival: the last values of a name and turn count. Older ones stay while a snapshot has them.
-    Column("position", Integer, primary_key=True, autoincrement=True),
+    Column("position", _Position, primary_key=True, autoincrement=True),
     Column("session_id", Text, nullable=False),
     Column("turn", Integer, nullable=False),
     Column("name", Text, nullable=False),
@@ -175,7 +180,7 @@ turn_media = Table(
 snapshots = Table(
     "snapshots",
     metadata,
-    Column("snapshot_id", Integer, primary_key=True, autoincrement=True),
+    Column("snapshot_id", _Position, primary_key=True, autoincrement=True),
     Column("owner", Text, nullable=False),
     Column("created_at", Double, nullable=False),
     # The snapshot whose sessions were left out unless they have changed.
@@ -194,12 +199,12 @@ snapshot_sessions = Table(
     metadata,
     Column("snapshot_id", ForeignKey("snapshots.snapshot_id"), primary_key=True),
     # Of the session; a later session of the same id has another.
-    Column("position", Integer, primary_key=True),
+    Column("position", _Position, primary_key=True),
     Column("session_id", Text, nullable=False, index=True),
     # What belongs to the snapshot: so many turns, and rewards and columns up to these positions.
     Column("turns", Integer, nullable=False),
-    Column("last_reward", Integer, nullable=False),
-    Column("last_column", Integer, nullable=False),
+    Column("last_reward", _Position, nullable=False),
+    Column("last_column", _Position, nullable=False),
 )
 
 tombstones = Table(
@@ -211,6 +216,33 @@ tombstones = Table(
     Column("dropped_at", Double, nullable=False),
 )
 """Sessions that were dropped after their consumer had confirmed a snapshot: their ids are not used again."""
+
+gate_changes = Table(
+    "gate_changes",
+    metadata,
+    # The last one counts.
+    Column("position", _Position, primary_key=True, autoincrement=True),
+    Column("closed", Integer, nullable=False),
+    # 1 if calls under way are to be ended at once.
+    Column("abort", Integer, nullable=False),
+    # What samples from now on; null where that was not said.
+    Column("weight_version", Text),
+    Column("created_at", Double, nullable=False),
+    sqlite_autoincrement=True,
+)
+"""When sampling was paused and resumed: for gateways over one record, which pause together."""
+
+gateways = Table(
+    "gateways",
+    metadata,
+    Column("gateway_id", Text, primary_key=True),
+    # Grows as long as it lives.
+    Column("beat", _Position, nullable=False),
+    # The gate change that it goes by, and how many of its calls the engine is sampling.
+    Column("heard", _Position, nullable=False),
+    Column("under_way", Integer, nullable=False),
+)
+"""The gateways over one record, those that died left in until another one notices."""
 
 Migration: TypeAlias = Callable[[Connection], None]
 
@@ -230,7 +262,16 @@ def _to_2(connection: Connection) -> None:
         table.create(connection)
 
 
-MIGRATIONS: tuple[Migration, ...] = (_to_2,)
+def _to_3(connection: Connection) -> None:
+    """Several gateways over one record: what they have to know of each other."""
+    for table in (gate_changes, gateways):
+        table.create(connection)
+    for index in answers.indexes:
+        # There already where the step before has just made the table.
+        index.create(connection, checkfirst=True)
+
+
+MIGRATIONS: tuple[Migration, ...] = (_to_2, _to_3)
 """`MIGRATIONS[i]` turns schema version i + 1 into i + 2. Only ever appended to."""
 
 

@@ -1,9 +1,9 @@
-"""Check a data directory from outside: the file itself, every hash, every rule of a turn. Changes nothing."""
+"""Check a record from outside: the file itself, every hash, every rule of a turn. Changes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +11,10 @@ from sqlalchemy import Connection, Engine, bindparam, exists, func, select, unio
 
 from tokentape.chat.media import image_parts
 from tokentape.errors import StoreCorrupt, StoreError
-from tokentape.store import schema
+from tokentape.store import postgres, schema
+from tokentape.store.archive import is_archive, restored
 from tokentape.store.checks import chained, column_faults, payload_faults, turn_faults
-from tokentape.store.driver import explained, one_state, reading_engine
+from tokentape.store.driver import explained, reading_engine
 from tokentape.store.rows import (
     decode_column,
     decode_media,
@@ -60,8 +61,8 @@ class Report:
         return not self.findings
 
 
-def verify(directory: str | Path) -> Report:
-    """Check the record in `directory`, beside a running writer or without one.
+def verify(location: str | Path) -> Report:
+    """Check the record in a data directory, PostgreSQL database or archive, beside running writers or without one.
 
     SQLite's own integrity check; every setup's and turn's digest recomputed, every turn chained to its parent;
     turns numbered from 0 without gaps, each parent before its child; `checks.turn_faults`; columns and payloads
@@ -69,32 +70,44 @@ def verify(directory: str | Path) -> Report:
     there. A digest does not cover rewards, columns, payloads and
     session metadata: of those only the form is checked. Nor can a chain tell that its newest turns were cut off.
 
-    Raises `StoreError` if there is no database file; whatever is wrong with one is a finding.
+    An archive is put into a database for that, its files' hashes checked on the way. Raises `StoreError` if there is
+    no database; whatever is wrong with one is a finding.
     """
-    path = Path(directory) / DATABASE_NAME
-    if not path.is_file():
-        raise StoreError(f"{path} does not exist: {directory} is not a data directory")
-    engine = reading_engine(path)
-    check = _Check(engine)
+    if not postgres.is_url(str(location)) and is_archive(location):
+        try:
+            with restored(str(location)) as directory:
+                return verify(directory)
+        except StoreCorrupt as error:
+            return Report(0, 0, 0, (Finding(str(error)),))
+    if postgres.is_url(str(location)):
+        check = _Check(postgres.reading_engine(str(location)), postgres.explained)
+        with postgres.explained(), check.engine.connect():
+            pass  # nothing is wrong with the record if the server can't be reached
+    else:
+        path = Path(location) / DATABASE_NAME
+        if not path.is_file():
+            raise StoreError(f"{path} does not exist: {location} is not a data directory")
+        check = _Check(reading_engine(path), explained)
     try:
         check.run()
     finally:
-        engine.dispose()
+        check.engine.dispose()
     return Report(check.sessions, check.turns, check.tokens, tuple(check.findings))
 
 
 class _Check:
     """One run of `verify`: what it has counted and found so far."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, explained: Callable[[], AbstractContextManager[None]]) -> None:
         self.sessions = self.turns = self.tokens = 0
         self.findings: list[Finding] = []
-        self._engine = engine
+        self.engine = engine
+        self._explained = explained
         self._good_setups: set[str] = set()
 
     def run(self) -> None:
         session_ids: list[str] = []
-        with self._damage_found(), one_state(self._engine) as connection:
+        with self._damage_found(), self._one_state() as connection:
             schema.check(connection)
             session_ids += connection.execute(_SESSION_IDS).scalars()
             self._check_file(connection)
@@ -102,10 +115,12 @@ class _Check:
             self._check_media(connection)
         for session_id in session_ids:
             # A snapshot each: a long one would keep a running writer's log from being recycled.
-            with self._damage_found(session_id), one_state(self._engine) as connection:
+            with self._damage_found(session_id), self._one_state() as connection:
                 self._check_session(connection, session_id)
 
     def _check_file(self, connection: Connection) -> None:
+        if self.engine.dialect.name != "sqlite":
+            return  # a server keeps its files itself
         for line in connection.exec_driver_sql("PRAGMA integrity_check").scalars():
             if line != "ok":
                 self._found(f"SQLite: {line}")
@@ -190,6 +205,11 @@ class _Check:
         if set(connection.execute(_REFERENCES, key).scalars()) != expected:
             self._found("what it refers to of media is not what its messages say", turn.session_id, turn.seq)
 
+    @contextmanager
+    def _one_state(self) -> Iterator[Connection]:
+        with self._explained(), self.engine.connect() as connection, connection.begin():
+            yield connection
+
     def _found(self, problem: str, session_id: str | None = None, turn: int | None = None) -> None:
         self.findings.append(Finding(problem, session_id, turn))
 
@@ -197,7 +217,7 @@ class _Check:
     def _damage_found(self, session_id: str | None = None, turn: int | None = None) -> Iterator[None]:
         """Turn what goes wrong on reading damaged data into a finding."""
         try:
-            with explained():
+            with self._explained():
                 yield
         except StoreError as error:
             self._found(str(error), session_id, turn)

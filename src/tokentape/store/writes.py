@@ -14,7 +14,8 @@ from tokentape.store import schema
 from tokentape.store.checks import chained, column_faults, payload_faults, turn_faults
 from tokentape.store.reads import batched
 from tokentape.store.rows import Record, Values, encode
-from tokentape.types import Media, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
+from tokentape.store.statements import Hot
+from tokentape.types import Answer, Media, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
 
 
 def insert_records(connection: Connection, records: Iterable[Record]) -> int:
@@ -34,7 +35,7 @@ def insert_records(connection: Connection, records: Iterable[Record]) -> int:
                 _insert_unless_known(connection, table, values)
             case Turn():
                 _check_turn(connection, record)
-                connection.execute(insert(table), values)
+                _INSERT_TURN.run(connection, values)
                 _refer_to_media(connection, record)
             case SessionInfo():
                 refuse_dropped(connection, record.session_id)
@@ -47,10 +48,44 @@ def insert_records(connection: Connection, records: Iterable[Record]) -> int:
                 _check_of_turn(connection, record)
                 _check_same_kind(connection, values)
                 connection.execute(insert(table), values)
+            case Answer():
+                _INSERT_ANSWER.run(connection, values)
             case _:
                 connection.execute(insert(table), values)
         size += sum(len(value) for value in values.values() if isinstance(value, str | bytes))
     return size
+
+
+def claims(records: Iterable[Record]) -> frozenset[str]:
+    """What inserting `records` changes, as names that nobody else may be changing meanwhile."""
+    names: set[str] = set()
+    for record in records:
+        match record:
+            case Setup():
+                names.add(f"setup {record.digest}")
+            case Media():
+                names.add(f"media {record.sha256}")
+            case SessionInfo():
+                # Sessions are numbered in the order in which they come to be seen.
+                names |= {"sessions", f"session {record.session_id}"}
+            case _:
+                names.add(f"session {record.session_id}")
+    return frozenset(names)
+
+
+def insert_again(connection: Connection, records: Iterable[Record]) -> int:
+    """Insert `records` unless they are there: for when nobody knows whether they have been inserted before.
+
+    They were inserted all or none, so one of them says it. Returns and raises as `insert_records`.
+    """
+    # Setups and media may be there through others.
+    own = [record for record in records if not isinstance(record, Setup | Media)]
+    if own:
+        table, values = encode(own[-1])
+        same = exists().where(*(table.c[name] == value for name, value in values.items()))
+        if connection.execute(select(same)).scalar_one():
+            return 0
+    return insert_records(connection, records)
 
 
 def delete_session(connection: Connection, session_id: str, *, force: bool = False) -> int:
@@ -110,32 +145,38 @@ def _refer_to_media(connection: Connection, turn: Turn) -> None:
     connection.execute(insert(schema.turn_media), [{**of_turn, "sha256": one} for one in sorted(hashes)])
 
 
-_BEFORE_TURN = select(
-    exists().where(schema.sessions.c.session_id == bindparam("session_id")).label("session_exists"),
-    select(func.max(schema.turns.c.seq))
-    .where(schema.turns.c.session_id == bindparam("session_id"))
-    .scalar_subquery()
-    .label("newest"),
-    select(schema.turns.c.digest)
-    .where(schema.turns.c.session_id == bindparam("session_id"), schema.turns.c.seq == bindparam("parent"))
-    .scalar_subquery()
-    .label("parent_digest"),
+_BEFORE_TURN = Hot(
+    select(
+        exists().where(schema.sessions.c.session_id == bindparam("session_id")).label("session_exists"),
+        select(func.max(schema.turns.c.seq))
+        .where(schema.turns.c.session_id == bindparam("session_id"))
+        .scalar_subquery()
+        .label("newest"),
+        select(schema.turns.c.digest)
+        .where(schema.turns.c.session_id == bindparam("session_id"), schema.turns.c.seq == bindparam("parent"))
+        .scalar_subquery()
+        .label("parent_digest"),
+    )
 )
+_INSERT_TURN = Hot(insert(schema.turns))
+_INSERT_ANSWER = Hot(insert(schema.answers))
 
 
 def _check_turn(connection: Connection, turn: Turn) -> None:
     name = f"turn {turn.seq} of session {turn.session_id!r}"
-    before = connection.execute(_BEFORE_TURN, {"session_id": turn.session_id, "parent": turn.parent}).one()
-    if not before.session_exists:
+    before = _BEFORE_TURN.run(connection, {"session_id": turn.session_id, "parent": turn.parent})
+    assert before is not None
+    session_exists, newest, parent_digest = before
+    if not session_exists:
         raise NotFound(f"there is no session {turn.session_id!r}")
-    expected = 0 if before.newest is None else before.newest + 1
+    expected = 0 if newest is None else newest + 1
     if turn.seq != expected:
         raise Conflict(f"{name} can't be recorded: the session's next turn is {expected}")
-    if turn.parent is not None and before.parent_digest is None:
+    if turn.parent is not None and parent_digest is None:
         raise InvariantViolation(f"{name} continues turn {turn.parent}, which is not recorded")
     for fault in turn_faults(turn):
         raise InvariantViolation(f"{name}: {fault}")
-    if not chained(turn, before.parent_digest):
+    if not chained(turn, parent_digest):
         raise InvariantViolation(f"{name} has a digest that doesn't fit its fields and its parent")
 
 

@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tokentape.audit.pairing import Channel, Drift, Pairing, pair_ids, retokenized
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
-from tokentape.training.drift import Channel, Comparison, Drift, compare_ids, retokenized
 from tokentape.types import Logprobs, TokenIds, Trajectory
 
 Forward: TypeAlias = Callable[[TokenIds], Logprobs]
@@ -257,7 +257,7 @@ class _Tally:
         for channel in self._drifts:
             self._drifts[channel] = self._drifts[channel].added(mask, found if found.channel == channel else None)
         if self._tokenizer is not None and self._retokenized is not None:
-            again = compare_ids(one.token_ids, retokenized(self._tokenizer, one.token_ids), self._tokenizer)
+            again = pair_ids(one.token_ids, retokenized(self._tokenizer, one.token_ids), self._tokenizer)
             self._retokenized = self._retokenized.added(mask, None if again.channel == "numeric" else again)
         positions = np.flatnonzero(mask & (found.partner >= 0))
         trainer = logprobs[found.partner[positions]].astype(np.float64)
@@ -280,7 +280,7 @@ class _Tally:
             outliers=tuple(self._outliers),
         )
 
-    def _compare(self, one: Trajectory, ids: TokenIds) -> Comparison:
+    def _compare(self, one: Trajectory, ids: TokenIds) -> Pairing:
         if self._tokenizer is None:
             if not np.array_equal(one.token_ids[: len(ids)], ids):
                 raise InvalidRequest(
@@ -288,13 +288,13 @@ class _Tally:
                     "there is no tokenizer to tell whether it has another text: name the model folder"
                 )
             partner = np.where(np.arange(len(one.token_ids)) < len(ids), np.arange(len(one.token_ids)), -1)
-            return Comparison("numeric", partner, len(one.token_ids))
-        return compare_ids(one.token_ids, ids, self._tokenizer)
+            return Pairing("numeric", partner, len(one.token_ids))
+        return pair_ids(one.token_ids, ids, self._tokenizer)
 
     def _keep_outliers(
         self,
         one: Trajectory,
-        found: Comparison,
+        found: Pairing,
         positions: npt.NDArray[np.int64],
         apart: npt.NDArray[np.float64],
         trainer: npt.NDArray[np.float64],

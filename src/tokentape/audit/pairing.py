@@ -14,24 +14,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tokentape.audit.drift_classes import ARTIFACTS, artifact, text_artifact
 from tokentape.chat.tokenizer import Tokenizer
-from tokentape.training.align import align
 from tokentape.types import TokenIds
 
 Channel: TypeAlias = Literal["numeric", "id drift", "text drift"]
 """What a difference of logprobs comes from: the same ids, other ids, other text."""
-
-CLASSES = {
-    "control": "letters of a control token on one side, the token itself on the other",
-    "bytes": "within a character",
-    "whitespace": "white space goes to another token",
-    "digits": "within a number",
-    "word": "within a word",
-    "punctuation": "between other characters",
-    "spacing": "other white space, otherwise the same text",
-    "text": "other text",
-}
-"""Of changed stretches; the last two are of text drift."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +29,20 @@ class Change:
     start: int
     """Position of the first recorded token that differs."""
     end: int
-    kind: str
-    """One of `CLASSES`."""
+    trainer_start: int
+    """Position of the trainer's first token of the stretch."""
+    trainer_end: int
+    artifact: str
+    """One of `ARTIFACTS`."""
+
+    @property
+    def kind(self) -> str:
+        """One of `CLASSES`."""
+        return ARTIFACTS[self.artifact].kind
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Pairing:
     """Recorded ids and a trainer's, side by side."""
 
     channel: Channel
@@ -68,7 +64,7 @@ class Drift:
     classes: Mapping[str, int] = field(default_factory=dict)
     """How many changed stretches are of each class."""
 
-    def added(self, mask: npt.NDArray[np.bool_], found: Comparison | None) -> Drift:
+    def added(self, mask: npt.NDArray[np.bool_], found: Pairing | None) -> Drift:
         """With one more sequence, whose trained tokens are `mask`; None for one without drift."""
         more = replace(self, sequences=self.sequences + 1, tokens=self.tokens + int(mask.sum()))
         if found is None:
@@ -87,11 +83,11 @@ class Drift:
         return self.changed_tokens / self.tokens if self.tokens else 0.0
 
 
-def compare_ids(recorded: TokenIds, trainers: TokenIds, tokenizer: Tokenizer) -> Comparison:
+def pair_ids(recorded: TokenIds, trainers: TokenIds, tokenizer: Tokenizer) -> Pairing:
     """Tell how a trainer's ids differ from the recorded ones. Linear in tokens.
 
     A trainer's sequence that is the beginning of the record was cut, which is no drift. Where text differs, only what
-    both begin and end with is taken for the same.
+    both begin and end with is taken for the same; `compare.compare` finds every difference of such texts.
     """
     least = min(len(recorded), len(trainers))
     unequal = np.flatnonzero(recorded[:least] != trainers[:least])
@@ -99,12 +95,13 @@ def compare_ids(recorded: TokenIds, trainers: TokenIds, tokenizer: Tokenizer) ->
     if first == len(trainers):
         partner = np.arange(len(recorded))
         partner[least:] = -1
-        return Comparison("numeric", partner, len(recorded))
+        return Pairing("numeric", partner, len(recorded))
     one, other = (
         [tokenizer.token_bytes(token_id) for token_id in ids] for ids in (recorded.tolist(), trainers.tolist())
     )
     if b"".join(one) == b"".join(other):
-        return _other_ids(recorded, trainers, one, other, first, tokenizer)
+        partner, changes = changed_stretches(recorded, trainers, one, other, tokenizer)
+        return Pairing("id drift", partner, first, changes)
     return _other_text(recorded, trainers, one, other, first)
 
 
@@ -113,36 +110,50 @@ def retokenized(tokenizer: Tokenizer, ids: TokenIds) -> TokenIds:
     return tokenizer.array(tokenizer.encode_plain(tokenizer.decode(ids.tolist())))
 
 
-def _other_ids(
-    recorded: TokenIds,
-    trainers: TokenIds,
-    one: Sequence[bytes],
-    other: Sequence[bytes],
-    first: int,
-    tokenizer: Tokenizer,
-) -> Comparison:
-    spans = align(one, other)
+def changed_stretches(
+    recorded: TokenIds, trainers: TokenIds, one: Sequence[bytes], other: Sequence[bytes], tokenizer: Tokenizer
+) -> tuple[npt.NDArray[np.int64], tuple[Change, ...]]:
+    """Partners, as in `Pairing`, and changed stretches of ids that spell the same bytes, by token `one` and `other`."""
+    ends, their_ends = (np.cumsum([len(piece) for piece in side]) for side in (one, other))
+    # The same id spells the same bytes, so the end of it tells its place.
+    _, left, right = np.intersect1d(_places(ends, recorded), _places(their_ends, trainers), return_indices=True)
     partner = np.full(len(recorded), -1)
-    # A token that both sides have is a span of its own.
-    alone = (np.bincount(spans.left) == 1) & (np.bincount(spans.right) == 1)
-    left, right = np.flatnonzero(alone[spans.left]), np.flatnonzero(alone[spans.right])
-    same = recorded[left] == trainers[right]
-    partner[left[same]] = right[same]
+    partner[left] = right
     changes = []
-    for start, end in _runs(partner < 0):
-        its_start = int(np.searchsorted(spans.right, spans.left[start], "left"))
-        its_end = int(np.searchsorted(spans.right, spans.left[end - 1], "right"))
-        cuts = [*recorded[start:end].tolist(), *trainers[its_start:its_end].tolist()]
-        kind = _class(one[start:end], other[its_start:its_end])
+    for start, end in _between_common_ends(partner, ends, their_ends):
+        their_start = int(np.searchsorted(their_ends, ends[start] - len(one[start]), "right"))
+        their_end = int(np.searchsorted(their_ends, ends[end - 1], "right"))
+        cuts = [*recorded[start:end].tolist(), *trainers[their_start:their_end].tolist()]
         if any(tokenizer.control_by_id(token_id) is not None for token_id in cuts):
-            kind = "control"
-        changes.append(Change(start, end, kind))
-    return Comparison("id drift", partner, first, tuple(changes))
+            name = "control"
+        else:
+            around = b"".join(one[max(start - 8, 0) : start]), b"".join(one[end : end + 8])
+            name = artifact(one[start:end], other[their_start:their_end], *around)
+        changes.append(Change(start, end, their_start, their_end, name))
+    return partner, tuple(changes)
+
+
+def _places(ends: npt.NDArray[np.int64], ids: TokenIds) -> npt.NDArray[np.int64]:
+    return (ends.astype(np.int64) << 32) + ids
+
+
+def _between_common_ends(
+    partner: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], their_ends: npt.NDArray[np.int64]
+) -> list[tuple[int, int]]:
+    """The smallest stretches of unpaired tokens that both sides spell with whole tokens."""
+    found = []
+    common = np.isin(ends, their_ends)
+    for start, end in _runs(partner < 0):
+        stops = [start + at + 1 for at in np.flatnonzero(common[start:end]).tolist()]
+        if not stops or stops[-1] != end:
+            stops.append(end)
+        found += list(zip([start, *stops[:-1]], stops, strict=True))
+    return found
 
 
 def _other_text(
     recorded: TokenIds, trainers: TokenIds, one: Sequence[bytes], other: Sequence[bytes], first: int
-) -> Comparison:
+) -> Pairing:
     least = min(len(recorded), len(trainers)) - first
     unequal = np.flatnonzero(recorded[::-1][:least] != trainers[::-1][:least])
     last = int(unequal[0]) if len(unequal) else least
@@ -150,35 +161,9 @@ def _other_text(
     partner[:first] = np.arange(first)
     if last:
         partner[-last:] = np.arange(len(trainers) - last, len(trainers))
-    end = len(recorded) - last
-    left, right = b"".join(one[first:end]), b"".join(other[first : len(other) - last])
-    kind = "spacing" if b"".join(left.split()) == b"".join(right.split()) else "text"
-    return Comparison("text drift", partner, first, (Change(first, end, kind),))
-
-
-def _class(one: Sequence[bytes], other: Sequence[bytes]) -> str:
-    """Where boundaries moved within the same text: the first that applies of what stands at a moved one."""
-    ends = [set(np.cumsum([len(piece) for piece in side]).tolist()) for side in (one, other)]
-    moved = sorted(ends[0] ^ ends[1])
-    if not moved:
-        return "word"  # two ids that spell the same bytes
-    text = b"".join(one)
-    kinds = set()
-    for at in moved:
-        try:
-            before, behind = text[:at].decode()[-1:], text[at:].decode()[:1]
-        except UnicodeDecodeError:
-            kinds.add("bytes")
-            continue
-        if before.isspace() or behind.isspace():
-            kinds.add("whitespace")
-        elif before.isdigit() and behind.isdigit():
-            kinds.add("digits")
-        elif before.isalnum() and behind.isalnum():
-            kinds.add("word")
-        else:
-            kinds.add("punctuation")
-    return next(kind for kind in CLASSES if kind in kinds)
+    end, their_end = len(recorded) - last, len(trainers) - last
+    name = text_artifact(b"".join(one[first:end]), b"".join(other[first:their_end]))
+    return Pairing("text drift", partner, first, (Change(first, end, first, their_end, name),))
 
 
 def _runs(which: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

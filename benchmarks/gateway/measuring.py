@@ -1,0 +1,205 @@
+"""The measurements, each over all targets in turn, so that what else the machine does hits them alike."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.gateway.conversations import Conversation, Text
+from benchmarks.gateway.http import Connection, message_of, message_of_events
+from benchmarks.gateway.processes import Process, disk_bytes
+from benchmarks.gateway.targets import Session, Site, Target
+
+SETTLE = 0.05
+"""Seconds for what a target does behind its answers, such as writing."""
+
+
+class Failed(Exception):
+    """A target did not answer as it should."""
+
+
+@dataclass
+class Running:
+    """A target that has been started."""
+
+    target: Target
+    site: Site
+    url: str
+    process: Process | None
+    started: float = 0.0
+    """Seconds until it answered."""
+    begun: int = 0
+    """Sessions."""
+
+    def cpu_seconds(self) -> float:
+        """User and system time so far; 0 where there is no process of the target's own."""
+        return 0.0 if self.process is None else self.process.cpu_seconds()
+
+
+@dataclass
+class Calls:
+    """What was measured of calls one after the other."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of each, from the first byte sent to the last one received."""
+    first_seconds: list[float] = field(default_factory=list)
+    """Of each, to the first event; only of streams."""
+    chunks: int = 0
+    cpu_ms: list[float] = field(default_factory=list)
+    """Per call, of each session."""
+    opening_seconds: list[float] = field(default_factory=list)
+    """Of each session's first call, which renders and tokenizes everything."""
+
+
+async def one(connection: Connection, session: Session, conversation: Conversation, *, stream: bool) -> Calls:
+    """One call, and the next request made of its answer."""
+    body, calls = conversation.body(stream=stream), Calls()
+    began = time.perf_counter()
+    if stream:
+        chunks = []
+        async for at, chunk in connection.events(session.path, body, session.headers):
+            if not chunks:
+                calls.first_seconds.append(at - began)
+            chunks.append(chunk)
+        calls.seconds.append(time.perf_counter() - began)
+        calls.chunks = sum(chunk.count(b"data: ") for chunk in chunks)
+        conversation.answered(message_of_events(chunks))
+        return calls
+    status, answer = await connection.request(session.path, body, session.headers)
+    calls.seconds.append(time.perf_counter() - began)
+    if status != 200:
+        raise Failed(f"{status}: {answer[:300]!r}")
+    conversation.answered(message_of(answer))
+    return calls
+
+
+@asynccontextmanager
+async def session_of(running: Running) -> AsyncGenerator[tuple[Connection, Session]]:
+    """A new session of a target, on a connection of its own."""
+    running.begun += 1
+    async with Connection(running.url) as connection:
+        yield connection, await running.target.session(connection, f"bench-{running.begun}")
+
+
+async def one_session(
+    running: Running, text: Text, history: int, turns: int, into: Calls, *, seed: int, stream: bool = False
+) -> None:
+    """One session: its first call apart, then `turns` more."""
+    async with session_of(running) as (connection, session):
+        conversation = Conversation(text, history, seed=seed)
+        into.opening_seconds += (await one(connection, session, conversation, stream=False)).seconds
+        await asyncio.sleep(SETTLE)
+        before = running.cpu_seconds()
+        for _ in range(turns):
+            calls = await one(connection, session, conversation, stream=stream)
+            into.seconds += calls.seconds
+            into.first_seconds += calls.first_seconds
+            into.chunks += calls.chunks
+        await asyncio.sleep(SETTLE)
+        into.cpu_ms.append(1000 * (running.cpu_seconds() - before) / turns)
+
+
+async def in_turn(
+    targets: Sequence[Running],
+    settings: Sequence[Any],
+    measure: Callable[[Running, Any, int], Any],
+    *,
+    seconds: float,
+    least: int,
+    failures: dict[str, str],
+) -> int:
+    """Run `measure` for every target and setting, in a new order each round, for so long; returns the rounds."""
+    order, ends, rounds = random.Random(0), time.monotonic() + seconds, 0
+    while rounds < least or time.monotonic() < ends:
+        for setting in settings:
+            for running in order.sample(list(targets), len(targets)):
+                if running.target.name in failures:
+                    continue
+                try:
+                    await asyncio.wait_for(measure(running, setting, rounds), 300)
+                except (Failed, RuntimeError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+                    failures[running.target.name] = f"{type(error).__name__}: {error}"
+        rounds += 1
+    return rounds
+
+
+async def at_once(running: Running, text: Text, clients: int, history: int, seconds: float) -> tuple[float, float]:
+    """Calls per second with so many clients, each in a session of its own, and CPU ms per call."""
+    ends, done, ready = 0.0, 0, asyncio.Semaphore(8)
+    go = asyncio.Event()
+
+    async def client(number: int) -> None:
+        nonlocal done
+        async with session_of(running) as (connection, session):
+            conversation = Conversation(text, history, seed=number)
+            async with ready:
+                await one(connection, session, conversation, stream=False)
+            begun.release()
+            await go.wait()
+            while time.monotonic() < ends:
+                await one(connection, session, conversation, stream=False)
+                done += time.monotonic() < ends
+                if conversation.tokens > 2 * history:
+                    # The history stays about as long as it is said to be.
+                    running.begun += 1
+                    session = await running.target.session(connection, f"bench-{running.begun}")
+                    conversation = Conversation(text, history, seed=number + running.begun)
+
+    begun = asyncio.Semaphore(0)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(client(number)) for number in range(clients)]
+        for _ in tasks:
+            await begun.acquire()
+        before = running.cpu_seconds()
+        ends = time.monotonic() + seconds
+        go.set()
+        await asyncio.sleep(seconds)
+        used, finished = running.cpu_seconds() - before, done
+    return finished / seconds, 1000 * used / max(finished, 1)
+
+
+async def rollout(running: Running, text: Text, turns: int, per_turn: int) -> list[dict[str, float]]:
+    """One long session: for every ten turns the history's length, CPU ms and seconds per call."""
+    measured = []
+    async with session_of(running) as (connection, session):
+        conversation = Conversation(text, per_turn, result=per_turn - 64 - 10)
+        await one(connection, session, conversation, stream=False)
+        for at in range(0, turns, 10):
+            before, seconds = running.cpu_seconds(), []
+            for _ in range(10):
+                seconds += (await one(connection, session, conversation, stream=False)).seconds
+            cpu = 1000 * (running.cpu_seconds() - before) / 10
+            row = {"turn": at + 10, "tokens": conversation.tokens, "cpu_ms": cpu, "ms": 100 * sum(seconds)}
+            measured.append(row)
+    return measured
+
+
+async def footprint(running: Running, text: Text, sessions: int, turns: int) -> dict[str, float]:
+    """Bytes of memory and disk per unique token of sessions that were held; the process must be new."""
+
+    async def take(number: int) -> int:
+        async with room, session_of(running) as (connection, session):
+            conversation = Conversation(text, 1000, result=300, seed=number)
+            for _ in range(turns):
+                await one(connection, session, conversation, stream=False)
+            return conversation.tokens - 300
+
+    room = asyncio.Semaphore(8)
+    # What is loaded with the first calls is not what is measured.
+    await asyncio.gather(*(take(10_000 + number) for number in range(8)))
+    await asyncio.sleep(1)
+    assert running.process is not None
+    memory, disk = running.process.resident_bytes(), disk_bytes(running.site.folder)
+    tokens = sum(await asyncio.gather(*(take(number) for number in range(sessions))))
+    await asyncio.sleep(2)
+    return {
+        "sessions": sessions,
+        "unique_tokens": tokens,
+        "memory_bytes_per_token": (running.process.resident_bytes() - memory) / tokens,
+        "disk_bytes_per_token": (disk_bytes(running.site.folder) - disk) / tokens,
+    }

@@ -1,0 +1,23 @@
+"""What is measured: one file for each program."""
+
+from __future__ import annotations
+
+from benchmarks.gateway.targets.base import Session, Site, Target
+from benchmarks.gateway.targets.direct import Direct
+from benchmarks.gateway.targets.litellm import LiteLlm
+from benchmarks.gateway.targets.rllm import Rllm
+from benchmarks.gateway.targets.tokentape import Tokentape
+from benchmarks.gateway.targets.verifiers import Verifiers
+
+__all__ = ["TARGETS", "Session", "Site", "Target"]
+
+TARGETS: tuple[Target, ...] = (
+    Direct(),
+    Tokentape("full"),
+    Tokentape("normal"),
+    Verifiers(),
+    Rllm(cumulative=True),
+    Rllm(cumulative=False),
+    LiteLlm(),
+)
+"""The first is what the others' latency is counted from."""

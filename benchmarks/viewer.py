@@ -1,0 +1,248 @@
+"""What looking at a long trajectory costs in a browser, and at a list of many sessions.
+
+    python benchmarks/viewer.py [--tokens 200000] [--sessions 100000] [--chromium PATH]
+
+Writes a session of that many tokens (forty turns of prose in the tiny model's tokens, encoded 300 letters at a time, so
+that there is drift at most seams; every third is sampled), serves it as `tokentape view` does, and opens it in
+Chromium, without a graphics card, in a window of 1440 x 900. Told are the server's seconds and bytes per reply; on the
+page the time to the first tokens and to the marks of drift; frames while it is scrolled, a screen at a time and in
+leaps; heap and nodes before and after.
+
+Then it writes so many small sessions of three turns and times pages of the list, by what they are sorted and searched.
+Needs playwright and Chromium; see `make test-browser`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import pydoc_data.topics
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+from playwright.sync_api import CDPSession, sync_playwright
+
+from tokentape.chat.renderer import Renderer
+from tokentape.demo import MODEL
+from tokentape.gateway.serve import running
+from tokentape.session.chain import seal, setup_digest
+from tokentape.store import SqliteStore, schema
+from tokentape.store.listing import Listing
+from tokentape.store.served_model import ServedModel, write_served_model
+from tokentape.store.sqlite import DATABASE_NAME
+from tokentape.types import Provenance, SessionInfo, Setup, Turn
+from tokentape.viewer.app import create_app, store_viewer
+from tokentape.viewer.source import StoreSource
+
+TEXT = "\n".join(pydoc_data.topics.topics.values())
+TURNS = 40
+ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+
+SCROLL = """async (step) => {
+  const pane = document.querySelector(".pane");
+  const frame = () => new Promise((done) => requestAnimationFrame(done));
+  const times = [];
+  pane.scrollTop = 0;
+  await frame();
+  let last = performance.now();
+  for (let n = 0; n < 400 && pane.scrollTop + pane.clientHeight < pane.scrollHeight - 1; n++) {
+    pane.scrollTop += step || pane.scrollHeight / 60;
+    await frame();
+    const now = performance.now();
+    times.push(now - last);
+    last = now;
+  }
+  return times;
+}"""
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--tokens", type=int, default=200_000)
+    arguments.add_argument("--sessions", type=int, default=100_000)
+    arguments.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("google-chrome"))
+    chosen = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "long"
+        write_long(directory, chosen.tokens)
+        with (
+            SqliteStore.open(directory, read_only=True) as store,
+            running(create_app(store_viewer(store, str(directory)))) as url,
+        ):
+            time_server(url)
+            time_page(url, chosen.chromium)
+        if chosen.sessions:
+            time_list(Path(folder) / "many", chosen.sessions)
+
+
+def write_long(directory: Path, tokens: int) -> None:
+    """One session of `tokens` tokens."""
+    renderer = Renderer.load(MODEL)
+    pieces = (TEXT[at : at + 300] for at in range(0, len(TEXT), 300))
+    ids = [one for piece in pieces for one in renderer.tokenizer.encode_marked(piece).ids]
+    ids = np.resize(np.array(ids, np.int32), tokens)
+    with SqliteStore.open(directory) as store:
+        setup = a_setup()
+        asyncio.run(store.write(SessionInfo("long", time.time()), setup, *turns_of("long", setup, ids)))
+    write_served_model(directory, ServedModel(str(MODEL), renderer.tokenizer.sha256, renderer.fingerprint))
+
+
+def a_setup() -> Setup:
+    return Setup((), {}, "2026-01-01", "f", setup_digest((), {}, "2026-01-01", "f"))
+
+
+def turns_of(session_id: str, setup: Setup, ids: Any, turns: int = TURNS) -> Iterator[Turn]:
+    """`ids` as turns, of each two thirds added and the rest sampled."""
+    rng = np.random.default_rng(0)
+    before: Turn | None = None
+    for seq, own in enumerate(np.array_split(ids, turns)):
+        cut = 2 * len(own) // 3
+        turn = Turn(
+            session_id=session_id,
+            seq=seq,
+            parent=None if before is None else before.seq,
+            setup=setup.digest,
+            messages=({"role": "user", "content": f"question {seq}"},),
+            reply={"role": "assistant", "content": f"answer {seq}"},
+            added_ids=own[:cut],
+            added_provenance=np.full(cut, Provenance.TOOL, np.uint8),
+            completion_ids=own[cut:],
+            logprobs=-rng.exponential(0.6, len(own) - cut).astype(np.float32),
+            finish_reason="stop",
+            stop=7,
+            fork=None,
+            sampling={},
+            engine="none 1 raw_logprobs",
+            weight_version=f"step-{seq // 10}",
+            created_at=time.time(),
+            digest="",
+        )
+        before = seal(dataclasses.replace(turn), None if before is None else before.digest)
+        yield before
+
+
+def time_server(url: str) -> None:
+    print("server, seconds (first time, again) and bytes")
+    with httpx2.Client(base_url=f"{url}/view/api/", timeout=120) as http:
+        for name, path in (
+            ("tree", "sessions/long"),
+            ("arrays", f"sessions/long/leaves/{TURNS - 1}"),
+            ("what is new of them", f"sessions/long/leaves/{TURNS - 1}?from=199000"),
+            ("retokenized", f"sessions/long/leaves/{TURNS - 1}/comparison"),
+        ):
+            seconds = []
+            for _ in range(2):
+                start = time.perf_counter()
+                answer = http.get(path)
+                seconds.append(time.perf_counter() - start)
+            print(f"  {name:20} {seconds[0]:.3f} {seconds[1]:.3f}  {len(answer.content):>10,}")
+        etag = {"if-none-match": http.get("sessions/long").headers["etag"]}
+        start = time.perf_counter()
+        for _ in range(100):
+            assert http.get("sessions/long", headers=etag).status_code == 304
+        print(f"  a poll without news  {(time.perf_counter() - start) / 100:.4f}")
+
+
+def time_page(url: str, chromium: str | None) -> None:
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=ARGUMENTS)
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        session = page.context.new_cdp_session(page)
+        page.goto(f"{url}/view#/sessions")
+        page.wait_for_selector("tbody tr")
+        print(f"page, Chromium {browser.version}")
+        print(f"  list                  {memory(session)}")
+        start = time.perf_counter()
+        page.goto(f"{url}/view#/session/long")
+        page.wait_for_selector(".row [data-i]", timeout=120_000)
+        print(f"  first tokens          {time.perf_counter() - start:.2f} s")
+        page.wait_for_selector(".driftcount, .tools .dim", timeout=120_000)
+        print(f"  differences marked    {time.perf_counter() - start:.2f} s")
+        print(f"  before scrolling      {memory(session)}")
+        for name, step in (("a screen at a time", 800), ("in 60 leaps", 0)):
+            times = np.array(page.evaluate(SCROLL, step))
+            middle, slow = np.percentile(times, [50, 95])
+            print(
+                f"  scrolled {name:20} {len(times)} frames: {middle:.0f} ms, 95 % within {slow:.0f}, "
+                f"{times.max():.0f} at most"
+            )
+        page.wait_for_timeout(1000)
+        print(f"  after scrolling       {memory(session)}")
+        start = time.perf_counter()
+        page.keyboard.press("End")
+        page.wait_for_selector(".row .at")
+        print(f"  to the last token     {time.perf_counter() - start:.2f} s")
+        start = time.perf_counter()
+        page.keyboard.press("s")
+        page.wait_for_selector(".sides:not(.head)", timeout=120_000)
+        print(f"  side by side          {time.perf_counter() - start:.2f} s, {memory(session)}")
+        browser.close()
+
+
+def memory(session: CDPSession) -> str:
+    """Heap of the page's scripts after a collection, and how many elements and texts it has."""
+    session.send("HeapProfiler.collectGarbage")
+    used = session.send("Runtime.getHeapUsage")["usedSize"]
+    nodes = session.send("Memory.getDOMCounters")["nodes"]
+    return f"{used / 1e6:.0f} MB of heap, {nodes:,} nodes"
+
+
+def write_many(directory: Path, sessions: int) -> None:
+    """One session of three turns, and copies of its rows under other ids, by SQL: a list reads no hash chains."""
+    setup = a_setup()
+    with SqliteStore.open(directory) as store:
+        turns = turns_of("session-000000", setup, np.arange(600, dtype=np.int32), turns=3)
+        asyncio.run(store.write(SessionInfo("session-000000", 0.0, {"task": 0}), setup, *turns))
+    with sqlite3.connect(directory / DATABASE_NAME) as database:
+        numbers = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {sessions - 1}) "
+        name = "printf('session-%06d', i)"
+        database.execute(
+            "INSERT INTO sessions (session_id, created_at, metadata, owner) "
+            f"{numbers} SELECT {name}, i, json_object('task', i % 50), '' FROM n"
+        )
+        kept = [column.name for column in schema.turns.columns if column.name != "session_id"]
+        names = ", ".join(kept)
+        database.execute(
+            f"INSERT INTO turns (session_id, {names}) {numbers} SELECT {name}, {names} FROM n, turns "
+            "WHERE session_id = 'session-000000'"
+        )
+        database.execute(
+            "INSERT INTO rewards (session_id, value, created_at, scope) "
+            f"{numbers} SELECT {name}, abs(random() % 100) / 100.0, 0, 'session' FROM n"
+        )
+    database.close()
+
+
+def time_list(directory: Path, sessions: int) -> None:
+    write_many(directory, sessions)
+    with SqliteStore.open(directory, read_only=True) as store:
+        print(f"a page of the list of {sessions:,} sessions of three turns, seconds")
+        source = StoreSource(store, "many")
+        last = max(0, sessions - 100)
+        for name, wanted in (
+            ("newest", Listing()),
+            ("oldest", Listing(descending=False)),
+            ("last page", Listing(offset=last)),
+            ("searched: one", Listing(search=f"session-{sessions // 2:06}")),
+            ("searched in metadata", Listing(search='"task":7}')),
+            ("with a fork", Listing(fork="any")),
+            ("most turns", Listing(sort="turns")),
+            ("most tokens", Listing(sort="tokens")),
+            ("most reward", Listing(sort="reward")),
+            ("most forks", Listing(sort="forks")),
+        ):
+            start = time.perf_counter()
+            page = source.page(wanted)
+            print(f"  {name:22} {time.perf_counter() - start:.3f}  ({page.total:,} found)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What is measured of a training step: how far the trainer's view of the batch is from what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from paths import Given
+
+from tokentape.training.logprob_check import Forward, numbers
+from tokentape.types import Logprobs, Trajectory
+
+SEQUENCE_RATIO_LIMIT = 3.0
+"""TRL's default for vLLM leaves out sequences whose importance ratio is above this."""
+
+
+def importance(trainers: Sequence[Logprobs], samplers: Sequence[Logprobs]) -> dict[str, float]:
+    """Importance ratios, trainer over sampler, of the tokens that are trained and whose text was sampled.
+
+    Both are logprobs, an array per sequence over its trained tokens, NaN where the sampler sampled no such text. With
+    the weights that sampled, the ids that were sampled and no rounding every ratio is 1.
+    """
+    apart = [
+        trainer.astype(np.float64) - sampler.astype(np.float64)
+        for trainer, sampler in zip(trainers, samplers, strict=True)
+    ]
+    trained = sum(map(len, apart))
+    apart = [one[np.isfinite(one)] for one in apart]
+    together = np.concatenate(apart)
+    ratios = np.exp(np.minimum(together, 50))
+    sums = np.array([one.sum() for one in apart])
+    found = numbers(apart)
+    return {
+        "ratio_mean": float(ratios.mean()),
+        "ratio_max": float(ratios.max()),
+        "ratio_outside": float(((ratios > 1.2) | (ratios < 0.8)).mean()),
+        "ess_tokens": found.ess_tokens,
+        "ess_sequences": found.ess_sequences,
+        "k3": found.k3,
+        "sequences_masked": float((sums > np.log(SEQUENCE_RATIO_LIMIT)).mean()),
+        "not_sampled": 1 - len(together) / trained,
+    }
+
+
+def drift(given: Sequence[Given]) -> dict[str, float]:
+    """Shares of the sampled tokens that the trainer gets as other ids, or not as that text; and of sessions."""
+    sampled = sum(one.sampled for one in given)
+    return {
+        "other_ids": sum(one.other_ids for one in given) / sampled,
+        "other_text": sum(one.other_text for one in given) / sampled,
+        "changed_sessions": float(np.mean([one.other_ids + one.other_text > 0 for one in given])),
+    }
+
+
+def kl_to(reference: Forward, trajectories: Sequence[Trajectory]) -> float:
+    """KL(policy || reference) in nats per sampled token, estimated from what the policy sampled.
+
+    The mean of k3 = exp(d) - 1 - d with d = reference - policy, which has less variance than that of -d.
+    """
+    terms: list[npt.NDArray[Any]] = []
+    for one in trajectories:
+        apart = reference(one.token_ids)[one.loss_mask].astype(np.float64) - one.logprobs[one.loss_mask]
+        terms.append(np.expm1(apart) - apart)
+    return float(np.concatenate(terms).mean())

@@ -1,0 +1,307 @@
+"""What changed since a lock was made: which part, which input shows it, the ids expected and found, a likely cause."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokentape.audit.lock.components import BLOCK, AddedToken, Components
+from tokentape.audit.lock.goldens import Golden
+from tokentape.audit.lock.lockfile import Lock
+from tokentape.audit.lock.observing import Observed
+
+_SHOWN = 5
+_SHOWN_OF_CERTIFICATE = 2
+_SHOWN_IDS = 8
+_LINE = 200
+
+CAUSES = {
+    "normalizer": "the normalizer was dropped or replaced when the tokenizer was loaded or converted: accents, Hangul, "
+    "ligatures and wide characters get other ids",
+    "pre_tokenizer": "another loader class built the pre-tokenizer anew instead of reading tokenizer.json, as "
+    "transformers 5 does for some classes, or another revision corrected its pattern",
+    "post_processor": "add_bos_token or add_eos_token differs, or another loader class set the special tokens",
+    "decoder": "another loader class or conversion; text made from ids differs, and so does what is parsed from it",
+    "model": "settings of the model differ: ignore_merges, byte_fallback, dropout, the unknown token",
+    "vocabulary": "another model's tokenizer, or pieces were replaced in place",
+    "merges": "another model's tokenizer, or a conversion that reordered merges",
+    "added tokens": "training code added tokens or set their flags (add_tokens, add_special_tokens), or it is another "
+    "revision of the tokenizer",
+    "special tokens": "the configuration names other tokens, or training code set pad_token or eos_token",
+    "end-of-sequence ids": "generation_config.json or eos_token differs: turns end elsewhere",
+    "template": "the template was edited, replaced by a training template, or is another revision",
+    "template kwargs": "the kwargs that conversations are rendered with are not those of the lock",
+}
+"""Per part what usually changes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that is not as the lock has it."""
+
+    what: str
+    """A part, by the names of `CAUSES`, `certificate`, or `golden ids`."""
+    found: str
+    """What is other than it was."""
+    cause: str = ""
+    golden: Golden | None = None
+    """The first input of its kind with other ids."""
+    ids: tuple[int, ...] | None = None
+    """The ids that it has now; None where the template refuses it."""
+    at: int = 0
+    """Position of the first id that differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LockReport:
+    """What a check found: changes fail it, notes don't."""
+
+    compared: str
+    """What was compared with the lock."""
+    inputs: int
+    """How many golden inputs were compared."""
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing changed."""
+        return not self.changes
+
+    def __str__(self) -> str:
+        """For people: a line for each change, with what shows it below."""
+        if self.ok:
+            lines = [f"{self.compared} is as locked: {self.inputs} golden inputs have their ids"]
+        else:
+            lines = [f"{self.compared} is not as locked: {', '.join(dict.fromkeys(c.what for c in self.changes))}"]
+        for change in self.changes:
+            lines += _lines(change)
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], *, strict: bool = False) -> LockReport:
+    """Compare what was observed with a lock. `strict` makes a changed library version, or file, a change."""
+    changes = list(_changed_parts(lock, observed, template_kwargs))
+    notes = [f"not compared: {what}" for what in observed.not_compared]
+    moved = list(_versions(lock, observed))
+    notices = [*moved, *(_files(lock, observed) if not changes else ())]
+    changes += _certificate(lock, observed, moved)
+    changes += _goldens(lock, observed, [change.what for change in changes], moved)
+    if strict:
+        changes += [Change("versions and files", notice, "`--strict` takes no other") for notice in notices]
+    else:
+        notes += notices
+    return LockReport(observed.name, len(observed.ids), tuple(changes), tuple(notes))
+
+
+def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any]) -> Iterator[Change]:
+    if dict(template_kwargs) != dict(lock.template_kwargs):
+        was, now = (json.dumps(kwargs, ensure_ascii=False) for kwargs in (lock.template_kwargs, dict(template_kwargs)))
+        yield _named("template kwargs", f"were {was}, are {now}")
+    if observed.components is None:
+        return
+    was_parts, parts = lock.components, observed.components
+    for name, step in was_parts.steps.items():
+        if parts.steps[name] != step:
+            yield _named(name, _step_change(step, parts.steps[name]))
+    for name, was_blocks, blocks in (
+        ("vocabulary", was_parts.vocabulary, parts.vocabulary),
+        ("merges", was_parts.merges, parts.merges),
+    ):
+        if blocks != was_blocks:
+            yield _named(name, _block_change(name, was_blocks, blocks))
+    yield from _added_tokens(was_parts, parts)
+    for key in sorted({*was_parts.special_tokens, *parts.special_tokens}):
+        one, other = was_parts.special_tokens.get(key), parts.special_tokens.get(key)
+        if one != other:
+            yield _named("special tokens", f"{key} was {_or_none(one)}, is {_or_none(other)}")
+    if parts.eos_ids != was_parts.eos_ids:
+        yield _named("end-of-sequence ids", f"were {list(was_parts.eos_ids)}, are {list(parts.eos_ids)}")
+    if parts.template_sha256 != was_parts.template_sha256:
+        yield _named("template", _template_change(was_parts.template, parts.template))
+
+
+def _named(what: str, found: str) -> Change:
+    return Change(what, found, CAUSES[what])
+
+
+def _step_change(was: Any, now: Any) -> str:
+    if was is None or now is None:
+        return f"was {_kind(was)}, is {_kind(now)}"
+    path, one, other = _first_difference(was, now, "")
+    return f"{_kind(was)}{path}: was {_short(one)}, is {_short(other)}"
+
+
+def _first_difference(one: Any, other: Any, path: str) -> tuple[str, Any, Any]:
+    """Where in two nested values the first difference is, and the values there."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping) and one.get("type") == other.get("type"):
+        for key in (*one, *(key for key in other if key not in one)):
+            if one.get(key) != other.get(key):
+                return _first_difference(one.get(key), other.get(key), f"{path}.{key}")
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for at, (a, b) in enumerate(zip(one, other, strict=True)):
+            if a != b:
+                return _first_difference(a, b, f"{path}[{at}]")
+    return path, one, other
+
+
+def _kind(step: Any) -> str:
+    if step is None:
+        return "none"
+    return str(step.get("type") or "settings") if isinstance(step, Mapping) else _short(step)
+
+
+def _block_change(name: str, was: Sequence[str], now: Sequence[str]) -> str:
+    at = next((n for n, pair in enumerate(zip(was, now, strict=False)) if pair[0] != pair[1]), min(len(was), len(now)))
+    changed = sum(a != b for a, b in zip(was, now, strict=False)) + abs(len(was) - len(now))
+    what = "ids" if name == "vocabulary" else "merges"
+    return (
+        f"{changed} of {max(len(was), len(now))} blocks of {BLOCK} {what} differ, the first from {what.rstrip('s')} "
+        f"{at * BLOCK} to {(at + 1) * BLOCK - 1}"
+    )
+
+
+def _added_tokens(was_parts: Components, parts: Components) -> Iterator[Change]:
+    was, now = ({token.id: token for token in each.added_tokens} for each in (was_parts, parts))
+    found = [
+        _token_change(token_id, was.get(token_id), now.get(token_id))
+        for token_id in sorted(was | now)
+        if was.get(token_id) != now.get(token_id)
+    ]
+    if found:
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        yield _named("added tokens", "; ".join(found[:_SHOWN]) + more)
+
+
+def _token_change(token_id: int, was: AddedToken | None, now: AddedToken | None) -> str:
+    if now is None:
+        return f"{token_id} {was.content!r} is gone" if was is not None else ""
+    if was is None:
+        return f"{token_id} {now.content!r} is new"
+    if was.content != now.content:
+        return f"{token_id} was {was.content!r}, is {now.content!r}"
+    lost = [f"no longer {flag}" for flag in was.flags.split() if flag not in now.flags.split()]
+    won = [f"now {flag}" for flag in now.flags.split() if flag not in was.flags.split()]
+    return f"{token_id} {now.content!r} is {' and '.join(lost + won)}"
+
+
+def _template_change(was: Sequence[str], now: Sequence[str]) -> str:
+    for at, (one, other) in enumerate(zip(was, now, strict=False), 1):
+        if one != other:
+            return f"line {at} was {_short(one.strip())}, is {_short(other.strip())}"
+    if len(was) != len(now):
+        longer, word = (now, "new") if len(now) > len(was) else (was, "gone")
+        at = min(len(was), len(now))
+        return f"line {at + 1} is {word}: {_short(longer[at].strip())}"
+    return "its variant for tools, or an ending new line, is another"
+
+
+def _certificate(lock: Lock, observed: Observed, moved: Sequence[str]) -> Iterator[Change]:
+    if observed.certificate is None:
+        return
+    found = [
+        f"{key}: was {_short(was)}, is {_short(observed.certificate.get(key))}"
+        for key, was in lock.certificate.items()
+        if observed.certificate.get(key) != was
+    ]
+    if found:
+        more = f"; and {len(found) - _SHOWN_OF_CERTIFICATE} more" if len(found) > _SHOWN_OF_CERTIFICATE else ""
+        cause = "follows from the changes above" if not moved else f"follows from the changes above, or {moved[0]}"
+        yield Change("certificate", "; ".join(found[:_SHOWN_OF_CERTIFICATE]) + more, cause)
+
+
+def _goldens(lock: Lock, observed: Observed, changed: Sequence[str], moved: Sequence[str]) -> Iterator[Change]:
+    """Of the texts and of the conversations the first that has other ids, with how many more there are."""
+    for chat, kind in ((False, "texts"), (True, "conversations")):
+        asked = [golden for golden in lock.goldens if bool(golden.messages) == chat and golden.name in observed.ids]
+        differ = [golden for golden in asked if observed.ids[golden.name] != golden.ids]
+        if not differ:
+            continue
+        first = differ[0]
+        ids = observed.ids[first.name]
+        at = _first_unequal(first.ids or (), ids or ())
+        others = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
+        found = f"of {first.name!r} ({len(differ)} of {len(asked)} {kind} differ{others and ': '}{_others(differ)})"
+        yield Change("golden ids", found, _golden_cause(lock, first, ids, changed, moved), first, ids, at)
+
+
+def _others(differ: Sequence[Golden]) -> str:
+    names = [golden.name.removeprefix("conversation: ") for golden in differ[1 : _SHOWN + 1]]
+    return ", ".join(names) + (", …" if len(differ) > _SHOWN + 1 else "")
+
+
+def _golden_cause(
+    lock: Lock, golden: Golden, ids: tuple[int, ...] | None, changed: Sequence[str], moved: Sequence[str]
+) -> str:
+    expected = golden.ids
+    if expected is None:
+        return "the template took it over: it refused this conversation before"
+    if ids is None:
+        return "the template refuses this conversation now"
+    bos = expected[:1]
+    if ids == (*bos, *expected):
+        return "a beginning-of-sequence token twice: the template writes one, and the tokenizer adds another"
+    if ids == expected[1:]:
+        return "the beginning-of-sequence token is missing"
+    parts = [part for part in changed if part != "certificate"]
+    if parts:
+        return f"follows from what changed above: {', '.join(dict.fromkeys(parts))}"
+    if moved:
+        return f"no part changed, so the library does: {'; '.join(moved)}"
+    return "no part that was looked at changed: what loads or serves the tokenizer treats it differently"
+
+
+def _versions(lock: Lock, observed: Observed) -> Iterator[str]:
+    for name, was in lock.versions.items():
+        now = observed.versions.get(name)
+        if now is not None and now != was:
+            yield f"{name} was {was}, is {now}"
+
+
+def _files(lock: Lock, observed: Observed) -> Iterator[str]:
+    if observed.components is None or not observed.components.files:
+        return
+    was, now = lock.components.files, observed.components.files
+    for name in sorted({*was, *now}):
+        if was.get(name) != now.get(name):
+            word = "is gone" if name not in now else "is new" if name not in was else "has other bytes"
+            yield f"{name} {word}, but nothing in it that was looked at changed"
+
+
+def _lines(change: Change) -> Iterator[str]:
+    yield f"  {change.what}: {change.found}"
+    golden = change.golden
+    if golden is not None:
+        if not golden.messages:
+            yield f"    text      {_short(golden.text)}"
+        yield f"    expected  {_around(golden.ids, change.at)}"
+        yield f"    found     {_around(change.ids, change.at)}"
+    if change.cause:
+        yield f"    {'likely cause' if golden is not None else 'usually'}: {change.cause}"
+
+
+def _around(ids: Sequence[int] | None, at: int) -> str:
+    if ids is None:
+        return "refused by the template"
+    start = max(at - 2, 0)
+    window = list(ids[start : start + _SHOWN_IDS])
+    before, behind = "… " if start else "", " …" if start + _SHOWN_IDS < len(ids) else ""
+    return f"{before}{window}{behind} (from token {at} of {len(ids)})"
+
+
+def _first_unequal(one: Sequence[int], other: Sequence[int]) -> int:
+    least = min(len(one), len(other))
+    return next((at for at in range(least) if one[at] != other[at]), least)
+
+
+def _or_none(text: str | None) -> str:
+    return "none" if text is None else repr(text)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = text if len(text) <= _LINE else f"{text[:_LINE]}…"
+    return json.dumps(text, ensure_ascii=False) if isinstance(value, str) else text

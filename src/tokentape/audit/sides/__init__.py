@@ -1,0 +1,1 @@
+"""What can be audited: one module per way to tokenize and render, all behind `Side`."""

@@ -1,0 +1,101 @@
+"""`tokentape archive`: old sessions to Parquet files, on disk or object storage."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokentape.cli.arguments import AsJson, StoreLocation
+
+if TYPE_CHECKING:
+    from tokentape.client import Client
+    from tokentape.store.snapshots import Selection
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def archive(
+    store: StoreLocation,
+    to: Annotated[str, typer.Option(metavar="TARGET", help="Folder or URL: s3://bucket/runs, gs://..., file:///...")],
+    older_than: Annotated[
+        str, typer.Option(metavar="AGE", help="Only sessions whose newest turn is so old: 30d, 12h, 90m, 0s.")
+    ] = "30d",
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Then delete them from the record; their ids are not used again.")
+    ] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Base URL of the gateway that has this data directory open, if one has."),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key", envvar="TOKENTAPE_API_KEY", metavar="KEY", help="Its admin key; better in the environment."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Archive old sessions as Parquet files with hashes.
+
+    What was written is read back and compared before anything is deleted. Cut off, the same command goes on. `show`,
+    `export` and `verify` read an archive like a record.
+    """
+    from rich.console import Console
+
+    from tokentape.client import Client
+    from tokentape.store.archiving import Custodian, OwnCustodian, archive_sessions
+    from tokentape.store.location import open_store
+
+    seconds = _age(older_than)
+    with (
+        ExitStack() as held,
+        open_store(store, read_only=url is not None) as opened,
+        Console(stderr=True).status("selecting sessions") as status,
+    ):
+        custodian: Custodian = OwnCustodian(opened)
+        if url is not None:
+            custodian = _RemoteCustodian(held.enter_context(Client(url, api_key=api_key)))
+        done = archive_sessions(
+            opened, custodian, to, idle_seconds=seconds, delete=delete, progress=lambda what: status.update(what)
+        )
+    if as_json:
+        typer.echo(json.dumps(asdict(done)))
+        return
+    typer.echo(f"{to}: archived {done.sessions} sessions, deleted {len(done.deleted)}")
+    for session_id, reason in done.kept:
+        typer.echo(f"kept {session_id}: {reason}", err=True)
+
+
+class _RemoteCustodian:
+    """Asks the gateway that has the record open."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def take(self, selection: Selection) -> int:
+        taken = self._client.take_snapshot(since=selection.since, idle_seconds=selection.idle_seconds)
+        return taken.snapshot_id
+
+    def confirm(self, snapshot_id: int, digest: str) -> None:
+        self._client.snapshot(snapshot_id).confirm(digest)
+
+    def drop(self, snapshot_id: int) -> tuple[list[str], dict[str, str]]:
+        report = self._client.snapshot(snapshot_id).drop()
+        return report["dropped"], {one["session_id"]: one["reason"] for one in report["kept"]}
+
+    def release(self, snapshot_id: int) -> None:
+        self._client.snapshot(snapshot_id).release()
+
+
+def _age(text: str) -> float:
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", text)
+    if found is None:
+        raise typer.BadParameter(
+            f"{text!r} is no age; expected a number and s, m, h or d, such as 30d.", param_hint="--older-than"
+        )
+    return float(found[1]) * _SECONDS[found[2]]

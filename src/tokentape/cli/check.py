@@ -1,0 +1,87 @@
+"""`tokentape check`: whether a model, or a running server, still tokenizes as its lockfile says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokentape.cli.arguments import AsJson
+from tokentape.cli.lock import json_object, refuse_no_folder
+
+if TYPE_CHECKING:
+    from tokentape.audit.lock import LockReport
+
+_KIND_HELP = "vllm, sglang, llamacpp or gateway; found out if not given."
+
+
+def check(
+    lockfile: Annotated[Path, typer.Argument(metavar="LOCKFILE", exists=True, dir_okay=False)],
+    path: Annotated[Path | None, typer.Argument(metavar="MODEL", help="Model folder to compare.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="URL", help="Running server, or gateway, whose ids to compare.")
+    ] = None,
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help=_KIND_HELP)] = None,
+    model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What the server calls the model. Default: its first.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="TOKENTAPE_ENGINE_API_KEY", help="What the server wants as API key.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template to use instead of the model's own.")
+    ] = None,
+    kwargs: Annotated[
+        str | None, typer.Option("--kwargs", metavar="JSON", help="Template kwargs in use. Default: the lock's.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option(help="Another library version, or file, with the same ids is a failure too.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what changed since a lockfile was made, and exit with 1 if anything did.
+
+    Names the part of the tokenizer or template, the first input with other ids, the ids expected and found, and a
+    likely cause. Another version of a library is told, but fails only if ids changed.
+    """
+    if path is None and engine is None:
+        raise typer.BadParameter("name a model folder, a server with --engine URL, or both", param_hint="MODEL")
+    if path is not None:
+        refuse_no_folder(path, "MODEL")
+    if kind not in (None, "vllm", "sglang", "llamacpp", "gateway"):
+        raise typer.BadParameter(f"{kind!r} is none of vllm, sglang, llamacpp, gateway", param_hint="--kind")
+    given = None if kwargs is None else json_object(kwargs, "--kwargs")
+
+    import asyncio
+
+    from rich.console import Console
+
+    from tokentape.audit.lock import examine, read_lock
+    from tokentape.audit.lock.comparing import compare
+    from tokentape.audit.lock.observing import observe_server
+    from tokentape.cli.readable import readable
+    from tokentape.errors import InvalidRequest
+
+    try:
+        lock = read_lock(lockfile)
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error), param_hint="LOCKFILE") from None
+    reports: list[LockReport] = []
+    with Console(stderr=True).status("tokenizing") as status:
+        if path is not None:
+            reports.append(examine(lock, path, given, chat_template, strict=strict))
+        if engine is not None:
+            status.update("asking the server")
+            server = observe_server(lock, engine, kind=kind, model=model_name, api_key=api_key)
+            reports.append(compare(lock, asyncio.run(server), given or lock.template_kwargs, strict=strict))
+    ok = all(report.ok for report in reports)
+    if as_json:
+        typer.echo(json.dumps({"ok": ok, "reports": [asdict(report) for report in reports]}, ensure_ascii=False))
+    else:
+        for report in reports:
+            for line in str(report).splitlines():
+                typer.echo(readable(line))
+    raise typer.Exit(0 if ok else 1)

@@ -1,0 +1,158 @@
+"""`tokentape compare`: two records of ids, every difference located and told what it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokentape.cli.model_folder import open_tokenizer
+
+if TYPE_CHECKING:
+    from tokentape.audit.compare_rows import RowComparison
+    from tokentape.audit.id_rows import Columns, IdRow
+
+
+class Format(StrEnum):
+    """How to write the differences."""
+
+    TEXT = "text"
+    JSON = "json"
+    JUNIT = "junit"
+    SARIF = "sarif"
+    GITHUB = "github"
+
+
+class Severity(StrEnum):
+    """What makes the exit code 1."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+_SIDE_HELP = "Data directory, or a file of ids: .parquet, .jsonl, .json. With #NAME only that row, or that session."
+
+
+def compare(
+    expected: Annotated[str, typer.Argument(metavar="EXPECTED", help=_SIDE_HELP)],
+    recorded: Annotated[str, typer.Argument(metavar="RECORDED", help="The same, to be compared with it.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", exists=True, file_okay=False, help="Model folder. Default: that of a data directory."
+        ),
+    ] = None,
+    ids_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Ids, in somebody else's files. Default: token_ids, input_ids...")
+    ] = None,
+    mask_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="1 where the assistant's tokens are. Default: loss_mask...")
+    ] = None,
+    name_column: Annotated[str | None, typer.Option(metavar="NAME", help="What rows are called.")] = None,
+    file_format: Annotated[Format, typer.Option("--format", help="What to print.")] = Format.TEXT,
+    fail_on: Annotated[Severity, typer.Option(help="The least that makes the exit code 1.")] = Severity.WARNING,
+    show: Annotated[int, typer.Option(metavar="N", min=1, help="Differences to print of each row, as text.")] = 20,
+) -> None:
+    """Compare two records of token ids, row by row.
+
+    Ids are compared, not text. Every difference is located, told what it is (the same text in other ids, dropped
+    reasoning, arguments written otherwise...), and an error or a warning. Rows of the same name belong together, or
+    the only row of each side. Exits with 1 if something differs.
+    """
+    from tokentape.audit.compare_rows import compare_rows
+    from tokentape.audit.id_rows import Columns
+
+    (path, name), (other_path, other_name) = _address(expected), _address(recorded)
+    _, loaded = open_tokenizer(tokenizer, path, other_path)
+    columns = Columns(ids=ids_column, mask=mask_column, name=name_column)
+    rows = compare_rows(_rows(path, name, columns), _rows(other_path, other_name, columns), loaded)
+    failed = False
+
+    def watched() -> Iterator[RowComparison]:
+        nonlocal failed
+        for row in rows:
+            if row.comparison is None:
+                failed = True
+            else:
+                found = row.comparison.errors if fail_on == Severity.ERROR else row.comparison.differences
+                failed = failed or bool(found)
+            yield row
+
+    for line in _printed(watched(), file_format, other_path, show):
+        typer.echo(line)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _address(side: str) -> tuple[Path, str | None]:
+    """The path of a side, and the name of the row that it asks for."""
+    path, _, name = side.partition("#")
+    if not Path(path).exists():
+        raise typer.BadParameter(f"there is no {path!r}")
+    return Path(path), name or None
+
+
+def _rows(path: Path, name: str | None, columns: Columns) -> Iterator[IdRow]:
+    from tokentape.audit.id_rows import iter_rows, session_rows
+    from tokentape.errors import InvalidRequest
+    from tokentape.store import SqliteStore
+
+    if path.is_dir() and name is not None:
+        session_id, _, leaf = name.rpartition(":") if name.rpartition(":")[2].isdigit() else (name, "", "")
+        with SqliteStore.open(path, read_only=True) as store:
+            rows: Iterable[IdRow] = list(session_rows(store.load_session(session_id)))
+        found = [row for row in rows if not leaf or row.name == name]
+    elif name is not None:
+        found = [row for row in iter_rows(path, columns) if name in (row.name, row.name.rpartition(":")[0])]
+    else:
+        yield from iter_rows(path, columns)
+        return
+    if not found:
+        raise InvalidRequest(f"{path} has no row {name!r}")
+    yield from found
+
+
+def _printed(rows: Iterator[RowComparison], file_format: Format, recorded: Path, show: int) -> Iterator[str]:
+    from tokentape.audit.comparison_formats import github, junit, sarif
+
+    match file_format:
+        case Format.JSON:
+            yield json.dumps(_plain(rows))
+        case Format.JUNIT:
+            yield junit(rows).rstrip("\n")
+        case Format.SARIF:
+            yield json.dumps(sarif(rows, recorded.as_posix()))
+        case Format.GITHUB:
+            yield from github(rows, recorded.as_posix())
+        case Format.TEXT:
+            yield from _text(rows, show)
+
+
+def _text(rows: Iterator[RowComparison], show: int) -> Iterator[str]:
+    from tokentape.audit.comparison_formats import comparison_lines, row_summary
+    from tokentape.audit.html import shown
+
+    total = differing = 0
+    for row in rows:
+        total += 1
+        if row.same:
+            continue
+        differing += 1
+        yield f"{shown(row.name)}: {row_summary(row)}"
+        if row.comparison is not None:
+            yield from (f"  {line}" for line in comparison_lines(row.comparison, show))
+    yield f"{differing} of {total} rows differ"
+
+
+def _plain(rows: Iterator[RowComparison]) -> dict[str, Any]:
+    listed = []
+    total = 0
+    for row in rows:
+        total += 1
+        if not row.same:
+            listed.append({"name": row.name, **asdict(row)})
+    return {"rows": total, "differing": len(listed), "comparisons": listed}

@@ -1,0 +1,60 @@
+"""`tokentape lock`: freeze a model's tokenization in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def lock(
+    path: Annotated[Path, typer.Argument(metavar="MODEL", help="Model folder on this machine; nothing is downloaded.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the lockfile goes.")] = Path(
+        "tokentape.lock"
+    ),
+    chat_template: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template to use instead of the model's own.")
+    ] = None,
+    kwargs: Annotated[
+        str, typer.Option("--kwargs", metavar="JSON", help="Template kwargs, such as '{\"enable_thinking\": false}'.")
+    ] = "{}",
+) -> None:
+    """Freeze how a model's tokenizer and chat template turn text and messages into ids.
+
+    The lockfile has the parts of the tokenizer, the template, what is certified, and the ids of a battery of texts and
+    conversations. Commit it, and compare with `tokentape check` in CI or at a trainer's start.
+    """
+    refuse_no_folder(path, "MODEL")
+    from tokentape.audit.lock import make_lock, write_lock
+
+    made = make_lock(path, chat_template=chat_template, template_kwargs=json_object(kwargs, "--kwargs"))
+    write_lock(made, output)
+    refused = sum(golden.ids is None for golden in made.goldens)
+    typer.echo(
+        f"{output}: {len(made.goldens)} golden inputs"
+        + (f", {refused} of which the template refuses" if refused else "")
+        + f"; {len(made.components.added_tokens)} added tokens; template {made.components.template_sha256[:16]}"
+    )
+
+
+def refuse_no_folder(path: Path, name: str) -> None:
+    """Refuse an argument that is no model folder."""
+    if not path.is_dir():
+        raise typer.BadParameter(
+            f"{str(path)!r} is not a folder. This takes a model folder on this machine and downloads nothing; "
+            "tokenizer and chat template are enough, weights are not needed.",
+            param_hint=name,
+        )
+
+
+def json_object(text: str, name: str) -> dict[str, Any]:
+    """The JSON object that an option holds."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}", param_hint=name) from None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"expected a JSON object, found {text}", param_hint=name)
+    return found

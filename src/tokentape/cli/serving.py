@@ -1,0 +1,158 @@
+"""From a configuration to a gateway that serves: in this process alone, or in workers over one record."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tokentape.chat.renderer import Renderer
+from tokentape.config import ServeConfig
+from tokentape.errors import TokentapeError
+from tokentape.gateway.draining import Drain
+from tokentape.gateway.logs import logging_to
+from tokentape.gateway.metrics import COUNTED_TOGETHER
+from tokentape.gateway.serve import serve as run_server
+from tokentape.gateway.workers import Job, Supervisor, bind
+from tokentape.opening import model_name, open_app, open_renderer, served_model, synchronous
+from tokentape.store import Store
+from tokentape.store.location import note_served_model, open_store, shown
+from tokentape.store.lock import DirectoryLock, Turnstile
+from tokentape.store.sqlite import SqliteStore
+
+_log = logging.getLogger("tokentape.serve")
+
+_LOOK_SECONDS = 1.0
+
+
+def serve_alone(config: ServeConfig) -> None:
+    """Serve in this process, until a signal."""
+    renderer = open_renderer(config)
+    with (
+        open_store(config.location, synchronous=synchronous(config)) as store,
+        logging_to(level=config.log.level, form=config.log.format),
+    ):
+        asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
+        _serve(config, renderer, store, on_ready=lambda url: _tell(config, url))
+
+
+def serve_with_workers(config: ServeConfig) -> None:
+    """Serve in `config.workers` processes over one record, until a signal. This process only looks after them."""
+    from prometheus_client.multiprocess import mark_process_dead
+
+    renderer = open_renderer(config)
+    with ExitStack() as held:
+        inherited = []
+        if config.store is None:
+            config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # The workers hold it too: as long as one of them lives, nobody else opens the directory.
+            lock = DirectoryLock(config.data)
+            held.callback(lock.release)
+            inherited.append(lock.fileno())
+        with _store(config) as store:
+            asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
+        held.enter_context(logging_to(level=config.log.level, form=config.log.format))
+        url, listeners = bind(config.host, config.port, config.workers, has_keys=bool(config.all_keys()))
+        for listener in listeners:
+            held.callback(listener.close)
+        counts = held.enter_context(tempfile.TemporaryDirectory(prefix="tokentape-metrics-"))
+        supervisor = Supervisor(
+            Job(serve_as_worker, config),
+            listeners,
+            drain_seconds=config.drain_seconds,
+            inherited=inherited,
+            environment={COUNTED_TOGETHER: counts},
+            on_end=lambda pid: mark_process_dead(pid, counts),  # type: ignore[no-untyped-call]
+        )
+        supervisor.run(lambda: _tell(config, url))
+
+
+def serve_as_worker(config: ServeConfig, listener: socket.socket, ready: Callable[[], None]) -> None:
+    """Serve as one of several processes, on a socket of its own."""
+    with logging_to(level=config.log.level, form=config.log.format):
+        try:
+            with _store(config) as store:
+                threading.Thread(target=_end_when_broken, args=(store,), daemon=True).start()
+                _serve(config, open_renderer(config), store, on_ready=lambda _: ready(), listener=listener)
+        except (TokentapeError, OSError) as error:
+            _log.error("worker %d can't serve: %s", os.getpid(), error)
+            raise SystemExit(1) from None
+
+
+def _end_when_broken(store: Store) -> None:
+    """A worker that can't record any more makes room for one that reads the disk first."""
+    while not store.broken:
+        time.sleep(_LOOK_SECONDS)
+    _log.error("worker %d ends, for it can't record any more", os.getpid())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def _store(config: ServeConfig) -> Iterator[Store]:
+    """The record, to be written to by others too."""
+    if config.store is not None:
+        with open_store(config.store, synchronous=synchronous(config)) as store:
+            yield store
+        return
+    turnstile = Turnstile(config.data)
+    try:
+        with SqliteStore.open(config.data, synchronous=synchronous(config), turnstile=turnstile) as store:
+            yield store
+    finally:
+        turnstile.close()
+
+
+def _serve(
+    config: ServeConfig,
+    renderer: Renderer,
+    store: Store,
+    *,
+    on_ready: Callable[[str], None],
+    listener: socket.socket | None = None,
+) -> None:
+    keys, drain = config.all_keys(), Drain(config.drain_seconds)
+    gateway = _Gateway(config, renderer, store, drain)
+    run_server(
+        gateway,
+        host=config.host,
+        port=config.port,
+        has_keys=bool(keys),
+        on_ready=on_ready,
+        drain=drain,
+        listener=listener,
+    )
+
+
+def _tell(config: ServeConfig, base_url: str) -> None:
+    by = "" if config.workers == 1 else f" with {config.workers} workers"
+    _log.info("serving %s at %s/v1%s, recording to %s", model_name(config), base_url, by, shown(config.location))
+
+
+class _Gateway:
+    """The application, made inside the event loop that serves it: an engine's connections belong to their loop."""
+
+    def __init__(self, config: ServeConfig, renderer: Renderer, store: Store, drain: Drain) -> None:
+        self._config = config
+        self._renderer = renderer
+        self._store = store
+        self._drain = drain
+        self._app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is None:
+            try:
+                self._app = await open_app(self._config, self._renderer, self._store, self._drain)
+            except TokentapeError as error:
+                await receive()
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                return
+        await self._app(scope, receive, send)

@@ -1,0 +1,153 @@
+"""Pausing and resuming what samples, on every gateway over the record: a trainer asks one of them.
+
+Each gateway looks into the record again and again: for the newest change of the gate, which it then goes by and says
+so. Who paused waits until every other gateway has heard of it and has no call under way. One that does not get to say
+that it lives closes its own gate before the others take it for dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+from tokentape.errors import StoreError
+from tokentape.gateway.gate import Gate
+from tokentape.store import Store
+from tokentape.store import gateways as told
+from tokentape.store.gateways import GatewayState
+
+_log = logging.getLogger("tokentape.gateway")
+
+TICK_SECONDS = 0.25
+BEAT_SECONDS = 2.0
+ALONE_SECONDS = 8.0
+"""After so long without a beat a gateway lets no call pass."""
+DEAD_SECONDS = 12.0
+"""After so long without a beat others don't wait for it."""
+
+
+class Pausing:
+    """Closes and opens `gate` together with the gates of the other gateways, where the store is shared.
+
+    `abort_all` ends the calls under way here.
+    """
+
+    def __init__(self, gate: Gate, store: Store, abort_all: Callable[[str], Awaitable[None]]) -> None:
+        self._gate = gate
+        self._store = store
+        self._abort_all = abort_all
+        self._own = GatewayState(uuid.uuid4().hex, beat=0, heard=0, under_way=0)
+        self._beat_at = 0.0
+        self._alone = False
+
+    async def pause(self, *, abort: bool, seconds: float) -> bool:
+        """Let no more calls pass, and wait up to `seconds` for those under way; return whether none is left."""
+        until = time.monotonic() + seconds
+        if self._store.shared:
+            await self._store.transact(partial(told.change_gate, closed=True, abort=abort))
+        self._gate.close()
+        if abort:
+            await self._abort_all("paused")
+        idle = await self._gate.idle(seconds)
+        return await self._others_idle(until) and idle if self._store.shared else idle
+
+    async def resume(self, weight_version: str | None) -> None:
+        """Let calls pass again; `weight_version` names the weights that sample from now on."""
+        if self._store.shared:
+            change = partial(told.change_gate, closed=False, weight_version=weight_version)
+            await self._store.transact(change)
+        self._gate.open(weight_version)
+
+    async def under_way_elsewhere(self) -> tuple[int, int]:
+        """How many other gateways there are over the record, and how many calls they have under way."""
+        if not self._store.shared:
+            return 0, 0
+        others = await self._others()
+        return len(others), sum(one.under_way for one in others)
+
+    @asynccontextmanager
+    async def together(self) -> AsyncIterator[None]:
+        """Within the context this gateway is one of those that pause together."""
+        if not self._store.shared:
+            yield
+            return
+        await self._look()
+        ended = asyncio.Event()
+        looking = asyncio.create_task(self._look_until(ended))
+        try:
+            yield
+        finally:
+            # Not cancelled: a read that is under way in a thread has to end before the store is closed.
+            ended.set()
+            await looking
+            with suppress(StoreError):
+                await self._store.transact(partial(told.leave, gateway_id=self._own.gateway_id))
+
+    async def _look_until(self, ended: asyncio.Event) -> None:
+        while not ended.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), TICK_SECONDS)
+                return
+            try:
+                await self._look()
+            except StoreError as error:
+                if not self._alone and time.monotonic() - self._beat_at > ALONE_SECONDS:
+                    _log.error("the gateways can't hear of each other (%s): no call passes until they do", error.code)
+                    self._alone = True
+                    self._gate.close()
+
+    async def _look(self) -> None:
+        """Go by the newest change of the gate, and say so."""
+        state = await asyncio.to_thread(self._gate_state)
+        late = time.monotonic() - self._beat_at > ALONE_SECONDS
+        if state.position != self._own.heard or self._alone or late:
+            if state.closed:
+                self._gate.close()
+                if state.abort and state.position != self._own.heard:
+                    await self._abort_all("paused")
+            else:
+                self._gate.open(state.weight_version)
+            self._alone = False
+        now = time.monotonic()
+        under_way = self._gate.under_way
+        changed = state.position != self._own.heard or (state.closed and under_way != self._own.under_way)
+        if changed or now - self._beat_at > BEAT_SECONDS:
+            own = GatewayState(self._own.gateway_id, self._own.beat + 1, state.position, under_way)
+            await self._store.transact(partial(told.tell, state=own), claims=frozenset())
+            self._own, self._beat_at = own, now
+
+    async def _others_idle(self, until: float) -> bool:
+        """Wait until every other gateway goes by the newest change and has nothing under way; False if that is late."""
+        newest = (await asyncio.to_thread(self._gate_state)).position
+        seen: dict[str, tuple[int, float]] = {}
+        while True:
+            now = time.monotonic()
+            busy = False
+            for one in await self._others():
+                beat, since = seen.get(one.gateway_id, (one.beat, now))
+                seen[one.gateway_id] = (one.beat, now if one.beat != beat else since)
+                if now - seen[one.gateway_id][1] > DEAD_SECONDS:
+                    _log.warning("another gateway has not been heard of for %g s: it is taken for dead", DEAD_SECONDS)
+                    await self._store.transact(partial(told.leave, gateway_id=one.gateway_id, beat=one.beat))
+                elif one.heard < newest or one.under_way:
+                    busy = True
+            if not busy or now > until:
+                return not busy
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _others(self) -> list[GatewayState]:
+        found = await asyncio.to_thread(self._gateways)
+        return [one for one in found if one.gateway_id != self._own.gateway_id]
+
+    def _gate_state(self) -> told.GateState:
+        with self._store.reading_once() as connection:
+            return told.gate_state(connection)
+
+    def _gateways(self) -> list[GatewayState]:
+        with self._store.reading_once() as connection:
+            return told.gateways(connection)

@@ -1,0 +1,195 @@
+"""What every store does, whatever database is below: reads of one state, writes that are durable when they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+
+from tokentape.errors import NotFound, StoreError
+from tokentape.session.arrow import ExtraNames
+from tokentape.store import reads, writes
+from tokentape.store.commit import Claims, CommitQueue, Failure, Work
+from tokentape.store.reads import Extent, SessionState, SessionSummary, StoredSession
+from tokentape.store.rows import Record
+from tokentape.types import Media, Turn
+
+
+class Store:
+    """A record of sessions. `write` and `delete_session` are for the event loop; reads block and may run in any thread.
+
+    `SqliteStore.open` and `PostgresStore.open` make one. It is a context manager that closes it.
+    """
+
+    def __init__(
+        self,
+        readers: Engine,
+        commits: CommitQueue | None,
+        release: ExitStack,
+        explain: Callable[[DBAPIError], Failure],
+        *,
+        shared: bool,
+    ) -> None:
+        self.shared = shared
+        """Whether other processes may write too: then what this one remembers of a session may be out of date."""
+        self._readers = readers
+        self._commits = commits
+        self._release = release
+        self._explain = explain
+        self._closed = False
+
+    @property
+    def healthy(self) -> bool:
+        """False once the store is closed or broken: then every write fails until a restart."""
+        return not self._closed and not self.broken
+
+    @property
+    def broken(self) -> bool:
+        """True if nothing can be recorded any more until the store is opened anew."""
+        return self._commits is not None and self._commits.broken
+
+    async def write(self, *records: Record) -> None:
+        """Record `records`, in the given order and all or none; return when they are durable.
+
+        A setup or media that are already there are left alone. Records must not change until this returns. If the
+        awaiting task is cancelled, the records may or may not become durable, but never a part of them.
+
+        Raises `Conflict` if the session exists or the turn is not its next, `NotFound` if a record refers to
+        a session or turn that isn't there, `InvalidRequest` or `InvariantViolation` if one is not fit to be
+        recorded, `StoreFull` or `StoreError` if the disk is full or fails. After any of them nothing of this
+        call is recorded. After `StoreUnavailable`, when a database server was lost on the way, it may be or may not be.
+        """
+        if records:
+            work = partial(writes.insert_records, records=records)
+            again = partial(writes.insert_again, records=records)
+            await self.transact(work, again, writes.claims(records) if self.shared else None)
+
+    async def delete_session(self, session_id: str, *, force: bool = False) -> None:
+        """Delete a session with all that is recorded of it; return when that is durable.
+
+        Raises `NotFound`, and unless `force` is given `Conflict` if a snapshot that nobody has confirmed holds it.
+        """
+        await self.transact(partial(writes.delete_session, session_id=session_id, force=force))
+
+    def sessions(self, limit: int = 100, after: int = 0, owner: str | None = None) -> list[SessionSummary]:
+        """Return up to `limit` sessions in order of creation, those behind the position `after`.
+
+        With `owner` only those of one API key.
+        """
+        with self.reading() as connection:
+            return reads.list_sessions(connection, limit, after, owner)
+
+    def load_session(self, session_id: str, *, per_token: bool = False, extent: Extent | None = None) -> StoredSession:
+        """Return a session with its hash chain checked; the arrays are read-only.
+
+        With columns and payloads only if `per_token`: they can be many times larger than the ids. With an `extent`
+        only what belongs to it. Raises `NotFound`, and `StoreCorrupt` if a record can't be read or doesn't fit the
+        chain.
+        """
+        with self.reading() as connection:
+            return reads.load_session(connection, session_id, per_token=per_token, extent=extent)
+
+    def session_state(self, session_id: str, newest: int) -> SessionState | None:
+        """What tells whether one knows all of a session; None if there is none. `newest` is the turn known last.
+
+        One read by primary keys: what a process that is not the only writer asks before each turn.
+        """
+        with self.reading_once() as connection:
+            return reads.session_state(connection, session_id, newest)
+
+    def load_newer(self, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
+        """Return a session's turns behind those that are `known`, with their answers and setups; nothing else of it.
+
+        Raises as `load_session`: `StoreCorrupt` too if the known turns are not those that are recorded.
+        """
+        with self.reading() as connection:
+            return reads.load_newer(connection, session_id, known)
+
+    def session_of_call(self, owner: str, body_digest: str, since: float) -> str | None:
+        """The session in which a call without a key was answered last, not before `since`; None if there is none."""
+        with self.reading_once() as connection:
+            return reads.session_of_call(connection, owner, body_digest, since)
+
+    def load_media(self, session_id: str, sha256: str) -> Media:
+        """Return media that a session refers to: an image, or how images were processed.
+
+        Raises `NotFound` if it refers to none of that hash, and `StoreCorrupt` if the bytes have another.
+        """
+        with self.reading() as connection:
+            return reads.load_media(connection, session_id, sha256)
+
+    def iter_sessions(self, *, per_token: bool = False) -> Iterator[StoredSession]:
+        """Yield every session in order of creation, loading one at a time. Raises as `load_session`."""
+        after = 0
+        while page := self.sessions(after=after):
+            for summary in page:
+                try:
+                    session = self.load_session(summary.info.session_id, per_token=per_token)
+                except NotFound:
+                    continue  # deleted since the page was read
+                yield session
+            after = page[-1].position
+
+    def extra_names(self, session_ids: Collection[str] | None = None) -> ExtraNames:
+        """Return the names of all columns and payloads of these sessions, of all if None."""
+        with self.reading() as connection:
+            return ExtraNames(
+                tuple(reads.column_names(connection, session_ids)), tuple(reads.payload_names(connection, session_ids))
+            )
+
+    async def transact(self, work: Work, again: Work | None = None, claims: Claims = None) -> None:
+        """Run `work` in the writing thread, all of it or nothing; return when it is durable. For this room.
+
+        `again` is explained at `CommitQueue.run`, and `claims` says what `work` changes, nothing else than that.
+        """
+        if self._commits is None:
+            raise StoreError("the store was opened read-only")
+        await self._commits.run(work, again, claims)
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A connection that sees one state of the record. For this room."""
+        with self._connected(self._readers) as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def reading_once(self) -> Iterator[Connection]:
+        """A connection for one statement. For this room."""
+        with self.reading() as connection:
+            yield connection
+
+    @contextmanager
+    def _connected(self, engine: Engine) -> Iterator[Connection]:
+        if self._closed:
+            raise StoreError("the store is closed")
+        try:
+            with engine.connect() as connection:
+                yield connection
+        except DBAPIError as error:
+            # The driver's message may quote what it could not decode.
+            raise self._explain(error).error() from None
+
+    def keep_until_closed(self, held: ExitStack) -> None:
+        """Let go of `held` when the store is closed, after the database."""
+        release = ExitStack()
+        release.push(held)
+        release.push(self._release)
+        self._release = release
+
+    def close(self) -> None:
+        """Write what is queued and let go of the database. Later calls raise `StoreError`."""
+        self._closed = True
+        self._release.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,47 @@
+"""What an export takes out of a record: the trajectories of some sessions, filtered, and counted on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tokentape.session.arrow import ExtraNames, named_only
+from tokentape.session.verdict import wanted_verdict
+from tokentape.store.reads import StoredSession
+from tokentape.types import Trajectory
+
+
+@dataclass(slots=True)
+class ExportCounts:
+    """How much was exported."""
+
+    sessions: int = 0
+    trajectories: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+
+    def add(self, other: ExportCounts) -> None:
+        """Count what was exported elsewhere."""
+        self.sessions += other.sessions
+        self.trajectories += other.trajectories
+        self.tokens += other.tokens
+        self.trained_tokens += other.trained_tokens
+
+
+def exported(
+    sessions: Iterable[StoredSession], extra: ExtraNames, verdicts: Sequence[str] | None, counts: ExportCounts
+) -> Iterator[Trajectory]:
+    """Yield the trajectories of sessions, those with one of `verdicts` only unless that is None.
+
+    With only those columns and payloads that `extra` names: somebody may name a new one meanwhile, and a file's columns
+    are fixed by then. Masks don't depend on `verdicts`: what a branch that is left out trains, no other one does.
+    """
+    for stored in sessions:
+        counts.sessions += 1
+        for one in stored.trajectories():
+            if verdicts is not None and not wanted_verdict(one.verdict, verdicts):
+                continue
+            counts.trajectories += 1
+            counts.tokens += len(one.token_ids)
+            counts.trained_tokens += int(one.loss_mask.sum())
+            yield named_only(one, extra)

@@ -1,0 +1,45 @@
+"""For tests of other projects: that two sequences of ids are the same, with a failure that says where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from tokentape.audit.compare import compare
+from tokentape.audit.comparison_formats import comparison_lines, summary
+from tokentape.chat.tokenizer import Tokenizer
+from tokentape.types import Codes, TokenIds
+
+
+def assert_same_tokens(
+    expected: Sequence[int] | TokenIds,
+    recorded: Sequence[int] | TokenIds,
+    tokenizer: Tokenizer | str | Path,
+    *,
+    provenance: Codes | None = None,
+    allow: Sequence[str] = (),
+) -> None:
+    """Fail with `AssertionError` unless both are the same ids.
+
+    `tokenizer` is one, or a model folder with a `tokenizer.json`. Differences whose kinds are in `allow`
+    (`tokentape.audit.difference_kinds.KINDS`) are let pass. `provenance` as in `tokentape.audit.compare.compare`.
+
+    >>> assert_same_tokens([1, 2], [1, 2], "path/to/model")          # doctest: +SKIP
+    """
+    __tracebackhide__ = True
+    if np.array_equal(np.asarray(expected), np.asarray(recorded)):
+        return
+    loaded = tokenizer if isinstance(tokenizer, Tokenizer) else _loaded(str(tokenizer))
+    found = compare(expected, recorded, loaded, provenance=provenance)
+    if all(one.kind in allow for one in found.differences):
+        return
+    lines = "\n".join(f"  {line}" for line in comparison_lines(found))
+    raise AssertionError(f"the ids are not the same: {summary(found)}\n{lines}")
+
+
+@cache
+def _loaded(folder: str) -> Tokenizer:
+    return Tokenizer.load(folder)

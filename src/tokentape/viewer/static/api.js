@@ -1,0 +1,78 @@
+// What the server is asked. The key stays in this tab and travels in a header only.
+
+const BASE = new URL("../api/", import.meta.url);
+const KEY = "tokentape.key";
+
+/** An answer that is an error: its status and what the server says. */
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function hasKey() {
+  return sessionStorage.getItem(KEY) !== null;
+}
+
+export function setKey(key) {
+  if (key === null) sessionStorage.removeItem(KEY);
+  else sessionStorage.setItem(KEY, key);
+}
+
+async function ask(path, query, etag, signal) {
+  const url = new URL(path, BASE);
+  for (const [name, value] of Object.entries(query ?? {})) {
+    if (value !== null && value !== undefined && value !== "") url.searchParams.set(name, value);
+  }
+  const headers = {};
+  if (hasKey()) headers.Authorization = `Bearer ${sessionStorage.getItem(KEY)}`;
+  if (etag) headers["If-None-Match"] = etag;
+  let response;
+  try {
+    response = await fetch(url, { headers, cache: "no-store", credentials: "omit", signal });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused(0, "The server does not answer.");
+  }
+  if (response.status === 304 || response.ok) return response;
+  const body = await response.json().catch(() => null);
+  throw new Refused(response.status, body?.error?.message ?? `The server answered ${response.status}.`);
+}
+
+/** JSON, as it is now. */
+export async function getJson(path, query, signal) {
+  return (await ask(path, query, null, signal)).json();
+}
+
+/** JSON and its ETag; null if it is still what has `etag`. */
+export async function getIfNew(path, etag, signal) {
+  const response = await ask(path, {}, etag, signal);
+  return response.status === 304 ? null : { etag: response.headers.get("etag"), value: await response.json() };
+}
+
+/** Packed arrays; see viewer/binary.py. */
+export async function getPacked(path, query, signal) {
+  return unpack(await (await ask(path, query, null, signal)).arrayBuffer());
+}
+
+const KINDS = { u1: Uint8Array, i4: Int32Array, f4: Float32Array };
+
+/** A header and typed arrays over the reply's own bytes. */
+export function unpack(buffer) {
+  const view = new DataView(buffer);
+  if (view.getUint32(0) !== 0x54545631) throw new Error("these are not packed arrays");
+  const size = view.getUint32(4, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, size)));
+  const base = 8 * Math.ceil((8 + size) / 8);
+  const arrays = {};
+  for (const [name, { dtype, offset, length }] of Object.entries(header.arrays)) {
+    arrays[name] = new KINDS[dtype](buffer, base + offset, length);
+  }
+  return { header, arrays };
+}
+
+/** The path of a session's data. */
+export function sessionPath(sessionId, ...more) {
+  return ["sessions", sessionId, ...more].map(encodeURIComponent).join("/");
+}

@@ -1,0 +1,130 @@
+// The page as a whole: which view the address asks for, the key, the theme.
+
+import { Refused, getJson, hasKey, setKey } from "./api.js";
+import { fill, h, say } from "./dom.js";
+import { bindKeys, listen, toggleHelp } from "./keys.js";
+import { showList } from "./list.js";
+import { showOverview } from "./overview.js";
+import { showSession } from "./session.js";
+
+const main = document.getElementById("main");
+let about = null;
+let leave = () => {};
+let shown = 0;
+
+const THEMES = ["system", "light", "dark"];
+
+function setTheme(theme) {
+  if (theme === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  localStorage.setItem("tokentape.theme", theme);
+  drawTop();
+}
+
+function nextTheme() {
+  const now = document.documentElement.dataset.theme ?? "system";
+  setTheme(THEMES[(THEMES.indexOf(now) + 1) % THEMES.length]);
+  say(`Theme: ${document.documentElement.dataset.theme ?? "system"}`);
+}
+
+function drawTop() {
+  const here = location.hash.split(/[/?]/)[1] || "sessions";
+  const link = (name, text) =>
+    h("a", { href: `#/${name}`, "aria-current": here === name || (here === "session" && name === "sessions") ? "page" : null }, text);
+  const theme = document.documentElement.dataset.theme ?? "system";
+  fill(
+    document.getElementById("top"),
+    h("a", { class: "brand", href: "#/sessions" }, h("span", { class: "logo", "aria-hidden": "true" }), "Tokentape"),
+    about && h("span", { class: "source", title: `Tokentape ${about.version}` }, about.name),
+    about && h("nav", { "aria-label": "Views" }, link("sessions", "Sessions"), about.overview && link("overview", "Overview")),
+    h("span", { class: "space" }),
+    about && !about.text && h("span", { class: "note", title: about.why_no_text }, "ids only"),
+    hasKey() && h("button", { class: "quiet", onclick: signOut }, "Sign out"),
+    h("button", { class: "quiet", onclick: nextTheme, title: "Theme (t)" }, `Theme: ${theme}`),
+    h("button", { class: "quiet", onclick: toggleHelp, title: "Keys (?)", "aria-label": "Keys" }, "?"),
+  );
+}
+
+function signOut() {
+  setKey(null);
+  about = null;
+  show();
+}
+
+function askForKey(message) {
+  const field = h("input", { id: "key", type: "password", autocomplete: "off", required: true, spellcheck: "false" });
+  const sent = (event) => {
+    event.preventDefault();
+    setKey(field.value.trim());
+    show();
+  };
+  document.title = "Sign in · Tokentape";
+  fill(
+    main,
+    h(
+      "form",
+      { class: "card signin", onsubmit: sent },
+      h("h1", {}, "API key"),
+      h("p", {}, "This gateway shows sessions to those whose keys they belong to. The key stays in this tab."),
+      message && h("p", { class: "error", role: "alert" }, message),
+      h("label", { for: "key" }, "Key"),
+      field,
+      h("button", { class: "primary" }, "Show"),
+    ),
+  );
+  field.focus();
+}
+
+function failed(error) {
+  if (error.name === "AbortError") return;
+  if (error instanceof Refused && error.status === 401) {
+    const message = hasKey() ? error.message : null;
+    setKey(null);
+    drawTop();
+    askForKey(message);
+    return;
+  }
+  fill(
+    main,
+    h(
+      "div",
+      { class: "card", role: "alert" },
+      h("h1", {}, error.status === 404 ? "Not found" : "That did not work"),
+      h("p", {}, error.message),
+      h("p", {}, h("a", { href: "#/sessions" }, "All sessions")),
+    ),
+  );
+  if (!(error instanceof Refused)) console.error(error);
+}
+
+/** Show what the address says. */
+async function show() {
+  const turn = ++shown;
+  leave();
+  leave = () => {};
+  bindKeys([]);
+  const stop = new AbortController();
+  try {
+    about ??= await getJson("about");
+    if (turn !== shown) return;
+    drawTop();
+    const [path, query] = location.hash.slice(1).split("?");
+    const parts = path.split("/").slice(1).map(decodeURIComponent);
+    const view = { main, about, parts, query: new URLSearchParams(query), signal: stop.signal, failed };
+    leave = () => stop.abort();
+    if (parts[0] === "session" && parts[1]) await showSession(view);
+    else if (parts[0] === "overview") await showOverview(view);
+    else await showList(view);
+  } catch (error) {
+    if (turn === shown) failed(error);
+  }
+}
+
+const stored = localStorage.getItem("tokentape.theme");
+if (THEMES.includes(stored) && stored !== "system") document.documentElement.dataset.theme = stored;
+
+const go = (hash) => () => (location.hash = hash);
+listen({ "?": toggleHelp, t: nextTheme, "g s": go("#/sessions"), "g o": go("#/overview") });
+addEventListener("hashchange", show);
+drawTop();
+show();

@@ -1,0 +1,83 @@
+// Elements. Whatever text is shown goes through a text node: nothing here can make markup of it.
+
+/**
+ * An element with attributes, listeners (`onclick` and the like) and children.
+ * @param {string} tag
+ * @param {Record<string, any>} [attributes] null and false leave one out
+ * @param {...(Node | string | number | null | false | undefined)} children
+ */
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "class") element.className = value;
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+  element.append(...children.filter((child) => child !== null && child !== false && child !== undefined).map(asNode));
+  return element;
+}
+
+function asNode(child) {
+  return child instanceof Node ? child : document.createTextNode(String(child));
+}
+
+/** Put `children` in place of what an element holds. */
+export function fill(element, ...children) {
+  element.replaceChildren(...children.filter(Boolean).map(asNode));
+  return element;
+}
+
+/** Tell people who can't see the page what has changed on it; everybody sees it for a moment. */
+export function say(text) {
+  const said = document.getElementById("said");
+  said.textContent = text;
+  said.classList.add("shown");
+  clearTimeout(say.timer);
+  say.timer = setTimeout(() => said.classList.remove("shown"), 2400);
+}
+
+const whole = new Intl.NumberFormat("en-US");
+
+/** 12345 as 12,345. */
+export function count(value) {
+  return value === null || value === undefined ? "–" : whole.format(value);
+}
+
+/** "1 turn", "2 turns". */
+export function counted(value, noun) {
+  return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
+/** A number that people read: up to four significant digits. */
+export function real(value) {
+  if (value === null || value === undefined) return "–";
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? "none" : String(value);
+  return String(Number(value.toPrecision(4)));
+}
+
+/** Unix seconds as local date and time. */
+export function when(seconds) {
+  if (!seconds) return "–";
+  const date = new Date(seconds * 1000);
+  const two = (number) => String(number).padStart(2, "0");
+  return (
+    `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ` +
+    `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`
+  );
+}
+
+/** Copy text, and say that it is copied. Pages over plain HTTP from other machines have no clipboard of their own. */
+export async function copy(text, what) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = h("textarea", { class: "offscreen", "aria-hidden": "true" });
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  say(`Copied ${what}`);
+}

@@ -1,0 +1,86 @@
+// The keys of the page, and the list of them that `?` shows.
+
+import { fill, h } from "./dom.js";
+
+/** @type {Map<string, {what: string, run: (event: KeyboardEvent) => void}>} */
+let bound = new Map();
+
+const ALWAYS = [
+  [["?"], "this list"],
+  [["g", "s"], "all sessions"],
+  [["g", "o"], "overview"],
+  [["t"], "theme: as the system, light, dark"],
+];
+
+let sections = [];
+
+/**
+ * Bind the keys of a view, in place of those of the view before.
+ * @param {{title: string, keys: [string[], string, ((event: KeyboardEvent) => void)?][]}[]} groups
+ */
+export function bindKeys(groups) {
+  bound = new Map();
+  sections = groups;
+  for (const { keys } of groups) {
+    for (const [names, what, run] of keys) for (const name of names) if (run) bound.set(name, { what, run });
+  }
+}
+
+/** Whether a key is meant for what has the focus. */
+function typing(target) {
+  return target instanceof Element && target.closest("input, select, textarea, dialog") !== null;
+}
+
+let prefix = "";
+
+/** @param {Record<string, (event: KeyboardEvent) => void>} always */
+export function listen(always) {
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (typing(event.target)) {
+      if (event.key === "Escape") event.target.blur?.();
+      return;
+    }
+    const name = prefix ? `${prefix} ${event.key}` : event.key;
+    prefix = "";
+    const shifted = event.shiftKey && event.key.length > 1 ? `Shift+${event.key}` : name;
+    const run = always[name] ?? bound.get(shifted)?.run;
+    if (run) {
+      event.preventDefault();
+      run(event);
+    } else if (event.key === "g") {
+      prefix = "g";
+      setTimeout(() => (prefix = ""), 900);
+    }
+  });
+}
+
+/** Show or hide the list of keys. */
+export function toggleHelp() {
+  const dialog = document.getElementById("help");
+  if (dialog.open) {
+    dialog.close();
+    return;
+  }
+  const table = ({ title, keys }) => [
+    h("h3", {}, title),
+    h(
+      "dl",
+      { class: "keys" },
+      ...keys.flatMap(([names, what]) => [h("dt", {}, ...names.map((name) => h("kbd", {}, written(name)))), h("dd", {}, what)]),
+    ),
+  ];
+  fill(
+    dialog,
+    h("h2", { id: "help-title" }, "Keys"),
+    h("div", { class: "columns" }, ...[...sections, { title: "Everywhere", keys: ALWAYS }].map((one) => h("section", {}, ...table(one)))),
+    h("form", { method: "dialog" }, h("button", {}, "Close")),
+  );
+  dialog.showModal();
+}
+
+const WRITTEN = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: "↓", " ": "space" };
+
+function written(name) {
+  return name.replace("Shift+", "⇧ ").replace(/Arrow\w+| $/, (arrow) => WRITTEN[arrow] ?? arrow);
+}

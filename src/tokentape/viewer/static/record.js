@@ -1,0 +1,191 @@
+// The recorded trajectory as rows of tokens: a heading per turn, a row per run of one writer, lanes under each token.
+
+import { count, h, real } from "./dom.js";
+import { blocks } from "./model.js";
+import { Pane, laneClasses, plainText, tokenElements, visible } from "./tokens.js";
+import { CAUSES } from "./tree.js";
+
+const LINE = 31;
+const LETTER = 8.6;
+
+export class RecordView {
+  /**
+   * @param {HTMLElement} place scrolls
+   * @param {import("./model.js").Trajectory} trajectory
+   * @param {{turnLink: (turn: number) => string}} page
+   */
+  constructor(place, trajectory, page) {
+    this.place = place;
+    this.page = page;
+    this.comparison = null;
+    this.selection = null;
+    this.pane = new Pane(place, (block) => this.#drawn(block), (block) => this.#plain(block));
+    this.sections = [];
+    this.#take(trajectory);
+    this.#append(0);
+  }
+
+  /** Show what the trajectory has grown by. */
+  grow(trajectory) {
+    const known = this.sections.length;
+    this.#take(trajectory);
+    this.#append(known);
+    for (let n = 0; n < known; n++) this.sections[n].lastChild.replaceWith(this.#foot(n));
+    this.pane.redrawAll();
+  }
+
+  setComparison(comparison) {
+    this.comparison = comparison;
+    this.pane.redrawAll();
+  }
+
+  /** Mark tokens as chosen; `i` is the one that the keys go on from. */
+  select(selection) {
+    const before = this.selection;
+    this.selection = selection;
+    const changed = new Set();
+    for (const one of [before, selection]) {
+      if (!one) continue;
+      for (let n = this.pane.blockOf(one.from); n >= 0 && n < this.pane.blocks.length && this.pane.blocks[n].start < one.to; n++) changed.add(n);
+    }
+    for (const n of changed) {
+      if (!this.pane.drawn.has(n)) continue;
+      for (const element of this.pane.elements[n].querySelectorAll("[data-i]")) this.#mark(element, Number(element.dataset.i));
+    }
+  }
+
+  close() {
+    this.pane.close();
+  }
+
+  #take(trajectory) {
+    this.trajectory = trajectory;
+    this.boundaries = new Map(trajectory.weightBoundaries().map((one) => [one.start, one.version]));
+  }
+
+  #append(fromTurn) {
+    const width = Math.max(this.place.clientWidth - 150, 300);
+    const sections = new Map();
+    for (const block of blocks(this.trajectory.pieces(fromTurn))) {
+      if (!sections.has(block.turn)) {
+        const section = h("section", { class: "turn", "data-turn": this.trajectory.about.turns[block.turn].seq });
+        section.append(this.#head(block.turn));
+        sections.set(block.turn, section);
+      }
+      this.pane.add(sections.get(block.turn), block, this.#height(block, width));
+    }
+    for (let n = fromTurn; n < this.trajectory.about.turns.length; n++) {
+      const section = sections.get(n) ?? h("section", { class: "turn" }, this.#head(n));
+      section.append(this.#foot(n));
+      this.sections.push(section);
+      this.place.append(section);
+    }
+  }
+
+  #height(block, width) {
+    let height = 0;
+    for (const { start, end } of block.pieces) {
+      const bytes = this.trajectory.hasText ? this.trajectory.bytes(start, end) : null;
+      let lines = 1;
+      if (bytes) for (const byte of bytes) if (byte === 10) lines++;
+      const letters = bytes ? bytes.length : 6 * (end - start);
+      height += LINE * (lines + Math.floor((letters * LETTER) / width)) + 4;
+    }
+    return height;
+  }
+
+  #plain(block) {
+    const made = document.createDocumentFragment();
+    for (const piece of block.pieces) {
+      made.append(this.#row(piece, document.createTextNode(plainText(this.trajectory, piece.start, piece.end))));
+    }
+    return made;
+  }
+
+  #drawn(block) {
+    const made = document.createDocumentFragment();
+    for (const piece of block.pieces) {
+      const elements = tokenElements(
+        this.trajectory,
+        piece.start,
+        piece.end,
+        (i) => this.#classes(i),
+        (i) => this.#before(i),
+      );
+      made.append(this.#row(piece, elements));
+    }
+    if (this.selection) for (const element of made.querySelectorAll("[data-i]")) this.#mark(element, Number(element.dataset.i));
+    return made;
+  }
+
+  #row(piece, content) {
+    const name = this.trajectory.provenanceName(piece.start);
+    return h(
+      "div",
+      { class: `row p${piece.code}` },
+      h("span", { class: "who" }, h("span", { class: "name" }, piece.first ? name : "⋮"), h("span", { class: "offset" }, count(piece.start))),
+      h("div", { class: "toks" }, content),
+    );
+  }
+
+  #classes(i) {
+    const classes = laneClasses(this.trajectory, i);
+    const change = this.comparison?.changeAt(i);
+    if (!change) return classes;
+    return change.start === change.end ? `${classes} gap` : `${classes} d`;
+  }
+
+  #before(i) {
+    const found = [];
+    const version = this.boundaries.get(i);
+    if (version !== undefined) found.push(h("span", { class: "boundary", "data-show": `weights ${version}`, title: `from here on weights ${version}` }));
+    const change = this.comparison?.changeAt(i);
+    if (change && change.start === i) found.push(h("span", { class: "driftmark", "data-show": `≠ ${change.told.class}` }));
+    return found.length ? found : null;
+  }
+
+  #mark(element, i) {
+    const { selection } = this;
+    element.classList.toggle("in", Boolean(selection && i >= selection.from && i < selection.to));
+    element.classList.toggle("at", Boolean(selection && i === selection.i));
+  }
+
+  #head(n) {
+    const turn = this.trajectory.about.turns[n];
+    const facts = [`${count(turn.completion_start - turn.start)} added`, `${count(turn.end - turn.completion_start)} sampled`];
+    if (turn.finish_reason) facts.push(`ended by ${turn.finish_reason}${this.#stop(turn)}`);
+    facts.push(`weights ${turn.weight_version}`);
+    if (turn.mean_logprob !== null) facts.push(`mean logprob ${real(turn.mean_logprob)}`);
+    if (turn.reward !== null) facts.push(`reward ${real(turn.reward)}`);
+    return h(
+      "h3",
+      { class: "turnhead" },
+      h("a", { href: this.page.turnLink(turn.seq) }, `turn ${turn.seq}`),
+      turn.fork && h("span", { class: "badge fork", title: CAUSES[turn.fork] ?? "" }, `↳ fork of ${turn.parent === null ? "the start" : `turn ${turn.parent}`}: ${turn.fork}`),
+      h("span", { class: "dim" }, facts.join(" · ")),
+      !turn.trained && h("span", { class: "badge" }, "no loss: an earlier branch trains it"),
+    );
+  }
+
+  /** What ended a turn, as text where there is one. */
+  #stop({ stop, end }) {
+    if (stop === null) return "";
+    const spelled = this.trajectory.hasText && this.trajectory.ids[end - 1] === stop ? visible(this.trajectory.string(end - 1, end)) : null;
+    return ` ${spelled ?? JSON.stringify(stop)}`;
+  }
+
+  #foot(n) {
+    const turn = this.trajectory.about.turns[n];
+    return h(
+      "div",
+      { class: "turnfoot" },
+      ...turn.left_by.map((one) =>
+        h(
+          "a",
+          { class: `badge ${one.aborted ? "bad" : "fork"}`, href: this.page.turnLink(one.turn), title: CAUSES[one.cause] ?? "" },
+          one.aborted ? `✕ turn ${one.turn} was aborted here` : `↳ turn ${one.turn} goes another way from here${one.cause ? `: ${one.cause}` : ""}`,
+        ),
+      ),
+    );
+  }
+}

@@ -1,0 +1,234 @@
+// Tokens as elements. A block far from what is seen is plain text, so that the browser's own search finds it, and
+// becomes an element per token when it comes near.
+
+import { h } from "./dom.js";
+import { CONTROL, LETTERS, SAMPLED, UNKNOWN, surprise } from "./model.js";
+
+/** Characters that steer what is around them, or can't be seen. Joiners are part of how scripts and emoji are written. */
+const UNSEEN = /(?![\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/u;
+const EACH_UNSEEN = new RegExp(UNSEEN, "gu");
+
+function spelled(character) {
+  if (character === "\n") return "↵";
+  if (character === "\t") return "⇥";
+  return `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+}
+
+/** Text with what can't be seen spelled out, as it is shown in one line. */
+export function visible(text) {
+  return text.replace(EACH_UNSEEN, (character) => (character === "\n" || character === "\t" ? spelled(character) : `⟨${spelled(character)}⟩`));
+}
+
+/** Text that can stand in the page and steer nothing: new lines stay. */
+function inert(text) {
+  return text.replace(EACH_UNSEEN, (character) => (character === "\n" ? "\n" : character === "\t" ? "\t" : "\ufffd"));
+}
+
+/** Put a token's text into its element. A new line at its end is marked only: it stands behind the element. */
+function write(element, text) {
+  if (!UNSEEN.test(text)) {
+    element.append(text);
+    return;
+  }
+  let plain = "";
+  const end = text.endsWith("\n") ? text.length - 1 : -1;
+  let at = 0;
+  for (const character of text) {
+    at += character.length;
+    if (!UNSEEN.test(character)) {
+      plain += character;
+      continue;
+    }
+    if (plain) element.append(plain);
+    plain = "";
+    // The mark is drawn by the style sheet, so that copied text is the text.
+    const kept = (character === "\n" && at - 1 !== end) || character === "\t" ? character : "";
+    element.append(h("span", { class: "u", "data-show": spelled(character) }, kept));
+  }
+  if (plain) element.append(plain);
+}
+
+const hex = (bytes) => Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join(" ");
+
+/**
+ * Elements of tokens `start` to before `end`.
+ * @param {import("./model.js").Tokens} tokens
+ * @param {(i: number) => string} classes what each token's element is to be styled as
+ * @param {(i: number) => Node[] | null} before what stands in front of a token
+ */
+export function tokenElements(tokens, start, end, classes, before = () => null) {
+  const made = document.createDocumentFragment();
+  for (let i = start; i < end; ) {
+    const [, groupEnd] = tokens.hasText ? tokens.group(i) : [i, i + 1];
+    const stop = Math.min(groupEnd, end);
+    if (stop - i > 1) {
+      made.append(...(before(i) ?? []), groupElement(tokens, i, stop, classes));
+    } else {
+      made.append(...(before(i) ?? []), tokenElement(tokens, i, classes(i)));
+    }
+    // Behind the element, so that nothing of it reaches into the next line; at the end the row makes it.
+    if (stop < end && endsLine(tokens, stop - 1)) made.append("\n");
+    i = stop;
+  }
+  return made;
+}
+
+function endsLine(tokens, i) {
+  return tokens.hasText && tokens.ends[i] > tokens.byteStart(i) && tokens.text[tokens.ends[i] - 1] === 10;
+}
+
+function tokenElement(tokens, i, classes) {
+  const element = document.createElement("span");
+  element.className = `t ${classes}`;
+  element.dataset.i = i;
+  element.tabIndex = -1;
+  const marks = tokens.marks[i];
+  if (marks & CONTROL) element.classList.add("control");
+  if (marks & LETTERS) element.classList.add("letters");
+  if (!tokens.hasText || marks & UNKNOWN) {
+    element.classList.add("id");
+    element.append(String(tokens.ids[i]));
+    return element;
+  }
+  const text = tokens.whole(i);
+  if (text === null) {
+    element.classList.add("raw");
+    element.append(hex(tokens.bytes(i)));
+  } else if (text === "") {
+    element.classList.add("raw");
+    element.append("∅");
+  } else {
+    write(element, text);
+  }
+  return element;
+}
+
+/** Tokens that are parts of one character: the character once, and each part as its bytes. */
+function groupElement(tokens, start, end, classes) {
+  const group = h("span", { class: "g" });
+  const whole = h("span", { class: "whole" });
+  write(whole, tokens.string(start, end));
+  group.append(whole);
+  for (let i = start; i < end; i++) {
+    const part = document.createElement("span");
+    part.className = `t part ${classes(i)}`;
+    part.dataset.i = i;
+    part.tabIndex = -1;
+    part.append(hex(tokens.bytes(i)));
+    group.append(part);
+  }
+  return group;
+}
+
+/** The lanes of a recorded token: provenance, loss, logprob. */
+export function laneClasses(trajectory, i) {
+  const code = trajectory.provenance[i];
+  let classes = `p${code}`;
+  if (trajectory.mask[i]) classes += " m";
+  if (code === SAMPLED) classes += ` l${surprise(trajectory.logprobs[i])}`;
+  return classes;
+}
+
+/** The pane of blocks, of which those near the view have elements per token. */
+export class Pane {
+  /**
+   * @param {HTMLElement} scroller
+   * @param {(block: any) => Node} draw
+   * @param {(block: any) => Node} plain
+   */
+  constructor(scroller, draw, plain) {
+    this.scroller = scroller;
+    this.draw = draw;
+    this.plain = plain;
+    this.blocks = [];
+    this.elements = [];
+    this.drawn = new Set();
+    this.observer = new IntersectionObserver((seen) => this.#moved(seen), { root: scroller, rootMargin: "1600px 0px" });
+  }
+
+  /** Add a block to an element of the pane. */
+  add(parent, block, height) {
+    const element = h("div", { class: "block" });
+    element.style.setProperty("contain-intrinsic-size", `auto ${Math.round(height)}px`);
+    element.dataset.block = this.blocks.length;
+    element.append(this.plain(block));
+    this.blocks.push(block);
+    this.elements.push(element);
+    parent.append(element);
+    this.observer.observe(element);
+    return element;
+  }
+
+  /** Draw a block again, if it is drawn: something of its tokens has changed. */
+  redraw(n) {
+    if (this.drawn.has(n)) this.elements[n].replaceChildren(this.draw(this.blocks[n]));
+  }
+
+  redrawAll() {
+    for (const n of this.drawn) this.redraw(n);
+  }
+
+  /** The element of a token, drawn if need be. */
+  element(i) {
+    const n = this.blockOf(i);
+    if (n < 0) return null;
+    this.#show(n);
+    return this.elements[n].querySelector(`[data-i="${i}"]`);
+  }
+
+  /** The element of a token if it is drawn. */
+  drawnElement(i) {
+    const n = this.blockOf(i);
+    return n >= 0 && this.drawn.has(n) ? this.elements[n].querySelector(`[data-i="${i}"]`) : null;
+  }
+
+  blockOf(i) {
+    let low = 0;
+    let high = this.blocks.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.blocks[middle].start <= i) low = middle + 1;
+      else high = middle;
+    }
+    const n = low - 1;
+    return n >= 0 && i < this.blocks[n].end ? n : -1;
+  }
+
+  /** Bring a token into the middle of the view. */
+  reveal(i, smooth = false) {
+    const element = this.element(i);
+    if (!element) return null;
+    const look = () => element.scrollIntoView({ block: "center", inline: "nearest", behavior: smooth ? "smooth" : "instant" });
+    look();
+    // What comes near is drawn now and may be higher than it was thought to be.
+    requestAnimationFrame(() => requestAnimationFrame(look));
+    return element;
+  }
+
+  close() {
+    this.observer.disconnect();
+  }
+
+  #show(n) {
+    if (this.drawn.has(n)) return;
+    this.drawn.add(n);
+    this.elements[n].replaceChildren(this.draw(this.blocks[n]));
+  }
+
+  #moved(seen) {
+    for (const { target, isIntersecting } of seen) {
+      const n = Number(target.dataset.block);
+      if (isIntersecting) {
+        this.#show(n);
+      } else if (this.drawn.has(n) && !target.contains(document.activeElement)) {
+        this.drawn.delete(n);
+        target.replaceChildren(this.plain(this.blocks[n]));
+      }
+    }
+  }
+}
+
+/** Tokens as plain text, without the new line at the end that their row makes. */
+export function plainText(tokens, start, end) {
+  return inert(tokens.string(start, end)).replace(/\n$/, "");
+}

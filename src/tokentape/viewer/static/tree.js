@@ -1,0 +1,84 @@
+// A session's turns as a tree: what continues what, what forked and why, what was aborted.
+
+import { count, counted, fill, h, real, when } from "./dom.js";
+
+export const CAUSES = {
+  sibling: "the same request was sampled once more: a retry, or one of several choices",
+  branched: "another request continued the same turn",
+  edited_history: "the agent sent a history that is not the recorded one",
+  new_setup: "tools or template settings are others",
+  template_rewrites: "the template can't append what was asked for",
+  template_history: "the template drops part of earlier turns, and was asked to",
+  other_stop: "the turn before ended with another stop token than the template writes",
+  drift: "the server made another context than the session had",
+};
+
+/** Draw the tree. `chosen` is the leaf whose path is shown; `address(turn)` the link to a turn. */
+export function drawTree(place, tree, chosen, address) {
+  const children = new Map();
+  for (const turn of tree.turns) {
+    if (!children.has(turn.parent)) children.set(turn.parent, []);
+    children.get(turn.parent).push(turn);
+  }
+  const path = new Set(tree.leaves.find((leaf) => leaf.turn === chosen)?.path ?? []);
+  const leaves = new Map(tree.leaves.map((leaf) => [leaf.turn, leaf]));
+
+  /** The list that begins with a turn and goes on with what continues it; forks are lists within. */
+  function branch(first) {
+    const items = [];
+    for (let turn = first; turn; ) {
+      const next = children.get(turn.seq) ?? [];
+      const onward = next.find((one) => one.fork === null && one.finish_reason !== "abort") ?? next.find((one) => one.fork === null);
+      const forks = next.filter((one) => one !== onward);
+      items.push(h("li", {}, line(turn), ...forks.map((fork) => branch(fork))));
+      turn = onward;
+    }
+    return h("ol", {}, ...items);
+  }
+
+  function line(turn) {
+    const aborted = turn.finish_reason === "abort";
+    const leaf = leaves.get(turn.seq);
+    return h(
+      "a",
+      {
+        href: address(turn),
+        class: `turnline${path.has(turn.seq) ? " onpath" : ""}${aborted ? " aborted" : ""}`,
+        "aria-current": turn.seq === chosen ? "true" : null,
+        title: [
+          `turn ${turn.seq}: ${count(turn.added_tokens)} added, ${count(turn.sampled_tokens)} sampled`,
+          turn.finish_reason && `ended by ${turn.abort_cause ? `abort, ${turn.abort_cause}` : turn.finish_reason}`,
+          turn.created_at && when(turn.created_at),
+        ]
+          .filter(Boolean)
+          .join("\n"),
+      },
+      h("span", { class: "node", "aria-hidden": "true" }, aborted ? "✕" : leaf ? "◉" : "○"),
+      h("span", { class: "seq" }, `turn ${turn.seq}`),
+      h("span", { class: "sizes" }, `+${count(turn.added_tokens)} ⟶ ${count(turn.sampled_tokens)}`),
+      turn.fork && h("span", { class: "badge fork", title: CAUSES[turn.fork] ?? "" }, `↳ ${turn.fork}`),
+      aborted && h("span", { class: "badge bad" }, `aborted: ${turn.abort_cause ?? "unknown"}`),
+      turn.finish_reason === "length" && h("span", { class: "badge warn" }, "length"),
+      turn.reward !== null && turn.reward !== undefined && h("span", { class: "badge" }, `reward ${real(turn.reward)}`),
+    );
+  }
+
+  const forks = tree.turns.filter((turn) => turn.fork).length;
+  const aborted = tree.turns.filter((turn) => turn.finish_reason === "abort").length;
+  const summary = [counted(tree.turns.length, "turn"), counted(tree.leaves.length, "branch").replace("branchs", "branches")];
+  if (forks) summary.push(counted(forks, "fork"));
+  if (aborted) summary.push(`${aborted} aborted`);
+  fill(
+    place,
+    h("h2", {}, "Turns"),
+    h("p", { class: "dim" }, summary.join(" · ")),
+    ...(children.get(null) ?? []).map((root) => branch(root)),
+  );
+}
+
+/** A verdict as a badge. */
+export function verdictBadge(verdict) {
+  const word = verdict.split(":")[0];
+  const kind = { exact: "good", captured: "good", closed: "warn", forked: "fork" }[word] ?? "bad";
+  return h("span", { class: `badge ${kind}` }, verdict);
+}

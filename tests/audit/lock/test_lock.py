@@ -1,0 +1,271 @@
+"""Each kind of change of a tokenizer or template, made to real ones, is told by its name; none is silent."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tokentape
+from tests.chat.conftest import ROOT, needs_tokenizers
+from tokentape.audit.lock import Lock, LockReport, examine, make_lock, read_lock, write_lock
+from tokentape.errors import InvalidRequest, TokenizationChanged
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with Qwen3's tokenizer and template."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "qwen3" / name, folder / name)
+    template = next(path for path in sorted((ROOT / "qwen3" / "templates").glob("*.jinja")))
+    shutil.copy(template, folder / "chat_template.jinja")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lock(qwen: Path) -> Lock:
+    return make_lock(qwen)
+
+
+@pytest.fixture(scope="module")
+def tiny_lock(model_dir: Path) -> Lock:
+    return make_lock(model_dir)
+
+
+@pytest.fixture
+def tiny(model_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model's tokenizer, to be changed."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(model_dir, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def edited(folder: Path, edit: Edit, name: str = "tokenizer.json") -> Path:
+    spec = json.loads((folder / name).read_text(encoding="utf-8"))
+    edit(spec)
+    (folder / name).write_text(json.dumps(spec, ensure_ascii=False), encoding="utf-8")
+    return folder
+
+
+def changed(report: LockReport) -> list[str]:
+    return [change.what for change in report.changes]
+
+
+def copy_of(folder: Path, into: Path) -> Path:
+    return Path(shutil.copytree(folder, into / "model"))
+
+
+def test_what_did_not_change_is_silent(tiny_lock: Lock, tiny: Path) -> None:
+    report = examine(tiny_lock, tiny, strict=True)
+    assert (report.ok, report.changes, report.notes) == (True, (), ())
+    assert report.inputs == len(tiny_lock.goldens) > 40
+
+
+def test_a_lock_is_read_as_it_was_written(tiny_lock: Lock, tmp_path: Path) -> None:
+    write_lock(tiny_lock, tmp_path / "a.lock")
+    again = read_lock(tmp_path / "a.lock")
+    assert again == tiny_lock
+    assert again.to_text() == (tmp_path / "a.lock").read_text(encoding="utf-8")
+
+
+def test_an_added_token_that_is_not_special_any_more_is_told_by_name(tiny_lock: Lock, tiny: Path) -> None:
+    edited(tiny, lambda spec: spec["added_tokens"][0].update(special=False))
+    report = examine(tiny_lock, tiny)
+    assert "added tokens" in changed(report)
+    assert f"{tiny_lock.components.added_tokens[0].content!r} is no longer special" in str(report)
+
+
+def test_an_edited_template_is_told_with_its_line_and_the_conversation_that_shows_it(
+    tiny_lock: Lock, tiny: Path
+) -> None:
+    template = tiny / "chat_template.jinja"
+    template.write_text("{{ '' }}" + template.read_text(encoding="utf-8") + "x", encoding="utf-8")
+    report = examine(tiny_lock, tiny)
+    (part,) = (change for change in report.changes if change.what == "template")
+    assert part.found.startswith("line 1 was ")
+    (shown,) = (change for change in report.changes if change.what == "golden ids")
+    assert shown.golden is not None
+    assert shown.golden.messages
+    assert shown.ids != shown.golden.ids
+    assert "template" in shown.cause
+
+
+def test_a_replaced_piece_is_told_by_its_block_and_the_text_that_shows_it(tiny_lock: Lock, tiny: Path) -> None:
+    def swap(spec: dict[str, Any]) -> None:
+        vocab = spec["model"]["vocab"]
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+    report = examine(tiny_lock, edited(tiny, swap))
+    assert "vocabulary" in changed(report)
+    text = next(change for change in report.changes if change.golden is not None and not change.golden.messages)
+    assert text.golden is not None
+    assert text.golden.ids is not None
+    assert text.ids is not None
+    assert text.golden.ids[: text.at] == text.ids[: text.at]
+    assert text.golden.ids[text.at] != text.ids[text.at]
+
+
+def test_reordered_merges_are_told(tiny_lock: Lock, tiny: Path) -> None:
+    report = examine(tiny_lock, edited(tiny, lambda spec: spec["model"]["merges"].reverse()))
+    assert "merges" in changed(report)
+
+
+def test_another_end_of_sequence_id_is_told(tiny_lock: Lock, tiny: Path) -> None:
+    report = examine(
+        tiny_lock, edited(tiny, lambda spec: spec.update(eos_token_id=[0, 1, 5]), "generation_config.json")
+    )
+    assert changed(report)[0] == "end-of-sequence ids"
+
+
+def test_other_template_kwargs_are_told_although_files_are_the_same(tiny_lock: Lock, tiny: Path) -> None:
+    report = examine(tiny_lock, tiny, {"enable_thinking": False})
+    assert changed(report)[0] == "template kwargs"
+    assert 'were {}, are {"enable_thinking": false}' in str(report)
+
+
+def test_other_bytes_with_the_same_meaning_are_a_note_and_with_strict_a_failure(tiny_lock: Lock, tiny: Path) -> None:
+    edited(tiny, lambda spec: None)
+    report = examine(tiny_lock, tiny)
+    assert report.ok
+    assert report.notes == ("tokenizer.json has other bytes, but nothing in it that was looked at changed",)
+    assert changed(examine(tiny_lock, tiny, strict=True)) == ["versions and files"]
+
+
+def test_another_library_version_with_the_same_ids_is_a_note_and_with_strict_a_failure(
+    tiny_lock: Lock, tiny: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "old.lock"
+    path.write_text(tiny_lock.to_text().replace(f'"jinja2": "{tiny_lock.versions["jinja2"]}"', '"jinja2": "2.0"'))
+    old = read_lock(path)
+    report = examine(old, tiny)
+    assert report.ok
+    assert report.notes == (f"jinja2 was 2.0, is {tiny_lock.versions['jinja2']}",)
+    assert not examine(old, tiny, strict=True).ok
+
+
+def test_other_ids_with_the_same_parts_are_blamed_on_the_library(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
+    written = json.loads(tiny_lock.to_text())
+    written["goldens"][0]["ids"][3] += 1
+    written["versions"]["tokenizers"] = "0.1"
+    path = tmp_path / "old.lock"
+    path.write_text(json.dumps(written), encoding="utf-8")
+    (change,) = examine(read_lock(path), tiny).changes
+    assert (change.what, change.at) == ("golden ids", 3)
+    assert "tokenizers was 0.1" in change.cause
+
+
+@pytest.mark.parametrize("found", [0, 2])
+def test_a_lock_of_another_format_is_refused_with_what_to_do(tiny_lock: Lock, tmp_path: Path, found: int) -> None:
+    path = tmp_path / "other.lock"
+    path.write_text(tiny_lock.to_text().replace('"format": 1', f'"format": {found}'), encoding="utf-8")
+    with pytest.raises(InvalidRequest, match=f"format {found}, and this version of tokentape reads format 1"):
+        read_lock(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "components": {}}'])
+def test_what_is_no_lock_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "not.lock"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidRequest, match="lockfile"):
+        read_lock(path)
+
+
+def test_check_raises_what_the_report_says(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tokentape.lock"
+    write_lock(tiny_lock, path)
+    tokentape.check(path, tiny)
+    edited(tiny, lambda spec: spec["added_tokens"][0].update(lstrip=True))
+    with pytest.raises(TokenizationChanged, match="is now lstrip") as raised:
+        tokentape.check(path, tiny)
+    assert raised.value.report == examine(tiny_lock, tiny)
+
+
+def test_check_without_anything_to_compare_is_refused(tiny_lock: Lock, tmp_path: Path) -> None:
+    path = tmp_path / "tokentape.lock"
+    write_lock(tiny_lock, path)
+    with pytest.raises(InvalidRequest, match="nothing to compare"):
+        tokentape.check(path)
+    with pytest.raises(InvalidRequest, match="a int can't be checked"):
+        tokentape.check(path, 3)
+
+
+@needs_tokenizers
+def test_a_dropped_normalizer_is_told_with_the_text_that_shows_it(lock: Lock, qwen: Path, tmp_path: Path) -> None:
+    report = examine(lock, edited(copy_of(qwen, tmp_path), lambda spec: spec.update(normalizer=None)))
+    part, shown = (next(c for c in report.changes if c.what == what) for what in ("normalizer", "golden ids"))
+    assert part.found == "was NFC, is none"
+    assert shown.golden is not None
+    assert shown.golden.name == "combining characters"
+    assert "normalizer" in shown.cause
+
+
+@needs_tokenizers
+def test_another_pattern_of_the_pre_tokenizer_is_told(lock: Lock, qwen: Path, tmp_path: Path) -> None:
+    def three_digits(spec: dict[str, Any]) -> None:
+        step = spec["pre_tokenizer"]["pretokenizers"][0]
+        step["pattern"]["Regex"] = step["pattern"]["Regex"].replace(r"\p{N}|", r"\p{N}{1,3}|")
+
+    report = examine(lock, edited(copy_of(qwen, tmp_path), three_digits))
+    assert changed(report)[0] == "pre_tokenizer"
+    assert ".pretokenizers[0].pattern.Regex" in report.changes[0].found
+
+
+@needs_tokenizers
+@pytest.mark.slow
+def test_another_models_tokenizer_is_told(lock: Lock, qwen: Path, tmp_path: Path) -> None:
+    folder = copy_of(qwen, tmp_path)
+    shutil.copy(ROOT / "glm4_5" / "tokenizer.json", folder / "tokenizer.json")
+    report = examine(lock, folder)
+    assert {"vocabulary", "merges", "added tokens", "golden ids"} <= set(changed(report))
+
+
+def test_a_live_tokenizer_is_compared_as_a_trainer_calls_it(tiny_lock: Lock, model_dir: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    live = transformers.AutoTokenizer.from_pretrained(model_dir)
+    assert examine(tiny_lock, live).ok
+    live.add_special_tokens({"additional_special_tokens": ["<|act|>"]})
+    report = examine(tiny_lock, live)
+    assert changed(report) == ["added tokens"]
+    assert "'<|act|>' is new" in str(report)
+
+
+def test_the_template_of_a_live_tokenizer_is_compared(tiny_lock: Lock, model_dir: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    live = transformers.AutoTokenizer.from_pretrained(model_dir)
+    live.chat_template = live.chat_template.replace("assistant", "Assistant")
+    report = examine(tiny_lock, live)
+    assert changed(report) == ["template", "golden ids"]
+
+
+def test_a_processor_is_compared_by_its_tokenizer(tiny_lock: Lock, model_dir: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Processor:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+        chat_template = tokenizer.chat_template
+
+    assert examine(tiny_lock, Processor()).ok
+
+
+@needs_tokenizers
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(path.parent.name for path in ROOT.glob("*/tokenizer.json")))
+def test_every_family_is_as_locked_in_its_folder_and_in_transformers(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / family / name, tmp_path / name)
+    for template in sorted((ROOT / family / "templates").glob("*.jinja")):
+        shutil.copy(template, tmp_path / "chat_template.jinja")
+        made = make_lock(tmp_path)
+        assert len(made.to_text()) < 100_000
+        assert (
+            str(examine(made, tmp_path)) == f"{tmp_path} is as locked: {len(made.goldens)} golden inputs have their ids"
+        )
+        assert examine(made, transformers.AutoTokenizer.from_pretrained(tmp_path)).changes == ()

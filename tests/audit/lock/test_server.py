@@ -1,0 +1,86 @@
+"""A server's own ids against a lock, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from tests.engines.fake_server import FakeServer, running
+from tokentape.audit.lock import Lock, make_lock
+from tokentape.audit.lock.comparing import compare
+from tokentape.audit.lock.goldens import chat_ids
+from tokentape.audit.lock.observing import observe_server
+from tokentape.chat.renderer import Renderer
+from tokentape.errors import InvalidRequest
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with running() as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def lock(model_dir: Path) -> Lock:
+    return make_lock(model_dir)
+
+
+def models(owner: str) -> JSONResponse:
+    return JSONResponse({"data": [{"id": "tiny", "owned_by": owner}]})
+
+
+def tokenizing(renderer: Renderer, lock: Lock, *, bos: int | None = None) -> dict[str, Any]:
+    """A vLLM that tokenizes with `renderer`, with one more token in front of conversations if `bos` is given."""
+    asked = {(str(list(golden.messages)), bool(golden.tools)): golden for golden in lock.goldens if golden.messages}
+
+    def tokenize(body: dict[str, Any]) -> Response:
+        assert body["model"] == "tiny"
+        if "prompt" in body:
+            special = body["add_special_tokens"]
+            return JSONResponse({"tokens": renderer.tokenizer.encode_plain(body["prompt"], add_special_tokens=special)})
+        ids = chat_ids(renderer, {}, asked[str(body["messages"]), "tools" in body])
+        return JSONResponse({"tokens": ids if bos is None or ids is None else [bos, *ids]})
+
+    return {"/v1/models": models("vllm"), "/tokenize": tokenize}
+
+
+def test_a_server_with_the_same_tokenizer_is_as_locked(server: FakeServer, renderer: Renderer, lock: Lock) -> None:
+    server.reset(tokenizing(renderer, lock))
+    observed = asyncio.run(observe_server(lock, server.url))
+    report = compare(lock, observed, {})
+    assert report.ok
+    assert report.inputs == len(lock.goldens)
+    assert report.notes == ("not compared: parts, template and certificate: a server shows its ids only",)
+
+
+def test_a_beginning_of_sequence_token_too_many_is_told(server: FakeServer, renderer: Renderer, lock: Lock) -> None:
+    first = next(golden for golden in lock.goldens if golden.messages).ids
+    assert first is not None
+    server.reset(tokenizing(renderer, lock, bos=first[0]))
+    (change,) = compare(lock, asyncio.run(observe_server(lock, server.url)), {}).changes
+    assert change.cause.startswith("a beginning-of-sequence token twice")
+
+
+def test_a_server_that_tells_nothing_is_not_taken_for_unchanged(server: FakeServer, lock: Lock) -> None:
+    server.reset({"/v1/models": models("vllm")})
+    with pytest.raises(InvalidRequest, match="no golden input was compared"):
+        asyncio.run(observe_server(lock, server.url))
+
+
+def test_a_server_of_an_unknown_kind_is_refused(server: FakeServer, lock: Lock) -> None:
+    server.reset({"/v1/models": models("somebody")})
+    with pytest.raises(InvalidRequest, match="it is 'somebody', expected one of vllm"):
+        asyncio.run(observe_server(lock, server.url))
+
+
+def test_a_gateway_is_asked_for_its_texts(gateway_url: str, lock: Lock) -> None:
+    observed = asyncio.run(observe_server(lock, gateway_url))
+    report = compare(lock, observed, {})
+    assert report.ok
+    assert report.inputs == sum(not golden.messages for golden in lock.goldens)
+    assert any("the server does not render them" in note for note in report.notes)

@@ -1,0 +1,263 @@
+"""Trials run, resumed and banned, on an engine whose choices are written down, and on the real embedded one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from click.testing import Result as CliResult
+from typer.testing import CliRunner
+
+from tests.chat.conftest import load_tokenizer, needs_tokenizers
+from tokentape.audit.lock.goldens import DATE
+from tokentape.audit.probe.outcomes import outcome
+from tokentape.audit.probe.record import ProbeFile, header, read_results
+from tokentape.audit.probe.running import Result, Settings, run_trials
+from tokentape.audit.probe.summary import page, summarise
+from tokentape.audit.probe.trials import Trial, built_in, read_texts, trials
+from tokentape.chat import grammar
+from tokentape.chat.renderer import Renderer
+from tokentape.chat.template import ChatTemplate
+from tokentape.cli import app
+from tokentape.engines.base import DISTRIBUTION, Engine, EngineInfo, SampleDelta, SamplingParams
+from tokentape.errors import EngineUnavailable, InvalidRequest
+from tokentape.types import Setup, TokenIds
+
+TEMPLATE = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+RIGHTS = Trial("t", "The law protects the ", "rights", " of people.", "another word", 0)
+
+
+class Written:
+    """Greedy decoding over completions in order of preference: each id is the next one of the first that fits."""
+
+    def __init__(self, completions: Sequence[Sequence[int]], prompt_length: int, *, alternatives: bool = True) -> None:
+        self._completions, self._start = completions, prompt_length
+        honoured = DISTRIBUTION if alternatives else DISTRIBUTION - {"top_logprobs"}
+        self.info = EngineInfo("written", "1", "tiny", 1_000_000, 4096, "raw_logprobs", honoured)
+        self.calls = 0
+
+    async def sample(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+    ) -> AsyncGenerator[SampleDelta, None]:
+        self.calls += 1
+        ids = prompt_ids[self._start :].tolist()
+        begun = len(ids)
+        tops = []
+        while len(ids) - begun < params.max_tokens:
+            choices = dict.fromkeys(
+                done[len(ids)] for done in self._completions if len(done) > len(ids) and list(done[: len(ids)]) == ids
+            )
+            if not choices:
+                break
+            tops.append(tuple((token_id, -float(n)) for n, token_id in enumerate(choices)))
+            ids.append(next(iter(choices)))
+        yield SampleDelta(tuple(ids[begun:]), (0.0,) * (len(ids) - begun), "stop", None, tuple(tops))
+
+    async def check(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Renderer:
+    return Renderer(load_tokenizer("qwen3"), ChatTemplate(TEMPLATE))
+
+
+def setup_of(renderer: Renderer) -> Setup:
+    return grammar.setup(renderer.fingerprint, {}, tools=(), date=DATE)
+
+
+def ids_of(renderer: Renderer, *pieces: str) -> list[int]:
+    end = renderer.tokenizer.control("<|im_end|>")
+    assert end is not None
+    return [*(one for piece in pieces for one in renderer.tokenizer.encode_plain(piece)), end.id]
+
+
+def written(renderer: Renderer, *completions: Sequence[str], alternatives: bool = True) -> Written:
+    start = len(renderer.render(RIGHTS.messages, setup_of(renderer)).ids)
+    return Written([ids_of(renderer, *pieces) for pieces in completions], start, alternatives=alternatives)
+
+
+def run(engine: Engine, renderer: Renderer, settings: Settings, *asked: Trial) -> list[Result]:
+    async def collect() -> list[Result]:
+        async with aclosing(run_trials(asked, engine, renderer, setup_of(renderer), settings)) as results:
+            return [result async for result in results]
+
+    return asyncio.run(collect())
+
+
+PHANTOM = ("The law protects the", " right", "s", " of people.")
+SPLIT = ("The law protects the", " ", "rights", " of people.")
+REPLACED = ("The law protects the", " lives", " of people.")
+
+
+@needs_tokenizers
+def test_a_phantom_edit_is_found_and_nothing_banned_unasked(qwen: Renderer) -> None:
+    engine = written(qwen, PHANTOM, REPLACED)
+    (result,) = run(engine, qwen, Settings(), RIGHTS)
+    assert (result.outcome.kind, result.outcome.artifact, result.banned, engine.calls) == ("phantom", "tail", None, 1)
+    assert list(result.completion) == ids_of(qwen, *PHANTOM)
+
+
+@needs_tokenizers
+def test_with_its_ids_banned_decoding_goes_on_with_the_likeliest_other_id(qwen: Renderer) -> None:
+    engine = written(qwen, PHANTOM, REPLACED)
+    (result,) = run(engine, qwen, Settings(ban=True), RIGHTS)
+    assert result.outcome.kind == "phantom"
+    assert result.banned is not None
+    assert result.banned.kind == "replaced"
+    at = result.outcome.at
+    assert result.bans == ((at, result.completion[at]),)
+    assert engine.calls == 2
+
+
+@needs_tokenizers
+def test_bans_at_one_place_add_up(qwen: Renderer) -> None:
+    (result,) = run(written(qwen, PHANTOM, SPLIT, REPLACED), qwen, Settings(ban=True), RIGHTS)
+    assert result.banned is not None
+    assert result.banned.kind == "replaced"
+    assert len(result.bans) == 2
+    assert len({at for at, _ in result.bans}) == 1
+
+
+@needs_tokenizers
+def test_a_phantom_edit_without_another_way_stays_one(qwen: Renderer) -> None:
+    (result,) = run(written(qwen, PHANTOM), qwen, Settings(ban=True), RIGHTS)
+    assert result.banned is not None
+    assert result.banned.kind == "phantom"
+
+
+@needs_tokenizers
+def test_a_ban_on_an_engine_without_alternatives_is_refused(qwen: Renderer) -> None:
+    engine = written(qwen, PHANTOM, alternatives=False)
+    with pytest.raises(InvalidRequest, match="no alternatives per token"):
+        run(engine, qwen, Settings(ban=True), RIGHTS)
+    with pytest.raises(InvalidRequest, match="temperature 0"):
+        run(engine, qwen, Settings(ban=True, temperature=1.0), RIGHTS)
+
+
+@needs_tokenizers
+def test_the_summary_counts_with_intervals_and_the_page_shows_the_ids(qwen: Renderer) -> None:
+    engine = written(qwen, PHANTOM, REPLACED)
+    results = run(engine, qwen, Settings(ban=True), RIGHTS)
+    results.append(Result(RIGHTS, (), outcome(RIGHTS, [], qwen.tokenizer)))
+    found = summarise(results)
+    assert (found.trials, found.strict.changed, found.strict.total) == (2, 1, 1)
+    assert 0 < found.outcomes["phantom"].low < 0.5 < found.outcomes["phantom"].high < 1
+    assert [(name, one.changed) for name, one in found.classes.items()] == [("tail", 1)]
+    assert [(name, one.changed) for name, one in found.banned.items()] == [("replaced", 1)]
+    shown = page(header(engine, qwen, setup_of(qwen), Settings(ban=True)), results, qwen.tokenizer)
+    assert str(list(results[0].outcome.found)) in shown
+
+
+@needs_tokenizers
+def test_a_probe_goes_on_where_it_was_cut_off(qwen: Renderer, tmp_path: Path) -> None:
+    asked = list(trials(built_in()[:3]))
+    engine = written(qwen, REPLACED)
+    made = header(engine, qwen, setup_of(qwen), Settings())
+    path = tmp_path / "probe.jsonl"
+    with ProbeFile(path, made) as keeping:
+        for result in run(engine, qwen, Settings(), *asked[:4]):
+            keeping.add(result)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    with ProbeFile(path, made) as keeping:
+        assert whole.startswith(path.read_bytes())
+        assert path.read_bytes().endswith(b"\n")
+        left = keeping.missing(asked)
+        assert len(left) == 3
+        for result in run(engine, qwen, Settings(), *left):
+            keeping.add(result)
+    found, results = read_results(path)
+    assert found == made
+    assert sorted(result.trial.name for result in results) == sorted(one.name for one in asked)
+    with pytest.raises(InvalidRequest, match=r"results of another probe \(temperature differ\)"):
+        ProbeFile(path, {**made, "temperature": 1.0})
+
+
+@needs_tokenizers
+def test_what_was_sampled_before_an_engine_failed_is_kept(qwen: Renderer) -> None:
+    engine = written(qwen, REPLACED)
+    sample = engine.sample
+
+    def failing(*args: object, **options: object) -> AsyncGenerator[SampleDelta, None]:
+        if engine.calls == 2:
+            raise EngineUnavailable("gone")
+        return sample(*args, **options)  # type: ignore[arg-type]
+
+    engine.sample = failing  # type: ignore[method-assign]
+    seen = []
+
+    async def collect() -> None:
+        asked = list(trials(built_in()[:3]))
+        async with aclosing(run_trials(asked, engine, qwen, setup_of(qwen), Settings(concurrency=1))) as results:
+            async for result in results:
+                seen.append(result)
+
+    with pytest.raises(EngineUnavailable):
+        asyncio.run(collect())
+    assert len(seen) == 2
+
+
+def test_the_built_in_sentences_hold_their_word_once() -> None:
+    texts = built_in()
+    assert len(texts) > 30
+    for before, target, after in texts:
+        assert target
+        assert before.split()
+        assert after.split()
+        assert target not in before + after
+    assert len({one.name for one in trials(texts, repetitions=2)}) == 4 * len(texts)
+
+
+def test_sentences_of_a_file_are_read_in_three_ways(tmp_path: Path) -> None:
+    path = tmp_path / "texts"
+    path.write_text('a [bee] flew\n\n{"text": "two cats sat", "target": "cats"}\nsome plain words here\n')
+    first, second, drawn = read_texts(path)
+    assert first == ("a ", "bee", " flew")
+    assert second == ("two ", "cats", " sat")
+    assert drawn[1] in ("plain", "words", "here")
+    assert "".join(drawn) == "some plain words here"
+    assert read_texts(path)[2] == drawn
+
+
+@pytest.mark.parametrize("line", ['{"text": "a", "target": "b"}', '{"text": 1}', "a b c"])
+def test_a_file_without_words_to_replace_is_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "texts"
+    path.write_text(line)
+    with pytest.raises(InvalidRequest):
+        read_texts(path)
+
+
+def command(*arguments: object) -> CliResult:
+    return CliRunner().invoke(app, ["probe", *map(str, arguments)])
+
+
+def test_the_command_probes_a_gateway_and_goes_on(gateway_url: str, model_dir: Path, tmp_path: Path) -> None:
+    output, report = tmp_path / "probe.jsonl", tmp_path / "probe.html"
+    served = ("--engine", "vllm", "--engine-url", gateway_url, "--max-tokens", 16, "-o", output, "--ban")
+    done = command(model_dir, *served, "--limit", 3, "--html", report)
+    assert (done.exit_code, done.stdout.splitlines()[0]) == (0, "3 trials")
+    assert "<h2>Outcomes</h2>" in report.read_text(encoding="utf-8")
+    before = output.read_text(encoding="utf-8")
+    done = command(model_dir, *served, "--limit", 4, "--json")
+    assert json.loads(done.stdout)["trials"] == 4
+    assert output.read_text(encoding="utf-8").startswith(before)
+    assert len(read_results(output)[1]) == 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--engine", "vllm"], ["--repetitions", "2"], ["--ban", "--temperature", "1"], ["--kwargs", "[]"]],
+)
+def test_arguments_that_make_no_sense_are_usage_errors(model_dir: Path, arguments: list[str]) -> None:
+    assert command(model_dir, *arguments).exit_code == 2

@@ -1,0 +1,109 @@
+"""Causes that the catalogue of known bugs has no row for, and what stands in their words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.audit.skew.cases import TINY, base, healthy
+from tokentape.audit.findings import Finding
+from tokentape.audit.sides.base import Conversation, Rendering
+from tokentape.audit.sides.from_spec import SideOptions, SpecSide, open_json
+from tokentape.audit.skew import audit
+from tokentape.audit.skew_words import quoted
+from tokentape.demo import MODEL
+from tokentape.errors import TokenizerUnusable
+
+
+def found(b: SpecSide) -> dict[str, Finding]:
+    return {one.kind: one for one in audit(healthy(TINY), b).findings if one.severity == "skew"}
+
+
+def with_model(**changed: Any) -> SpecSide:
+    return base(TINY).side(spec={**base(TINY).spec, "model": {**base(TINY).spec["model"], **changed}})
+
+
+class Stutters(SpecSide):
+    """Says the first id of digits twice, though its tokenizer.json is the same."""
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        encoded = super().encode(texts, special=special)
+        return [ids[:1] + ids if text[:1].isdigit() else ids for text, ids in zip(texts, encoded, strict=True)]
+
+
+def test_another_result_of_the_same_files_is_the_librarys() -> None:
+    kinds = found(base(TINY).side(kind=Stutters))
+    assert set(kinds) == {"library"}
+    assert "says the same on both sides" in kinds["library"].cause
+    assert kinds["library"].example in tuple("0123456789")
+
+
+def test_tokens_with_each_others_ids_are_another_vocabulary() -> None:
+    vocab = dict(base(TINY).spec["model"]["vocab"])
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    kinds = found(with_model(vocab=vocab))
+    assert set(kinds) >= {"vocabulary"}
+    assert kinds["vocabulary"].example in ("a", "b")
+
+
+def test_a_vocabulary_that_no_text_tried_shows_is_found_by_its_facts() -> None:
+    vocab = dict(base(TINY).spec["model"]["vocab"])
+    texts = healthy(TINY)
+    shown = {i for text in ("Ġquestion", "price", "Hello") for i in texts.encode([text])[0]}
+    rare = [token for token, number in vocab.items() if len(token) > 6 and number not in shown][-2:]
+    vocab[rare[0]], vocab[rare[1]] = vocab[rare[1]], vocab[rare[0]]
+    kinds = found(with_model(vocab=vocab))
+    assert "vocabulary" in kinds
+
+
+class FillsInTools(SpecSide):
+    """Writes every field that its own schema of a tool has, as servers do that read tools into objects."""
+
+    def render(self, conversation: Conversation) -> Rendering:
+        tools = tuple({**tool, "function": {**tool["function"], "strict": False}} for tool in conversation.tools)
+        return super().render(replace(conversation, tools=tools))
+
+
+def test_tool_definitions_with_more_fields_are_named_and_shown_on_a_whole_tool() -> None:
+    kinds = found(base(TINY).side(kind=FillsInTools))
+    assert set(kinds) == {"tools"}
+    assert isinstance(kinds["tools"].example, Conversation)
+    (tool,) = kinds["tools"].example.tools
+    assert set(tool) == {"type", "function"}
+    assert "name" in tool["function"]
+    assert kinds["tools"].count > 100
+
+
+def test_settings_of_the_model_are_named() -> None:
+    kinds = found(with_model(ignore_merges=True, merges=base(TINY).spec["model"]["merges"][:500]))
+    assert set(kinds) <= {"merges", "model settings"}
+    assert kinds
+
+
+def test_another_end_token_in_the_configuration_is_found() -> None:
+    kinds = found(base(TINY).side(config={**base(TINY).config, "eos_token": "<|endoftext|>"}))
+    assert set(kinds) >= {"special tokens"}
+    assert "eos_token is <|im_end|> in A and <|endoftext|> in B" in kinds["special tokens"].cause
+
+
+def test_rows_without_a_token_are_told(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((MODEL / "tokenizer.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 4096}}))
+    notes = open_json("A", tmp_path, SideOptions()).facts.notes
+    assert notes == ("ids 4000 to 4095 are rows of the embedding without a token: never sample them",)
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "not json", '{"model": {"type": "BPE"}}'])
+def test_a_broken_tokenizer_json_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(TokenizerUnusable):
+        open_json("A", tmp_path, SideOptions())
+
+
+def test_what_can_not_be_told_apart_by_eye_is_quoted_with_escapes() -> None:
+    assert quoted("e\u0301 \u00e9 \u00a0\u200b\n") == '"e\\u0301 é \\u00a0\\u200b\\n"'

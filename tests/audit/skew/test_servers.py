@@ -1,0 +1,70 @@
+"""Servers as sides: asked in the words of each kind, known by themselves, and caught sampling from something else."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.audit.skew.cases import TINY, base, healthy
+from tests.audit.skew.fake_server import serving
+from tokentape.audit.sides.opening import open_side
+from tokentape.audit.skew import audit
+from tokentape.errors import EngineError, InvalidRequest
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
+def test_a_server_with_the_same_tokenizer_and_template_is_clean(kind: str) -> None:
+    with serving(kind, healthy(TINY)) as url:
+        report = audit(healthy(TINY), f"{kind}:{url}")
+    assert not report.skewed, [(one.kind, one.cause) for one in report.findings]
+    assert report.tried["render"] > 200
+    assert report.tried["decode"] > 200
+
+
+def test_a_gateway_is_asked_for_texts_only() -> None:
+    with serving("gateway", healthy(TINY)) as url:
+        side = open_side(f"gateway:{url}")
+        try:
+            assert side.facts.abilities >= {"special", "controls", "decode"}
+            assert side.facts.versions == {"gateway": "tokentape-1.2"}
+            assert side.encode(["hello", "a b"]) == healthy(TINY).encode(["hello", "a b"])
+        finally:
+            side.close()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp", "gateway"])
+def test_the_kind_of_a_server_is_found_out(kind: str) -> None:
+    with serving(kind, healthy(TINY)) as url:
+        side = open_side(url)
+        try:
+            assert side.facts.kind.lower().replace(".", "") == f"{kind} server"
+        finally:
+            side.close()
+
+
+def test_a_server_that_does_not_normalize_is_found_by_trying_what_would() -> None:
+    spec = {**base(TINY).spec, "normalizer": None}
+    with serving("vllm", base(TINY).side(spec=spec)) as url:
+        report = audit(healthy(TINY), f"vllm:{url}")
+    assert [finding.kind for finding in report.findings] == ["normalizer"]
+    assert report.findings[0].cause == "B behaves as A would with no normalization"
+    assert report.findings[0].example == "e\u0301"
+
+
+def test_a_server_that_samples_from_another_prompt_than_it_shows_is_caught() -> None:
+    """Row 14: the offline and the online path render differently."""
+    with serving("vllm", healthy(TINY), echo_offset=1) as url:
+        report = audit(healthy(TINY), f"vllm:{url}")
+    assert [finding.kind for finding in report.findings] == ["server"]
+    assert report.findings[0].a.ids[1:] == report.findings[0].b.ids
+
+
+def test_nobody_at_the_address_is_an_error() -> None:
+    with serving("vllm", healthy(TINY)) as url:
+        pass
+    with pytest.raises(EngineError, match="is it running"):
+        open_side(f"vllm:{url}")
+
+
+def test_an_address_that_is_none_is_an_invalid_request() -> None:
+    with pytest.raises(InvalidRequest, match="address"):
+        open_side("vllm:models/tiny")

@@ -1,0 +1,306 @@
+"""Each kind of side, made from the same vocabulary: the same ids where healthy, and what differs where it is not."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.audit.skew.cases import TINY, base, healthy, model_folder
+from tests.chat.conftest import ROOT, needs_tokenizers
+from tokentape.audit.findings import AuditReport
+from tokentape.audit.known_parts import SPLITS
+from tokentape.audit.sides.base import Conversation
+from tokentape.audit.sides.from_spec import SideOptions, open_json
+from tokentape.audit.sides.gguf_file import merges_of
+from tokentape.audit.sides.opening import PREFIXES, open_side
+from tokentape.audit.skew import audit
+from tokentape.chat.tokenizer import _BYTE_OF as BYTE_OF
+from tokentape.demo import MODEL
+from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
+
+
+def skews(report: AuditReport) -> dict[str, str]:
+    return {one.kind: one.cause for one in report.findings if one.severity == "skew"}
+
+
+def write_gguf(path: Path, *, pre: str | None) -> Path:
+    """The tiny vocabulary as GGUF, with the name of a split or none."""
+    gguf = pytest.importorskip("gguf")
+    spec = base(TINY).spec
+    added = {token["id"]: token for token in spec["added_tokens"]}
+    by_id = {number: token for token, number in spec["model"]["vocab"].items()}
+    by_id |= {number: token["content"] for number, token in added.items()}
+    kinds = gguf.TokenType
+    writer = gguf.GGUFWriter(str(path), "qwen3")
+    writer.add_tokenizer_model("gpt2")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(max(by_id) + 1)]
+    writer.add_token_list(tokens)
+    writer.add_token_types(
+        [
+            (kinds.CONTROL if added[n]["special"] else kinds.USER_DEFINED)
+            if n in added
+            else (kinds.NORMAL if n in by_id else kinds.UNUSED)
+            for n in range(len(tokens))
+        ]
+    )
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]])
+    writer.add_add_bos_token(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def unnormalized() -> Any:
+    """The tiny tokenizer as llama.cpp can run it: without a normalizer."""
+    return base(TINY).side("A", spec={**base(TINY).spec, "normalizer": None})
+
+
+def test_a_gguf_with_the_right_split_is_clean(unnormalized: Any, tmp_path: Path) -> None:
+    assert skews(audit(unnormalized, write_gguf(tmp_path / "tiny.gguf", pre="qwen2"))) == {}
+
+
+@pytest.mark.parametrize("pre", [None, "gpt-2"])
+def test_a_gguf_with_no_split_or_another_one_is_found(unnormalized: Any, tmp_path: Path, pre: str | None) -> None:
+    """Row 8: the name of the pre-tokenizer is missing from the GGUF."""
+    report = audit(unnormalized, write_gguf(tmp_path / "tiny.gguf", pre=pre))
+    assert list(skews(report)) == ["pre-tokenizer"]
+    assert "tokenizer.ggml.pre" in report.findings[0].fix
+    assert any("no tokenizer.ggml.pre" in note for note in report.notes) == (pre is None)
+
+
+def test_a_gguf_of_an_unknown_split_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerUnusable, match="'of-tomorrow', whose split is not known"):
+        open_side(str(write_gguf(tmp_path / "tiny.gguf", pre="of-tomorrow")))
+
+
+@pytest.fixture(scope="module")
+def tiktoken_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer.json that is trained to tiktoken's terms, and the same as ranks."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("ranks")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=True))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLITS["cl100k_base"][0]), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([Path(__file__).read_text(), json.dumps(list(SPLITS))] * 2, trainer)
+    made.add_special_tokens(["<|end|>"])
+    made.save(str(folder / "tokenizer.json"))
+    spec = json.loads((folder / "tokenizer.json").read_bytes())
+    lines = [
+        base64.b64encode(bytes(BYTE_OF[char] for char in piece)) + b" %d" % number
+        for piece, number in spec["model"]["vocab"].items()
+    ]
+    (folder / "tiktoken.model").write_bytes(b"\n".join(lines))
+    end = {"content": "<|end|>", "special": True}
+    config = {"added_tokens_decoder": {str(spec["added_tokens"][0]["id"]): end}, "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_tiktoken_ranks_of_the_same_vocabulary_are_clean(tiktoken_folder: Path) -> None:
+    pytest.importorskip("tiktoken")
+    report = audit(tiktoken_folder, f"tiktoken:{tiktoken_folder}#cl100k_base")
+    assert skews(report) == {}
+    assert report.tried["encode"] > 300
+
+
+def test_tiktoken_ranks_with_another_split_are_found(tiktoken_folder: Path) -> None:
+    pytest.importorskip("tiktoken")
+    report = audit(tiktoken_folder, f"tiktoken:{tiktoken_folder}#gpt2")
+    assert skews(report) == {"pre-tokenizer": "B behaves as A would with the split of gpt2"}
+
+
+def test_tiktoken_takes_a_split_that_is_known_only(tiktoken_folder: Path) -> None:
+    pytest.importorskip("tiktoken")
+    with pytest.raises(InvalidRequest, match="known are gpt2, cl100k_base"):
+        open_side(f"tiktoken:{tiktoken_folder}#nonsense")
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A trained SentencePiece model that normalizes to NFKC, and its conversion that does not."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = tmp_path_factory.mktemp("spm")
+    written = io.BytesIO()
+    lines = [line for path in Path(__file__).parent.glob("*.py") for line in path.read_text().splitlines()]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=written,
+        vocab_size=900,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="nfkc",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        minloglevel=2,
+    )
+    model = folder / "tokenizer.model"
+    model.write_bytes(written.getvalue())
+    loaded = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    pieces = {loaded.id_to_piece(n): n for n in range(loaded.vocab_size())}
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    spec = {
+        "version": "1.0",
+        "added_tokens": [{"id": pieces[p], "content": p, **flags} for p in ("<unk>", "<s>", "</s>")],
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, spaces]},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "vocab": pieces,
+            "merges": merges_of(pieces, [loaded.get_score(n) for n in range(loaded.vocab_size())]),
+            "unk_token": "<unk>",
+            "fuse_unk": True,
+            "byte_fallback": True,
+        },
+    }
+    converted = folder / "converted.json"
+    converted.write_text(json.dumps(spec))
+    return model, converted
+
+
+def test_a_conversion_that_lost_the_normalizer_is_found(sentencepiece_model: tuple[Path, Path]) -> None:
+    """Row 7: the conversion normalizes otherwise than SentencePiece does."""
+    model, converted = sentencepiece_model
+    report = audit(f"spm:{model}", converted)
+    assert "normalizer" in skews(report)
+    assert "NFKC" in skews(report)["normalizer"]
+
+
+def test_mistral_common_is_asked_through_its_own_library() -> None:
+    """Row 11: run where mistral-common is installed; it pins an older numpy than the other tools take."""
+    mistral_common = pytest.importorskip("mistral_common")
+    data = Path(mistral_common.__file__).parent / "data"
+    report = audit(
+        f"spm:{data}/mistral_instruct_tokenizer_240323.model.v3",
+        f"mistral:{data}/mistral_instruct_tokenizer_240323.model.v3",
+    )
+    assert not {"normalizer", "vocabulary", "pre-tokenizer"} & set(skews(report))
+
+
+@needs_tokenizers
+@pytest.mark.slow
+def test_mistral_common_and_the_tokenizer_json_of_nemo_give_the_same_ids_of_texts() -> None:
+    mistral_common = pytest.importorskip("mistral_common")
+    data = Path(mistral_common.__file__).parent / "data"
+    report = audit(ROOT / "mistral_nemo", f"mistral:{data}/tekken_240718.json")
+    assert {one.probe for one in report.findings if one.severity == "skew"} <= {"render"}
+
+
+def test_auto_tokenizer_of_the_tiny_model_is_clean() -> None:
+    report = audit(MODEL, f"auto:{MODEL}")
+    assert skews(report) == {}
+    assert report.tried["render"] > 200
+
+
+def test_a_json_file_by_itself_is_a_side() -> None:
+    assert skews(audit(MODEL / "tokenizer.json", f"json:{MODEL}")) == {}
+
+
+def test_marks_of_generation_blocks_become_masks_of_the_same_ids() -> None:
+    said = "{% generation %}{{ m.content }}{% endgeneration %}"
+    spoken = f"{{% if m.role == 'assistant' %}}{said}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    template = f"{{% for m in messages %}}<|im_start|>{spoken}{{% endfor %}}"
+    side = base(TINY).side(template=template)
+    plain = base(TINY).side(template=template.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    asked = Conversation(({"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}))
+    made = side.render(asked)
+    assert made.ids == plain.render(asked).ids
+    assert made.mask is not None
+    trained = [token for token, kept in zip(made.ids, made.mask, strict=True) if kept]
+    assert side.decode([trained]) == ["three"]
+
+
+def test_template_kwargs_that_differ_are_named(tmp_path: Path) -> None:
+    template = base(TINY).template or ""
+    source = template.replace(
+        "'<|im_start|>assistant\\n' -}}\n{%- endif",
+        "'<|im_start|>assistant\\n' + ('<think>\\n' if thinking else '') -}}\n{%- endif",
+    )
+    assert source != template
+    one = base(TINY).side("A", template=source, kwargs={"thinking": True})
+    other = base(TINY).side("B", template=source)
+    report = audit(one, other)
+    assert set(skews(report)) & {"template kwargs", "generation prompt", "reasoning"}
+    assert any("thinking is True in A and None in B" in cause for cause in skews(report).values())
+
+
+@pytest.mark.parametrize("prefix", [p for p in PREFIXES if p not in ("vllm", "sglang", "llamacpp", "gateway")])
+def test_nothing_there_is_an_invalid_request_for_each_prefix(prefix: str) -> None:
+    with pytest.raises(InvalidRequest, match="there is no nowhere"):
+        open_side(f"{prefix}:nowhere")
+
+
+def test_a_file_of_unknown_kind_must_be_named(tmp_path: Path) -> None:
+    (tmp_path / "thing.bin").write_bytes(b"x")
+    with pytest.raises(InvalidRequest, match="can't tell what"):
+        open_side(str(tmp_path / "thing.bin"))
+
+
+def test_a_folder_without_a_tokenizer_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"no tokenizer\.json, tekken\.json"):
+        open_side(str(tmp_path))
+
+
+def test_a_side_without_a_template_refuses_conversations() -> None:
+    side = open_json("A", MODEL / "tokenizer.json", SideOptions(template=None))
+    if "render" not in side.facts.abilities:
+        with pytest.raises(TemplateRefused):
+            side.render(Conversation(({"role": "user", "content": "hi"},)))
+
+
+FAMILIES = ("qwen3", "qwen2_5", "llama3", "deepseek_v3", "deepseek_v31", "gpt_oss", "mistral_nemo", "mistral_v3_spm")
+
+
+@needs_tokenizers
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*FAMILIES, "glm4_5", "nemotron3"])
+@pytest.mark.filterwarnings("ignore")
+def test_auto_tokenizer_and_tokenizer_json_agree_on_every_healthy_folder(family: str) -> None:
+    report = audit(model_folder(family), f"auto:{model_folder(family)}")
+    assert skews(report) == {}
+    assert report.tried["encode"] > 300
+
+
+@needs_tokenizers
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [("glm4_5", {"pre-tokenizer"}), ("gpt_oss", {"pre-tokenizer"}), ("qwen3", {"pre-tokenizer", "normalizer"})],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_auto_tokenizer_that_builds_gpt2_from_its_class_is_found(family: str, kinds: set[str], tmp_path: Path) -> None:
+    """Row 3, by transformers itself: 5.23.0 puts GPT-2's split in place of the one in tokenizer.json."""
+    config = {**base(family).config, "tokenizer_class": "GPT2Tokenizer", "chat_template": None}
+    (tmp_path / "tokenizer.json").symlink_to(model_folder(family) / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert set(skews(audit(tmp_path, f"auto:{tmp_path}"))) == kinds
+
+
+def test_the_same_side_twice_is_clean() -> None:
+    assert audit(healthy(TINY), healthy(TINY)).findings == ()

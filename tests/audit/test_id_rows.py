@@ -1,0 +1,128 @@
+"""Rows of ids from every place that they are read from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.records import SETUP, make_chain, make_turn
+from tokentape.audit.id_rows import Columns, IdRow, iter_rows, session_rows
+from tokentape.errors import InvalidRequest
+from tokentape.session.arrow import write_parquet
+from tokentape.session.jsonl import write_jsonl
+from tokentape.store import StoredSession
+from tokentape.types import Provenance, SessionInfo
+
+
+@pytest.fixture
+def stored() -> StoredSession:
+    """A branch of two turns, and another that shares the first of them."""
+    first, second = make_chain("s", 2, sampling={"temperature": 0.5})
+    other = make_turn("s", 2, first, fork="branched", sampling={})
+    return StoredSession(SessionInfo("s", 0.0), {SETUP.digest: SETUP}, (first, second, other), (), ())
+
+
+def spans(rows: list[IdRow]) -> list[list[tuple[int, int]]]:
+    return [[(span.start, span.end) for span in row.spans] for row in rows]
+
+
+def test_a_turn_that_branches_share_is_sampled_once(stored: StoredSession) -> None:
+    rows = list(session_rows(stored))
+    assert [row.name for row in rows] == ["s:1", "s:2"]
+    assert spans(rows) == [[(4, 8), (12, 16)], [(12, 16)]]
+    assert [dict(span.labels) for span in rows[0].spans] == [
+        {"turn": "1", "weights": "step-1", "temperature": "0.5"},
+        {"turn": "2", "weights": "step-1", "temperature": "0.5"},
+    ]
+    assert rows[1].spans[0].labels["temperature"] == "unknown"
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_files_of_trajectories_give_the_same_rows(stored: StoredSession, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t.{suffix}"
+    (write_parquet if suffix == "parquet" else write_jsonl)(stored.trajectories(), path)
+    rows, expected = list(iter_rows(path)), list(session_rows(stored))
+    assert [row.name for row in rows] == [row.name for row in expected]
+    assert spans(rows) == spans(expected)
+    for row, one in zip(rows, expected, strict=True):
+        assert np.array_equal(row.ids, one.ids)
+        assert row.provenance is not None
+        assert np.array_equal(row.provenance, one.provenance)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_somebody_elses_files_are_read_by_the_usual_names(tmp_path: Path, suffix: str) -> None:
+    masked = write(tmp_path / f"a{suffix}", [{"uid": "x", "input_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 1, 1, 0, 1]}])
+    (row,) = iter_rows(masked)
+    assert (row.name, row.ids.tolist(), spans([row])) == ("x", [1, 2, 3, 4, 5], [[(1, 3), (4, 5)]])
+    assert row.provenance is not None
+    assert (row.provenance == Provenance.SAMPLED).tolist() == [False, True, True, False, True]
+    paired = write(
+        tmp_path / f"b{suffix}",
+        [
+            {"prompt_ids": [1, 2], "completion_ids": [3, 4, 5], "completion_mask": [1, 0, 1]},
+            {"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1]},
+        ],
+    )
+    rows = list(iter_rows(paired))
+    assert [row.name for row in rows] == ["1", "2"]
+    assert (rows[0].ids.tolist(), spans(rows)) == ([1, 2, 3, 4, 5], [[(2, 3), (4, 5)], [(1, 2)]])
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_columns_can_be_named(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"a{suffix}", [{"out": [3, 4], "in": [1], "step": 7, "who": "r"}])
+    (row,) = iter_rows(path, Columns(ids="out", prompt="in", name="who", by=("step",)))
+    assert (row.name, row.ids.tolist(), spans([row])) == ("r", [1, 3, 4], [[(1, 3)]])
+    assert row.spans[0].labels == {"step": "7"}
+
+
+def test_json_may_be_a_bare_list(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[1, 2]")
+    (row,) = iter_rows(tmp_path / "a.json")
+    assert (row.ids.tolist(), spans([row])) == ([1, 2], [[(0, 2)]])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "is not JSON"),
+        ("3", "expected an object or a list"),
+        ('{"text": "a"}', "no column of ids: looked for token_ids"),
+        ('{"ids": ["a"]}', "expected a list of token ids"),
+        ('{"ids": [1.5]}', "expected a list of token ids"),
+        ('{"ids": [-1]}', "expected a list of token ids"),
+        ('{"ids": [1, 2], "mask": [1]}', "1 values of mask for 2 ids"),
+        ('{"schema_version": 1, "token_ids": [1]}', "a trajectory is damaged"),
+    ],
+)
+def test_what_is_no_row_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"[1]\n{line}\n")
+    with pytest.raises(InvalidRequest, match=f"line 2.*{message}"):
+        list(iter_rows(path))
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(InvalidRequest, match="expected a data directory, or a file named"):
+        list(iter_rows(tmp_path / "a.txt"))
+    (tmp_path / "a.parquet").write_text("no")
+    with pytest.raises(InvalidRequest, match="is not a Parquet file"):
+        list(iter_rows(tmp_path / "a.parquet"))
+    with pytest.raises(InvalidRequest, match="no column who"):
+        list(iter_rows(write(tmp_path / "b.parquet", [{"ids": [1]}]), Columns(name="who")))

@@ -1,0 +1,139 @@
+"""Tokens per character and byte, against counting by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tests.chat.conftest import load_tokenizer, needs_tokenizers
+from tokentape.audit.premium import Line, measure, page, read_corpus
+from tokentape.audit.scripts import script_of, scripts_of
+from tokentape.chat.renderer import Renderer
+from tokentape.cli import app
+from tokentape.errors import InvalidRequest
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "en.txt").write_text("All are born free.\n\nThey have reason.\n", encoding="utf-8")
+    (folder / "ru.txt").write_text("Все рождаются свободными.\nОни наделены разумом.\n", encoding="utf-8")
+    lines = [{"text": "すべて自由", "lang": "ja"}, {"text": "理性を", "lang": "ja"}]
+    (folder / "more.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return folder
+
+
+def test_languages_are_counted_as_the_tokenizer_counts(renderer: Renderer, corpus: Path) -> None:
+    found = measure({"tiny": renderer.tokenizer}, read_corpus([corpus]))
+    rows = {row.name: row for row in found.languages}
+    assert set(rows) == {"en", "ru", "ja"}
+    for name, texts in (("en", ["All are born free.", "They have reason."]), ("ja", ["すべて自由", "理性を"])):
+        assert rows[name].lines == 2
+        assert rows[name].characters == sum(map(len, texts))
+        assert rows[name].octets == sum(len(text.encode()) for text in texts)
+        assert rows[name].tokens == sum(len(renderer.tokenizer.encode_plain(text)) for text in texts)
+        assert rows[name].premium is None
+
+
+def test_the_premium_is_over_the_baseline(renderer: Renderer, corpus: Path) -> None:
+    found = measure({"tiny": renderer.tokenizer}, read_corpus([corpus]), baseline="en")
+    rows = {row.name: row for row in found.languages}
+    assert rows["en"].premium == 1
+    assert rows["ru"].premium == rows["ru"].tokens / rows["en"].tokens
+    assert rows["ru"].premium > 1
+
+
+@pytest.mark.parametrize(("baseline", "words"), [("fr", "no language 'fr'"), ("en", "de has 1")])
+def test_a_premium_without_translations_is_refused(renderer: Renderer, baseline: str, words: str) -> None:
+    lines = [Line("en", "a"), Line("en", "b"), Line("de", "c")]
+    with pytest.raises(InvalidRequest, match=words):
+        measure({"tiny": renderer.tokenizer}, lines, baseline=baseline)
+
+
+@given(st.text(min_size=1, max_size=30).filter(str.strip))
+def test_what_scripts_take_is_what_the_text_takes(renderer: Renderer, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return
+    found = measure({"tiny": renderer.tokenizer}, [Line("x", text)])
+    (whole,) = found.languages
+    assert sum(row.tokens for row in found.scripts) == pytest.approx(whole.tokens)
+    assert sum(row.characters for row in found.scripts) == len(text)
+    assert sum(row.octets for row in found.scripts) == len(text.encode())
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("family", ["qwen3", "mistral_v3_spm"])
+def test_each_script_of_a_mixed_line_is_charged_for_its_own_tokens(family: str) -> None:
+    tokenizer = load_tokenizer(family)
+    parts = {"Latin": "free and equal", "Cyrillic": " свобода и разум", "Hangul": " 인간의 존엄"}
+    found = measure({"x": tokenizer}, [Line("mixed", "".join(parts.values()))])
+    for row in found.scripts:
+        alone = len(tokenizer.encode_plain(parts[row.name]))
+        assert abs(row.tokens - alone) <= 1.5
+
+
+def test_scripts_are_told_by_letters() -> None:
+    assert [script_of(char) for char in "aéяαあ漢한アابדไत"] == [
+        *("Latin", "Latin", "Cyrillic", "Greek", "Hiragana", "Han", "Hangul", "Katakana"),
+        *("Arabic", "Arabic", "Hebrew", "Thai", "Devanagari"),
+    ]
+    assert {script_of(char) for char in "1 .🙂\n_€"} == {"Common"}
+    assert script_of("Ａ") == "Latin"
+    assert scripts_of("1 a, я!") == ["Latin"] * 5 + ["Cyrillic"] * 2
+    assert scripts_of("12") == ["Common", "Common"]
+
+
+@pytest.mark.parametrize("content", [b'{"texts": 1}', b'{"text": 1}', b"[1]", b"{"])
+def test_a_json_line_without_text_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(InvalidRequest, match=r"a\.jsonl has a line"):
+        list(read_corpus([tmp_path]))
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(InvalidRequest, match="not UTF-8"):
+        list(read_corpus([tmp_path / "a.txt"]))
+
+
+def test_an_empty_corpus_is_refused(renderer: Renderer) -> None:
+    with pytest.raises(InvalidRequest, match="no text"):
+        measure({"tiny": renderer.tokenizer}, [])
+
+
+def test_the_page_has_the_numbers_of_the_table(renderer: Renderer, corpus: Path) -> None:
+    found = measure({"tiny": renderer.tokenizer}, read_corpus([corpus]), baseline="en")
+    shown = page(found)
+    assert "<svg" in shown
+    for row in found.languages:
+        assert f'<td class="n">{row.per_character:.3f}</td>' in shown
+        assert f"{row.name}, tiny" in shown
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["premium", *map(str, arguments)])
+
+
+def test_the_command_prints_a_table_or_json_and_writes_a_page(model_dir: Path, corpus: Path, tmp_path: Path) -> None:
+    done = command(model_dir, "--corpus", corpus, "--baseline", "en", "--html", tmp_path / "premium.html")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "Cyrillic" in done.stdout
+    assert (tmp_path / "premium.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    rows = json.loads(command(model_dir, "--corpus", corpus, "--lines", 1, "--json").stdout)["languages"]
+    assert {row["lines"] for row in rows} == {1}
+
+
+@pytest.mark.parametrize("arguments", [["--baseline", "fr"], ["--baseline"]])
+def test_arguments_that_make_no_sense_are_usage_errors(model_dir: Path, corpus: Path, arguments: list[str]) -> None:
+    assert command(model_dir, "--corpus", corpus, *arguments).exit_code == 2
+    assert command("nowhere", "--corpus", corpus).exit_code == 2

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.gateway.scripted import ScriptedEngine
+from tokentape.chat.renderer import Renderer
+from tokentape.gateway.app import create_app
+from tokentape.gateway.serve import running
+from tokentape.gateway.turns import Turns
+from tokentape.store import SqliteStore
+
+
+def test_old_sessions_are_archived_deleted_and_read_from_the_archive(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "archive"
+    done = run("archive", data_dir, "--to", archive, "--older-than", "30d", "--delete")
+    assert (done.exit_code, done.stdout) == (0, f"{archive}: archived 2 sessions, deleted 2\n")
+    assert run("show", data_dir).stdout == ""
+    assert [line.split()[0] for line in run("show", archive).stdout.splitlines()] == ["forked", "plain"]
+    assert run("verify", f"file://{archive}").stdout == "sessions 2, turns 5, tokens 40: findings 0\n"
+    exported = run("export", archive, "-o", tmp_path / "t.jsonl", "--json")
+    assert json.loads(exported.stdout)["trajectories"] == 3
+    again = run("archive", data_dir, "--to", archive, "--json")
+    assert json.loads(again.stdout) == {"runs": [], "sessions": 0, "deleted": [], "kept": []}
+
+
+def test_a_gateway_that_has_the_record_open_takes_part(
+    run: Run, data_dir: Path, tmp_path: Path, renderer: Renderer
+) -> None:
+    archive = tmp_path / "archive"
+    turns = Turns(ScriptedEngine(renderer, ["hi<|im_end|>"]), renderer, SqliteStore.open(data_dir))
+    with running(create_app(turns, model_id="m")) as url:
+        refused = run("archive", data_dir, "--to", archive)
+        assert refused.exit_code == 1
+        assert "is open for writing by process" in refused.stderr
+        done = run("archive", data_dir, "--to", archive, "--delete", "--url", url)
+        assert (done.exit_code, done.stdout) == (0, f"{archive}: archived 2 sessions, deleted 2\n")
+    assert run("show", data_dir).stdout == ""
+
+
+@pytest.mark.parametrize("age", ["30", "a day", "-1d", ""])
+def test_an_age_has_a_unit(run: Run, data_dir: Path, tmp_path: Path, age: str) -> None:
+    refused = run("archive", data_dir, "--to", tmp_path / "archive", "--older-than", age)
+    assert refused.exit_code == 2
+    assert "30d" in refused.stderr
+
+
+def test_a_record_that_is_not_there_is_a_wrong_argument(run: Run, tmp_path: Path) -> None:
+    for command in (["show"], ["verify"], ["archive", "--to", tmp_path / "archive"]):
+        refused = run(command[0], tmp_path / "nothing", *command[1:])
+        assert refused.exit_code == 2
+        assert "does not exist" in refused.stderr

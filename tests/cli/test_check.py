@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def lockfile(run: Run, model_dir: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "tokentape.lock"
+    done = run("lock", model_dir, "-o", path)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{path}: ")
+    return path
+
+
+@pytest.fixture
+def edited(model_dir: Path, tmp_path: Path) -> Path:
+    """The tiny model with another template, which would clear a terminal."""
+    folder = tmp_path / "edited"
+    shutil.copytree(model_dir, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    template = folder / "chat_template.jinja"
+    template.write_text("{#\x9b2J#}x" + template.read_text(encoding="utf-8"), encoding="utf-8")
+    return folder
+
+
+def test_a_model_as_locked_is_clean(run: Run, lockfile: Path, model_dir: Path) -> None:
+    done = run("check", lockfile, model_dir, "--strict")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "is as locked" in done.stdout
+
+
+def test_two_locks_of_one_model_are_the_same_bytes(run: Run, lockfile: Path, model_dir: Path, tmp_path: Path) -> None:
+    run("lock", model_dir, "-o", tmp_path / "again.lock")
+    assert (tmp_path / "again.lock").read_bytes() == lockfile.read_bytes()
+
+
+def test_an_edited_template_is_told_and_can_not_steer_the_terminal(run: Run, lockfile: Path, edited: Path) -> None:
+    done = run("check", lockfile, edited)
+    assert done.exit_code == 1
+    assert "is not as locked: template" in done.stdout
+    assert "\\x9b2J" in done.stdout
+    assert "\x9b" not in done.stdout
+
+
+def test_the_findings_as_json(run: Run, lockfile: Path, edited: Path) -> None:
+    done = run("check", lockfile, edited, "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert found["ok"] is False
+    assert found["reports"][0]["changes"][0]["what"] == "template"
+
+
+def test_a_gateway_is_compared_beside_the_model(run: Run, lockfile: Path, model_dir: Path, gateway_url: str) -> None:
+    done = run("check", lockfile, model_dir, "--engine", gateway_url)
+    assert done.exit_code == 0
+    assert "the gateway server is as locked" in done.stdout
+    assert "note: not compared: " in done.stdout
+
+
+def test_other_kwargs_than_locked_are_a_finding(run: Run, lockfile: Path, model_dir: Path) -> None:
+    done = run("check", lockfile, model_dir, "--kwargs", '{"x": 1}')
+    assert done.exit_code == 1
+    assert 'template kwargs: were {}, are {"x": 1}' in done.stdout
+
+
+def test_a_server_that_is_not_there_is_a_failure(run: Run, lockfile: Path) -> None:
+    done = run("check", lockfile, "--engine", "http://127.0.0.1:9")
+    assert done.exit_code == 1
+    assert "is it running?" in done.stderr
+
+
+def test_what_can_not_be_compared_is_a_usage_error(run: Run, lockfile: Path, model_dir: Path, tmp_path: Path) -> None:
+    assert run("check", lockfile).exit_code == 2
+    assert run("check", model_dir / "config.json", model_dir).exit_code == 2
+    assert run("check", lockfile, tmp_path / "nowhere").exit_code == 2
+    assert run("check", lockfile, model_dir, "--kind", "x").exit_code == 2
+    assert run("lock", tmp_path / "nowhere").exit_code == 2

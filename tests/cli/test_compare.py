@@ -1,0 +1,88 @@
+"""`tokentape compare` on records and files, as a shell sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.cli.conftest import Record, Run
+from tokentape.chat.renderer import Renderer
+from tokentape.types import Provenance
+
+USER = (Provenance.USER, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.fixture
+def data(record: Record) -> Path:
+    return record([USER, (Provenance.SAMPLED, "They cost 12.<|im_end|>")])
+
+
+@pytest.fixture
+def exported(run: Run, data: Path, tmp_path: Path) -> Path:
+    """The record as a file in which somebody retokenized a word of the answer."""
+    path = tmp_path / "b.jsonl"
+    assert run("export", data, "-o", path).exit_code == 0
+    return path
+
+
+def changed(renderer: Renderer, path: Path, old: str, *new: str) -> None:
+    """Put pieces in place of a text's ids, in a file with columns of nobody's."""
+    row = json.loads(path.read_text())
+    encode = renderer.tokenizer.encode_plain
+    ids, gone = row["token_ids"], encode(old)
+    at = next(n for n in range(len(ids)) if ids[n : n + len(gone)] == gone)
+    ids[at : at + len(gone)] = [token_id for piece in new for token_id in encode(piece)]
+    path.write_text(json.dumps({"session_id": "s:0", "token_ids": ids}) + "\n")
+
+
+def test_a_record_is_like_its_export(run: Run, data: Path, exported: Path) -> None:
+    result = run("compare", data, exported)
+    assert (result.exit_code, result.stdout) == (0, "0 of 1 rows differ\n")
+
+
+def test_a_retokenized_word_is_found(run: Run, data: Path, exported: Path, renderer: Renderer) -> None:
+    changed(renderer, exported, " cost", " co", "st")
+    result = run("compare", data, exported)
+    assert result.exit_code == 1
+    assert "s:0: 1 difference, 1 of them errors (ids 1)" in result.stdout
+    assert 'sampled: " cost"' in result.stdout
+
+
+def test_what_the_user_said_in_other_ids_is_a_warning(run: Run, data: Path, exported: Path, renderer: Renderer) -> None:
+    changed(renderer, exported, "user", "us", "er")
+    assert run("compare", data, exported).exit_code == 1
+    assert run("compare", data, exported, "--fail-on", "error").exit_code == 0
+
+
+@pytest.mark.parametrize("form", ["json", "junit", "sarif", "github"])
+def test_every_format_tells_it(run: Run, data: Path, exported: Path, renderer: Renderer, form: str) -> None:
+    changed(renderer, exported, " cost", " co", "st")
+    result = run("compare", data, exported, "--format", form)
+    assert result.exit_code == 1
+    match form:
+        case "json":
+            (row,) = json.loads(result.stdout)["comparisons"]
+            assert [one["kind"] for one in row["comparison"]["differences"]] == ["ids"]
+        case "junit":
+            assert ElementTree.fromstring(result.stdout).get("failures") == "1"
+        case "sarif":
+            assert json.loads(result.stdout)["runs"][0]["results"][0]["ruleId"] == "ids"
+        case _:
+            assert result.stdout.startswith("::error file=")
+
+
+def test_one_session_is_compared_with_a_file_of_its_own(run: Run, data: Path, exported: Path, tmp_path: Path) -> None:
+    ids = json.loads(exported.read_text())["token_ids"]
+    path = tmp_path / "ids.json"
+    path.write_text(json.dumps(ids[:-1]))
+    result = run("compare", f"{data}#s", path)
+    assert (result.exit_code, "cut" in result.stdout) == (1, True)
+    assert run("compare", f"{data}#s:0", path).exit_code == 1
+    assert "has no row" in run("compare", data, f"{exported}#t").stderr
+
+
+def test_what_is_not_there_is_an_error_of_usage(run: Run, data: Path) -> None:
+    assert run("compare", data, "nowhere").exit_code == 2

@@ -1,0 +1,73 @@
+"""`tokentape drift` on a record and on files, as a shell sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Record, Run
+from tokentape.chat.renderer import Renderer
+from tokentape.types import Provenance
+
+USER = (Provenance.USER, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.fixture
+def ids(renderer: Renderer) -> list[int]:
+    """They | co | st: drifts."""
+    encode = renderer.tokenizer.encode_plain
+    return encode("They") + encode(" co") + encode("st")
+
+
+def test_a_record_is_measured_with_the_tokenizer_that_it_was_served_with(run: Run, record: Record) -> None:
+    result = run("drift", record([USER, (Provenance.SAMPLED, "They cost 12.<|im_end|>")]), "--json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert report["completions"] == {
+        "changed": 0,
+        "total": 1,
+        "low": 0.0,
+        "high": pytest.approx(0.79, abs=0.01),
+        "share": 0.0,
+    }
+    assert {one["dimension"] for one in report["strata"]} == {"turn", "weights", "temperature", "script", "region"}
+
+
+def test_a_foreign_file_is_measured_and_fails_above_a_rate(
+    run: Run, tmp_path: Path, model_dir: Path, ids: list[int]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"out": ids, "step": 3}) + "\n")
+    arguments = ["drift", path, "--tokenizer", model_dir, "--ids-column", "out", "--by", "step"]
+    result = run(*arguments, "--fail-above", 0.5)
+    assert result.exit_code == 1
+    assert "drifted, limit 50.000%" in result.stderr
+    for part in ("completions", "100.000%", "intra-word", "by step", '" co" "st" -> " cost"'):
+        assert part in result.stdout
+    assert run(*arguments, "--fail-above", 1).exit_code == 0
+
+
+def test_the_report_is_written_as_a_page(run: Run, tmp_path: Path, model_dir: Path, ids: list[int]) -> None:
+    path, page = tmp_path / "a.json", tmp_path / "drift.html"
+    path.write_text(json.dumps(ids))
+    assert run("drift", path, "--tokenizer", model_dir, "--html", page).exit_code == 0
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_model_says_what_the_other_ids_are_worth(run: Run, tmp_path: Path, model_dir: Path, ids: list[int]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt_ids": [1], "completion_ids": ids}) + "\n")
+    report = json.loads(run("drift", path, "--model", model_dir, "--json").stdout)
+    assert report["logprobs"]["completions"] == 1
+    assert report["logprobs"]["mean"] < 0  # the model was trained to prefer the whole word
+
+
+def test_without_a_tokenizer_it_says_what_to_do(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("[1]")
+    result = run("drift", path)
+    assert result.exit_code == 1
+    assert "name its model folder with --tokenizer" in result.stderr
+    assert run("drift", path, "--fail-above", 2).exit_code == 2

@@ -1,0 +1,76 @@
+"""`tokentape view`: what it prints, what it serves, and to whom."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+
+from tests.cli.conftest import Record, Run
+from tests.records import make_chain
+from tokentape.session.flatten import trajectories
+from tokentape.session.jsonl import write_jsonl
+from tokentape.session.tree import Session
+from tokentape.types import Provenance, SessionInfo
+
+HELLO = [(Provenance.USER, "hello"), (Provenance.SAMPLED, "hi<|im_end|>")]
+
+
+@contextmanager
+def viewing(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`tokentape view` in a process of its own, and the one line that it prints."""
+    command = [sys.executable, "-m", "tokentape", "view", *map(str, arguments), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def test_a_data_directory_is_shown_on_this_machine_until_an_interrupt(record: Record) -> None:
+    with viewing(record(HELLO)) as (process, url):
+        assert url.startswith("http://127.0.0.1:")
+        assert url.endswith("/view")
+        assert "<!doctype html>" in httpx2.get(url).text
+        listed = httpx2.get(f"{url}/api/sessions").json()
+        assert [one["session_id"] for one in listed["sessions"]] == ["s"]
+        about = httpx2.get(f"{url}/api/about").json()
+        assert (about["text"], about["against"], about["overview"]) == (True, ["retokenized", "rerendered"], False)
+        assert httpx2.get(f"{url}/api/sessions", headers={"host": "evil.example"}).status_code == 403
+        assert httpx2.get(url.removesuffix("/view"), follow_redirects=False).headers["location"] == "/view"
+        missing = httpx2.get(f"{url}/api/sessions/nothing")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+        assert httpx2.post(f"{url}/api/sessions").status_code == 405
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
+def test_a_file_is_shown_with_the_tokenizer_that_is_named(tmp_path: Path, model_dir: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    write_jsonl(trajectories(Session(SessionInfo("s", 1.0), make_chain("s", 2))), path)
+    with viewing(path, "--tokenizer", model_dir) as (_, url):
+        assert httpx2.get(f"{url}/api/about").json()["text"] is True
+    with viewing(path) as (process, url):
+        assert httpx2.get(f"{url}/api/about").json()["text"] is False
+        process.kill()
+        assert process.stderr is not None
+        assert "showing ids only; name a model folder with --tokenizer" in process.stderr.read()
+
+
+def test_what_is_not_there_is_a_usage_error(run: Run, tmp_path: Path) -> None:
+    done = run("view", tmp_path / "nothing")
+    assert done.exit_code == 2
+    assert "does not exist" in done.stderr
+
+
+def test_what_is_no_record_fails_in_one_line(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("no")
+    done = run("view", tmp_path / "a.parquet", "--no-browser")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")

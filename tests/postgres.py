@@ -1,0 +1,142 @@
+"""A PostgreSQL server of our own, or the one that TOKENTAPE_POSTGRES_URL names; records in schemas of their own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import NullPool, create_engine, make_url, text
+from sqlalchemy.exc import DBAPIError
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Server:
+    """A server and where it is. Started by us it can be stopped and killed; a given one can't."""
+
+    url: str
+    directory: Path | None = None
+    binary: str = ""
+    user: str | None = None
+    process: subprocess.Popen[bytes] | None = field(default=None)
+
+    def start(self) -> None:
+        assert self.directory is not None
+        log = (self.directory / "log").open("ab")
+        options = [
+            "-c",
+            "listen_addresses=",
+            "-c",
+            f"unix_socket_directories={self.directory}",
+            "-c",
+            "shared_buffers=16MB",
+        ]
+        with log:
+            self.process = subprocess.Popen(
+                [self.binary, "-D", str(self.directory / "data"), *options],
+                stdout=log,
+                stderr=log,
+                user=self.user,
+                cwd=self.directory,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                self.execute("SELECT 1")
+                return
+            except DBAPIError:
+                assert self.process.poll() is None, (self.directory / "log").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    def stop(self, number: int = signal.SIGINT) -> None:
+        """End it at once, in good order; SIGKILL: as a crash would."""
+        if self.process is None:
+            return
+        if number == signal.SIGKILL:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+        self.process.wait(30)
+        self.process = None
+
+    def execute(self, statement: str) -> list[Any]:
+        """Run a statement and return its rows."""
+        engine = create_engine(self._driver(self.url), poolclass=NullPool, isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            result = connection.execute(text(statement))
+            return list(result.all()) if result.returns_rows else []
+
+    def new_place(self) -> str:
+        """The URL of an empty schema."""
+        name = f"test_{os.getpid()}_{next(_numbers)}"
+        self.execute(f"CREATE SCHEMA {name}")
+        return make_url(self.url).update_query_dict({"options": f"-csearch_path={name}"}).render_as_string(False)
+
+    def drop(self, place: str) -> None:
+        """Delete what `new_place` made."""
+        name = str(make_url(place).query["options"]).partition("=")[2]
+        self.execute(f"DROP SCHEMA IF EXISTS {name} CASCADE")
+
+    @staticmethod
+    def _driver(url: str) -> Any:
+        return make_url(url).set(drivername="postgresql+psycopg")
+
+
+def binary(name: str) -> str | None:
+    """A program of PostgreSQL, wherever distributions put it."""
+    found = shutil.which(name)
+    if found is not None:
+        return found
+    versions = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
+    return str(versions[-1]) if versions else None
+
+
+@contextmanager
+def running() -> Iterator[Server]:
+    """The server that TOKENTAPE_POSTGRES_URL names, else one of our own. Skips where there is neither."""
+    pytest.importorskip("psycopg", reason="psycopg (extra `postgres`) talks to PostgreSQL")
+    if given := os.environ.get("TOKENTAPE_POSTGRES_URL"):
+        yield Server(given)
+        return
+    initdb, postgres = binary("initdb"), binary("postgres")
+    if initdb is None or postgres is None:
+        pytest.skip("there is no PostgreSQL server: neither its programs nor TOKENTAPE_POSTGRES_URL")
+    # The server refuses to run as root.
+    user = "nobody" if os.geteuid() == 0 else None
+    # In memory where there is room: tables of each test are made and dropped, and each file of them is flushed.
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**30
+    directory = Path(tempfile.mkdtemp(prefix="tokentape-postgres-", dir=memory if roomy else None))
+    try:
+        if user is not None:
+            shutil.chown(directory, user)
+        subprocess.run(
+            [initdb, "-D", str(directory / "data"), "-U", "tokentape", "-A", "trust", "-E", "UTF8", "--locale=C", "-N"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            user=user,
+            cwd=directory,
+        )
+        server = Server(f"postgresql://tokentape@/postgres?host={directory}", directory, postgres, user)
+        server.start()
+        try:
+            yield server
+        finally:
+            with suppress(ProcessLookupError):
+                server.stop()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

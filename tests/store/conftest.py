@@ -1,0 +1,62 @@
+"""Each kind of place that a record can be kept in, so that one contract is tested on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.postgres import Server
+from tokentape.store import Store
+from tokentape.store.location import open_store
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one record is kept."""
+
+    location: str | Path
+
+    def open(self, **options: Any) -> Store:
+        return open_store(self.location, **options)
+
+
+@dataclass
+class Places:
+    """Makes places, all of one kind."""
+
+    directory: Path
+    server: Server | None
+    made: list[str] = field(default_factory=list)
+    count: int = 0
+
+    def new(self) -> Place:
+        self.count += 1
+        if self.server is None:
+            return Place(self.directory / str(self.count))
+        self.made.append(self.server.new_place())
+        return Place(self.made[-1])
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Places]:
+    server: Server | None = request.getfixturevalue("postgres") if request.param == "postgres" else None
+    places = Places(tmp_path, server)
+    yield places
+    for url in places.made:
+        assert server is not None
+        server.drop(url)
+
+
+@pytest.fixture
+def place(places: Places) -> Place:
+    return places.new()
+
+
+@pytest.fixture
+def store(place: Place) -> Iterator[Store]:
+    with place.open() as store:
+        yield store

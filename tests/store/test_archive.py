@@ -1,0 +1,255 @@
+"""Old sessions taken out of a record: written, read back, deleted, and read again from the archive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from tests.postgres import Server
+from tests.records import SETUP, bits, make_chain, make_turn
+from tests.store.conftest import Place
+from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError
+from tokentape.session.jsonl import json_line
+from tokentape.store import Store, archive
+from tokentape.store.archiving import Archived, OwnCustodian, archive_sessions
+from tokentape.store.location import open_store
+from tokentape.store.verify import verify
+from tokentape.types import Answer, Reward, SessionInfo, TurnColumn, TurnPayload
+
+run = asyncio.run
+CHAIN = make_chain("a", 3)
+NEW = 4e9
+"""A time that has not come yet."""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path / "data")
+
+
+@pytest.fixture
+def store(place: Place) -> Iterator[Store]:
+    with filled(place) as store:
+        yield store
+
+
+@contextmanager
+def filled(place: Place) -> Iterator[Store]:
+    """Sessions `a`, with everything that a session can have, and `b`, which are old; and `new`."""
+    with place.open() as store:
+        run(store.write(SessionInfo("a", 1.0, {"run": 1}, "me"), SETUP, *CHAIN))
+        answer = Answer("a", "reply", (0,), "k", "ab" * 32, 1.0, ((((5, -0.5), (6, -1.5)),),))
+        column = TurnColumn("a", 1, "advantages", np.arange(4, dtype=np.float32), 1.0)
+        payload = TurnPayload("a", 2, "experts", 0, np.arange(12, dtype=np.int16).reshape(2, 6))
+        run(store.write(answer, Reward("a", None, 0.5, 1.0), Reward("a", 1, 1.5, 1.0), column, payload))
+        run(store.write(SessionInfo("b", 2.0), make_turn("b", 0), make_turn("b", 1)))
+        run(store.write(SessionInfo("new", NEW), make_turn("new", 0, created_at=NEW)))
+        yield store
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    return str(tmp_path / "archive")
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """Storage that is no file system."""
+    yield "memory://runs/archive"
+    fsspec.filesystem("memory").rm("/runs", recursive=True)
+
+
+def archived(store: Store, target: str, *, delete: bool = False) -> Archived:
+    return archive_sessions(store, OwnCustodian(store), target, idle_seconds=86400, delete=delete)
+
+
+def names(store: Store) -> list[str]:
+    return [one.info.session_id for one in store.sessions()]
+
+
+def lines(store: Store, *session_ids: str) -> list[bytes]:
+    found = (store.load_session(session_id, per_token=True) for session_id in session_ids)
+    return [json_line(one) for stored in found for one in stored.trajectories()]
+
+
+def check_archived_and_read(store: Store, target: str) -> None:
+    before = {name: bits(store.load_session(name, per_token=True)) for name in "ab"}
+    done = archived(store, target, delete=True)
+    assert (done.sessions, done.deleted, done.kept) == (2, ("a", "b"), ())
+    assert names(store) == ["new"]
+    with open_store(target, read_only=True) as read:
+        assert names(read) == ["a", "b"]
+        assert {name: bits(read.load_session(name, per_token=True)) for name in "ab"} == before
+        assert read.extra_names().columns == ("advantages",)
+    report = verify(target)
+    assert (report.ok, report.sessions, report.turns) == (True, 2, 5)
+
+
+def test_an_archive_reads_like_the_record_bit_for_bit(store: Store, target: str) -> None:
+    check_archived_and_read(store, target)
+
+
+def test_an_archive_on_object_storage_reads_like_the_record(store: Store, memory: str) -> None:
+    check_archived_and_read(store, memory)
+
+
+def test_an_archive_of_a_database_reads_like_the_record(postgres: Server, target: str) -> None:
+    url = postgres.new_place()
+    with filled(Place(url)) as store:
+        check_archived_and_read(store, target)
+    postgres.drop(url)
+
+
+def test_a_session_that_was_archived_and_deleted_does_not_come_back(store: Store, target: str, place: Place) -> None:
+    archived(store, target, delete=True)
+    with pytest.raises(Conflict, match="its id is not used again"):
+        run(store.write(SessionInfo("a", 5.0)))
+    assert verify(place.location).ok
+
+
+def test_without_delete_everything_stays_and_only_what_changed_is_written_again(store: Store, target: str) -> None:
+    assert archived(store, target).sessions == 2
+    assert names(store) == ["a", "b", "new"]
+    assert archived(store, target) == Archived()
+    run(store.write(Reward("b", 0, 2.0, 3.0)))
+    assert archived(store, target).sessions == 1
+    with open_store(target, read_only=True) as read:
+        assert sorted(names(read)) == ["a", "b"]
+        assert lines(read, "a", "b") == lines(store, "a", "b")
+    assert archived(store, target, delete=True).deleted == ("a", "b")
+    with open_store(target, read_only=True) as read:
+        assert sorted(names(read)) == ["a", "b"]
+
+
+def test_what_was_recorded_after_the_snapshot_is_kept(
+    store: Store, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = OwnCustodian.take
+
+    def take_and_go_on(self: OwnCustodian, selection: object) -> int:
+        taken = take(self, selection)  # type: ignore[arg-type]
+        run(store.write(make_turn("a", 3, CHAIN[2])))
+        return taken
+
+    monkeypatch.setattr(OwnCustodian, "take", take_and_go_on)
+    done = archived(store, target, delete=True)
+    assert (done.deleted, done.kept) == (("b",), (("a", "changed since the snapshot"),))
+    assert len(store.load_session("a").turns) == 4
+    with open_store(target, read_only=True) as read:
+        assert len(read.load_session("a").turns) == 3
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_cut_off_anywhere_it_goes_on(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Each session is a part of its own; the process dies at the write after so many, or before the deletion."""
+    monkeypatch.setattr(archive, "PART_BYTES", 1)
+    write, counts = archive.Folder.write, [0, 0]
+    target = str(tmp_path / "archive")
+    before = lines(store, "a", "b")
+
+    class Killed(BaseException):
+        pass
+
+    def write_until(self: archive.Folder, name: str, data: bytes) -> None:
+        if name.endswith(".json"):
+            if counts[0] == at:
+                raise Killed
+            counts[0] += 1
+        elif name.endswith("turns.parquet"):
+            counts[1] += 1
+        write(self, name, data)
+
+    def drop_not(self: OwnCustodian, snapshot_id: int) -> tuple[list[str], dict[str, str]]:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(archive.Folder, "write", write_until)
+        patched.setattr(OwnCustodian, "drop", drop_not)
+        with pytest.raises(Killed):
+            archived(store, target, delete=True)
+    assert names(store) == ["a", "b", "new"]
+    done = archived(store, target, delete=True)
+    # Killed before the run was begun, its snapshot is held for nobody: another one is taken, and the sessions are kept.
+    if at > 1:
+        assert done.deleted == ("a", "b")
+        assert names(store) == ["new"]
+    with open_store(target, read_only=True) as read:
+        assert lines(read, "a", "b") == before
+    assert verify(target).ok
+
+
+def test_what_can_t_be_read_back_is_not_deleted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = archive.Folder.write
+
+    def spoil(self: archive.Folder, name: str, data: bytes) -> None:
+        write(self, name, data[:-1] + b"?" if name.endswith("turns.parquet") else data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(archive.Folder, "write", spoil)
+        with pytest.raises(StoreCorrupt, match=r"turns\.parquet is not the file that was written"):
+            archived(store, str(tmp_path / "archive"), delete=True)
+    assert names(store) == ["a", "b", "new"]
+
+
+def test_a_file_that_is_damaged_later_is_found(store: Store, tmp_path: Path) -> None:
+    target = tmp_path / "archive"
+    archived(store, str(target))
+    (damaged,) = target.glob("*/00000/rewards.parquet")
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    (finding,) = verify(target).findings
+    assert "rewards.parquet" in str(finding)
+    with pytest.raises(StoreCorrupt):
+        open_store(target, read_only=True)
+
+
+def test_a_run_that_is_not_finished_is_not_read(store: Store, tmp_path: Path) -> None:
+    target = tmp_path / "archive"
+    archived(store, str(target))
+    (manifest,) = target.glob("*/manifest.json")
+    manifest.unlink()
+    with open_store(target, read_only=True) as read:
+        assert names(read) == []
+
+
+def test_archives_of_two_stores_are_one(store: Store, tmp_path: Path) -> None:
+    target = str(tmp_path / "archive")
+    archived(store, target, delete=True)
+    with open_store(tmp_path / "other") as other:
+        run(other.write(SessionInfo("c", 1.0), SETUP, make_turn("c", 0)))
+        assert archived(other, target, delete=True).deleted == ("c",)
+    with open_store(target, read_only=True) as read:
+        assert sorted(names(read)) == ["a", "b", "c"]
+
+
+def test_a_folder_of_something_else_is_refused(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "holiday").mkdir()
+    (tmp_path / "holiday/photo").write_text("")
+    with pytest.raises(InvalidRequest, match="something else"):
+        archived(store, str(tmp_path / "holiday"))
+    with pytest.raises(InvalidRequest, match="can't be reached"):
+        archived(store, "nosuch://bucket")
+
+
+def test_an_archive_of_a_later_version_is_refused(store: Store, tmp_path: Path) -> None:
+    target = tmp_path / "archive"
+    archived(store, str(target))
+    (part,) = target.glob("*/00000.json")
+    part.write_text(json.dumps({**json.loads(part.read_text()), "schema_version": 99}))
+    with pytest.raises(StoreCorrupt, match="later release"):
+        open_store(target, read_only=True)
+
+
+def test_an_archive_is_not_written_to(store: Store, tmp_path: Path) -> None:
+    target = tmp_path / "archive"
+    archived(store, str(target))
+    with pytest.raises(InvalidRequest, match="only read"):
+        open_store(target)
+    with open_store(target, read_only=True) as read, pytest.raises(StoreError, match="read-only"):
+        run(read.write(SessionInfo("c", 1.0)))

@@ -1,0 +1,214 @@
+"""What is PostgreSQL's own: several writers at once, connections that are lost, servers that are not to be trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import make_url, text
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
+
+from tests.postgres import Server
+from tests.records import SETUP, bits, make_chain, make_turn
+from tests.store.test_schema import with_migrations
+from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError, StoreUnavailable
+from tokentape.store.postgres import PostgresStore, is_url, without_password
+from tokentape.store.verify import verify
+from tokentape.types import Reward, SessionInfo
+
+run = asyncio.run
+OURS = f"tokentape-test-{os.getpid()}"
+"""What our connections are called, on a server that others may use too."""
+TURNS = make_chain("s", 3)
+
+
+@pytest.fixture
+def url(postgres: Server) -> Iterator[str]:
+    made = postgres.new_place()
+    yield make_url(made).update_query_dict({"application_name": OURS}).render_as_string(hide_password=False)
+    postgres.drop(made)
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[PostgresStore]:
+    with PostgresStore.open(url) as store:
+        yield store
+
+
+def disconnect(server: Server) -> None:
+    """End every connection of ours, as a server does that is restarted."""
+    server.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = '{OURS}'")
+
+
+# Several writers
+
+
+def test_of_two_writers_of_one_turn_one_succeeds(store: PostgresStore, url: str) -> None:
+    run(store.write(SessionInfo("s", 1.0), SETUP, TURNS[0]))
+    other = make_turn("s", 1, TURNS[0], engine="another")
+    with PostgresStore.open(url) as second, ThreadPoolExecutor(2) as pool:
+        outcomes = [pool.submit(run, store.write(TURNS[1])), pool.submit(run, second.write(other))]
+        failed = [one.exception() for one in outcomes]
+    assert sorted(type(one) for one in failed if one is not None) == [Conflict]
+    recorded = store.load_session("s").turns
+    assert bits(recorded[1]) == bits(TURNS[1] if failed[0] is None else other)
+
+
+def test_a_new_database_that_two_open_at_once_is_made_once(url: str) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for opened in pool.map(lambda _: PostgresStore.open(url), range(4)):
+            opened.close()
+    with PostgresStore.open(url, read_only=True) as store:
+        assert store.sessions() == []
+
+
+def test_positions_grow_in_the_order_in_which_readers_see_them(store: PostgresStore, url: str) -> None:
+    """Or else whoever lists from where the last page ended misses a session."""
+    done = threading.Event()
+
+    def write(name: str, to: PostgresStore) -> None:
+        for number in range(40):
+            run(to.write(SessionInfo(f"{name}{number}", 1.0), Reward(f"{name}{number}", None, 1.0, 1.0)))
+
+    with PostgresStore.open(url) as second, ThreadPoolExecutor(3) as pool:
+        seen: list[str] = []
+
+        def follow() -> None:
+            after = 0
+            while True:
+                last = done.is_set()
+                page = store.sessions(limit=7, after=after)
+                seen.extend(one.info.session_id for one in page)
+                if page:
+                    after = page[-1].position
+                elif last:
+                    return
+
+        following = pool.submit(follow)
+        writing = [pool.submit(write, "a", store), pool.submit(write, "b", second)]
+        for one in writing:
+            one.result()
+        done.set()
+        following.result()
+    assert sorted(seen) == sorted(f"{name}{number}" for name in "ab" for number in range(40))
+
+
+# Connections
+
+
+def test_a_connection_that_was_cut_is_made_again_and_nothing_is_said(store: PostgresStore, postgres: Server) -> None:
+    run(store.write(SessionInfo("s", 1.0), SETUP, TURNS[0]))
+    disconnect(postgres)
+    assert store.session_state("s", 0) is not None
+    run(store.write(TURNS[1]))
+    disconnect(postgres)
+    state = store.session_state("s", 1)
+    assert state is not None
+    assert (state.turns, state.digest) == (2, TURNS[1].digest)
+    disconnect(postgres)
+    assert len(store.load_session("s").turns) == 2
+    assert store.healthy
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_what_was_being_committed_when_the_connection_was_lost_is_recorded_once(
+    store: PostgresStore, url: str, monkeypatch: pytest.MonkeyPatch, committed: bool
+) -> None:
+    run(store.write(SessionInfo("s", 1.0), SETUP, TURNS[0]))
+    commit, lost = PGDialect_psycopg.do_commit, []
+
+    def lose_one(self: Any, connection: Any) -> None:
+        if lost:
+            commit(self, connection)
+            return
+        lost.append(True)
+        if committed:
+            commit(self, connection)
+        connection.dbapi_connection.close()
+        raise psycopg.OperationalError("the connection is lost")
+
+    monkeypatch.setattr(PGDialect_psycopg, "do_commit", lose_one)
+    run(store.write(TURNS[1], Reward("s", 1, 1.0, 2.0)))
+    assert lost
+    stored = store.load_session("s")
+    assert bits(stored.turns) == bits(TURNS[:2])
+    assert len(stored.rewards) == 1
+    assert verify(url).ok
+
+
+def test_a_server_that_is_gone_can_be_asked_again_later() -> None:
+    with pytest.raises(StoreUnavailable) as raised:
+        PostgresStore.open("postgresql://someone:secret@127.0.0.1:9/runs")
+    assert raised.value.retry
+    assert "secret" not in str(raised.value)
+
+
+# Servers and schemas
+
+
+def test_a_server_that_does_not_flush_is_refused(url: str) -> None:
+    unsafe = make_url(url)
+    options = f"{unsafe.query['options']} -csynchronous_commit=off"
+    place = unsafe.update_query_dict({"options": options}).render_as_string(hide_password=False)
+    with pytest.raises(StoreError, match="synchronous_commit off"):
+        PostgresStore.open(place)
+    PostgresStore.open(place, synchronous="NORMAL").close()
+
+
+def test_an_empty_database_is_not_read(url: str) -> None:
+    with pytest.raises(StoreCorrupt, match="empty"):
+        PostgresStore.open(url, read_only=True)
+
+
+def test_an_older_database_is_migrated_and_a_newer_one_refused(
+    store: PostgresStore, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(store.write(SessionInfo("s", 1.0), SETUP, *TURNS))
+    with monkeypatch.context() as patched:
+        with_migrations(patched, lambda connection: _add_note(connection))
+        with pytest.raises(StoreError, match="for writing once"):
+            PostgresStore.open(url, read_only=True)
+        with PostgresStore.open(url) as migrated:
+            assert bits(migrated.load_session("s").turns) == bits(TURNS)
+    with pytest.raises(StoreError, match="use the release that wrote it"):
+        PostgresStore.open(url)
+
+
+def _add_note(connection: Any) -> None:
+    connection.execute(text("ALTER TABLE sessions ADD COLUMN note TEXT NOT NULL DEFAULT ''"))
+
+
+def test_a_migration_that_fails_leaves_the_database_as_it_was(
+    store: PostgresStore, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(connection: Any) -> None:
+        raise StoreError("this migration fails")
+
+    with monkeypatch.context() as patched:
+        with_migrations(patched, _add_note, fail)
+        with pytest.raises(StoreError, match="this migration fails"):
+            PostgresStore.open(url)
+    PostgresStore.open(url).close()
+
+
+def test_somebody_elses_tables_are_refused_and_left_alone(postgres: Server, url: str) -> None:
+    schema = str(make_url(url).query["options"]).partition("=")[2]
+    postgres.execute(f"CREATE TABLE {schema}.theirs (x int)")
+    with pytest.raises(StoreCorrupt, match="not Tokentape's"):
+        PostgresStore.open(url)
+
+
+def test_what_is_a_url_of_a_database() -> None:
+    assert is_url("postgresql://host/runs")
+    assert is_url("postgres+psycopg://host/runs")
+    assert not is_url("runs/postgresql")
+    assert not is_url("s3://bucket/postgresql://")
+    assert without_password("postgresql://me:secret@host/runs") == "postgresql://me:***@host/runs"
+    with pytest.raises(InvalidRequest):
+        PostgresStore.open("postgresql://host:notaport/runs")

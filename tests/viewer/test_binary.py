@@ -1,0 +1,58 @@
+"""Arrays on their way to a browser."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from tokentape.viewer.binary import header, pack, unpack
+
+any_array = st.sampled_from([np.uint8, np.int32, np.float32, np.bool_]).flatmap(
+    lambda dtype: arrays(dtype, st.integers(0, 40))
+)
+
+
+@given(st.dictionaries(st.text(max_size=8), any_array, max_size=5), st.dictionaries(st.text(), st.text(), max_size=3))
+def test_arrays_come_back_bit_for_bit_and_lie_where_typed_arrays_can(
+    given_arrays: dict[str, Any], meta: dict[str, str]
+) -> None:
+    meta.pop("arrays", None)
+    packed = pack(meta, given_arrays)
+    found = unpack(packed)
+    assert {name: array.tobytes() for name, array in found.items()} == {
+        name: array.tobytes() for name, array in given_arrays.items()
+    }
+    told = header(packed)
+    assert {name: value for name, value in told.items() if name != "arrays"} == meta
+    assert all(one["offset"] % 8 == 0 for one in told["arrays"].values())
+    assert len(packed) % 8 == 0
+
+
+def test_numbers_are_little_endian_whatever_they_were() -> None:
+    packed = pack({}, {"ids": np.array([1, 256], ">i4")})
+    assert packed.endswith(bytes([1, 0, 0, 0, 0, 1, 0, 0]))
+
+
+def test_an_array_of_another_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="float64"):
+        pack({}, {"values": np.zeros(2)})
+
+
+def test_a_number_that_json_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        pack({"reward": float("nan")}, {})
+
+
+def test_the_header_is_plain_json() -> None:
+    packed = pack({"name": "ü"}, {"a": np.zeros(3, np.uint8)})
+    size = int.from_bytes(packed[4:8], "little")
+    assert json.loads(packed[8 : 8 + size]) == {
+        "name": "ü",
+        "arrays": {"a": {"dtype": "u1", "offset": 0, "length": 3}},
+    }

@@ -1,0 +1,360 @@
+"""The page around the tokens in a real browser: lists, trees, what grows, the overview, keys of both kinds, themes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.viewer.conftest import ALICE, OPS, Site, ask, until
+from tokentape.gateway.serve import running
+from tokentape.session.arrow import write_parquet
+from tokentape.types import Trajectory
+from tokentape.viewer.app import create_app, file_viewer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.browser
+
+Shot = Callable[["Page", str], None]
+
+VIEWS = {
+    "list": "/sessions",
+    "session": "/session/shop/token/200",
+    "beside": "/session/shop/with/rerendered/view/beside",
+    "hostile": "/session/hostile",
+    "overview": "/overview",
+    "missing": "/session/nothing",
+}
+
+
+def names(page: Page) -> list[str]:
+    return page.locator("td.session a").all_text_contents()
+
+
+def open_list(page: Page, site: Site, query: str = "") -> None:
+    page.goto(site.at(f"/sessions{query}"))
+    page.wait_for_selector("tbody tr")
+
+
+def test_newest_sessions_are_listed_a_page_at_a_time(page: Page, site: Site, shot: Shot) -> None:
+    open_list(page, site)
+    assert page.locator(".listhead p").inner_text().startswith("23")
+    assert len(names(page)) == 100
+    assert {"shop", "forked", "weights", "hostile"} <= set(names(page)[:8])
+    until(page, "document.querySelectorAll('td.drift .badge, td.drift .dim').length > 90")
+    shot(page, "list")
+    page.get_by_role("button", name="next ›").click()
+    until(page, "document.querySelector('.pager').textContent.includes('page 2 of 3')")
+    assert len(names(page)) == 100
+    page.keyboard.press("n")
+    until(page, "document.querySelector('.pager').textContent.includes('page 3 of 3')")
+    assert names(page)[-1] == "huge"
+
+
+def test_sessions_are_sorted_by_what_their_heads_say(page: Page, site: Site) -> None:
+    open_list(page, site)
+    for head, first in (("Tokens", "huge"), ("Forks", "forked"), ("Aborted", "forked"), ("Reward", "shop")):
+        page.get_by_role("button", name=head).click()
+        until(page, f"document.querySelector('td.session a').textContent === '{first}'")
+        until(page, f"document.querySelector('th[aria-sort=descending]').textContent.startsWith('{head}')")
+    page.get_by_role("button", name="Session").click()
+    until(page, "document.querySelector('td.session a').textContent === 'forked'")
+    assert "sort=session" in page.url
+
+
+def test_drift_is_measured_and_sorted_by(page: Page, site: Site) -> None:
+    open_list(page, site, "?search=sho")
+    cell = page.locator("tr[data-id=shop] td.drift .badge")
+    cell.wait_for()
+    assert re.fullmatch(r"≠ \d+ of \d+", cell.inner_text())
+    assert cell.get_attribute("title")
+    page.locator("#search").fill("")
+    page.get_by_role("button", name="Drift", exact=True).click()
+    until(page, "document.querySelector('.listhead').textContent.includes('drift was measured')")
+    changed = page.locator("td.drift").all_inner_texts()
+    counts = [int(re.findall(r"\d+", text)[0]) if "≠" in text else 0 for text in changed]
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_sessions_are_searched_and_filtered(page: Page, site: Site) -> None:
+    open_list(page, site)
+    page.keyboard.press("/")
+    page.keyboard.type("small-07")
+    until(page, "document.querySelectorAll('tbody tr').length === 10")
+    assert page.locator(".listhead p").inner_text() == "10 sessions found"
+    page.locator("#search").fill("")
+    page.locator("#fork").select_option("edited_history")
+    until(page, "document.querySelectorAll('td.session a').length === 1")
+    assert names(page) == ["forked"]
+    page.locator("#fork").select_option("")
+    page.locator("#reward_min").fill("0.5")
+    until(page, "document.querySelector('tbody').textContent.startsWith('shop')")
+    assert names(page) == ["shop"]
+    page.reload()
+    page.wait_for_selector("td.session a")
+    assert names(page) == ["shop"]
+    page.locator("#search").fill("no such thing")
+    page.wait_for_selector("td.empty")
+
+
+def test_a_session_is_opened_by_keys_alone(page: Page, site: Site) -> None:
+    open_list(page, site, "?search=shop")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".row [data-i]")
+    assert page.title() == "shop · Tokentape"
+    page.keyboard.press("g")
+    page.keyboard.press("s")
+    page.wait_for_selector("tbody tr")
+
+
+def test_new_sessions_appear_in_the_list(page: Page, site: Site) -> None:
+    open_list(page, site)
+    site.http.post("/sessions", json={"session_id": "just-begun"})
+    page.wait_for_selector("tr[data-id=just-begun]")
+    site.http.delete("/sessions/just-begun")
+
+
+def test_the_tree_shows_forks_retries_and_what_was_aborted(page: Page, site: Site, shot: Shot) -> None:
+    page.goto(site.at("/session/forked"))
+    page.wait_for_selector(".row [data-i]")
+    lines = page.locator(".turnline")
+    texts = [re.sub(r"\s+", " ", text) for text in lines.all_inner_texts()]
+    assert len(texts) == 5
+    assert any("↳ sibling" in text for text in texts)
+    assert any("↳ edited_history" in text for text in texts)
+    assert any("aborted: client_left" in text for text in texts)
+    assert page.locator(".tree > p").inner_text() == "5 turns · 3 branches · 3 forks · 1 aborted"
+    assert "retry" in (page.locator(".turnline .badge.fork", has_text="sibling").get_attribute("title") or "")
+    page.locator(".turnline", has_text="turn 1").click()
+    until(page, "document.querySelector('.sessionhead').textContent.includes('branch to turn 1')")
+    page.locator(".turnfoot .badge", has_text="turn 2 goes another way").wait_for()
+    page.locator(".turnfoot .badge", has_text="was aborted here").wait_for()
+    shot(page, "forks")
+    page.keyboard.press("f")
+    assert page.locator(".row .at").count() == 1
+
+
+def test_a_branch_that_trains_nothing_twice_says_so(page: Page, site: Site) -> None:
+    page.goto(site.at("/session/forked/leaf/2"))
+    page.wait_for_selector(".row [data-i]")
+    assert "no loss: an earlier branch trains it" in page.locator(".turnhead").first.inner_text()
+    assert "verdict" not in page.locator(".sessionhead").inner_text()
+    assert "forked: sibling" in page.locator(".sessionhead").inner_text()
+
+
+def test_a_running_session_grows_on_the_page(page: Page, site: Site) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Hello, I am Olga."}]
+    reply = ask(site.http, "running", messages)
+    page.goto(site.at("/session/running"))
+    page.wait_for_selector(".row [data-i]")
+    page.keyboard.press("Home")
+    page.evaluate("window.kept = document.querySelector('.turn')")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    messages += [reply, {"role": "user", "content": "What is 2 plus 2?"}]
+    reply = ask(site.http, "running", messages)
+    until(page, "document.querySelectorAll('.turn').length === 2")
+    (one,) = site.store.load_session("running").trajectories()
+    assert page.locator(".sessionhead").inner_text().count(f"{len(one.token_ids)} tokens") == 1
+    assert page.evaluate("window.kept === document.querySelector('.turn')")
+    until(page, "location.hash === '#/session/running/leaf/1/token/0'")
+    assert page.locator(".row .at").get_attribute("data-i") == "0"
+    # Only what was new has been sent.
+    (fetched,) = [url for url in asked if re.search(r"leaves/\d+\?from", url)]
+    assert fetched.endswith(f"leaves/1?from={one.completion_ends[0]}")
+    page.keyboard.press("End")
+    page.locator(f'[data-i="{len(one.token_ids) - 1}"]').wait_for()
+    ids = page.locator(".facts dd code").first.inner_text()
+    assert ids == str(one.token_ids[-1])
+    site.http.delete("/sessions/running")
+
+
+def test_a_session_without_turns_waits_for_its_first(page: Page, site: Site) -> None:
+    site.http.post("/sessions", json={"session_id": "empty"})
+    page.goto(site.at("/session/empty"))
+    page.get_by_text("No turn is recorded yet.").wait_for()
+    ask(site.http, "empty", [{"role": "user", "content": "Hello"}])
+    page.wait_for_selector(".row [data-i]")
+    site.http.delete("/sessions/empty")
+
+
+def test_the_overview_shows_what_the_gateway_counts_as_it_goes(page: Page, site: Site, shot: Shot) -> None:
+    page.goto(site.at("/overview"))
+    page.wait_for_selector(".cards .figure")
+    recorded = page.locator(".card", has_text="Turns per second").locator(".dim")
+    before = int(recorded.inner_text().split()[0])
+    ask(site.http, "counted", [{"role": "user", "content": "Hello"}])
+    until(page, f"document.querySelector('.cards .card .dim').textContent.startsWith('{before + 1} ')")
+    page.wait_for_timeout(2500)
+    shot(page, "overview")
+    forks = page.locator(".card", has_text="Forks by cause").inner_text()
+    assert {"sibling", "edited_history", "branched"} & set(forks.split())
+    assert "client_left" in page.locator(".card", has_text="Aborted turns").inner_text()
+    assert float(page.locator(".figure").first.inner_text()) > 0
+    site.http.delete("/sessions/counted")
+
+
+def test_a_key_is_asked_for_and_travels_in_a_header_only(page: Page, keyed_site: Site, shot: Shot) -> None:
+    urls: list[str] = []
+    page.on("request", lambda request: urls.append(request.url))
+    page.goto(keyed_site.at("/session/mine"))
+    page.locator("#key").fill("no-such-key-0123456789")
+    page.get_by_role("button", name="Show").click()
+    page.get_by_role("alert").wait_for()
+    shot(page, "sign-in")
+    page.locator("#key").fill(ALICE)
+    page.get_by_role("button", name="Show").click()
+    page.wait_for_selector(".row [data-i]")
+    page.reload()
+    page.wait_for_selector(".row [data-i]")
+    page.keyboard.press("g")
+    page.keyboard.press("s")
+    page.wait_for_selector("td.session a")
+    assert names(page) == ["mine"]
+    assert page.get_by_role("link", name="Overview").count() == 0
+    assert not any(ALICE in url for url in [*urls, page.url])
+    stores = "JSON.stringify([Object.entries(localStorage), document.cookie])"
+    assert ALICE not in page.evaluate(stores)
+    page.get_by_role("button", name="Sign out").click()
+    page.locator("#key").wait_for()
+    assert page.evaluate("JSON.stringify(sessionStorage)") == "{}"
+
+
+def test_unknown_sessions_and_those_of_others_look_the_same(page: Page, keyed_site: Site) -> None:
+    page.goto(keyed_site.at())
+    page.locator("#key").fill(ALICE)
+    page.get_by_role("button", name="Show").click()
+    page.wait_for_selector("td.session a")
+    shown = []
+    for name in ("theirs", "nobodys"):
+        page.goto(keyed_site.at(f"/session/{name}"))
+        page.get_by_role("heading", name="Not found").wait_for()
+        shown.append(page.locator("main").inner_text().replace(name, "X"))
+    assert shown[0] == shown[1]
+
+
+def test_an_admin_sees_every_session_and_the_overview(page: Page, keyed_site: Site) -> None:
+    page.goto(keyed_site.at())
+    page.locator("#key").fill(OPS)
+    page.get_by_role("button", name="Show").click()
+    page.wait_for_selector("td.session a")
+    assert names(page) == ["theirs", "mine"]
+    page.get_by_role("link", name="Overview").click()
+    page.wait_for_selector(".cards .figure")
+
+
+def test_the_theme_is_the_systems_until_another_is_chosen(page: Page, site: Site, shot: Shot) -> None:
+    def paper() -> str:
+        colour: str = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return colour
+
+    page.emulate_media(color_scheme="light")
+    page.goto(site.at("/session/shop/token/200"))
+    page.wait_for_selector(".row .at")
+    light = paper()
+    page.emulate_media(color_scheme="dark")
+    dark = paper()
+    assert light != dark
+    shot(page, "dark")
+    page.keyboard.press("t")
+    assert paper() == light
+    page.keyboard.press("t")
+    assert paper() == dark
+    page.emulate_media(color_scheme="light")
+    assert paper() == dark
+    page.reload()
+    assert paper() == dark
+
+
+def test_the_keys_are_listed(page: Page, site: Site, shot: Shot) -> None:
+    page.goto(site.at("/session/shop"))
+    page.wait_for_selector(".row [data-i]")
+    page.keyboard.press("?")
+    page.get_by_role("dialog").wait_for()
+    shot(page, "keys")
+    assert "next difference" in page.get_by_role("dialog").inner_text()
+    page.keyboard.press("Escape")
+    assert page.get_by_role("dialog").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_nothing_is_out_of_reach(page: Page, site: Site, name: str, scheme: str) -> None:
+    """What axe-core calls serious or critical: contrast, names, roles, order, focus."""
+    axe = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python, which has axe-core")
+    page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    page.goto(site.at(VIEWS[name]))
+    page.wait_for_selector("td.drift .badge, .row [data-i], .sides, .figure, main > .card")
+    page.wait_for_timeout(600)
+    assert serious(page, axe) == []
+
+
+def test_signing_in_is_within_reach(page: Page, keyed_site: Site) -> None:
+    axe = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python, which has axe-core")
+    page.goto(keyed_site.at())
+    page.locator("#key").wait_for()
+    assert serious(page, axe) == []
+
+
+def serious(page: Page, axe: Any) -> list[Any]:
+    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    return [
+        (one["id"], one["help"], [node["html"][:200] for node in one["nodes"][:3]])
+        for one in found["violations"]
+        if one["impact"] in ("serious", "critical")
+    ]
+
+
+@pytest.fixture
+def filed(site: Site, tmp_path: Path) -> Path:
+    path = tmp_path / "some.parquet"
+    write_parquet(site.store.load_session("shop", per_token=True).trajectories(), path)
+    return path
+
+
+@pytest.fixture
+def of_file(filed: Path) -> Iterator[tuple[str, Trajectory]]:
+    """A page of a file whose tokenizer nobody knows."""
+    viewer = file_viewer(filed)
+    with running(create_app(viewer)) as url:
+        yield url, viewer.source.load("shop").trajectories[0]
+
+
+def test_without_a_tokenizer_the_ids_are_shown(page: Page, of_file: tuple[str, Trajectory], shot: Shot) -> None:
+    url, one = of_file
+    page.goto(f"{url}/view#/session/shop")
+    page.wait_for_selector(".row [data-i]")
+    shot(page, "ids-only")
+    shown = page.locator(".row [data-i]").all_inner_texts()
+    assert [int(text) for text in shown] == one.token_ids[: len(shown)].tolist()
+    assert page.get_by_text("ids only").count() == 1
+    assert page.get_by_role("button", name="Side by side").is_disabled()
+    page.keyboard.press("n")
+    assert page.locator(".live").count() == 0
+
+
+def test_a_file_is_compared_with_its_text_tokenized_again(page: Page, filed: Path, model_dir: Path, site: Site) -> None:
+    with running(create_app(file_viewer(filed, model_dir))) as url:
+        page.goto(f"{url}/view#/session/shop")
+        page.wait_for_selector(".driftcount")
+        assert page.locator("#side option").all_text_contents() == ["text tokenized again"]
+        one = site.store.load_session("shop").trajectories()[0]
+        ids = one.token_ids[np.flatnonzero(one.provenance == 1)[:1]]
+        assert ids.size == 1
+
+
+def test_a_narrow_window_can_be_read(browser: Browser, site: Site, shot: Shot) -> None:
+    with browser.new_context(viewport={"width": 700, "height": 900}) as context:
+        page = context.new_page()
+        page.goto(site.at("/session/shop/token/200"))
+        page.wait_for_selector(".row .at")
+        shot(page, "narrow")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

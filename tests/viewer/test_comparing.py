@@ -1,0 +1,123 @@
+"""The record beside what decoding and rendering again would have made of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.gateway.scripted import ScriptedEngine
+from tests.records import SETUP, make_turn
+from tokentape.chat.renderer import Renderer
+from tokentape.errors import InvalidRequest
+from tokentape.gateway.app import create_app
+from tokentape.gateway.serve import running
+from tokentape.gateway.turns import Turns
+from tokentape.session.flatten import trajectories
+from tokentape.session.tree import Session
+from tokentape.store import SqliteStore
+from tokentape.store.served_model import ServedModel
+from tokentape.types import SessionInfo, Trajectory, Turn
+from tokentape.viewer.binary import header, unpack
+from tokentape.viewer.comparing import Reader, comparison, drift_of, reader_of
+from tokentape.viewer.source import SessionView, StoreSource
+
+# The names are in an order that is not the alphabet's, as people write them.
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+
+
+def turn_of(ids: list[int]) -> Turn:
+    return make_turn("s", 0, completion_ids=np.array(ids, np.int32), logprobs=np.zeros(len(ids), np.float32))
+
+
+def view_of(store: SqliteStore, ids: list[int]) -> SessionView:
+    asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, turn_of(ids)))
+    return StoreSource(store, "").load("s")
+
+
+def shown(view: SessionView) -> Trajectory:
+    return view.trajectories[-1]
+
+
+def test_letters_one_by_one_are_a_difference_with_its_class(renderer: Renderer, store: SqliteStore) -> None:
+    spelled = [one for letter in "Let" for one in renderer.tokenizer.encode_plain(letter)]
+    view = view_of(store, spelled)
+    packed = comparison(Reader(renderer.tokenizer), view, shown(view), "retokenized")
+    told, found = header(packed), unpack(packed)
+    own = shown(view).token_ids
+    (difference,) = [one for one in told["differences"] if one["class"] == "word"]
+    assert difference["meaning"]
+    changed = told["differences"].index(difference) + 1
+    start, end, other_start, other_end = found["segments"].reshape(-1, 4)[found["differs"].tolist().index(changed)]
+    assert own[start:end].tolist() == spelled
+    assert found["other_ids"][other_start:other_end].tolist() == renderer.tokenizer.encode_plain("Let")
+    assert told["changed_trained_tokens"] == 3
+
+
+@given(data=st.data())
+@settings(max_examples=40)
+def test_segments_cover_both_sides_and_equal_ones_are_equal(renderer: Renderer, data: st.DataObject) -> None:
+    texts = st.text(st.sampled_from('ab 1.é\n{"🫠漢'), max_size=8)
+    ids = [one for text in data.draw(st.lists(texts, min_size=1)) for one in renderer.tokenizer.encode_plain(text)]
+    tree = Session(SessionInfo("s", 1.0), [turn_of(ids or [5])])
+    (one,) = trajectories(tree)
+    packed = comparison(Reader(renderer.tokenizer), SessionView(tree.info, "1", (), (one,)), one, "retokenized")
+    found = unpack(packed)
+    at = other_at = 0
+    for (start, end, other_start, other_end), differs in zip(
+        found["segments"].reshape(-1, 4).tolist(), found["differs"].tolist(), strict=True
+    ):
+        assert (start, other_start) == (at, other_at)
+        equal = np.array_equal(one.token_ids[start:end], found["other_ids"][other_start:other_end])
+        assert equal == (differs == 0)
+        at, other_at = end, other_end
+    assert (at, other_at) == (len(one.token_ids), len(found["other_ids"]))
+
+
+def test_without_drift_rendering_again_gives_the_recorded_ids(store: SqliteStore, renderer: Renderer) -> None:
+    """Which takes the tools with their keys in the order in which they were given."""
+    engine = ScriptedEngine(renderer, ["four<|im_end|>"])
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "2 + 2?"}], "tools": TOOLS, "max_tokens": 4}
+    with running(create_app(Turns(engine, renderer, store), model_id="m")) as url:
+        assert httpx2.post(f"{url}/sessions/s/v1/chat/completions", json=body).status_code == 200
+        view = StoreSource(store, "").load("s")
+    packed = comparison(Reader(renderer.tokenizer, renderer), view, shown(view), "rerendered")
+    assert header(packed)["differences"] == []
+    assert unpack(packed)["other_ids"].tolist() == shown(view).token_ids.tolist()
+
+
+def test_without_tokenizer_messages_or_template_there_is_nothing_to_compare_with(
+    renderer: Renderer, store: SqliteStore
+) -> None:
+    view = view_of(store, [5])
+    for reader, side in ((Reader(why_none="it is gone"), "retokenized"), (Reader(renderer.tokenizer), "rerendered")):
+        with pytest.raises(InvalidRequest):
+            comparison(reader, view, shown(view), side)
+
+
+def test_drift_of_a_session_counts_trained_tokens(renderer: Renderer, store: SqliteStore) -> None:
+    spelled = [one for letter in "Let" for one in renderer.tokenizer.encode_plain(letter)]
+    view = view_of(store, spelled)
+    assert drift_of(Reader(renderer.tokenizer), view) == {"tokens": 3, "changed_tokens": 3, "classes": {"word": 1}}
+    assert drift_of(Reader(), view) is None
+
+
+def test_a_record_is_read_with_its_own_model_while_that_is_there(
+    model_dir: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    assert "doesn't say" in reader_of(None).why_none
+    sha256, fingerprint = renderer.tokenizer.sha256, renderer.fingerprint
+    found = reader_of(ServedModel(str(model_dir), sha256, fingerprint))
+    assert found.tokenizer is not None
+    assert found.renderer is not None
+    assert reader_of(ServedModel(str(model_dir), sha256, "another template")).renderer is None
+    assert "has changed" in reader_of(ServedModel(str(model_dir), "another tokenizer", "x")).why_none
+    gone = ServedModel(str(tmp_path / "gone"), "", "")
+    assert "no longer" in reader_of(gone).why_none
+    assert reader_of(gone, model_dir).tokenizer is not None

@@ -1,0 +1,256 @@
+"""The viewer of a gateway over a real socket: what is sent, to whom, and with which headers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from tests.gateway.scripted import ScriptedEngine
+from tokentape.chat.renderer import Renderer
+from tokentape.gateway.app import create_app
+from tokentape.gateway.keys import Keys
+from tokentape.gateway.serve import running
+from tokentape.gateway.turns import Turns
+from tokentape.store import SqliteStore
+from tokentape.types import Trajectory, TurnColumn
+from tokentape.viewer.binary import header, unpack
+from tokentape.viewer.routes import MAX_MEASURED
+from tokentape.viewer.static_files import FOLDER
+
+ALICE, BOB, OPS = "alice-secret-0123456789", "bob-secret-0123456789", "ops-secret-0123456789"
+KEYS = Keys({"alice": ALICE, "bob": BOB}, {"ops": OPS})
+USER = {"role": "user", "content": "What is 3 plus 4?"}
+
+API = [
+    "/view/api/about",
+    "/view/api/overview",
+    "/view/api/drift?ids=s",
+    "/view/api/sessions",
+    "/view/api/sessions/s",
+    "/view/api/sessions/s/leaves/1",
+    "/view/api/sessions/s/leaves/1/comparison",
+]
+
+
+@contextmanager
+def viewed(renderer: Renderer, store: SqliteStore, keys: Keys | None = None, **more: Any) -> Iterator[httpx2.Client]:
+    """A gateway whose session `s`, of alice if there are keys, has turns 0 and 1 behind it, and a fork, 2."""
+    engine = ScriptedEngine(renderer, ["Seven.<|im_end|>", "Twelve, 漢字.<|im_end|>", "No.<|im_end|>"])
+    app = create_app(Turns(engine, renderer, store), model_id="m", keys=keys, **more)
+    headers = {"authorization": f"Bearer {ALICE}"} if keys else {}
+    with running(app) as url, httpx2.Client(base_url=url, headers=headers) as http:
+        reply = turn(http, [USER])
+        turn(http, [USER, reply, {"role": "user", "content": "and 5?"}])
+        turn(http, [{"role": "user", "content": "something else"}])
+        yield http
+
+
+def turn(http: httpx2.Client, messages: list[Any]) -> dict[str, Any]:
+    answer = http.post("/sessions/s/v1/chat/completions", json={"messages": messages, "max_tokens": 30})
+    assert answer.status_code == 200, answer.text
+    message: dict[str, Any] = answer.json()["choices"][0]["message"]
+    return message
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SqliteStore]:
+    with SqliteStore.open(tmp_path_factory.mktemp("open")) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def http(renderer: Renderer, store: SqliteStore) -> Iterator[httpx2.Client]:
+    """Without keys."""
+    with viewed(renderer, store) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def keyed(renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+    """With keys; the client's is alice's."""
+    with SqliteStore.open(tmp_path_factory.mktemp("keyed")) as store, viewed(renderer, store, KEYS) as http:
+        yield http
+
+
+def recorded(store: SqliteStore, leaf: int) -> Trajectory:
+    return next(one for one in store.load_session("s", per_token=True).trajectories() if one.leaf == leaf)
+
+
+def test_packed_arrays_are_the_record(http: httpx2.Client, store: SqliteStore, renderer: Renderer) -> None:
+    values = np.full(len(store.load_session("s").turns[1].completion_ids), 0.5, np.float32)
+    asyncio.run(store.write(TurnColumn("s", 1, "advantage", values, 1.0)))
+    answer = http.get("/view/api/sessions/s/leaves/1")
+    found, told, expected = unpack(answer.content), header(answer.content), recorded(store, 1)
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert found["token_ids"].tobytes() == expected.token_ids.tobytes()
+    assert found["provenance"].tobytes() == expected.provenance.tobytes()
+    assert found["logprobs"].tobytes() == expected.logprobs.tobytes()
+    assert found["loss_mask"].tobytes() == expected.loss_mask.tobytes()
+    assert told["columns"] == ["advantage"]
+    assert found["column_0"].tobytes() == expected.columns["advantage"].tobytes()
+    ends = found["text_ends"].tolist()
+    pieces = [found["text"][start:end].tobytes() for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    assert pieces == [renderer.tokenizer.token_bytes(one) for one in expected.token_ids.tolist()]
+    assert [(one["completion_start"], one["end"]) for one in told["turns"]] == list(
+        zip(expected.completion_starts.tolist(), expected.completion_ends.tolist(), strict=True)
+    )
+    assert told["weight_spans"] == [list(span) for span in expected.weight_spans]
+    assert (told["verdict"], told["tokens"]) == (expected.verdict, len(expected.token_ids))
+
+
+def test_what_is_behind_a_token_joins_what_is_before_it(http: httpx2.Client) -> None:
+    whole, path = unpack(http.get("/view/api/sessions/s/leaves/1").content), "/view/api/sessions/s/leaves/1?from="
+    total = len(whole["token_ids"])
+    for start in (0, 1, total - 1, total, total + 5):
+        some = unpack(http.get(f"{path}{start}").content)
+        at = min(start, total)
+        assert some["token_ids"].tobytes() == whole["token_ids"][at:].tobytes()
+        # What may change in tokens that a page already has is always whole.
+        assert some["loss_mask"].tobytes() == whole["loss_mask"].tobytes()
+        offset = int(whole["text_ends"][at - 1]) if at else 0
+        assert (some["text_ends"] + offset).tolist() == whole["text_ends"][at:].tolist()
+        assert some["text"].tobytes() == whole["text"][offset:].tobytes()
+
+
+def test_a_session_is_shown_as_a_tree(http: httpx2.Client) -> None:
+    told = http.get("/view/api/sessions/s").json()
+    assert [(one["seq"], one["parent"], one["fork"]) for one in told["turns"]] == [
+        (0, None, None),
+        (1, 0, None),
+        (2, None, "edited_history"),
+    ]
+    assert [(one["turn"], one["path"], one["verdict"]) for one in told["leaves"]] == [
+        (1, [0, 1], "exact"),
+        (2, [2], "forked: edited_history"),
+    ]
+
+
+def test_an_unchanged_session_is_not_sent_again(http: httpx2.Client) -> None:
+    for path in API[4:]:
+        first = http.get(path)
+        again = http.get(path, headers={"if-none-match": first.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    http.post("/sessions/s/reward", json={"value": 1.0})
+    assert http.get("/view/api/sessions/s", headers={"if-none-match": first.headers["etag"]}).status_code == 200
+
+
+def test_the_list_says_what_is_known_of_drift(http: httpx2.Client) -> None:
+    (before,) = http.get("/view/api/sessions").json()["sessions"]
+    assert before["drift"] is None
+    assert http.get("/view/api/sessions?sort=drift").json()["sessions"] == []
+    measured = http.get("/view/api/drift?ids=s,nothing").json()["drift"]
+    assert measured["s"]["tokens"] > 0
+    (after,) = http.get("/view/api/sessions?sort=drift").json()["sessions"]
+    assert after["drift"] == measured["s"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "sessions?sort=size",
+        "sessions?order=up",
+        "sessions?limit=0",
+        "sessions?limit=501",
+        "sessions?offset=-1",
+        "sessions?reward_min=nan",
+        "sessions?reward_max=high",
+        "sessions?search=%00",
+        f"drift?ids={','.join(map(str, range(MAX_MEASURED + 1)))}",
+        "sessions/s/leaves/1?from=x",
+        "sessions/s/leaves/1/comparison?with=itself",
+    ],
+)
+def test_what_can_not_be_asked_is_refused(http: httpx2.Client, query: str) -> None:
+    assert http.get(f"/view/api/{query}").status_code == 400
+
+
+def test_the_page_and_its_files_need_no_key_and_all_data_does(keyed: httpx2.Client) -> None:
+    nobody = {"authorization": ""}
+    for path in ["/view", *(f"/view/static/{file.name}" for file in FOLDER.iterdir())]:
+        assert keyed.get(path, headers=nobody).status_code == 200
+    for path in API:
+        assert keyed.get(path, headers=nobody).status_code == 401
+
+
+def test_a_key_sees_its_own_sessions_and_an_admin_all(keyed: httpx2.Client) -> None:
+    of_session = KEYS.session_key("alice", "s")
+    other_session = KEYS.session_key("alice", "other")
+    for key, count, status in (
+        (ALICE, 1, 200),
+        (BOB, 0, 404),
+        (OPS, 1, 200),
+        (of_session, 1, 200),
+        (other_session, 0, 404),
+    ):
+        headers = {"authorization": f"Bearer {key}"}
+        assert keyed.get("/view/api/sessions", headers=headers).json()["total"] == count
+        assert {keyed.get(path, headers=headers).status_code for path in API[4:]} == {status}
+        assert bool(keyed.get("/view/api/drift?ids=s", headers=headers).json()["drift"]) == bool(count)
+        assert len(keyed.get("/view/api/sessions?sort=drift", headers=headers).json()["sessions"]) == count
+
+
+def test_unknown_and_foreign_sessions_look_the_same(keyed: httpx2.Client) -> None:
+    headers = {"authorization": f"Bearer {BOB}"}
+    for path in API[4:]:
+        foreign = keyed.get(path, headers=headers)
+        unknown = keyed.get(path.replace("/s", "/t", 2).replace("/tessions", "/sessions"), headers=headers)
+        assert foreign.status_code == unknown.status_code == 404
+        assert foreign.json()["error"]["message"].replace("'s'", "'t'") == unknown.json()["error"]["message"]
+
+
+def test_metrics_are_for_admins(keyed: httpx2.Client) -> None:
+    assert keyed.get("/view/api/overview").status_code == 403
+    assert keyed.get("/view/api/about").json()["overview"] is False
+    headers = {"authorization": f"Bearer {OPS}"}
+    assert keyed.get("/view/api/about", headers=headers).json()["overview"] is True
+    values = keyed.get("/view/api/overview", headers=headers).json()
+    exposed = keyed.get("/metrics", headers=headers).text
+    committed = [one for one in values["tokentape_turns_total"] if one["labels"]["outcome"] == "committed"]
+    assert sum(one["value"] for one in committed) == 3
+    assert 'tokentape_forks_total{cause="edited_history"} 1.0' in exposed
+    assert values["tokentape_forks_total"] == [{"labels": {"cause": "edited_history"}, "value": 1.0}]
+
+
+def test_pages_of_other_hosts_get_nothing(http: httpx2.Client) -> None:
+    for path in ["/view", *API]:
+        assert http.get(path, headers={"host": "evil.example"}).status_code == 403
+        assert http.get(path, headers={"origin": "http://evil.example"}).status_code == 403
+
+
+def test_everything_forbids_scripts_that_are_not_its_own(http: httpx2.Client) -> None:
+    for path in ["/view", "/view/static/app.js", *API]:
+        headers = http.get(path).headers
+        policy = dict(one.strip().partition(" ")[::2] for one in headers["content-security-policy"].split(";"))
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert "unsafe" not in headers["content-security-policy"]
+        assert policy["frame-ancestors"] == "'none'"
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+
+
+def test_data_is_kept_by_no_cache_in_between(http: httpx2.Client) -> None:
+    for path in API:
+        assert re.fullmatch("no-store|private, no-cache", http.get(path).headers["cache-control"])
+
+
+def test_files_are_what_is_shipped_and_nothing_else(http: httpx2.Client) -> None:
+    first = http.get("/view/static/app.js")
+    assert first.content == (FOLDER / "app.js").read_bytes()
+    assert http.get("/view/static/app.js", headers={"if-none-match": first.headers["etag"]}).status_code == 304
+    for name in ("nothing.js", "..%2froutes.py", "__init__.py", "%2e%2e"):
+        assert http.get(f"/view/static/{name}").status_code == 404
+
+
+def test_a_leaf_that_is_none_is_not_found_with_those_that_are(http: httpx2.Client) -> None:
+    for leaf in ("0", "7", "x", "9" * 30):
+        answer = http.get(f"/view/api/sessions/s/leaves/{leaf}")
+        assert answer.status_code == 404
+        assert "its leaves: 1, 2" in answer.json()["error"]["message"]

@@ -1,0 +1,136 @@
+"""Trajectories and certificates as the last value of a notebook's cell."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from tests.records import make_chain, make_turn
+from tests.viewer.conftest import HOSTILE
+from tokentape.chat.certificate import Certificate, Continuation, ParseCheck
+from tokentape.chat.renderer import Renderer
+from tokentape.session.flatten import trajectories
+from tokentape.session.tree import Session
+from tokentape.types import SessionInfo, Trajectory
+from tokentape.viewer.notebook import shown_with
+
+
+class Page(HTMLParser):
+    """Every element with its attributes, and all text outside of styles."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._style = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._style = tag == "style"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._style = False
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._style else data
+
+
+def trajectory_of(renderer: Renderer, prompt: str, completion: str) -> Trajectory:
+    added, sampled = (renderer.tokenizer.encode_marked(text).ids for text in (prompt, completion))
+    turn = make_turn(
+        "s",
+        0,
+        added_ids=np.array(added, np.int32),
+        added_provenance=np.full(len(added), 4, np.uint8),
+        completion_ids=np.array(sampled, np.int32),
+        logprobs=np.linspace(-9, 0, len(sampled), dtype=np.float32),
+    )
+    (one,) = trajectories(Session(SessionInfo("<b>s</b>", 1.0), [turn]))
+    return one
+
+
+CERTIFICATE = Certificate(
+    fingerprint="f" * 64,
+    template_kwargs={},
+    versions={},
+    overrides=None,
+    continuations=(
+        Continuation("user", "local", "yes", 9, ""),
+        Continuation("tool", "fork", "no", 9, "<i>rewrites</i>"),
+    ),
+    parsing=(ParseCheck("content", True, ""), ParseCheck("call", False, "no closing tag"), ParseCheck("x", None, "")),
+    call_style="Hermes JSON",
+    reasoning=("<think>", "</think>"),
+    reasoning_opened_by_prompt=False,
+    generation_prompt="<|im_start|>assistant\n",
+    stop_tokens=("<|im_end|>",),
+    date_dependent=False,
+    dropped=("<script>old thinking</script>",),
+    injection_safe=True,
+)
+
+
+def test_a_trajectory_alone_shows_its_ids_and_lanes() -> None:
+    (one,) = trajectories(Session(SessionInfo("s", 1.0), make_chain("s", 2)))
+    page = Page(one._repr_html_())
+    tokens = [attributes for tag, attributes in page.elements if tag == "span"]
+    assert len(tokens) == len(one.token_ids)
+    assert all(str(token_id) in page.text for token_id in one.token_ids.tolist())
+    assert sum("tt-m" in str(token["class"]).split() for token in tokens) == int(one.loss_mask.sum())
+    assert "shown_with" in page.text
+
+
+def test_with_a_tokenizer_it_shows_text_with_whole_characters(renderer: Renderer) -> None:
+    page = Page(shown_with(trajectory_of(renderer, "漢字 🫠", "one\ntwo\n"), renderer.tokenizer)._repr_html_())
+    assert "漢字 🫠" in page.text
+    assert "one↵\ntwo↵" in page.text
+    assert "shown_with" not in page.text
+
+
+@pytest.mark.parametrize("html", ["trajectory", "certificate"])
+def test_what_others_wrote_stays_text(renderer: Renderer, html: str) -> None:
+    written = (
+        shown_with(trajectory_of(renderer, HOSTILE, HOSTILE), renderer.tokenizer)._repr_html_()
+        if html == "trajectory"
+        else CERTIFICATE._repr_html_()
+    )
+    page = Page(written)
+    assert {tag for tag, _ in page.elements} <= {"style", "div", "span", "h4", "table", "tr", "th", "td"}
+    assert all(set(attributes) <= {"class", "title"} for _, attributes in page.elements)
+    assert not re.search("[\u202e\u2066\u200b\x07\x1b]", written)
+
+
+def test_nothing_is_loaded_or_run(renderer: Renderer) -> None:
+    written = shown_with(trajectory_of(renderer, "a", "b"), renderer.tokenizer)._repr_html_()
+    assert not re.search(r"<script|https?:|url\(|@import|\son\w+=", written)
+
+
+def test_a_long_trajectory_is_cut_in_its_middle(renderer: Renderer) -> None:
+    one = trajectory_of(renderer, "word " * 5000, "end")
+    written = shown_with(one, renderer.tokenizer)._repr_html_()
+    page = Page(written)
+    assert sum(tag == "span" for tag, _ in page.elements) == 1600
+    assert f"⋯ {len(one.token_ids) - 1600:,} tokens ⋯" in page.text
+    assert page.text.rstrip().endswith("end")
+    assert len(written) < 200_000
+
+
+def test_a_certificate_tells_what_holds_and_what_does_not() -> None:
+    page = Page(CERTIFICATE._repr_html_())
+    for word in (
+        "Hermes JSON",
+        "local",
+        "rewrites",
+        "FAILS",
+        "no closing tag",
+        "not tried",
+        "old thinking",
+        "<|im_end|>",
+    ):
+        assert word in page.text
+    assert "NO" in Page(replace(CERTIFICATE, injection_safe=False)._repr_html_()).text

@@ -1,0 +1,193 @@
+"""Sessions to look at, from a store and from files: what is found, in which order, and what is shown of each."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.records import SETUP, bits, make_chain, make_turn
+from tokentape.errors import InvalidRequest, NotFound
+from tokentape.session.arrow import write_parquet
+from tokentape.session.jsonl import write_jsonl
+from tokentape.store import SqliteStore
+from tokentape.store.listing import Listing
+from tokentape.types import Reward, SessionInfo, TurnColumn
+from tokentape.viewer.file_source import FileSource
+from tokentape.viewer.source import Loaded, Source, StoreSource
+
+
+@pytest.fixture(autouse=True)
+def _filled(store: SqliteStore) -> None:
+    """Session `forked` of alice with branches 0-1 and 0-2, `long` with four turns, `aborted` with one, `Zoë` empty."""
+    first, second = make_chain("forked", 2)
+    other = make_turn("forked", 2, first, fork="branched")
+    cut = make_turn("aborted", 0, finish_reason="abort", abort_cause="client_left")
+    records = [
+        *(SessionInfo("forked", 1.0, {"task": "Sums"}, "alice"), SETUP, first, second, other),
+        *(Reward("forked", None, 0.5, 2.0), Reward("forked", None, 0.25, 3.0), Reward("forked", 1, -1.0, 3.0)),
+        *(SessionInfo("long", 2.0, {}, "bob"), *make_chain("long", 4), Reward("long", None, 1.0, 4.0, leaf=3)),
+        *(SessionInfo("aborted", 3.0, {}, "bob"), cut),
+        SessionInfo("Zoë", 4.0, {"name": "Ünal"}, "alice"),
+    ]
+    asyncio.run(store.write(*records))
+
+
+@pytest.fixture
+def stored(store: SqliteStore) -> StoreSource:
+    return StoreSource(store, "store")
+
+
+@pytest.fixture(params=["parquet", "jsonl"])
+def filed(request: pytest.FixtureRequest, store: SqliteStore, tmp_path: Path) -> FileSource:
+    """The same sessions in a file: those that have trajectories."""
+    path = tmp_path / f"all.{request.param}"
+    found = [one for stored in store.iter_sessions(per_token=True) for one in stored.trajectories()]
+    write_parquet(found, path) if request.param == "parquet" else write_jsonl(found, path)
+    return FileSource(path)
+
+
+def names(source: Source, wanted: Listing) -> list[str]:
+    return [one.info.session_id for one in source.page(wanted).sessions]
+
+
+def test_newest_sessions_come_first_with_what_was_counted(stored: StoreSource) -> None:
+    page = stored.page(Listing())
+    assert page.total == 4
+    assert [one.info.session_id for one in page.sessions] == ["Zoë", "aborted", "long", "forked"]
+    counted = {
+        one.info.session_id: (one.turns, one.forks, one.aborted, one.tokens, one.sampled_tokens, one.reward)
+        for one in page.sessions
+    }
+    assert counted == {
+        "Zoë": (0, 0, 0, 0, 0, None),
+        "aborted": (1, 0, 1, 8, 4, None),
+        "long": (4, 0, 0, 32, 16, 1.0),
+        "forked": (3, 1, 0, 24, 12, 0.25),
+    }
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (Listing(sort="turns"), ["long", "forked", "aborted", "Zoë"]),
+        (Listing(sort="turns", descending=False), ["Zoë", "aborted", "forked", "long"]),
+        (Listing(sort="tokens"), ["long", "forked", "aborted", "Zoë"]),
+        (Listing(sort="sampled", limit=1, offset=1), ["forked"]),
+        (Listing(sort="forks", limit=1), ["forked"]),
+        (Listing(sort="aborted", limit=1), ["aborted"]),
+        (Listing(sort="session", descending=False), ["Zoë", "aborted", "forked", "long"]),
+        # Those without a reward come last either way.
+        (Listing(sort="reward", limit=2), ["long", "forked"]),
+        (Listing(sort="reward", descending=False, limit=2), ["forked", "long"]),
+        (Listing(search="FORK"), ["forked"]),
+        (Listing(search="sums"), ["forked"]),
+        (Listing(search="Ünal"), ["Zoë"]),
+        (Listing(search='"name": "Ünal"'), []),
+        (Listing(search='"name":"Ünal"'), ["Zoë"]),
+        (Listing(search="100%"), []),
+        (Listing(search="_"), []),
+        (Listing(fork="any"), ["forked"]),
+        (Listing(fork="branched"), ["forked"]),
+        (Listing(fork="sibling"), []),
+        (Listing(fork="none"), ["Zoë", "aborted", "long"]),
+        (Listing(reward_min=0.5), ["long"]),
+        (Listing(reward_max=0.5), ["forked"]),
+        (Listing(owner="alice"), ["Zoë", "forked"]),
+        (Listing(session_ids=["long", "nothing"]), ["long"]),
+        (Listing(limit=2, offset=3), ["forked"]),
+    ],
+)
+def test_sessions_are_filtered_and_sorted(stored: StoreSource, wanted: Listing, expected: list[str]) -> None:
+    assert names(stored, wanted) == expected
+
+
+def test_a_page_tells_how_many_there_are_in_all(stored: StoreSource) -> None:
+    assert stored.page(Listing(owner="bob", limit=1)).total == 2
+
+
+def test_a_file_lists_what_a_store_does_of_sessions_with_trajectories(filed: FileSource) -> None:
+    assert names(filed, Listing()) == ["long", "forked"]
+    one = filed.page(Listing(search="fork")).sessions[0]
+    assert (one.turns, one.forks, one.tokens, one.sampled_tokens, one.reward) == (3, 1, 24, 12, 0.25)
+    assert one.info.metadata == {"task": "Sums"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (Listing(sort="turns", descending=False), ["forked", "long"]),
+        (Listing(sort="reward"), ["long", "forked"]),
+        (Listing(sort="session", descending=False), ["forked", "long"]),
+        (Listing(fork="any"), ["forked"]),
+        (Listing(fork="none"), ["long"]),
+        (Listing(fork="branched"), ["forked"]),
+        (Listing(fork="sibling"), []),
+        (Listing(search="SUMS"), ["forked"]),
+        (Listing(reward_min=0.5), ["long"]),
+        (Listing(limit=1, offset=1), ["forked"]),
+    ],
+)
+def test_a_file_is_filtered_and_sorted_alike(filed: FileSource, wanted: Listing, expected: list[str]) -> None:
+    assert names(filed, wanted) == expected
+
+
+def test_a_file_shows_the_trajectories_bit_for_bit(filed: FileSource, store: SqliteStore) -> None:
+    shown = filed.load("forked").trajectories
+    assert bits(shown) == bits(tuple(store.load_session("forked", per_token=True).trajectories()))
+
+
+def test_a_file_shows_the_tree_that_its_paths_make(filed: FileSource, store: SqliteStore) -> None:
+    expected = StoreSource(store, "").load("forked").turns
+    unknown = dict.fromkeys(("finish_reason", "stop", "abort_cause", "engine", "created_at", "digest"))
+    assert filed.load("forked").turns == tuple(replace(node, **unknown) for node in expected)
+
+
+def test_unknown_sessions_are_not_found(stored: StoreSource, filed: FileSource) -> None:
+    for source in (stored, filed):
+        with pytest.raises(NotFound):
+            source.version("nothing")
+        with pytest.raises(NotFound):
+            source.load("nothing")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.txt"])
+def test_what_is_no_file_of_trajectories_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("hello\n")
+    with pytest.raises(InvalidRequest):
+        FileSource(path)
+
+
+def test_a_version_changes_with_everything_that_is_shown(stored: StoreSource, store: SqliteStore) -> None:
+    seen = [stored.version("long")]
+    last = store.load_session("long").turns[-1]
+    column = TurnColumn("long", 0, "advantage", np.zeros(4, np.float32), 1.0)
+    for record in (make_turn("long", 4, last), Reward("long", None, 0.5, 9.0), column):
+        asyncio.run(store.write(record))
+        seen.append(stored.version("long"))
+    assert len({*seen}) == 4
+    assert {owner for owner, _ in seen} == {"bob"}
+
+
+@pytest.fixture
+def counting(stored: StoreSource, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    loads: list[str] = []
+    load = stored.load
+    monkeypatch.setattr(stored, "load", lambda session_id: (loads.append(session_id), load(session_id))[1])
+    return loads
+
+
+def test_a_session_is_loaded_once_per_version(stored: StoreSource, store: SqliteStore, counting: list[str]) -> None:
+    loaded = Loaded(stored)
+    for _ in range(3):
+        _, version = stored.version("forked")
+        assert len(loaded.get("forked", version).trajectories) == 2
+    assert counting == ["forked"]
+    asyncio.run(store.write(make_turn("forked", 3)))
+    _, version = stored.version("forked")
+    assert len(loaded.get("forked", version).trajectories) == 3
+    assert counting == ["forked", "forked"]
