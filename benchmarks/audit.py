@@ -26,8 +26,8 @@ from pathlib import Path
 
 import tokenizers
 
-from tokentape.audit.corpus import RANGE_BYTES, Range, batches, compare_corpus, documents_of
-from tokentape.audit.sides.opening import open_side
+from tokentape.audit.skew.corpus import RANGE_BYTES, Range, batches, compare_corpus, documents_of
+from tokentape.audit.skew.sides.opening import open_side
 
 _loaded: list[tokenizers.Tokenizer] = []
 

@@ -33,8 +33,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tokentape.audit.drift import measure_drift
-from tokentape.audit.drift_report import DriftReport
+from tokentape.audit.drift.meter import measure_drift
+from tokentape.audit.drift.report import DriftReport
 from tokentape.audit.id_rows import IdRow, Span
 from tokentape.audit.intervals import Rate
 from tokentape.chat.tokenizer import Tokenizer

@@ -4,8 +4,8 @@
     python benchmarks/scale.py --check          # the simulation against what was measured on one machine
 
 The reckoning is arithmetic: arrivals times unit cost over capacity. It says nothing of queues, so each row is simulated
-too, event by event (simpy): sessions that wait for the engine and for their tools, replicas that serve one call at a time
-per core, databases that commit what has gathered in one flush. Where both disagree, the arithmetic is wrong.
+too, event by event (simpy): sessions that wait for the engine and for their tools, replicas that serve one call at a
+time per core, databases that commit what has gathered in one flush. Where both disagree, the arithmetic is wrong.
 Needs `pip install simpy`.
 """
 

@@ -1,6 +1,5 @@
 """Measure gateways: what a call costs, how many there can be, and what is kept of it.
 
-    make -C . benchmark-gateway                  # or:
     TOKENTAPE_BENCH_RLLM=/path/to/python TOKENTAPE_BENCH_VERIFIERS=... TOKENTAPE_BENCH_LITELLM=... \\
         python -m benchmarks.gateway --minutes 30 --docs
 
@@ -60,7 +59,6 @@ def main() -> None:
         chosen = [one for one in TARGETS if not args.only or any(word in one.name for word in args.only)]
         with tempfile.TemporaryDirectory(prefix="tokentape-benchmark-") as folder:
             found = uvloop.run(Benchmark(args, chosen, Path(folder)).run())
-        args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
         print(f"figures in {args.out}", file=sys.stderr)
     print(written(found))
     if args.docs:
@@ -75,6 +73,7 @@ class Benchmark:
         self._seconds = 60.0 * (0.0 if args.quick else args.minutes)
         self._parts = args.parts.split(",")
         self._folder = folder
+        self._out: Path = args.out
         self._model = args.model.resolve()
         self._text = Text(self._model)
         self._failures: dict[str, str] = {}
@@ -124,6 +123,7 @@ class Benchmark:
                 if name in self._parts:
                     print(f"{datetime.now(UTC):%H:%M:%S} {name}", file=sys.stderr)
                     found[name] = await part(running, self._seconds * SHARES[name])
+                    self._keep(found)
         finally:
             for one in running:
                 if one.process is not None:
@@ -131,8 +131,13 @@ class Benchmark:
         if "footprint" in self._parts:
             print(f"{datetime.now(UTC):%H:%M:%S} footprint", file=sys.stderr)
             found["footprint"] = await self._footprints()
-        found["failures"] = self._failures
+        self._keep(found)
         return found
+
+    def _keep(self, found: dict[str, Any]) -> None:
+        """Write what there is, so that a run that is interrupted was not for nothing."""
+        found["failures"] = self._failures
+        self._out.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
     def _start(self, target: Target, use: str) -> Running:
         folder = self._folder / use / "".join(filter(str.isalnum, target.name))

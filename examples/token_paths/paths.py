@@ -12,9 +12,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tokentape.audit.drift.rerender import with_objects
 from tokentape.audit.pairing import pair_ids
 from tokentape.audit.pairing import retokenized as through_text
-from tokentape.audit.rerender import with_objects
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.types import Logprobs, Setup, TokenIds, Trajectory, Turn

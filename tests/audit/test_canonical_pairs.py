@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.chat.conftest import ROOT, load_tokenizer, needs_tokenizers
-from tokentape.audit.drift import measure_drift
+from tokentape.audit.drift.meter import measure_drift
 from tokentape.audit.id_rows import IdRow, Span
 from tokentape.chat.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.scripted_sessions import ASKED, THOUGHT, TOLD, played, user
-from tokentape.audit.compare import compare
+from tokentape.audit.compare.comparator import compare
 from tokentape.chat.renderer import Renderer
 from tokentape.store import SqliteStore
 from tokentape.training.logprob_check import Forward, forward_pass

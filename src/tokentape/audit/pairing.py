@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tokentape.audit.drift_classes import ARTIFACTS, artifact, text_artifact
+from tokentape.audit.drift.classes import ARTIFACTS, artifact, text_artifact
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.types import TokenIds
 

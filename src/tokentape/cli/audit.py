@@ -65,8 +65,8 @@ def audit(
 
     from rich.console import Console
 
-    from tokentape.audit.sides.from_spec import SideOptions
-    from tokentape.audit.skew import audit as audit_sides
+    from tokentape.audit.skew.auditor import audit as audit_sides
+    from tokentape.audit.skew.sides.from_spec import SideOptions
     from tokentape.cli.audit_report import print_audit
     from tokentape.errors import InvalidRequest
 
@@ -84,7 +84,7 @@ def audit(
         except InvalidRequest as error:
             raise typer.BadParameter(str(error)) from None
     if html is not None:
-        from tokentape.audit.skew_page import audit_page
+        from tokentape.audit.skew.page import audit_page
 
         html.write_text(audit_page(report), encoding="utf-8")
     if as_json:

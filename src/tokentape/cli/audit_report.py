@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tokentape.audit.findings import AuditReport, Finding, Outcome
-from tokentape.audit.sides.base import Conversation, SideFacts
-from tokentape.audit.skew_words import TRIED, apart, inputs_word, quoted
+from tokentape.audit.skew.findings import AuditReport, Finding, Outcome
+from tokentape.audit.skew.sides.base import Conversation, SideFacts
+from tokentape.audit.skew.words import TRIED, apart, inputs_word, quoted
 from tokentape.cli.readable import readable
 
 _TOKENS = 8

@@ -14,7 +14,7 @@ import typer
 from tokentape.cli.model_folder import open_tokenizer
 
 if TYPE_CHECKING:
-    from tokentape.audit.compare_rows import RowComparison
+    from tokentape.audit.compare.rows import RowComparison
     from tokentape.audit.id_rows import Columns, IdRow
 
 
@@ -64,7 +64,7 @@ def compare(
     reasoning, arguments written otherwise...), and an error or a warning. Rows of the same name belong together, or
     the only row of each side. Exits with 1 if something differs.
     """
-    from tokentape.audit.compare_rows import compare_rows
+    from tokentape.audit.compare.rows import compare_rows
     from tokentape.audit.id_rows import Columns
 
     (path, name), (other_path, other_name) = _address(expected), _address(recorded)
@@ -117,7 +117,7 @@ def _rows(path: Path, name: str | None, columns: Columns) -> Iterator[IdRow]:
 
 
 def _printed(rows: Iterator[RowComparison], file_format: Format, recorded: Path, show: int) -> Iterator[str]:
-    from tokentape.audit.comparison_formats import github, junit, sarif
+    from tokentape.audit.compare.formats import github, junit, sarif
 
     match file_format:
         case Format.JSON:
@@ -133,7 +133,7 @@ def _printed(rows: Iterator[RowComparison], file_format: Format, recorded: Path,
 
 
 def _text(rows: Iterator[RowComparison], show: int) -> Iterator[str]:
-    from tokentape.audit.comparison_formats import comparison_lines, row_summary
+    from tokentape.audit.compare.formats import comparison_lines, row_summary
     from tokentape.audit.html import shown
 
     total = differing = 0

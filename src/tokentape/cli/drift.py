@@ -15,10 +15,10 @@ from tokentape.cli.arguments import AsJson
 from tokentape.cli.model_folder import open_tokenizer
 
 if TYPE_CHECKING:
-    from tokentape.audit.drift import DriftMeter
-    from tokentape.audit.drift_report import DriftReport
+    from tokentape.audit.drift.meter import DriftMeter
+    from tokentape.audit.drift.report import DriftReport
+    from tokentape.audit.drift.rerender import RerenderMeter
     from tokentape.audit.intervals import Rate
-    from tokentape.audit.rerender import RerenderMeter
 
 ModelFolder = Annotated[
     Path | None,
@@ -77,7 +77,7 @@ def drift(
     """
     from rich.console import Console
 
-    from tokentape.audit.drift import DriftMeter
+    from tokentape.audit.drift.meter import DriftMeter
     from tokentape.audit.id_rows import Columns, iter_rows, iter_sessions, session_rows
 
     columns = Columns(ids_column, mask_column, prompt_column, name_column, tuple(by or ()))
@@ -102,7 +102,7 @@ def drift(
         for line in _lines(report):
             typer.echo(line)
     if page is not None:
-        from tokentape.audit.drift_page import drift_page
+        from tokentape.audit.drift.page import drift_page
 
         page.write_text(drift_page(report, str(path)), encoding="utf-8")
         typer.echo(f"wrote {page}", err=True)
@@ -146,7 +146,7 @@ def _forward(model: Path | None) -> Any:
 
 def _rerender_meter(folder: Path, sha256: str, most: int) -> RerenderMeter | None:
     """None if the folder has no chat template, or another tokenizer than is named."""
-    from tokentape.audit.rerender import RerenderMeter
+    from tokentape.audit.drift.rerender import RerenderMeter
     from tokentape.chat.renderer import Renderer
     from tokentape.errors import TokenizerUnusable
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from tokentape.audit.compare import compare
-from tokentape.audit.drift_classes import ARTIFACTS
+from tokentape.audit.compare.comparator import compare
+from tokentape.audit.drift.classes import ARTIFACTS
 from tokentape.audit.pairing import retokenized
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.types import Provenance, Trajectory

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from tokentape.audit.drift.rerender import with_objects
 from tokentape.audit.pairing import Pairing, pair_ids, retokenized
-from tokentape.audit.rerender import with_objects
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.transformers import FinishedSample
 from tokentape.errors import TemplateRefused

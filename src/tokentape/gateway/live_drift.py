@@ -11,7 +11,7 @@ import queue
 import random
 import threading
 
-from tokentape.audit.retokenize import Retokenizer
+from tokentape.audit.drift.retokenize import Retokenizer
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.gateway.metrics import Metrics
 from tokentape.types import TokenIds

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tokentape.audit.compare import Difference, compare
-from tokentape.audit.rerender import with_objects
+from tokentape.audit.compare.comparator import Difference, compare
+from tokentape.audit.drift.rerender import with_objects
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import TokentapeError
 from tokentape.store import StoredSession

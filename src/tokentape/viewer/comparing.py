@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tokentape.audit.compare import Difference, compare
-from tokentape.audit.difference_kinds import KINDS
-from tokentape.audit.drift_classes import ARTIFACTS
+from tokentape.audit.compare.comparator import Difference, compare
+from tokentape.audit.compare.kinds import KINDS
+from tokentape.audit.drift.classes import ARTIFACTS
+from tokentape.audit.drift.rerender import with_objects
 from tokentape.audit.pairing import Drift, pair_ids, retokenized
-from tokentape.audit.rerender import with_objects
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable

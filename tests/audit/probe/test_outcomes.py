@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.chat.conftest import load_tokenizer, needs_tokenizers
 from tokentape.audit.byte_level import Spellings
-from tokentape.audit.drift_classes import ARTIFACTS
+from tokentape.audit.drift.classes import ARTIFACTS
 from tokentape.audit.probe.outcomes import outcome
 from tokentape.audit.probe.trials import Trial, built_in
 from tokentape.chat.renderer import Renderer

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.chat.conftest import ROOT
-from tokentape.audit.findings import Kind
-from tokentape.audit.known_parts import byte_level, metaspace
-from tokentape.audit.sides.base import Conversation, Rendering
-from tokentape.audit.sides.from_spec import SideOptions, SpecSide, open_json
+from tokentape.audit.skew.findings import Kind
+from tokentape.audit.skew.known_parts import byte_level, metaspace
+from tokentape.audit.skew.sides.base import Conversation, Rendering
+from tokentape.audit.skew.sides.from_spec import SideOptions, SpecSide, open_json
 from tokentape.chat.template import ChatTemplate
 from tokentape.demo import MODEL
 

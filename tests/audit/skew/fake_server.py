@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tokentape.audit.sides.base import Conversation, Side
+from tokentape.audit.skew.sides.base import Conversation, Side
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.gateway.serve import running
 

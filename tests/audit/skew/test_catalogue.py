@@ -8,9 +8,9 @@ import pytest
 
 from tests.audit.skew.cases import CASES, TINY, Case, base, healthy
 from tests.chat.conftest import TEMPLATES
-from tokentape.audit.findings import Finding
-from tokentape.audit.sides.base import Conversation, Side
-from tokentape.audit.skew import audit
+from tokentape.audit.skew.auditor import audit
+from tokentape.audit.skew.findings import Finding
+from tokentape.audit.skew.sides.base import Conversation, Side
 
 FAST = (TINY, "mistral_v3_spm")
 """Small tokenizers; the others take seconds each to load and to exchange parts of."""

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.audit.skew.cases import TINY, base, healthy
-from tokentape.audit.findings import Finding
-from tokentape.audit.sides.base import Conversation, Rendering
-from tokentape.audit.sides.from_spec import SideOptions, SpecSide, open_json
-from tokentape.audit.skew import audit
-from tokentape.audit.skew_words import quoted
+from tokentape.audit.skew.auditor import audit
+from tokentape.audit.skew.findings import Finding
+from tokentape.audit.skew.sides.base import Conversation, Rendering
+from tokentape.audit.skew.sides.from_spec import SideOptions, SpecSide, open_json
+from tokentape.audit.skew.words import quoted
 from tokentape.demo import MODEL
 from tokentape.errors import TokenizerUnusable
 

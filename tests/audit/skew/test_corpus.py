@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.audit.skew.cases import TINY, base, healthy
-from tokentape.audit import corpus
-from tokentape.audit.corpus import Range, compare_corpus, compare_range, documents_of
-from tokentape.audit.skew import audit
+from tokentape.audit.skew import corpus
+from tokentape.audit.skew.auditor import audit
+from tokentape.audit.skew.corpus import Range, compare_corpus, compare_range, documents_of
 from tokentape.demo import MODEL
 from tokentape.errors import InvalidRequest
 
@@ -80,7 +80,7 @@ def test_processes_find_what_one_process_finds(tmp_path: Path, monkeypatch: pyte
     path.write_text("".join(f"line {n} cafe{chr(0x301) if n % 97 == 0 else ''}\n" for n in range(9000)))
     monkeypatch.setattr(corpus, "RANGE_BYTES", 60_000)
     monkeypatch.setattr(corpus, "_SMALL", 0)
-    from tokentape.audit.sides.opening import open_side
+    from tokentape.audit.skew.sides.opening import open_side
 
     a, b = open_side(str(MODEL)), open_side(str(skewed))
     many, differing = compare_corpus(a, b, [path], workers=2)

@@ -6,8 +6,8 @@ import pytest
 
 from tests.audit.skew.cases import TINY, base, healthy
 from tests.audit.skew.fake_server import serving
-from tokentape.audit.sides.opening import open_side
-from tokentape.audit.skew import audit
+from tokentape.audit.skew.auditor import audit
+from tokentape.audit.skew.sides.opening import open_side
 from tokentape.errors import EngineError, InvalidRequest
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from tests.audit.skew.cases import TINY, base, healthy, model_folder
 from tests.chat.conftest import ROOT, needs_tokenizers
-from tokentape.audit.findings import AuditReport
-from tokentape.audit.known_parts import SPLITS
-from tokentape.audit.sides.base import Conversation
-from tokentape.audit.sides.from_spec import SideOptions, open_json
-from tokentape.audit.sides.gguf_file import merges_of
-from tokentape.audit.sides.opening import PREFIXES, open_side
-from tokentape.audit.skew import audit
+from tokentape.audit.skew.auditor import audit
+from tokentape.audit.skew.findings import AuditReport
+from tokentape.audit.skew.known_parts import SPLITS
+from tokentape.audit.skew.sides.base import Conversation
+from tokentape.audit.skew.sides.from_spec import SideOptions, open_json
+from tokentape.audit.skew.sides.gguf_file import merges_of
+from tokentape.audit.skew.sides.opening import PREFIXES, open_side
 from tokentape.chat.tokenizer import _BYTE_OF as BYTE_OF
 from tokentape.demo import MODEL
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable

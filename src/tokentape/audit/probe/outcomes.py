@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
-from tokentape.audit.drift_classes import artifact, text_artifact
+from tokentape.audit.drift.classes import artifact, text_artifact
 from tokentape.audit.probe.trials import Trial
 from tokentape.chat.tokenizer import Tokenizer
 

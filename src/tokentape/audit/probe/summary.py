@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from tokentape.audit import html, svg
-from tokentape.audit.drift_classes import ARTIFACTS
+from tokentape.audit.drift.classes import ARTIFACTS
 from tokentape.audit.intervals import Rate, wilson
 from tokentape.audit.probe.outcomes import KINDS
 from tokentape.audit.probe.record import Header

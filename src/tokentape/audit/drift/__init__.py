@@ -1,0 +1,1 @@
+"""The drift meter: how often sampled ids are not what encoding their text gives, and what that would cost."""

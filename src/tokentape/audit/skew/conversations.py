@@ -1,0 +1,103 @@
+"""The conversations that chat templates are compared on: those that certificates are made of, and what else differs.
+
+Server and trainer get them as they are, so they hold what both take: content as text, arguments as objects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from tokentape.audit.skew.sides.base import Conversation
+from tokentape.chat import grammar
+from tokentape.types import Message, Tool
+
+_STRANGE_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look <b>it</b> up & 'quote' it: \"naïve\" 日本 🙂\nSecond line.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "query": {"type": "string", "description": "a < b && c > d", "default": "it's"},
+                "strict": {"type": "boolean", "default": False},
+                "limit": {"type": ["integer", "null"], "minimum": 1, "default": None},
+                "kind": {"type": "string", "enum": ["é", "<x>", "a/b"]},
+            },
+            "required": ["query"],
+            "additionalProperties": False,
+        },
+    },
+}
+_BARE_TOOL: Tool = {
+    "type": "function",
+    "function": {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def conversations(control: str | None = None) -> Iterator[Conversation]:
+    """All conversations, the shortest first of each kind. Some spell `control`, a control token, if it is given."""
+    user: Message = {"role": "user", "content": "What is a questionword?"}
+    system: Message = {"role": "system", "content": "You are a systemword."}
+    yield Conversation((user,), name="one question")
+    yield Conversation((user,), generate=False, name="one question, no generation prompt")
+    yield Conversation((system, user), name="system and question")
+    for tool, what in ((grammar.TOOL, "a tool"), (_STRANGE_TOOL, "a strange tool"), (_BARE_TOOL, "no arguments")):
+        yield Conversation((user,), (tool,), name=f"tools: {what}")
+        yield Conversation((system, user), (tool,), name=f"tools, system: {what}")
+    yield Conversation((system, user), (grammar.TOOL, _STRANGE_TOOL), name="two tools")
+    tools: tuple[Tool, ...]
+    for name, turn in grammar.TURNS.items():
+        tools = (grammar.TOOL,) if "call" in name or "argument" in name else ()
+        yield Conversation((user, turn), tools, generate=False, name=f"answer: {name}")
+        if turn.get("tool_calls"):
+            yield Conversation((user, _with_text_arguments(turn)), tools, generate=False, name=f"text args: {name}")
+    yield from _spoken(system, user)
+    if control is not None:
+        yield Conversation(({"role": "user", "content": f"a{control}b"},), name="user spells a control token")
+        result = grammar.result(1, f"a {control} b")
+        yield Conversation((user, grammar.TURNS["call"], result), (grammar.TOOL,), name="result spells a control token")
+    yield from _from_grammar()
+
+
+def _spoken(system: Message, user: Message) -> Iterator[Conversation]:
+    for name, text in {
+        "empty": "",
+        "a space": " ",
+        "white space around": "  yo \n",
+        "line ends": "a\r\nb\n\n\nc",
+        "unicode": "naïve 日本語 🙂 e\u0301 \u00e9 \u00a0",
+        "angle brackets": "a < b && c > \"d\" 'e' &amp; <b>",
+        "braces": "{{ not jinja }} {% raw %} {'a': None}",
+        "a thinking tag": "<think>hm</think> so",
+    }.items():
+        yield Conversation(({"role": "user", "content": text},), name=f"user says {name}")
+        yield Conversation(({"role": "system", "content": text}, user), name=f"system says {name}")
+        answer = {"role": "assistant", "content": text}
+        yield Conversation((system, user, answer, user), name=f"assistant says {name}")
+    yield Conversation(({"role": "developer", "content": "A developerword."}, user), name="developer")
+    yield Conversation((user, {"role": "assistant", "content": None}, user), name="content is None")
+    call = dict(grammar.TURNS["call"], content=None)
+    yield Conversation((user, call, grammar.result(1, "ok")), (grammar.TOOL,), name="call with content None")
+    flags: dict[str, Any] = {"place": "x", "exact": False, "options": {"deep": None, "flag": True}, "ratio": 1e-7}
+    typed = {"role": "assistant", "content": "", "tool_calls": [grammar.call(1, flags)]}
+    yield Conversation((user, typed, grammar.result(1, "true")), (grammar.TOOL,), name="booleans and None")
+    result = grammar.result(1, '{"ok": true, "text": "<é & 日本>"}')
+    yield Conversation((user, grammar.TURNS["call"], result), (grammar.TOOL,), name="result in JSON")
+
+
+def _from_grammar() -> Iterator[Conversation]:
+    for name in grammar.NAMES:
+        tools = () if grammar.NO_TOOLS in name else (grammar.TOOL,)
+        for number, (history, turn, new) in enumerate(grammar.conversations(name)):
+            yield Conversation((*history, turn, *new), tools, name=f"{name} {number}")
+
+
+def _with_text_arguments(turn: Message) -> Message:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in turn["tool_calls"]
+    ]
+    return {**turn, "tool_calls": calls}

@@ -1,0 +1,224 @@
+"""What an audit found: its findings, and the report that holds them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from tokentape.audit.skew.sides.base import Conversation, SideFacts
+
+Kind: TypeAlias = Literal[
+    "normalizer",
+    "pre-tokenizer",
+    "added token",
+    "vocabulary",
+    "merges",
+    "model settings",
+    "BOS/EOS",
+    "decoder",
+    "decode clean-up",
+    "template",
+    "generation prompt",
+    "template kwargs",
+    "special tokens",
+    "date",
+    "JSON",
+    "booleans",
+    "content parts",
+    "control text",
+    "tools",
+    "reasoning",
+    "loss mask",
+    "padding",
+    "server",
+    "library",
+    "unknown",
+]
+"""What two sides differ in. `control text`: control tokens that messages spell. `library`: files and settings are
+alike, what runs them is not. `server`: it samples from another prompt than it says it renders."""
+
+Probe: TypeAlias = Literal["encode", "corpus", "special", "decode", "render", "masks", "echo", "facts"]
+"""What was tried: texts of the battery, the user's corpus, texts with BOS and EOS, ids back to text, conversations,
+loss masks, the prompt that a server says it used, and what the sides say of themselves."""
+
+Severity: TypeAlias = Literal["skew", "caution"]
+"""`skew`: the same input has other ids, text or masks. `caution`: nothing differs by itself, but what trainers do with
+it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one side made of an input."""
+
+    ids: tuple[int, ...] = ()
+    tokens: tuple[str, ...] = ()
+    """How the side writes the ids; as many, or none if it does not tell."""
+    text: str | None = None
+    """What was decoded, or what the template wrote."""
+    refused: str | None = None
+    """Why there is nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One cause by which two sides differ, with the smallest input that shows it."""
+
+    kind: Kind
+    probe: Probe
+    """The probe that showed it first."""
+    cause: str
+    """The likely cause, in words."""
+    fix: str
+    """What to do about it."""
+    count: int
+    """Inputs tried that differ by this cause."""
+    where: tuple[str, ...] = ()
+    """Groups of the battery, names of conversations or files that they are from: the first few."""
+    example: str | Conversation | tuple[int, ...] | None = None
+    """The smallest text, conversation or ids that show it."""
+    a: Outcome = Outcome()
+    b: Outcome = Outcome()
+    severity: Severity = "skew"
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusStatistics:
+    """How much of a corpus was compared, and how fast."""
+
+    files: int
+    documents: int
+    characters: int
+    bytes: int
+    tokens: int
+    """As side A counts them."""
+    differing: int
+    """Documents that the sides encode differently."""
+    seconds: float
+
+    @property
+    def megabytes_per_second(self) -> float:
+        """10^6 bytes a second, each encoded by both sides."""
+        return self.bytes / 1e6 / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """Everything that an audit of two sides found."""
+
+    a: SideFacts
+    b: SideFacts
+    findings: tuple[Finding, ...]
+    tried: Mapping[Probe, int]
+    """Inputs compared, by probe."""
+    skipped: Mapping[Probe, str]
+    """Probes that were not tried, and why."""
+    notes: tuple[str, ...]
+    seconds: float
+    corpus: CorpusStatistics | None = None
+
+    @property
+    def skewed(self) -> bool:
+        """Whether the sides differ: a caution is no skew."""
+        return any(finding.severity == "skew" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `--json` prints it. The tokenizer.json of either side is left out."""
+        return {
+            "format": 1,
+            "skewed": self.skewed,
+            "a": _side(self.a),
+            "b": _side(self.b),
+            "findings": [_finding(finding) for finding in self.findings],
+            "tried": dict(self.tried),
+            "skipped": dict(self.skipped),
+            "notes": list(self.notes),
+            "corpus": _corpus(self.corpus),
+            "seconds": round(self.seconds, 3),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict(), ensure_ascii=True, indent=2)
+
+
+def _side(facts: SideFacts) -> dict[str, Any]:
+    return {
+        "name": facts.name,
+        "kind": facts.kind,
+        "versions": dict(facts.versions),
+        "files": dict(facts.files),
+        "vocab_size": facts.vocab_size,
+        "added_tokens": len(facts.added),
+        "special_tokens": dict(facts.special_tokens),
+        "cleans_up": facts.cleans_up,
+        "parts": parts(facts),
+        "notes": list(facts.notes),
+    }
+
+
+def parts(facts: SideFacts) -> dict[str, str]:
+    """A side's normalizer, pre-tokenizer, post-processor, decoder and model settings, each as compact JSON."""
+    if facts.spec is None:
+        return {}
+    found = {
+        name: json.dumps(facts.spec.get(name), ensure_ascii=False, sort_keys=True)
+        for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+    }
+    settings = {key: value for key, value in facts.spec["model"].items() if key not in ("vocab", "merges")}
+    return {**found, "model": json.dumps(settings, ensure_ascii=False, sort_keys=True)}
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "kind": finding.kind,
+        "severity": finding.severity,
+        "probe": finding.probe,
+        "cause": finding.cause,
+        "fix": finding.fix,
+        "count": finding.count,
+        "where": list(finding.where),
+        "example": _example(finding.example),
+        "a": _outcome(finding.a),
+        "b": _outcome(finding.b),
+    }
+
+
+def _example(example: str | Conversation | tuple[int, ...] | None) -> Any:
+    match example:
+        case Conversation():
+            return {
+                "messages": list(example.messages),
+                "tools": list(example.tools),
+                "add_generation_prompt": example.generate,
+            }
+        case tuple():
+            return {"ids": list(example)}
+        case str():
+            return {"text": example}
+    return None
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    found: dict[str, Any] = {"ids": list(outcome.ids), "tokens": list(outcome.tokens)}
+    if outcome.text is not None:
+        found["text"] = outcome.text
+    if outcome.refused is not None:
+        found["refused"] = outcome.refused
+    return found
+
+
+def _corpus(statistics: CorpusStatistics | None) -> dict[str, Any] | None:
+    if statistics is None:
+        return None
+    return {
+        "files": statistics.files,
+        "documents": statistics.documents,
+        "characters": statistics.characters,
+        "bytes": statistics.bytes,
+        "tokens": statistics.tokens,
+        "differing": statistics.differing,
+        "seconds": round(statistics.seconds, 3),
+        "megabytes_per_second": round(statistics.megabytes_per_second, 3),
+    }

@@ -1,0 +1,228 @@
+"""Every difference of two sequences is found, and told what it is; where a peer is known to be blind, too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.chat.conftest import load_tokenizer, needs_tokenizers
+from tokentape.audit.compare import comparator as compare_module
+from tokentape.audit.compare.comparator import Comparison, compare
+from tokentape.audit.compare.kinds import KINDS
+from tokentape.chat.renderer import Renderer
+from tokentape.chat.tokenizer import Tokenizer
+from tokentape.errors import InvalidRequest
+from tokentape.types import Provenance
+
+
+@pytest.fixture(scope="session")
+def tokenizer(renderer: Renderer) -> Tokenizer:
+    return renderer.tokenizer
+
+
+def chat(tokenizer: Tokenizer, *turns: tuple[str, str]) -> list[int]:
+    return tokenizer.encode_plain("".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns))
+
+
+def applied(expected: list[int], found: Comparison) -> list[int]:
+    """`expected` with the recorded ids in place of what each difference names."""
+    out, at = [], 0
+    for one in found.differences:
+        assert one.expected_start >= at
+        out += expected[at : one.expected_start]
+        assert list(one.expected) == expected[one.expected_start : one.expected_end]
+        assert len(out) == one.recorded_start
+        out += one.recorded
+        at = one.expected_end
+    return out + expected[at:]
+
+
+def kinds(expected: list[int], recorded: list[int], tokenizer: Tokenizer) -> list[str]:
+    found = compare(expected, recorded, tokenizer)
+    assert applied(expected, found) == recorded
+    return [one.kind for one in found.differences]
+
+
+def test_the_same_ids_have_no_difference(tokenizer: Tokenizer) -> None:
+    ids = chat(tokenizer, ("user", "What do pears cost?"))
+    assert compare(ids, np.array(ids, np.int32), tokenizer) == Comparison(len(ids), len(ids), ())
+
+
+def test_other_ids_of_the_same_text_are_found_outside_of_the_assistant_too(tokenizer: Tokenizer) -> None:
+    """Miles' comparator decodes what is not the assistant's, and sees nothing (facts of its version 31f1ca961)."""
+    expected = chat(tokenizer, ("user", "What does it cost?"), ("assistant", "It costs 12."))
+    cost = tokenizer.encode_plain(" cost")
+    at = next(n for n in range(len(expected)) if expected[n : n + len(cost)] == cost)
+    recorded = expected[:at] + tokenizer.encode_plain(" co") + tokenizer.encode_plain("st") + expected[at + len(cost) :]
+    codes = np.full(len(expected), Provenance.USER, np.uint8)
+    (one,) = compare(expected, recorded, tokenizer, provenance=codes).differences
+    assert (one.kind, one.artifact, one.severity, one.source) == ("ids", "intra-word", "warning", "user")
+    assert (one.expected_start, one.expected_text, one.recorded_text) == (at, " cost", " cost")
+    codes[:] = Provenance.SAMPLED
+    (one,) = compare(expected, recorded, tokenizer, provenance=codes).differences
+    assert (one.severity, one.assistant) == ("error", True)
+
+
+@needs_tokenizers
+def test_bytes_that_are_shown_as_the_same_replacement_character_are_told_apart() -> None:
+    """Paired U+FFFD: both decode to the same text, so whoever compares text sees nothing."""
+    tokenizer = load_tokenizer("qwen3")
+    by_bytes = {tokenizer.token_bytes(i): i for i in range(256)}
+    expected, recorded = ([*tokenizer.encode_plain("a"), by_bytes[byte]] for byte in (b"\xe2", b"\xf0"))
+    assert tokenizer.decode(expected) == tokenizer.decode(recorded)
+    assert kinds(expected, recorded, tokenizer) == ["bytes"]
+
+
+def test_content_that_was_rendered_empty_is_missing(tokenizer: Tokenizer) -> None:
+    """Content parts that a renderer leaves out, where it renders both sides itself."""
+    expected = chat(tokenizer, ("user", "What do pears cost?"), ("assistant", "12"))
+    recorded = chat(tokenizer, ("user", ""), ("assistant", "12"))
+    assert kinds(expected, recorded, tokenizer) == ["missing"]
+    assert kinds(recorded, expected, tokenizer) == ["extra"]
+
+
+def test_a_message_too_many_hides_no_difference_behind_it(tokenizer: Tokenizer) -> None:
+    before, behind = ("user", "Pears?"), ("user", "And plums?")
+    expected = chat(tokenizer, before, ("assistant", "12"), behind, ("assistant", "They cost 30."))
+    recorded = chat(tokenizer, before, ("tool", "{}"), ("assistant", "12"), behind, ("assistant", "They cost 31."))
+    found = compare(expected, recorded, tokenizer)
+    assert applied(expected, found) == recorded
+    assert [one.kind for one in found.differences] == ["control", "text"]
+    assert found.differences[0].recorded_text.count("<|im_start|>") == 1
+    assert found.differences[1].expected_text in "30."
+
+
+def test_words_that_changed_apart_are_differences_apart(tokenizer: Tokenizer) -> None:
+    expected = tokenizer.encode_plain("The pears cost 12 and the plums cost 30 in this shop.")
+    recorded = tokenizer.encode_plain("The oats cost 12 and the plums cost 30 in that shop.")
+    assert kinds(expected, recorded, tokenizer) == ["text", "text"]
+
+
+def test_another_sentence_is_one_difference_though_it_shares_a_word(tokenizer: Tokenizer) -> None:
+    sides = [
+        tokenizer.encode_plain(f"First.<|im_end|>{text}<|im_end|>")
+        for text in ("They cost twelve in here and there", "Nobody knows a thing in any shop at all")
+    ]
+    assert kinds(*sides, tokenizer) == ["text"]
+
+
+def test_many_messages_without_their_reasoning_are_as_many_differences(tokenizer: Tokenizer) -> None:
+    turns = [("assistant", f"<think>\nhm {n}\n</think>\n\nIt is {n}.") for n in range(100)]
+    dropped = [(role, text.partition("</think>\n\n")[2]) for role, text in turns]
+    found = kinds(chat(tokenizer, *turns), chat(tokenizer, *dropped), tokenizer)
+    assert found == ["reasoning"] * 100
+
+
+def test_where_more_segments_differ_than_can_be_compared_messages_that_are_once_hold(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare_module, "SEGMENTS", 100)
+    turns = [turn for n in range(50) for turn in (("user", f"What {n}?"), ("assistant", "<think>hm</think>It is."))]
+    dropped = [(role, text.replace("<think>hm</think>", "")) for role, text in turns]
+    found = kinds(chat(tokenizer, *turns), chat(tokenizer, *dropped), tokenizer)
+    assert found == ["reasoning"] * 50
+
+
+def test_letters_of_a_control_token_are_no_control_token(tokenizer: Tokenizer) -> None:
+    expected = tokenizer.encode_plain("a<|im_end|>b")
+    recorded = tokenizer.encode_marked("a<|im_end|>b").ids
+    (one,) = compare(expected, recorded, tokenizer).differences
+    assert (one.kind, one.severity) == ("forged", "error")
+
+
+def test_a_control_token_in_place_of_another_is_a_difference(tokenizer: Tokenizer) -> None:
+    expected = tokenizer.encode_plain("12<|im_end|>\n")
+    assert kinds(expected, tokenizer.encode_plain("12<|endoftext|>\n"), tokenizer) == ["control"]
+
+
+def test_dropped_reasoning_is_told(tokenizer: Tokenizer) -> None:
+    expected = chat(tokenizer, ("assistant", "<think>\nhm\n</think>\n\n12"))
+    assert kinds(expected, chat(tokenizer, ("assistant", "12")), tokenizer) == ["reasoning"]
+    assert kinds(chat(tokenizer, ("assistant", "12")), expected, tokenizer) == ["reasoning"]
+    assert kinds(expected, chat(tokenizer, ("assistant", "<think>\n\n</think>\n\n12")), tokenizer) == ["reasoning"]
+
+
+@pytest.mark.parametrize(
+    ("expected", "recorded", "kind"),
+    [
+        ('<tool_call>\n{"a": 1, "b": "x y"}\n</tool_call>', '<tool_call>\n{"b": "x y", "a": 1}\n</tool_call>', "json"),
+        ('<tool_call>{"a": "é"}</tool_call>', r'<tool_call>{"a": "\u00e9"}</tool_call>', "json"),
+        ('<tool_call>{"a": 1.0}</tool_call>', '<tool_call>{"a": 1}</tool_call>', "json"),
+        ('<tool_call>{"a": true}</tool_call>', '<tool_call>{"a": "True"}</tool_call>', "boolean"),
+        ('<tool_call>{"a": true}</tool_call>', "<tool_call>{'a': True}</tool_call>", "json"),
+        ('<tool_call>{"a": true}</tool_call>', '<tool_call>{"a": false}</tool_call>', "text"),
+        ('<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": true}</tool_call>', "text"),
+        ("<parameter=a>\ntrue\n</parameter>", "<parameter=a>\nTrue\n</parameter>", "boolean"),
+        ("one two", "one\ntwo", "spacing"),
+        ("one two", "one three", "text"),
+        ("one", "one two", "extra"),
+        ("one two", "one", "cut"),
+    ],
+)
+def test_a_difference_of_text_has_the_kind_of_what_it_means(
+    tokenizer: Tokenizer, expected: str, recorded: str, kind: str
+) -> None:
+    found = kinds(*(tokenizer.encode_plain(text) for text in (expected, recorded)), tokenizer)
+    assert set(found) == {kind}
+
+
+def test_an_early_end_is_an_error_only_for_sampled_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_plain("one two three")
+    codes = np.full(len(ids), Provenance.SAMPLED, np.uint8)
+    assert [one.severity for one in compare(ids, ids[:-1], tokenizer).differences] == ["warning"]
+    assert [one.severity for one in compare(ids, ids[:-1], tokenizer, provenance=codes).differences] == ["error"]
+
+
+def test_ids_outside_of_the_vocabulary_are_compared_too(tokenizer: Tokenizer) -> None:
+    beyond = tokenizer.vocab_size + 5
+    assert kinds([1, beyond, 2], [1, beyond + 1, 2], tokenizer) == ["control"]
+
+
+def test_codes_for_another_number_of_ids_are_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="2 provenance codes for 3 ids"):
+        compare([1, 2, 3], [1], tokenizer, provenance=np.ones(2, np.uint8))
+
+
+@st.composite
+def edited(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """A sequence in which control tokens are frequent, and the same after a few edits."""
+    token = st.integers(0, 40) | st.integers(0, 3999)
+    ids = draw(st.lists(token, max_size=40))
+    other = list(ids)
+    for _ in range(draw(st.integers(0, 4))):
+        at, gone = draw(st.integers(0, len(other))), draw(st.integers(0, 5))
+        other[at : at + gone] = draw(st.lists(token, max_size=4))
+    return ids, other
+
+
+@given(edited())
+def test_the_differences_make_the_one_out_of_the_other(
+    tokenizer: Tokenizer, sequences: tuple[list[int], list[int]]
+) -> None:
+    expected, recorded = sequences
+    found = compare(expected, recorded, tokenizer)
+    assert applied(expected, found) == recorded
+    assert bool(found.differences) == (expected != recorded)
+    assert all(one.kind in KINDS and one.expected != one.recorded for one in found.differences)
+
+
+@given(st.text(max_size=30), st.integers(0, 30))
+def test_a_retokenized_text_has_differences_of_ids_only_where_boundaries_moved(
+    tokenizer: Tokenizer, text: str, cut: int
+) -> None:
+    """Against the obvious: the pairs (end, id) that the other side lacks."""
+    expected = tokenizer.encode_marked(text[:cut]).ids + tokenizer.encode_marked(text[cut:]).ids
+    recorded = tokenizer.encode_marked(text).ids
+    if tokenizer.decode(expected) != tokenizer.decode(recorded):
+        return
+    found = compare(expected, recorded, tokenizer)
+    assert applied(expected, found) == recorded
+
+    def places(ids: list[int]) -> list[tuple[int, int]]:
+        return [(sum(len(tokenizer.token_bytes(one)) for one in ids[: n + 1]), ids[n]) for n in range(len(ids))]
+
+    changed = {n for one in found.differences for n in range(one.expected_start, one.expected_end)}
+    assert changed == {n for n, place in enumerate(places(expected)) if place not in places(recorded)}
+    assert all(one.kind == "ids" for one in found.differences)

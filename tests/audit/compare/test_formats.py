@@ -1,0 +1,231 @@
+"""Rows of two sides, paired and compared, and what CI systems read of that."""
+
+from __future__ import annotations
+
+from typing import Any
+from xml.etree import ElementTree
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokentape.audit.compare.formats import comparison_lines, github, junit, sarif, summary
+from tokentape.audit.compare.rows import RowComparison, compare_rows
+from tokentape.audit.id_rows import IdRow, Span
+from tokentape.chat.renderer import Renderer
+from tokentape.chat.tokenizer import Tokenizer
+from tokentape.testing import assert_same_tokens
+
+# The parts of the SARIF 2.1.0 schema (OASIS, section 3) that a log of ours has.
+_TEXT = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}}
+SARIF = {
+    "type": "object",
+    "required": ["version", "runs"],
+    "additionalProperties": False,
+    "properties": {
+        "$schema": {"type": "string", "format": "uri"},
+        "version": {"enum": ["2.1.0"]},
+        "runs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["tool"],
+                "additionalProperties": False,
+                "properties": {
+                    "columnKind": {"enum": ["utf16CodeUnits", "unicodeCodePoints"]},
+                    "tool": {
+                        "type": "object",
+                        "required": ["driver"],
+                        "properties": {
+                            "driver": {
+                                "type": "object",
+                                "required": ["name"],
+                                "properties": {
+                                    "name": {"type": "string"},
+                                    "semanticVersion": {"type": "string"},
+                                    "rules": {
+                                        "type": "array",
+                                        "uniqueItems": True,
+                                        "items": {
+                                            "type": "object",
+                                            "required": ["id"],
+                                            "additionalProperties": False,
+                                            "properties": {"id": {"type": "string"}, "shortDescription": _TEXT},
+                                        },
+                                    },
+                                },
+                                "additionalProperties": False,
+                            }
+                        },
+                    },
+                    "results": {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "required": ["message"],
+                            "additionalProperties": False,
+                            "properties": {
+                                "ruleId": {"type": "string"},
+                                "ruleIndex": {"type": "integer", "minimum": 0},
+                                "level": {"enum": ["none", "note", "warning", "error"]},
+                                "message": _TEXT,
+                                "partialFingerprints": {
+                                    "type": "object",
+                                    "additionalProperties": {"type": "string"},
+                                },
+                                "properties": {"type": "object"},
+                                "locations": {
+                                    "type": "array",
+                                    "items": {
+                                        "type": "object",
+                                        "additionalProperties": False,
+                                        "properties": {
+                                            "physicalLocation": {
+                                                "type": "object",
+                                                "required": ["artifactLocation"],
+                                                "properties": {
+                                                    "artifactLocation": {
+                                                        "type": "object",
+                                                        "properties": {"uri": {"type": "string"}},
+                                                    },
+                                                    "region": {
+                                                        "type": "object",
+                                                        "properties": {"startLine": {"type": "integer", "minimum": 1}},
+                                                    },
+                                                },
+                                            },
+                                            "logicalLocations": {
+                                                "type": "array",
+                                                "items": {
+                                                    "type": "object",
+                                                    "properties": {
+                                                        "name": {"type": "string"},
+                                                        "kind": {"type": "string"},
+                                                    },
+                                                },
+                                            },
+                                        },
+                                    },
+                                },
+                            },
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def tokenizer(renderer: Renderer) -> Tokenizer:
+    return renderer.tokenizer
+
+
+def row(name: str, ids: list[int], line: int = 1) -> IdRow:
+    return IdRow(name, np.array(ids, np.int32), (Span(0, len(ids)),), line=line)
+
+
+@pytest.fixture
+def rows(tokenizer: Tokenizer) -> list[RowComparison]:
+    """One row is the same, one has a bell and a line break in other text, one was cut, one is not there."""
+    text = tokenizer.encode_plain
+    expected = [row("same", text("a")), row("other", text("one two")), row("cut", text("one two")), row("gone", [1])]
+    recorded = [row("same", text("a")), row("other", text("one\x07, a:\n%")), row("cut", text("one"), line=3)]
+    return list(compare_rows(expected, recorded, tokenizer))
+
+
+def test_rows_are_paired_by_name(rows: list[RowComparison]) -> None:
+    assert [(one.name, one.same, one.only) for one in rows] == [
+        ("same", True, None),
+        ("other", False, None),
+        ("cut", False, None),
+        ("gone", False, "expected"),
+    ]
+
+
+def test_the_only_row_of_each_side_needs_no_name(tokenizer: Tokenizer) -> None:
+    (one,) = compare_rows([row("a", [1, 2])], [row("b", [1, 2])], tokenizer)
+    assert one.same
+
+
+@given(st.permutations(range(6)), st.permutations(range(5)))
+def test_order_and_repeated_names_make_no_difference(tokenizer: Tokenizer, one: list[int], other: list[int]) -> None:
+    def named(order: list[int]) -> list[IdRow]:
+        return [row("twice" if n < 2 else str(n), [7 if n < 2 else n]) for n in order]
+
+    found = list(compare_rows(named(one), named(other), tokenizer))
+    assert sorted(found_row.name for found_row in found) == ["2", "3", "4", "5", "twice", "twice"]
+    assert [found_row.name for found_row in found if not found_row.same] == ["5"]
+
+
+def test_sarif_is_of_its_schema(rows: list[RowComparison]) -> None:
+    log = sarif(rows, "runs/b.jsonl")
+    jsonschema.validate(log, SARIF)
+    run: dict[str, Any] = log["runs"][0]
+    results = run["results"]
+    assert [one["ruleId"] for one in results] == ["text", "cut", "absent"]
+    assert all(run["tool"]["driver"]["rules"][one["ruleIndex"]]["id"] == one["ruleId"] for one in results)
+    assert [one["level"] for one in results] == ["error", "warning", "error"]
+    assert results[1]["locations"][0]["physicalLocation"]["region"]["startLine"] == 3
+    assert len({one["partialFingerprints"]["tokens/v1"] for one in results}) == 3
+    assert "\x07" not in results[0]["message"]["text"]
+
+
+def test_junit_counts_rows_and_fails_those_with_errors(rows: list[RowComparison]) -> None:
+    suite = ElementTree.fromstring(junit(rows))
+    assert (suite.tag, suite.get("tests"), suite.get("failures")) == ("testsuite", "4", "2")
+    cases = {case.get("name"): case for case in suite}
+    assert cases["same"].find("failure") is None
+    failure = cases["other"].find("failure")
+    assert failure is not None
+    assert "text" in (failure.text or "")
+    assert cases["cut"].find("failure") is None
+    assert cases["cut"].find("system-out") is not None
+    assert cases["gone"].find("failure") is not None
+
+
+def test_an_annotation_is_one_line_with_its_commas_escaped(rows: list[RowComparison]) -> None:
+    lines = list(github(rows, "runs/a,b.jsonl"))
+    assert len(lines) == 3
+    assert all("\n" not in line for line in lines)
+    assert lines[0].startswith("::error file=runs/a%2Cb.jsonl,line=1,title=other%3A text at token ")
+    assert lines[1].startswith("::warning file=runs/a%2Cb.jsonl,line=3,")
+    assert "%25" in lines[0]
+
+
+def test_long_lists_of_differences_are_cut(tokenizer: Tokenizer) -> None:
+    pieces = ["<|im_start|>a<|im_end|>", "<|im_start|>b<|im_end|>"]
+    sides = [tokenizer.encode_plain("".join(order)) for order in (pieces * 5, ["<|im_start|>a<|im_end|>"] * 10)]
+    (one,) = compare_rows([row("a", sides[0])], [row("a", sides[1])], tokenizer)
+    assert one.comparison is not None
+    lines = list(comparison_lines(one.comparison, most=2))
+    assert len(lines) == 3
+    assert lines[-1] == f"and {len(one.comparison.differences) - 2} more"
+
+
+def test_the_helper_passes_the_same_ids(tokenizer: Tokenizer, renderer: Renderer) -> None:
+    assert_same_tokens([1, 2], np.array([1, 2]), tokenizer)
+
+
+def test_the_helper_says_where_ids_differ(tokenizer: Tokenizer) -> None:
+    expected = tokenizer.encode_plain("It cost 12.")
+    recorded = [token_id for piece in ("It", " co", "st", " 12.") for token_id in tokenizer.encode_plain(piece)]
+    with pytest.raises(AssertionError) as caught:
+        assert_same_tokens(expected, recorded, tokenizer)
+    assert "1 difference, 1 of them errors (ids 1)" in str(caught.value)
+    assert '" cost" [' in str(caught.value)
+    assert_same_tokens(expected, recorded, tokenizer, allow=["ids"])
+
+
+def test_the_helper_takes_a_model_folder(model_dir: Any) -> None:
+    with pytest.raises(AssertionError, match="cut"):
+        assert_same_tokens([1, 2], [1], str(model_dir))
+
+
+def test_a_summary_names_the_kinds(rows: list[RowComparison]) -> None:
+    found = {one.name: one.comparison for one in rows}
+    assert found["cut"] is not None
+    assert summary(found["cut"]).startswith("1 difference, 0 of them errors (cut 1); expected ")
