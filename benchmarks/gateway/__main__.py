@@ -188,15 +188,14 @@ class Benchmark:
     async def _clients(self, targets: list[Running], seconds: float) -> dict[str, Any]:
         found: dict[str, list[tuple[float, float]]] = {}
         own = [one for one in targets if one.process is not None]
-        each = 2.0 if self._quick else max(seconds / (len(own) * len(CLIENTS) * 3), 4.0)
 
         async def measure(one: Running, clients: int, number: int) -> None:
-            measured = await measuring.at_once(one, self._text, clients, SIZES[0], each)
+            calls = 64 if self._quick else 1024
+            turns = max(calls // clients, 1)
+            measured = await measuring.at_once(one, self._text, clients, SIZES[0], turns)
             found.setdefault(f"{one.target.name}|{clients}", []).append(measured)
 
-        await measuring.in_turn(
-            own, CLIENTS, measure, seconds=0, least=1 if self._quick else 3, failures=self._failures
-        )
+        await measuring.in_turn(own, CLIENTS, measure, seconds=seconds, least=1, failures=self._failures)
         return {
             key: {
                 "calls_per_second": statistics.median(rate for rate, _ in several),

@@ -128,39 +128,36 @@ async def in_turn(
     return rounds
 
 
-async def at_once(running: Running, text: Text, clients: int, history: int, seconds: float) -> tuple[float, float]:
-    """Calls per second with so many clients, each in a session of its own, and CPU ms per call."""
-    ends, done, ready = 0.0, 0, asyncio.Semaphore(8)
-    go = asyncio.Event()
+async def at_once(running: Running, text: Text, clients: int, history: int, turns: int) -> tuple[float, float]:
+    """Calls per second with so many clients, each with so many turns in a session of its own, and CPU ms per call."""
+    room, begun, go = asyncio.Semaphore(8), asyncio.Semaphore(0), asyncio.Event()
 
     async def client(number: int) -> None:
-        nonlocal done
         async with session_of(running) as (connection, session):
             conversation = Conversation(text, history, seed=number)
-            async with ready:
+            async with room:
                 await one(connection, session, conversation, stream=False)
             begun.release()
             await go.wait()
-            while time.monotonic() < ends:
+            for _ in range(turns):
                 await one(connection, session, conversation, stream=False)
-                done += time.monotonic() < ends
-                if conversation.tokens > 2 * history:
-                    # The history stays about as long as it is said to be.
-                    running.begun += 1
-                    session = await running.target.session(connection, f"bench-{running.begun}")
-                    conversation = Conversation(text, history, seed=number + running.begun)
 
-    begun = asyncio.Semaphore(0)
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(client(number)) for number in range(clients)]
+    tasks = [asyncio.create_task(client(number)) for number in range(clients)]
+    try:
         for _ in tasks:
-            await begun.acquire()
-        before = running.cpu_seconds()
-        ends = time.monotonic() + seconds
+            waiting = asyncio.create_task(begun.acquire())
+            # One that fails before it begins is told of by `gather`.
+            await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+        before, began = running.cpu_seconds(), time.perf_counter()
         go.set()
-        await asyncio.sleep(seconds)
-        used, finished = running.cpu_seconds() - before, done
-    return finished / seconds, 1000 * used / max(finished, 1)
+        await asyncio.gather(*tasks)
+        seconds = time.perf_counter() - began
+        await asyncio.sleep(SETTLE)
+        return clients * turns / seconds, 1000 * (running.cpu_seconds() - before) / (clients * turns)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def rollout(running: Running, text: Text, turns: int, per_turn: int) -> list[dict[str, float]]:

@@ -227,9 +227,7 @@ class HttpClient:
             raise EngineContractError(f"the engine's reply at {path} is larger than {MAX_BODY_BYTES} bytes")
         return received
 
-    async def _send(
-        self, method: str, path: str, body: Body, headers: Mapping[str, str], limit: _Limit
-    ) -> Response:
+    async def _send(self, method: str, path: str, body: Body, headers: Mapping[str, str], limit: _Limit) -> Response:
         """The reply with its body still to be read. Anything but a 200 is raised."""
         if self._connections.closed:
             raise EngineUnavailable("this engine was closed; open it again")

@@ -104,6 +104,7 @@ class Dialect(Protocol):
 
     path: str
     """Below a base URL, for example `/v1/chat/completions`."""
+
     @property
     def read_messages(self) -> Callable[[bytes, Asking], tuple[Message, ...]] | None:
         """Reads the messages of a body that was accepted.

@@ -52,7 +52,8 @@ class GatewayWorker:
         concurrency: agents that run at once. With more, samples are older when they are trained.
         queue_maxsize: samples that wait for the trainer; then agents wait too.
         failures: `raise` ends the training when an agent raised; `skip` leaves its session out.
-        select, max_length: see `assemble`.
+        select: which trajectories stay; see `assemble`.
+        max_length: of a sample; see `assemble`.
 
     """
 
