@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -51,6 +53,7 @@ class Server:
                 user=self.user,
                 cwd=self.directory,
                 start_new_session=True,
+                preexec_fn=_end_with_the_tests if sys.platform == "linux" else None,
             )
         deadline = time.monotonic() + 30
         while True:
@@ -94,6 +97,11 @@ class Server:
     @staticmethod
     def _driver(url: str) -> Any:
         return make_url(url).set(drivername="postgresql+psycopg")
+
+
+def _end_with_the_tests() -> None:
+    """Let the kernel end this process with its parent, however that ends: PR_SET_PDEATHSIG is 1."""
+    ctypes.CDLL(None).prctl(1, signal.SIGINT)
 
 
 def binary(name: str) -> str | None:

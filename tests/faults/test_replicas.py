@@ -162,9 +162,9 @@ def test_workers_that_are_killed(model_dir: Path, upstream: Upstream, tmp_path: 
         assert served.process.wait(60) == 0
     assert sum("ended by signal SIGKILL" in line for line in served.lines) == kills
     assert "tokentape_store_healthy 1.0" in told
-    # Of all workers, those that were killed included.
+    # Of all workers, those that were killed included; these may have died between a commit and counting it.
     (counted,) = re.findall(r'^tokentape_turns_total{cause="",outcome="committed"} (\S+)', told, re.MULTILINE)
-    assert float(counted) >= crowd.told
+    assert float(counted) >= crowd.told - len(crowd.agents) * kills
     print(f"{kills} kills of one of two workers: {check(data, crowd)} acknowledged turns, none lost")
 
 
