@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test lint types layers docs check test-slow test-faults test-postgres test-engines test-differential test-harnesses test-browser test-ray benchmark-gateway clean
 
 $(STAMP): pyproject.toml constraints-dev.txt
+	@echo "Setting up $(VENV): some minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
 	@# The CPU build first: with it installed, nothing below pulls GPU packages.

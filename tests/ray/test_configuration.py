@@ -1,0 +1,74 @@
+"""What is refused before anything is started, and what a request's affinity is read from. Without a cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tokentape.config import ServeConfig
+from tokentape.errors import InvalidRequest, TokentapeError
+from tokentape.gateway.keys import Keys, session_in_key
+from tokentape.ray import app, gateway_app, installed
+
+
+def test_importing_it_does_not_load_ray() -> None:
+    code = "import sys, tokentape.ray; print(sorted({'ray', 'torch', 'transformers'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_a_record_that_replicas_cannot_share_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="postgresql://"):
+        gateway_app(ServeConfig())
+
+
+def test_workers_are_refused() -> None:
+    config = ServeConfig(store="postgresql://h/d", workers=1)
+    object.__setattr__(config, "workers", 2)
+    with pytest.raises(InvalidRequest, match="num_replicas"):
+        gateway_app(config)
+
+
+def test_where_ray_is_not_installed_it_says_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    with pytest.raises(TokentapeError, match=r"pip install 'tokentape\[ray\]'"):
+        gateway_app(ServeConfig(store="postgresql://h/d"))
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no setting stoer"):
+        app({"stoer": "postgresql://h/d"})
+
+
+def test_a_value_that_a_setting_cannot_have_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="TOKENTAPE_ENGINE_KIND"):
+        app({"store": "postgresql://h/d", "engine.kind": "no such"})
+
+
+def test_the_session_of_a_derived_key_is_read_from_it() -> None:
+    key = Keys({"team-1": "0123456789abcdef"}).session_key("team-1", "a_b:c.d-e")
+    assert session_in_key(key) == "a_b:c.d-e"
+    assert session_in_key("0123456789abcdef") is None
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("path", "headers", "expected"),
+    [
+        ("/sessions/s1/v1/chat/completions", {}, "s1"),
+        ("/prefix/sessions/a%3Ab", {}, "a:b"),
+        ("/v1/chat/completions", {"X-Session-Id": "s1"}, "s1"),
+        ("/v1/messages", {"x-api-key": Keys().session_key("", "s1")}, "s1"),
+        ("/v1/chat/completions", {"Authorization": f"Bearer {Keys().session_key('', 's1')}"}, "s1"),
+        ("/v1/chat/completions", {"Idempotency-Key": "k"}, "k"),
+        ("/v1/chat/completions", {"Authorization": "Bearer key"}, None),
+        ("/sessions", {}, None),
+        ("/sessions/no%20id/v1/models", {}, None),
+    ],
+)
+def test_what_calls_have_in_common(path: str, headers: dict[str, str], expected: str | None) -> None:
+    pytest.importorskip("ray")
+    from tokentape.ray.affinity import affinity_key
+
+    assert affinity_key(path, [(name.lower().encode(), value.encode()) for name, value in headers.items()]) == expected
