@@ -107,16 +107,17 @@ PATHS: Mapping[str, Path] = {"recorded": recorded, "retokenized": retokenized, "
 def assistant_spans(tokenizer: Tokenizer, ids: TokenIds) -> list[tuple[int, int]]:
     """Where assistant messages stand in a ChatML rendering: from behind the header to behind `<|im_end|>`.
 
-    The generation prompt at the end is none.
+    A token in which the header's line end has become one with what follows belongs to the message. The generation
+    prompt at the end is no message.
     """
-    header = tokenizer.encode_plain("<|im_start|>assistant\n")
+    *header, line_end = tokenizer.encode_plain("<|im_start|>assistant\n")
     (stop,) = tokenizer.encode_plain("<|im_end|>")
     found = []
     for start in np.flatnonzero(ids == header[0]).tolist():
         begin = start + len(header)
         ends = np.flatnonzero(ids[begin:] == stop)
         if ids[start:begin].tolist() == header and len(ends):
-            found.append((begin, begin + int(ends[0]) + 1))
+            found.append((begin + int(ids[begin] == line_end), begin + int(ends[0]) + 1))
     return found
 
 

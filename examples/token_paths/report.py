@@ -187,7 +187,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
             of_seeds = list(curves(rows, arm, name).values())
             style = {"color": COLOURS[arm[0]], "linestyle": "-" if arm[1] == "recomputed" else ":"}
             for values in of_seeds:
-                axis.plot(range(1, len(values) + 1), values, linewidth=0.6, alpha=0.35, **style)
+                axis.plot(range(1, len(values) + 1), values, linewidth=0.6, alpha=0.5, **style)
             mean = [statistics.fmean(step) for step in zip(*of_seeds, strict=True)]
             axis.plot(range(1, len(mean) + 1), mean, linewidth=2, label=_name(arm), **style)
         axis.set_title(title)
@@ -195,7 +195,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xticks(range(0, len(mean) + 1, 5))
         if name == "right":
-            axis.set_ylim(0.5, 1.02)
+            axis.set_ylim(0, 1.02)
         elif not logarithmic and name != "reward":
             axis.set_ylim(0)
     for axis in axes[-1]:

@@ -26,6 +26,12 @@ def test_help_imports_nothing_heavy() -> None:
         assert command in done.stdout
 
 
+def test_the_list_of_commands_cuts_no_sentence_short(run: Run) -> None:
+    done = run("-h")
+    assert done.exit_code == 0
+    assert "..." not in done.stdout
+
+
 def test_version_is_printed(run: Run) -> None:
     done = run("--version")
     assert (done.exit_code, done.stdout) == (0, f"tokentape {tokentape.__version__}\n")

@@ -35,6 +35,19 @@ def test_a_record_is_measured_with_the_tokenizer_that_it_was_served_with(run: Ru
     assert {one["dimension"] for one in report["strata"]} == {"turn", "weights", "temperature", "script", "region"}
 
 
+def test_nothing_is_broken_down_where_nothing_drifted(run: Run, record: Record) -> None:
+    said = run("drift", record([USER, (Provenance.SAMPLED, "They cost 12.<|im_end|>")])).stdout
+    assert "0 of 1 drifted" in said
+    assert "by turn" not in said
+
+
+def test_an_example_has_its_ids_both_ways(run: Run, tmp_path: Path, model_dir: Path, ids: list[int]) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(ids))
+    said = run("drift", path, "--tokenizer", model_dir).stdout
+    assert f"ids {ids[-2:]} -> [" in said
+
+
 def test_a_foreign_file_is_measured_and_fails_above_a_rate(
     run: Run, tmp_path: Path, model_dir: Path, ids: list[int]
 ) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -135,3 +136,14 @@ def test_two_servers_can_sample(model_dir: Path, tmp_path: Path) -> None:
         with serving(model_dir, *engines, "--data", data) as (_, url):
             assert httpx2.post(f"{url}/sessions/s/v1/chat/completions", json=HELLO).status_code == 200
     assert recorded(data, "s") == fake_vllm.SAMPLED
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_port_that_is_taken_is_said_with_what_to_do(workers: int, run: Run, model_dir: Path, tmp_path: Path) -> None:
+    engine = ("--engine", "vllm", "--engine-url", "http://127.0.0.1:9") if workers > 1 else ()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run("serve", model_dir, "--data", tmp_path / "d", "--port", port, "--workers", workers, *engine)
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1].startswith(f"error: port {port} of 127.0.0.1 is taken")
+    assert "--port" in done.stderr

@@ -121,18 +121,26 @@ def sse(events: list[Event]) -> bytes:
     return "".join(f"data: {text}\n\n" for text in data).encode()
 
 
-def streaming(*pieces: bytes, then: str = "end") -> StreamingResponse:
+def streaming(*pieces: bytes, then: str = "end", pause: float = 0.0) -> StreamingResponse:
     """These pieces, each sent on its own; then the end, a broken connection, or silence."""
 
     async def stream() -> AsyncIterator[bytes]:
         for piece in pieces:
             yield piece
+            if pause:
+                await asyncio.sleep(pause)
         if then == "break":
             raise ConnectionError("injected")
         if then == "stall":
             await asyncio.Event().wait()
 
     return StreamingResponse(stream(), media_type="text/event-stream")
+
+
+def token_by_token(body: dict[str, Any]) -> Response:
+    """A stream whose tokens come one after the other."""
+    stream = sse(sampled_events(body))
+    return streaming(*(event + b"\n\n" for event in stream.split(b"\n\n")[:-1]), pause=0.05)
 
 
 def plain_answer(body: dict[str, Any]) -> Response:

@@ -43,11 +43,15 @@ def asked(use: Callable[[Connections], Awaitable[_T]], *answers: bytes, close: b
     return asyncio.run(main())
 
 
+def _soon() -> float:
+    return asyncio.get_running_loop().time() + 60
+
+
 async def get(connections: Connections) -> tuple[int, bytes]:
     """One request; status and body."""
     response = await connections.send(await connections.connect(), "GET", "/", {}, [])
     body = b""
-    while chunk := await response.read():
+    while chunk := await response.read(_soon()):
         body += chunk
     response.close()
     return response.status, body
@@ -101,9 +105,9 @@ def test_a_body_that_is_not_read_waits_in_the_server() -> None:
     async def use(connections: Connections) -> tuple[int, int]:
         response = await connections.send(await connections.connect(), "GET", "/", {}, [])
         await asyncio.sleep(0.2)
-        first = len(await response.read())
+        first = len(await response.read(_soon()))
         rest = 0
-        while chunk := await response.read():
+        while chunk := await response.read(_soon()):
             rest += len(chunk)
         return first, rest
 

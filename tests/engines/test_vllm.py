@@ -28,6 +28,7 @@ from fake_vllm import (
     open_and_sample,
     sse,
     streaming,
+    token_by_token,
     whole,
 )
 from hypothesis import given, settings
@@ -124,7 +125,7 @@ def test_the_prompt_is_sent_as_ids_and_the_request_id_as_a_header(server: FakeVl
 def test_a_stream_gives_each_token_as_it_comes_and_the_finish_with_the_last(
     server: FakeVllm, verify_prompt: bool
 ) -> None:
-    assert open_and_sample(server, verify_prompt=verify_prompt) == [
+    assert open_and_sample(server, answer=token_by_token, verify_prompt=verify_prompt) == [
         SampleDelta((11,), (-0.5,)),
         SampleDelta((12,), (-1.5,)),
         SampleDelta((13,), (-2.5,), "length"),
@@ -200,11 +201,30 @@ def test_deltas_do_not_depend_on_where_the_stream_is_cut(server: FakeVllm, cuts:
         return streaming(*(stream[start:end] for start, end in zip([0, *ends], ends, strict=False)))
 
     server.reset()
-    assert open_and_sample(server, answer=answer) == [
-        SampleDelta((11,), (-0.5,)),
-        SampleDelta((12,), (-1.5,)),
-        SampleDelta((13,), (-2.5,), "length"),
-    ]
+    deltas = open_and_sample(server, answer=answer)
+    assert joined(deltas) == ((11, 12, 13), (-0.5, -1.5, -2.5))
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
+
+
+def test_what_arrives_together_is_one_delta_up_to_an_error(server: FakeVllm) -> None:
+    def answer(body: dict[str, Any]) -> Response:
+        events = fake_vllm.sampled_events(body)[:2]
+        return streaming(sse([*events, {"error": {"code": 503}}]))
+
+    async def main() -> list[SampleDelta]:
+        engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        server.answer = answer
+        seen = []
+        try:
+            async for delta in engine.sample(PROMPT, PARAMS, stream=True, request_id="call"):
+                seen.append(delta)
+        except EngineUnavailable:
+            return seen
+        finally:
+            await engine.close()
+        raise AssertionError("the call ended")
+
+    assert asyncio.run(main()) == [SampleDelta((11, 12), (-0.5, -1.5))]
 
 
 def first(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -347,7 +367,9 @@ def test_a_finish_is_held_back_until_the_reply_is_complete(server: FakeVllm) -> 
             await engine.close()
         raise AssertionError("the call ended")
 
-    assert [delta.finish_reason for delta in asyncio.run(main())] == [None, None]
+    seen = asyncio.run(main())
+    assert joined(seen)[0] == (11, 12)
+    assert seen[-1].finish_reason is None
 
 
 def test_data_after_the_end_of_a_stream_is_refused(server: FakeVllm) -> None:

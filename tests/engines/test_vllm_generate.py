@@ -29,6 +29,7 @@ from fake_vllm import (
     sampled_events,
     sse,
     streaming,
+    token_by_token,
     whole,
 )
 from starlette.responses import JSONResponse, Response
@@ -193,7 +194,7 @@ def test_salt_session_and_request_id_reach_the_server(server: FakeVllm) -> None:
 def test_a_stream_gives_each_token_as_it_comes_and_the_finish_with_the_last(
     server: FakeVllm, verify_prompt: bool
 ) -> None:
-    assert open_and_sample(server, verify_prompt=verify_prompt) == [
+    assert open_and_sample(server, answer=token_by_token, verify_prompt=verify_prompt) == [
         SampleDelta((11,), (-0.5,)),
         SampleDelta((12,), (-1.5,)),
         SampleDelta((13,), (-2.5,), "length"),

@@ -74,6 +74,15 @@ def test_rendering_trains_an_end_that_was_never_sampled(renderer: Renderer, stor
     assert np.isnan(found.logprobs[found.loss_mask]).tolist() == [False] * found.sampled + [True]
 
 
+def test_a_reply_that_begins_with_a_line_end_merges_with_the_header_and_is_found(
+    renderer: Renderer, store: SqliteStore
+) -> None:
+    rollout = rollout_of(played(renderer, store, [(user("Hello"), "\nHello you!<|im_end|>")]))
+    found = rerendered(renderer, rollout)
+    assert renderer.tokenizer.decode(found.token_ids[found.loss_mask].tolist()) == "\n\nHello you!<|im_end|>"
+    assert found.other_text == 1
+
+
 @st.composite
 def spelt(draw: st.DrawFn, tokenizer: object) -> list[int]:
     """Ids of a text in pieces that no tokenizer would have chosen."""

@@ -64,8 +64,10 @@ def first_of(text: str, start: int, delimiters: Sequence[str]) -> tuple[int, str
     return best
 
 
-def held_back(text: str, start: int, delimiters: Sequence[str]) -> int:
+def held_back(text: str, start: int, delimiters: tuple[str, ...]) -> int:
     """How many characters at the end may still grow into a delimiter."""
+    if not text or text[-1] not in _before_ends(delimiters):
+        return 0
     most = 0
     for delimiter in delimiters:
         for n in range(min(len(delimiter) - 1, len(text) - start), most, -1):
@@ -73,6 +75,12 @@ def held_back(text: str, start: int, delimiters: Sequence[str]) -> int:
                 most = n
                 break
     return most
+
+
+@lru_cache(1024)
+def _before_ends(delimiters: tuple[str, ...]) -> frozenset[str]:
+    """All characters of delimiters but their last: those that the beginning of one may end with."""
+    return frozenset("".join(delimiter[:-1] for delimiter in delimiters))
 
 
 def skip_space(text: str, at: int) -> int:

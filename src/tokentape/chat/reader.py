@@ -39,16 +39,17 @@ class Reader:
         """Take newly sampled ids."""
         fresh: list[str] = []
         end = self._ends[-1] if self._ends else 0
+        decode, token_bytes, control_by_id = self._decoder.decode, self.tokenizer.token_bytes, self.tokenizer.control_by_id
         for token_id in ids:
             if not self.stopped:
-                control = self.tokenizer.control_by_id(token_id)
+                control = control_by_id(token_id)
                 self.ended = token_id in self.stop_ids
                 if control is not None or self.ended:
-                    arrived = self._decoder.decode(b"", final=True)
+                    arrived = decode(b"", final=True)
                     arrived += control.mark if control is not None and not self.ended else ""
                 else:
-                    arrived = self._decoder.decode(self.tokenizer.token_bytes(token_id))
-                fresh.append(self._release(arrived, final=self.ended))
+                    arrived = decode(token_bytes(token_id))
+                fresh.append(self._release(arrived, final=self.ended) if self.stop_strings else arrived)
                 self.stopped = self.stopped or self.ended
                 end += len(arrived)
             self._ends.append(end)
@@ -87,6 +88,6 @@ class Reader:
         if found is not None:
             self.stopped = True
             return text[: found[0]]
-        keep = 0 if final else held_back(text, 0, self.stop_strings)
+        keep = 0 if final else held_back(text, 0, tuple(self.stop_strings))
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

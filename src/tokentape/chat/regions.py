@@ -60,6 +60,7 @@ class RegionScanner:
         borders = _borders(form, with_calls=bool(tools))
         self._calls = borders.calls.fresh(tools) if borders.calls is not None else None
         self._leaves, self._search, self._before_calls = borders.leaves, borders.search, borders.before_calls
+        self._held = borders.held
         self._end_space = len(form.content_close) - len(form.content_close.lstrip())
         self._region: _Region = "content"
         self._speech: _Speech = "content"
@@ -94,8 +95,9 @@ class RegionScanner:
         if found is None:
             end = len(reader.text)
             if not final:
-                end -= held_back(reader.text, reader.at, list(leaves))
-                end = self._before_space(end, max((leave.space_before for leave in leaves.values()), default=0))
+                cores, space = self._held[self._speech]
+                end -= held_back(reader.text, reader.at, cores)
+                end = self._before_space(end, space)
                 if self._is_blank(end):
                     return False
             elif self._speech == "content" and reader.stopped:
@@ -220,6 +222,8 @@ class _Borders:
     """Per region the delimiters that end it, by what is looked for."""
     search: Mapping[_Speech, re.Pattern[str]]
     """Per region an expression for all of them."""
+    held: Mapping[_Speech, tuple[tuple[str, ...], int]]
+    """Per region what is looked for, and how much white space before any of it may belong to it."""
     calls: CallReader | None
     before_calls: Sequence[_Delimiter]
     """What ends content and begins calls as well: where no call follows, it is no text either."""
@@ -235,6 +239,10 @@ def _borders(form: AssistantFormat, *, with_calls: bool) -> _Borders:
     return _Borders(
         {region: {leave.core: leave for leave in found} for region, found in leaves.items()},
         {region: _search(found, marks=calls is not None and calls.bare) for region, found in leaves.items()},
+        {
+            region: (tuple(leave.core for leave in found), max((leave.space_before for leave in found), default=0))
+            for region, found in leaves.items()
+        },
         calls,
         [end for end in ends if end.core in begin_calls],
     )

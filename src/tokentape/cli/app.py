@@ -46,7 +46,12 @@ class _Commands(TyperGroup):
 
 # Without rich's markup the help needs no rich, which takes longer to import than all the rest.
 app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
@@ -66,24 +71,25 @@ def _options(
     """Train on exactly the tokens your model sampled."""
 
 
-app.command()(serve)
+# A short help where the first sentence is too long for the list of commands.
+app.command(short_help="Serve a model, and record token-exactly.")(serve)
 app.add_typer(config, name="config")
 app.command(context_settings=SAME_AS_SERVE)(doctor)
 app.command()(certify)
-app.command()(audit)
-app.command()(lock)
-app.command()(check)
-app.command()(probe)
-app.command()(premium)
+app.command(short_help="Say whether trainer and server give the same ids.")(audit)
+app.command(short_help="Freeze the ids of texts and messages in a lockfile.")(lock)
+app.command(short_help="Say what changed since a lockfile was made.")(check)
+app.command(short_help="Count edits that change the ids and not the text.")(probe)
+app.command(short_help="Count tokens per character and byte, by language.")(premium)
 app.command()(demo)
 app.command()(show)
 app.command()(view)
 app.command()(export)
-app.add_typer(snapshot, name="snapshot")
+app.add_typer(snapshot, name="snapshot", short_help="Take sessions out of a running gateway.")
 app.command()(verify)
 app.command()(archive)
 app.command()(check_logprobs)
-app.command()(drift)
+app.command(short_help="Measure how often ids change when they become text.")(drift)
 app.command()(compare)
 
 

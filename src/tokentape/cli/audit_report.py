@@ -46,7 +46,7 @@ def _side(letter: str, facts: SideFacts) -> Text:
     line.append(readable(f"  {facts.kind}{f' ({versions})' if versions else ''}"), style="default")
     sha256 = facts.files.get("tokenizer.json") or next(iter(facts.files.values()), None)
     if sha256:
-        line.append(f"  {sha256[:12]}", style="dim")
+        line.append(f"  sha256 {sha256[:12]}", style="dim")
     return line
 
 

@@ -45,7 +45,7 @@ def check(
     """Say what changed since a lockfile was made, and exit with 1 if anything did.
 
     Names the part of the tokenizer or template, the first input with other ids, the ids expected and found, and a
-    likely cause. Another version of a library is told, but fails only if ids changed.
+    likely cause. Another version of a library is reported, but fails only if ids changed.
     """
     if path is None and engine is None:
         raise typer.BadParameter("name a model folder, a server with --engine URL, or both", param_hint="MODEL")

@@ -56,7 +56,7 @@ def check_logprobs(
     ] = 0.0,
     outliers: Annotated[int, typer.Option(metavar="N", min=0, help="How many tokens to list.")] = 10,
     rerender: Annotated[
-        bool, typer.Option("--rerender", help="Tell also what rendering the messages again would change.")
+        bool, typer.Option("--rerender", help="Report too what rendering the messages again would change.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -64,8 +64,8 @@ def check_logprobs(
 
     The trainer is a model folder, a file of what it has, or both: a file's ids go through the model if it has no
     logprobs. Exits with 1 if a limit is exceeded, and says in which channel: numeric (same ids, other numbers), id
-    drift (same text, other ids), text drift (other text). What retokenizing or --rerender would change is told, and is
-    no failure. --rerender takes a data directory, since exported files have no messages.
+    drift (same text, other ids), text drift (other text). What retokenizing or --rerender would change is
+    reported, and is no failure. --rerender takes a data directory, since exported files have no messages.
     """
     if model is None and batch is None:
         raise typer.BadParameter("give --model, --batch, or both: there is nothing to compare with")
@@ -100,6 +100,8 @@ def check_logprobs(
             typer.echo(line)
         for channel, what in failures:
             typer.echo(f"{channel}: {what}", err=True)
+        if not failures:
+            typer.echo("within the limits")
     raise typer.Exit(1 if failures else 0)
 
 

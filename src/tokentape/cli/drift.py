@@ -55,10 +55,10 @@ def drift(
         list[str] | None, typer.Option(metavar="COLUMN", help="Split the report by it too; may be given several times.")
     ] = None,
     rerender: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Render so many later turns of a data directory again; 0: none.")
+        int, typer.Option(metavar="N", min=0, help="Render at most this many later turns of a data directory again.")
     ] = 200,
     completions: Annotated[
-        int, typer.Option(metavar="N", min=1, help="With --model: so many drifted completions.")
+        int, typer.Option(metavar="N", min=1, help="With --model: at most this many drifted completions.")
     ] = 100,
     fail_above: Annotated[
         float | None,
@@ -159,7 +159,7 @@ def _rerender_meter(folder: Path, sha256: str, most: int) -> RerenderMeter | Non
 
 
 def _lines(report: DriftReport) -> Iterator[str]:
-    yield f"rows          {report.rows:,}"
+    yield f"rows          {report.rows:,}; in brackets, 95 % confidence intervals"
     yield f"completions   {_rate(report.completions)} drifted"
     yield f"tokens        {_rate(report.tokens)} changed"
     if report.seams.total:
@@ -175,10 +175,12 @@ def _lines(report: DriftReport) -> Iterator[str]:
         for one in report.artifacts:
             yield f"  {one.name:<24}{one.stretches:>9,}  {one.stretches / total:>6.1%}  {one.meaning}"
         yield f"  {_shapes(report)}"
-    for dimension in dict.fromkeys(stratum.dimension for stratum in report.strata):
+    # Of nothing there is nothing to break down: every line would be the same zero.
+    strata = report.strata if report.completions.changed else ()
+    for dimension in dict.fromkeys(stratum.dimension for stratum in strata):
         yield ""
         yield f"by {dimension}"
-        for stratum in report.strata:
+        for stratum in strata:
             if stratum.dimension == dimension:
                 yield f"  {_shown(stratum.value):<24}{_rate(stratum.tokens)}"
     yield ""
@@ -189,7 +191,9 @@ def _lines(report: DriftReport) -> Iterator[str]:
         for name in dict.fromkeys(one.artifact for one in report.examples):
             example = next(one for one in report.examples if one.artifact == name)
             sampled, again = (_pieces(side) for side in (example.sampled_pieces, example.retokenized_pieces))
-            yield f"  {name:<24}{sampled} -> {again}  ({_shown(example.row)} at {example.position})"
+            yield f"  {name:<24}{sampled} -> {again}"
+            yield f"  {'':<24}ids {list(example.sampled)} -> {list(example.retokenized)}"
+            yield f"  {'':<24}{_shown(example.row)}, token {example.position}"
 
 
 def _cost(report: DriftReport) -> Iterator[str]:

@@ -32,4 +32,4 @@ def open_tokenizer(named: Path | None, *records: Path) -> tuple[Path, Tokenizer]
                 "with --tokenizer"
             )
         return Path(served.folder), tokenizer
-    raise InvalidRequest("nothing tells which tokenizer the ids are of; name its model folder with --tokenizer")
+    raise InvalidRequest("nothing says which tokenizer the ids are of; name its model folder with --tokenizer")

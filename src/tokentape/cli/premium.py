@@ -24,7 +24,7 @@ def premium(
     baseline: Annotated[
         str | None, typer.Option(metavar="LANGUAGE", help="Give each language's tokens over this one's: translations.")
     ] = None,
-    lines: Annotated[int | None, typer.Option(min=1, help="Read so many lines of each file at most.")] = None,
+    lines: Annotated[int | None, typer.Option(min=1, help="Read at most this many lines of each file.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report as one HTML file.")] = None,
     as_json: AsJson = False,
 ) -> None:

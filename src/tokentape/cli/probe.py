@@ -42,7 +42,7 @@ def probe(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="JSONL of results; goes on with one there.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Do so many trials at most.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Run at most this many trials.")] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Samples of each task; needs a temperature.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampling, and of the words drawn.")] = 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokentape.chat.renderer import Renderer
 from tokentape.config import ServeConfig
-from tokentape.errors import TokentapeError
+from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway.draining import Drain
 from tokentape.gateway.logs import logging_to
 from tokentape.gateway.metrics import COUNTED_TOGETHER
@@ -37,12 +38,11 @@ _LOOK_SECONDS = 1.0
 def serve_alone(config: ServeConfig) -> None:
     """Serve in this process, until a signal."""
     renderer = open_renderer(config)
-    with (
-        open_store(config.location, synchronous=synchronous(config)) as store,
-        logging_to(level=config.log.level, form=config.log.format),
-    ):
-        asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
-        _serve(config, renderer, store, on_ready=lambda url: _tell(config, url))
+    with logging_to(level=config.log.level, form=config.log.format):
+        _log.info("opening %s", model_name(config))
+        with _port_taken(config), open_store(config.location, synchronous=synchronous(config)) as store:
+            asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
+            _serve(config, renderer, store, on_ready=lambda url: _tell(config, url))
 
 
 def serve_with_workers(config: ServeConfig) -> None:
@@ -61,7 +61,8 @@ def serve_with_workers(config: ServeConfig) -> None:
         with _store(config) as store:
             asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
         held.enter_context(logging_to(level=config.log.level, form=config.log.format))
-        url, listeners = bind(config.host, config.port, config.workers, has_keys=bool(config.all_keys()))
+        with _port_taken(config):
+            url, listeners = bind(config.host, config.port, config.workers, has_keys=bool(config.all_keys()))
         for listener in listeners:
             held.callback(listener.close)
         counts = held.enter_context(tempfile.TemporaryDirectory(prefix="tokentape-metrics-"))
@@ -134,7 +135,25 @@ def _serve(
 
 def _tell(config: ServeConfig, base_url: str) -> None:
     by = "" if config.workers == 1 else f" with {config.workers} workers"
-    _log.info("serving %s at %s/v1%s, recording to %s", model_name(config), base_url, by, shown(config.location))
+    record = shown(config.location)
+    _log.info(
+        "serving %s at %s/v1%s, recording to %s; viewer at %s/view", model_name(config), base_url, by, record, base_url
+    )
+
+
+@contextmanager
+def _port_taken(config: ServeConfig) -> Iterator[None]:
+    """Raises `InvalidRequest`, with what to do, for a port that something else listens on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise InvalidRequest(
+            f"port {config.port} of {config.host} is taken, by another gateway perhaps; stop that, or name another one "
+            "with --port (0 takes a free one)",
+            "port",
+        ) from None
 
 
 class _Gateway:

@@ -38,7 +38,7 @@ def create(
         int | None, typer.Option(metavar="SNAPSHOT", help="Only what has changed since this snapshot.")
     ] = None,
     idle: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Only sessions without a turn in so many seconds.")
+        float | None, typer.Option(metavar="SECONDS", help="Only sessions without a turn for this long.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

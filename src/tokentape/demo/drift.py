@@ -29,6 +29,8 @@ class Change:
 
     session_id: str
     turn: int
+    kind: str
+    """Its class, as the viewer names it."""
     sampled: tuple[int, ...]
     retokenized: tuple[int, ...]
 
@@ -115,12 +117,13 @@ def _key(prompt_ids: Any, token_ids: Any, logprobs: Any) -> bytes:
 
 def _first_change(turn: Turn, again: TokenIds, found: Pairing) -> Change:
     """The first changed stretch; where retokenizing only left off the end, that."""
-    sampled, retokenized_to = turn.completion_ids[len(again) :], again[:0]
+    sampled, retokenized_to, kind = turn.completion_ids[len(again) :], again[:0], "cut off"
     if found.changes:
         first = found.changes[0]
+        kind = first.kind
         sampled = turn.completion_ids[first.start : first.end]
         retokenized_to = again[first.trainer_start : first.trainer_end]
-    return Change(turn.session_id, turn.seq, tuple(sampled.tolist()), tuple(retokenized_to.tolist()))
+    return Change(turn.session_id, turn.seq, kind, tuple(sampled.tolist()), tuple(retokenized_to.tolist()))
 
 
 def _rerendered(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> list[int] | None:

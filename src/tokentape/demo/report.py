@@ -77,7 +77,9 @@ def _cell(part: int, whole: int | None) -> str:
 
 
 def _print_change(console: Console, change: Change, tokenizer: Tokenizer) -> None:
-    console.print(f"For example turn {change.turn} of session {change.session_id}, the same text in other ids:")
+    console.print(
+        f"For example turn {change.turn} of session {change.session_id}, the same text in other ids ({change.kind}):"
+    )
     console.print(f"  sampled      {_pieces(tokenizer, change.sampled)}", markup=False)
     console.print(f"  retokenized  {_pieces(tokenizer, change.retokenized)}", markup=False)
     console.print()
@@ -93,8 +95,9 @@ def _print_places(console: Console, report: DemoReport, session_id: str) -> None
     console.print(f"  {report.parquet}", soft_wrap=True)
     console.print("Look further:")
     for line in (
+        f"{command} view {report.directory}",
+        f"{command} drift {report.directory}",
         f"{command} show {report.directory} {session_id} --ids",
         f"{command} verify {report.directory}",
-        f"{command} export {report.directory} -o trajectories.jsonl",
     ):
         console.print(f"  {line}", soft_wrap=True, markup=False)

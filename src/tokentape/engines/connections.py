@@ -87,6 +87,7 @@ class Connections:
     def release(self, connection: _Protocol, *, reusable: bool) -> None:
         """Take a connection back."""
         self._busy.discard(connection)
+        connection.rest()
         if reusable and not self.closed and len(self._idle) < self._most_idle:
             self._idle.append((asyncio.get_running_loop().time(), connection))
         else:
@@ -108,9 +109,12 @@ class Response:
         self._connection: _Protocol | None = connection
         self._owner = owner
 
-    async def read(self) -> bytes:
-        """What has arrived of the body since, waiting for it; nothing at the end. Raises `ConnectionBroken`."""
-        return b"" if self._connection is None else await self._connection.read()
+    async def read(self, until: float) -> bytes:
+        """What has arrived of the body since, waiting for it until then, in the event loop's time; nothing at the end.
+
+        Raises `ConnectionBroken`, and TimeoutError if nothing arrives.
+        """
+        return b"" if self._connection is None else await self._connection.read(until)
 
     def close(self) -> None:
         """Give up the rest. A connection is used again only if there is none."""
@@ -138,6 +142,8 @@ class _Protocol(asyncio.Protocol):
         self._unasked = False
         self._status = 0
         self._keep = True
+        self._until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     # What is asked of it.
 
@@ -159,13 +165,14 @@ class _Protocol(asyncio.Protocol):
             await self._wait()
         return self._status
 
-    async def read(self) -> bytes:
+    async def read(self, until: float) -> bytes:
         """The next bytes of the body; nothing at its end."""
         while not self._chunks:
             if self._complete:
                 return b""
             if self._broken is not None:
                 raise ConnectionBroken(self._broken)
+            self._allow(until)
             await self._wait()
         data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
@@ -175,8 +182,15 @@ class _Protocol(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
+    def rest(self) -> None:
+        """Nobody waits for anything from here on."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def close(self) -> None:
         """Close it, unsent data included."""
+        self.rest()
         self._break("closed")
         if self._transport is not None:
             self._transport.abort()
@@ -187,6 +201,22 @@ class _Protocol(asyncio.Protocol):
             await self._waiter
         finally:
             self._waiter = None
+
+    def _allow(self, until: float) -> None:
+        """Have the next wait end then. The timer of the wait before is kept if it is not too late: each token waits."""
+        self._until = until
+        if self._timer is None or self._timer.when() > until:
+            self.rest()
+            self._timer = asyncio.get_running_loop().call_at(until, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if asyncio.get_running_loop().time() < self._until:
+            self._allow(self._until)
+        else:
+            self._waiter.set_exception(TimeoutError())
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

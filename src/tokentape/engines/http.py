@@ -10,6 +10,7 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 from urllib.parse import SplitResult, urlsplit
@@ -106,6 +107,9 @@ class SseReader:
         """
         if not chunk:
             return []
+        whole = self._whole_events(chunk)
+        if whole is not None:
+            return whole
         if self._after_cr:
             chunk = chunk.removeprefix(b"\n")
         self._after_cr = chunk.endswith(b"\r")
@@ -121,6 +125,17 @@ class SseReader:
             if len(text) < len(line):
                 self._end_line(events)
         return events
+
+    def _whole_events(self, chunk: bytes) -> list[bytes] | None:
+        """The data of a chunk that is nothing but whole events of one line `data: ` each, as servers send tokens."""
+        if self._line or self._data or self._after_cr or not chunk.endswith(b"\n\n") or b"\r" in chunk:
+            return None
+        if not chunk.startswith(b"data: ") or len(chunk) > self._max:
+            return None
+        parts = chunk[6:-2].split(b"\n\ndata: ")
+        if chunk.count(b"\n") != 2 * len(parts):
+            return None
+        return parts if chunk.isascii() else [_utf8(part) for part in parts]
 
     def _end_line(self, events: list[bytes]) -> None:
         line = bytes(self._line)
@@ -199,14 +214,21 @@ class HttpClient:
                 within an event is an `EngineError`.
 
         """
+        async with aclosing(self.arrivals(path, body, headers)) as arrivals:
+            async for several in arrivals:
+                for data in several:
+                    yield data
+
+    async def arrivals(self, path: str, body: Body, headers: Mapping[str, str]) -> AsyncGenerator[list[bytes], None]:
+        """As `events`, but what has arrived together comes together: what is done for each has to be done once."""
         total = _Limit.after("total", self.timeouts)
         limit = min(_Limit.after("first_token", self.timeouts), total)
         reader = SseReader()
         response = await self._send("POST", path, body, headers, limit)
         try:
             while chunk := await _next_chunk(response, path, limit):
-                for data in reader.feed(chunk):
-                    yield data
+                if events := reader.feed(chunk):
+                    yield events
                     limit = min(_Limit.after("between_tokens", self.timeouts), total)
         finally:
             response.close()
@@ -286,8 +308,7 @@ class _Limit:
 async def _next_chunk(response: Response, path: str, limit: _Limit) -> bytes:
     """The next bytes of a body; none at its end."""
     try:
-        async with asyncio.timeout_at(limit.at):
-            return await response.read()
+        return await response.read(limit.at)
     except TimeoutError:
         raise limit.error(path) from None
     except ConnectionBroken as error:

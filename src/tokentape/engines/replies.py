@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from itertools import chain
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -27,6 +29,11 @@ Alternatives: TypeAlias = tuple[tuple[int, float], ...]
 _Shape = TypeVar("_Shape", bound=msgspec.Struct)
 
 
+@cache
+def _decoder(shape: type[_Shape]) -> msgspec.json.Decoder[_Shape]:
+    return msgspec.json.Decoder(shape)
+
+
 def decode(body: bytes, shape: type[_Shape], server: str) -> _Shape:
     """`body` as `shape`.
 
@@ -35,9 +42,22 @@ def decode(body: bytes, shape: type[_Shape], server: str) -> _Shape:
 
     """
     try:
-        return msgspec.json.decode(body, type=shape)
+        found: _Shape = _decoder(shape).decode(body)
+        return found
     except msgspec.MsgspecError as error:
         raise EngineContractError(f"the engine's reply is not of the form that {server}'s has: {error}") from None
+
+
+def joined(deltas: Sequence[SampleDelta | None]) -> SampleDelta | None:
+    """What arrived together as one delta, none of them the last; None if there are no tokens in it."""
+    told = [delta for delta in deltas if delta is not None]
+    if len(told) < 2:
+        return told[0] if told else None
+    return SampleDelta(
+        tuple(chain.from_iterable(delta.token_ids for delta in told)),
+        tuple(chain.from_iterable(delta.logprobs for delta in told)),
+        top_logprobs=tuple(chain.from_iterable(delta.top_logprobs for delta in told)),
+    )
 
 
 def alternatives(reported: Sequence[tuple[int, float | None]], top: int) -> Alternatives:

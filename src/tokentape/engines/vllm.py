@@ -15,7 +15,7 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -27,9 +27,16 @@ from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, Sampli
 from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
 from tokentape.engines.http import Body, HttpClient, Timeouts, header_value
 from tokentape.engines.prompt_json import PromptWriter
-from tokentape.engines.replies import ROUNDING, decode
+from tokentape.engines.replies import ROUNDING, decode, joined
 from tokentape.engines.vllm_reply import DONE, Reply, alternatives_to_ask, logits_error
-from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
+from tokentape.errors import (
+    EngineContractError,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    InvalidRequest,
+    TokentapeError,
+)
 from tokentape.types import TokenIds
 
 _log = logging.getLogger("tokentape.engines")
@@ -225,10 +232,13 @@ class VllmEngine:
         path, left = _PATHS[self._server.route], True
         try:
             if stream:
-                async with aclosing(self._http.events(path, body, headers)) as events:
-                    async for data in events:
-                        if delta := reply.take(data):
+                async with aclosing(self._http.arrivals(path, body, headers)) as arrivals:
+                    async for events in arrivals:
+                        deltas, failed = _taken(reply, events)
+                        if delta := joined(deltas):
                             yield delta
+                        if failed is not None:
+                            raise failed
             else:
                 reply.take(await self._http.post(path, body, headers))
                 reply.take(DONE)
@@ -438,6 +448,17 @@ async def _takes_aborts(http: HttpClient) -> bool:
     except (EngineError, InvalidRequest):
         return False
     return True
+
+
+def _taken(reply: Reply, events: Sequence[bytes]) -> tuple[list[SampleDelta | None], TokentapeError | None]:
+    """What these events tell, up to the first that is an error: what was sampled before it counts."""
+    deltas = []
+    for data in events:
+        try:
+            deltas.append(reply.take(data))
+        except TokentapeError as error:
+            return deltas, error
+    return deltas, None
 
 
 def _abort_body(request_id: str) -> bytes:

@@ -57,6 +57,9 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] = []
 
 
+_NO_LOGPROBS = _Logprobs()
+
+
 class _Span(msgspec.Struct):
     version: str
     start: int
@@ -221,23 +224,25 @@ class Reply:
         self._prompt_seen = True
 
     def _delta(self, choice: _Choice) -> SampleDelta:
-        report = choice.logprobs or _Logprobs()
+        report = choice.logprobs or _NO_LOGPROBS
+        tops: Sequence[list[tuple[int, float]]] = ()
         if report.content:
             ids = tuple(map(_id_of, report.content))
             logprobs = [entry.logprob for entry in report.content]
-            tops = [[(_id_of(top), top.logprob) for top in entry.top_logprobs] for entry in report.content]
+            if self._params.top_logprobs:
+                tops = [[(_id_of(top), top.logprob) for top in entry.top_logprobs] for entry in report.content]
         else:
             ids = _token_ids(report.tokens)
             logprobs = report.token_logprobs
-            rows = report.top_logprobs if self._params.top_logprobs else ()
-            tops = [[(_token_id(name), lp) for name, lp in (row or {}).items()] for row in rows]
+            if self._params.top_logprobs:
+                tops = [[(_token_id(name), lp) for name, lp in (row or {}).items()] for row in report.top_logprobs]
         if self._names_ids and tuple(choice.token_ids or ()) != ids:
             raise EngineContractError(
                 f"the engine returned {len(choice.token_ids or ())} token_ids and log-probabilities of "
                 f"{len(ids)} ids; expected the same ids (return_token_ids needs vLLM 0.10.2 or newer)"
             )
-        outside = next((one for one in (min(ids), max(ids)) if not 0 <= one < self._vocab_size), None) if ids else None
-        if outside is not None:
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            outside = min(ids) if min(ids) < 0 else max(ids)
             raise EngineContractError(
                 f"the engine sampled id {outside}; the vocabulary is 0 to {self._vocab_size - 1}. Rows of the "
                 "embedding beyond the tokenizer can be sampled by a model that was not trained to avoid them"
@@ -321,7 +326,7 @@ def _id_of(entry: _Entry | _Top) -> int:
 
 def _token_ids(tokens: Sequence[str]) -> tuple[int, ...]:
     try:
-        ids = tuple(int(token[len(_ID_PREFIX) :]) for token in tokens)
+        ids = tuple([int(token[len(_ID_PREFIX) :]) for token in tokens])
     except ValueError:
         ids = ()
     if [f"{_ID_PREFIX}{token_id}" for token_id in ids] == tokens and (not ids or min(ids) >= 0):

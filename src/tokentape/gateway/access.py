@@ -56,10 +56,11 @@ class Note:
     error: str = ""
     """Code of the error that ended it."""
 
-    async def follow(self, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[TurnEvent]:
-        """`events` as they are; what they tell is noted."""
+    async def follow(self, first: TurnEvent, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[TurnEvent]:
+        """`first` and then `events` as they are; what they tell is noted."""
         async with aclosing(events):
             try:
+                yield first
                 async for event in events:
                     if isinstance(event, TurnDone):
                         self.turns.append(event.turn.seq)

@@ -33,7 +33,7 @@ from tokentape.engines.base import SampleDelta, SamplingParams
 from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
 from tokentape.gateway.endpoint import Asked, Asking, DoneChoice
 from tokentape.gateway.events import TurnDone, TurnEvent, TurnRequest, TurnStarted
-from tokentape.gateway.http import check_depth, encode_event, error_body, parse_json
+from tokentape.gateway.http import check_depth, encode_event, encode_json, error_body, parse_json
 from tokentape.gateway.images import image_part, takes
 from tokentape.gateway.openai_fields import (
     Count,
@@ -140,6 +140,9 @@ class ChatCompletionsBody(SamplingFields, kw_only=True):
 
 PARAMETERS = frozenset(ChatCompletionsBody.__struct_fields__) | IGNORED
 """Every parameter that is known; others are refused."""
+
+_AFTER_TEXT = b'"}}]}\n\n'
+"""How a chunk of nothing but text ends."""
 
 _API_NAMES = {"stop_strings": "stop"}
 """Where a field of `SamplingParams` has another name in requests."""
@@ -266,6 +269,8 @@ class _Encoder:
         self._tokenizer = tokenizer
         self._prompt_ids = started.prompt_ids
         self._head = {"id": f"chatcmpl-{started.reply_id}", "created": int(started.created_at), "model": model_id}
+        self._says: dict[tuple[int, str], bytes] = {}
+        """Per choice and field, what stands before a text in the chunk that tells only it."""
 
     def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
         """The reply to a request without `stream`."""
@@ -294,7 +299,7 @@ class _Encoder:
                     delta, sampled = event.rest, None
                 else:
                     delta, sampled = event.reply, event.sampled
-                if delta or (sampled is not None and (self._body.logprobs or self._body.return_token_ids)):
+                if delta or (sampled is not None and self._tells_tokens):
                     yield self._delta(choice, delta, sampled, calls[choice])
                     calls[choice] += len(delta.tool_calls)
         for choice in sorted(done):
@@ -324,6 +329,10 @@ class _Encoder:
         return self._chunk({"index": choice, "delta": {"role": "assistant", "content": ""}}, more)
 
     def _delta(self, choice: int, reply: ReplyDelta, sampled: SampleDelta | None, calls_before: int) -> bytes:
+        if not reply.tool_calls and not (reply.content and reply.reasoning) and not self._tells_tokens:
+            if reply.content:
+                return self._said(choice, "content", reply.content)
+            return self._said(choice, "reasoning_content", reply.reasoning)
         delta: dict[str, Any] = {}
         if reply.content:
             delta["content"] = reply.content
@@ -345,6 +354,18 @@ class _Encoder:
         if sampled is not None and self._body.return_token_ids:
             written["token_ids"] = sampled.token_ids
         return self._chunk(written)
+
+    @property
+    def _tells_tokens(self) -> bool:
+        return self._body.logprobs or self._body.return_token_ids
+
+    def _said(self, choice: int, field: str, text: str) -> bytes:
+        """A chunk of nothing but text, as nearly all are: around the text it is always the same."""
+        before = self._says.get((choice, field))
+        if before is None:
+            before = self._chunk({"index": choice, "delta": {field: ""}}).removesuffix(_AFTER_TEXT)
+            self._says[choice, field] = before
+        return before + encode_json(text)[1:] + _AFTER_TEXT[1:]
 
     def _finish(self, done: TurnDone) -> bytes:
         return self._chunk(

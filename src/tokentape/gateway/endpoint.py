@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -278,7 +278,7 @@ async def _answer(gateway: Gateway, dialect: Dialect, caller: Caller, request: R
         # The status line waits for the first tokens, so that whatever fails before them has its own status.
         first = await anext(events)
         unread.pop_all()
-    return EventStream(encoder.stream(noted.follow(_with_first(first, events))), headers, dialect.error_event)
+    return EventStream(encoder.stream(noted.follow(first, events)), headers, dialect.error_event)
 
 
 async def _body(gateway: Gateway, dialect: Dialect, caller: Caller, request: Request) -> Body:
@@ -333,10 +333,3 @@ async def _collect(events: AsyncGenerator[TurnEvent]) -> list[DoneChoice]:
             sampled.setdefault(event.choice, []).append(event.sampled)
     done.sort(key=lambda one: one.choice)
     return [DoneChoice(one, sampled[one.choice]) for one in done]
-
-
-async def _with_first(first: TurnEvent, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[TurnEvent]:
-    async with aclosing(events):
-        yield first
-        async for event in events:
-            yield event

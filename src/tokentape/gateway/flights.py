@@ -28,7 +28,7 @@ class Flight:
         self._stream = stream
         self._grace = grace
         self._events: list[TurnEvent] = []
-        self._changed = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []
         self._readers = 0
         self._read = False
         self._expiry: asyncio.TimerHandle | None = None
@@ -48,7 +48,7 @@ class Flight:
     async def wanted(self) -> None:
         """Return when somebody waits for the rest; until the call is aborted because nobody does."""
         while not self._readers:
-            await self._changed.wait()
+            await self._change()
 
     def land(self) -> None:
         """Say that the rest is only to be recorded: from here on nothing aborts the call, and a retry finds it."""
@@ -80,11 +80,11 @@ class Flight:
                     event = self._events[at]
                     at += 1
                     yield event
-                    self._read = self._read or (self._stream and isinstance(event, TurnDelta))
+                    if self._stream and not self._read:
+                        self._read = isinstance(event, TurnDelta)
                 if self._task.done():
                     break
-                changed = self._changed
-                await changed.wait()
+                await self._change()
         finally:
             self._readers -= 1
             if not self._readers and not self._task.done():
@@ -108,6 +108,14 @@ class Flight:
             # Fetched once, so that a failure that nobody waits for is not logged as forgotten.
             self._task.exception()
 
+    async def _change(self) -> None:
+        """Return once something has changed. There is a change for every token, so this is no `asyncio.Condition`."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        await waiter
+
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        waiting, self._waiting = self._waiting, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)

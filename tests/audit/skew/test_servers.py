@@ -61,7 +61,7 @@ def test_a_server_that_samples_from_another_prompt_than_it_shows_is_caught() -> 
 def test_nobody_at_the_address_is_an_error() -> None:
     with serving("vllm", healthy(TINY)) as url:
         pass
-    with pytest.raises(EngineError, match="is it running"):
+    with pytest.raises(EngineError, match=f"vllm:{url}: .* is it running"):
         open_side(f"vllm:{url}")
 
 

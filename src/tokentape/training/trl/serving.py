@@ -19,6 +19,7 @@ from tokentape.gateway.app import create_app
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
 from tokentape.store import SqliteStore
+from tokentape.store.served_model import ServedModel, write_served_model
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +114,8 @@ def serving(
         renderer = Renderer.load(model_dir)
         engine = TransformersEngine.open(model_dir, dtype=dtype, device=device, threads=threads, max_batch=max_batch)
         app = create_app(Turns(engine, renderer, SqliteStore.open(record)), model_id="policy")
+        folder = str(Path(model_dir).resolve())
+        write_served_model(record, ServedModel(folder, renderer.tokenizer.sha256, renderer.fingerprint))
         client = Client(stack.enter_context(running(app)), timeout=600.0)
         stack.callback(client.close)
         yield Policy(client, engine)

@@ -183,7 +183,7 @@ class SessionPage {
       h("span", { class: "dim" }, facts.join(" · ")),
       metadata !== "{}" && h("span", { class: "metadata", title: metadata }, metadata),
       h("span", { class: "space" }),
-      this.view.about.grows && h("span", { class: "live" }, h("span", { class: "dot", "aria-hidden": "true" }), "live"),
+      this.view.about.grows && h("span", { class: "live", title: "turns appear as they are recorded" }, h("span", { class: "dot", "aria-hidden": "true" }), "live"),
     );
   }
 
@@ -202,7 +202,7 @@ class SessionPage {
       h("div", { class: "segmented", role: "group", "aria-label": "View" }, tab(false, "Record"), tab(true, "Side by side")),
       sides.length && h("label", { for: "side" }, "drift against"),
       sides.length && select,
-      comparison && h("span", { class: comparison.changes.length ? "driftcount" : "dim", title: comparison.classes().map(([name, times]) => `${name} ${times}`).join(", ") }, comparison.changes.length ? `≠ ${counted(comparison.changes.length, "difference")}, ${counted(comparison.about.changed_tokens, "token")}` : "no drift"),
+      comparison && h("span", { class: comparison.changes.length ? "driftcount" : "dim", title: [...comparison.classes().map(([name, times]) => `${name} ${times}`), counted(comparison.about.changed_tokens, "token")].join(", ") }, comparison.changes.length ? `≠ ${counted(comparison.changes.length, "difference")}` : "no drift"),
       comparison?.changes.length > 0 && h("button", { class: "quiet", onclick: () => this.#toChange(-1), title: "Previous (p)", "aria-label": "Previous difference" }, "↑"),
       comparison?.changes.length > 0 && h("button", { class: "quiet", onclick: () => this.#toChange(1), title: "Next (n)", "aria-label": "Next difference" }, "↓"),
       !this.beside && this.problem && h("span", { class: "dim" }, this.problem),

@@ -14,7 +14,14 @@ from tokentape.audit.skew.sides.base import Ability, Conversation, Rendering, Si
 from tokentape.audit.skew.sides.from_spec import SideOptions
 from tokentape.engines.http import HttpClient
 from tokentape.engines.tokenizing import server_chat_ids, server_prompt_ids, server_text, server_text_ids
-from tokentape.errors import EngineContractError, EngineError, InvalidRequest, TemplateRefused, UnsupportedParameter
+from tokentape.errors import (
+    EngineContractError,
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    TemplateRefused,
+    UnsupportedParameter,
+)
 from tokentape.types import Message
 
 _AT_ONCE = 16
@@ -150,9 +157,11 @@ def open_server(name: str, kind: str, url: str, options: SideOptions) -> ServerS
         if kind == "server":
             kind = loop.run(_detect(http))
         return ServerSide(name, kind, http, loop, options)
-    except BaseException:
+    except BaseException as error:
         loop.run(http.close())
         loop.close()
+        if isinstance(error, EngineUnavailable):
+            raise EngineUnavailable(f"{name}: {error}") from None
         raise
 
 
