@@ -30,9 +30,12 @@ from tokentape.types import Provenance, SessionInfo, Setup, Turn
 
 SETUP = Setup((), {}, "2026-01-01", "f", setup_digest((), {}, "2026-01-01", "f"))
 TEXT = "word " * 120
+RANDOM = np.random.default_rng(0)
 
 
 def make_turn(session_id: str, seq: int, parent: Turn | None) -> Turn:
+    # Numbers of a kind that databases can't compress, as those of models are.
+    ids = RANDOM.integers(0, 150_000, 600, dtype=np.int32)
     turn = Turn(
         session_id=session_id,
         seq=seq,
@@ -40,10 +43,10 @@ def make_turn(session_id: str, seq: int, parent: Turn | None) -> Turn:
         setup=SETUP.digest,
         messages=({"role": "user", "content": TEXT},),
         reply={"role": "assistant", "content": TEXT},
-        added_ids=np.arange(300, dtype=np.int32),
+        added_ids=ids[:300],
         added_provenance=np.full(300, Provenance.USER, np.uint8),
-        completion_ids=np.arange(300, dtype=np.int32),
-        logprobs=np.full(300, -0.5, np.float32),
+        completion_ids=ids[300:],
+        logprobs=-RANDOM.exponential(size=300).astype(np.float32),
         finish_reason="stop",
         stop=7,
         fork=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -78,13 +79,14 @@ async def serving(script: Script) -> AsyncIterator[Peer]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def answering(*pieces: bytes, then: str = "close") -> Script:
+def answering(*pieces: bytes, then: str = "close", pause: float = 0.0) -> Script:
     """Write the pieces, then close, reset or keep the connection, or stall until the client has left."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
+            await asyncio.sleep(pause)
         if then == "stall":
             await reader.read()
         if then == "reset":
@@ -253,6 +255,30 @@ def test_a_reader_who_takes_time_between_events_does_not_use_up_the_timeout() ->
 
     sent = [STREAM, b"data: 1\n\n", b"data: 2\n\n"]
     assert call(answering(*sent), use, timeouts=Timeouts(between_tokens=0.2)) == [b"1", b"2"]
+
+
+def test_a_stream_that_goes_on_does_not_use_up_the_timeout_between_its_events() -> None:
+    sent = [b"data: %d\n\n" % n for n in range(8)]
+    script = answering(STREAM, *sent, pause=0.1)
+    assert len(call(script, events, timeouts=Timeouts(first_token=5, between_tokens=0.5))) == len(sent)
+
+
+def test_a_stream_that_stalls_after_a_while_ends_in_the_timeout_between_its_events() -> None:
+    sent = [b"data: %d\n\n" % n for n in range(4)]
+    script = answering(STREAM, *sent, then="stall", pause=0.1)
+    began = time.perf_counter()
+    with pytest.raises(EngineTimeout, match="timeout between_tokens"):
+        call(script, events, timeouts=Timeouts(first_token=30, between_tokens=0.3))
+    assert time.perf_counter() - began < 10
+
+
+def test_events_that_arrive_together_come_together() -> None:
+    async def use(client: HttpClient, peer: Peer) -> list[list[bytes]]:
+        async with aclosing(client.arrivals("/sample", b"{}", {})) as arrivals:
+            return [several async for several in arrivals]
+
+    script = answering(STREAM, b"data: 1\n\ndata: 2\n\n", b"data: 3\n\n", pause=0.1)
+    assert call(script, use) == [[b"1", b"2"], [b"3"]]
 
 
 def test_leaving_a_stream_closes_its_connection() -> None:

@@ -20,7 +20,7 @@ from tokentape.training.samples import Sample, assemble, group_advantages
 from tokentape.training.trl import GatewayWorker, PolicyTransfer, Row, recorded_reward, serving
 from tokentape.training.trl.asynchronous import _rollout_sample
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:You are importing from 'trl.experimental'")
 
 
 @pytest.fixture

@@ -39,7 +39,11 @@ class Reader:
         """Take newly sampled ids."""
         fresh: list[str] = []
         end = self._ends[-1] if self._ends else 0
-        decode, token_bytes, control_by_id = self._decoder.decode, self.tokenizer.token_bytes, self.tokenizer.control_by_id
+        decode, token_bytes, control_by_id = (
+            self._decoder.decode,
+            self.tokenizer.token_bytes,
+            self.tokenizer.control_by_id,
+        )
         for token_id in ids:
             if not self.stopped:
                 control = control_by_id(token_id)

@@ -18,7 +18,7 @@ def _group() -> None:
     pass
 
 
-@config.command(context_settings=SAME_AS_SERVE)
+@config.command(context_settings=SAME_AS_SERVE, short_help="Print every setting and where it comes from.")
 def show(ctx: typer.Context, as_json: AsJson = False) -> None:
     """Print every setting and where it comes from: flag, env, file or default.
 

@@ -69,7 +69,7 @@ def show(
         typer.echo(json.dumps(one) if as_json else _line(one))
 
 
-@snapshot.command()
+@snapshot.command(short_help="Write a snapshot to a file, and print its digest.")
 def export(
     snapshot_id: SnapshotId,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", dir_okay=False, help="File to write.")],
@@ -84,7 +84,7 @@ def export(
         typer.echo(client.snapshot(snapshot_id).save(output))
 
 
-@snapshot.command()
+@snapshot.command(short_help="Say that a snapshot is safe elsewhere.")
 def confirm(
     snapshot_id: SnapshotId,
     digest: Annotated[str, typer.Argument(metavar="DIGEST", help="What export printed.")],

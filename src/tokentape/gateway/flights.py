@@ -25,6 +25,8 @@ class Flight:
     def __init__(self, attempt: Attempt | None, *, stream: bool, grace: float) -> None:
         self.attempt = attempt
         self.abort_cause = "client_left"
+        self.aborted = False
+        """Its work is cancelled, if not at its end yet: there is nothing left to join."""
         self._stream = stream
         self._grace = grace
         self._events: list[TurnEvent] = []
@@ -58,6 +60,7 @@ class Flight:
         """Cancel the work, whoever waits for it, unless it is landing."""
         if self._task is not None and not self._landing:
             self.abort_cause = cause
+            self.aborted = True
             self._task.cancel()
 
     async def ended(self) -> None:

@@ -71,7 +71,7 @@ class OpenSession:
     def flight_of(self, attempt: Attempt | None) -> Flight | None:
         """The call under way that this one repeats. Raises `IdempotencyMismatch` for a used key with another body."""
         for flight in reversed(self.flights):
-            if attempt is not None and flight.attempt is not None:
+            if attempt is not None and flight.attempt is not None and not flight.aborted:
                 known = flight.attempt
                 if _repeats(attempt, known.key, known.body_digest):
                     return flight
