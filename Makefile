@@ -2,20 +2,27 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test lint types layers docs check test-slow test-faults test-postgres test-engines test-differential test-harnesses test-browser test-ray benchmark-gateway clean
 
-$(STAMP): pyproject.toml constraints-dev.txt
+# What runs it, and with the development group what tests it.
+$(RUNS): pyproject.toml constraints-dev.txt
 	@echo "Setting up $(VENV): some minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
 	@# The CPU build first: with it installed, nothing below pulls GPU packages.
 	command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/pip install --quiet -c constraints-dev.txt torch
+	$(BIN)/pip install --quiet -c constraints-dev.txt -e ".[demo]"
+	touch $@
+
+$(STAMP): $(RUNS)
+	@echo "Setting up what the tests need: some minutes, once."
 	$(BIN)/pip install --quiet -c constraints-dev.txt -e ".[demo]" --group dev
 	touch $@
 
-demo: $(STAMP)
+demo: $(RUNS)
 	$(BIN)/tokentape demo
 
 test: $(STAMP)

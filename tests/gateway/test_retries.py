@@ -19,10 +19,15 @@ from tests.gateway.scripted import ScriptedEngine
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import EngineUnavailable
 from tokentape.gateway.app import create_app
+from tokentape.gateway.events import Attempt
+from tokentape.gateway.flights import Flight
 from tokentape.gateway.limits import Limits
+from tokentape.gateway.open_sessions import OpenSession
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
+from tokentape.session.tree import Session
 from tokentape.store import SqliteStore
+from tokentape.types import SessionInfo
 
 QUESTION = {"role": "user", "content": "What is 3 plus 4?"}
 CALL = '<think>\nhm\n</think>\n\nOne moment.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
@@ -202,6 +207,33 @@ def test_a_call_that_nobody_takes_up_is_aborted_after_the_grace(renderer: Render
             time.sleep(0.2)
         (orphan,) = store_turns(tmp_path)
     assert (orphan.finish_reason, orphan.abort_cause) == ("abort", "client_left")
+
+
+def test_a_retry_does_not_join_a_call_that_is_being_aborted() -> None:
+    async def main() -> None:
+        attempt = Attempt("digest", retried=True)
+        opened, flight = (
+            OpenSession(Session(SessionInfo("s", 0.0)), stored=False),
+            Flight(attempt, stream=True, grace=9),
+        )
+        recorded = asyncio.Event()
+
+        async def work() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await recorded.wait()
+
+        flight.start(work(), lambda: opened.flights.remove(flight))
+        opened.flights.append(flight)
+        await asyncio.sleep(0)
+        assert opened.flight_of(attempt) is flight
+        flight.abort()
+        assert opened.flight_of(attempt) is None
+        recorded.set()
+        await flight.ended()
+
+    asyncio.run(main())
 
 
 def store_turns(directory: Path) -> Any:
