@@ -201,8 +201,8 @@ def simulate(work: Workload, machines: Machines, costs: UnitCosts, *, seconds: f
 PLAN = (
     (Workload(sessions=100), Machines(cores=1, databases=1)),
     (Workload(sessions=1_000), Machines(cores=1, databases=1)),
-    (Workload(sessions=10_000), Machines(cores=12, databases=1)),
-    (Workload(sessions=100_000), Machines(cores=120, databases=4)),
+    (Workload(sessions=10_000), Machines(cores=8, databases=1)),
+    (Workload(sessions=100_000), Machines(cores=64, databases=10)),
 )
 
 

@@ -256,7 +256,7 @@ def machine() -> str:
     if info.is_file():
         models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
         name = models[0] if models else name
-    return f"{name}, {os.cpu_count()} CPUs, {platform.system()} {platform.release()}"
+    return f"{name}, {os.cpu_count()} CPUs, {platform.system()}"
 
 
 if __name__ == "__main__":
