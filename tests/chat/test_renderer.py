@@ -149,7 +149,8 @@ def test_open_reasoning_is_closed_as_the_template_closes_it() -> None:
 
 
 def test_another_stop_token_is_kept_and_stands_for_the_turn_s_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer = load_renderer(QWEN3)
+    # One of its own: a renderer finds out once per setup which ids end a turn.
+    renderer = load_renderer.__wrapped__(QWEN3)
     tokenizer, setup = renderer.tokenizer, setup_for(renderer)
     monkeypatch.setattr(tokenizer, "eos_ids", tokenizer.eos_ids | {151643})
     completion = tokenizer.array(tokenizer.encode_plain("hi<|endoftext|>"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import struct
 import threading
@@ -43,9 +44,9 @@ class Leaver:
         return json.dumps({"return_token_ids": True, **body}).encode()
 
     def read_tokens(self, count: int) -> None:
-        """Read a stream until it has brought so many chunks with ids."""
+        """Read a stream until it has brought so many ids, in however many chunks."""
         seen = b""
-        while seen.count(b'"token_ids"') < count:
+        while sum(ids.count(b",") + 1 for ids in re.findall(rb'"token_ids":\[([^\]]+)\]', seen)) < count:
             piece = self._socket.recv(1 << 16)
             assert piece, f"the stream ended: {seen!r}"
             seen += piece
