@@ -27,7 +27,7 @@ from tokentape.demo import MODEL
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, Task, call_tool, is_solved, sample_tasks
 from tokentape.engines.base import SamplingParams
 from tokentape.engines.transformers import TransformersEngine
-from tokentape.gateway.turns import reply_message
+from tokentape.gateway.recording import reply_message
 from tokentape.session.chain import setup_digest
 from tokentape.types import Message, Setup, TokenIds
 

@@ -13,31 +13,23 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import fields, replace
-from functools import lru_cache, partial
-from operator import attrgetter
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
-import numpy as np
-
-from tokentape.chat.parse import Reply, ReplyDelta
 from tokentape.chat.plain_text import PlainReader
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.splice import History, WrongStop
-from tokentape.engines.base import ChatServer, Engine, MediaEngine, SampleDelta, SamplingParams
+from tokentape.engines.base import ChatServer, Engine, MediaEngine
 from tokentape.errors import (
     AnsweredElsewhere,
-    Conflict,
     EngineContractError,
     EngineError,
-    InvariantViolation,
     LimitReached,
-    NotFound,
-    TokentapeError,
 )
 from tokentape.gateway.capturing import Begun, Capture
-from tokentape.gateway.choices import Choice, ReplyReader, Sampler, name_calls, sample_choices
-from tokentape.gateway.events import Finish, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
+from tokentape.gateway.choices import Choice, ReplyReader, Sampler, sample_choices
+from tokentape.gateway.events import TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.flights import Flight
 from tokentape.gateway.gate import Gate
 from tokentape.gateway.images import ImageSampler
@@ -46,13 +38,12 @@ from tokentape.gateway.limits import Limits
 from tokentape.gateway.open_sessions import OpenSession, OpenSessions, not_found
 from tokentape.gateway.pausing import Pausing
 from tokentape.gateway.preparing import PROMPT, Prepared, Preparer
+from tokentape.gateway.recording import Recorder
+from tokentape.gateway.replaying import replayed
 from tokentape.gateway.telemetry import Telemetry
-from tokentape.session.chain import seal
-from tokentape.session.invariants import check_completion, check_turn
-from tokentape.session.payloads import turn_payload
 from tokentape.session.tree import Continuation, Session
-from tokentape.store import Record, Store
-from tokentape.types import Answer, Message, SessionInfo, Setup, Turn, TurnPayload
+from tokentape.store import Store
+from tokentape.types import Message, SessionInfo, Setup, Turn
 
 _log = logging.getLogger("tokentape.gateway")
 
@@ -100,6 +91,7 @@ class Turns:
         self._preparer = Preparer(renderer, engine, history, store.load_media, other_stop)
         self._capture = None if capture is None else Capture(capture, renderer, self._preparer)
         self._sessions = OpenSessions(store, self.limits)
+        self._recorder = Recorder(store, self._sessions, self.telemetry, engine, self.vocab_size)
         self._payloads = payloads and "payloads_from" in engine.info.sampling
         if payloads and not self._payloads:
             _log.warning("%s returns no payloads per token: none are recorded", engine.info)
@@ -220,7 +212,8 @@ class Turns:
             answer = opened.answer_to(request.attempt)
             if answer is not None:
                 self.telemetry.replayed()
-                return _each(self._recorded(opened.session, answer, request))
+                reader_of = partial(self._reader_again, opened.session, request)
+                return _each(replayed(opened.session, answer, reader_of))
             flight = self._start(opened, request)
         return flight.follow()
 
@@ -322,18 +315,18 @@ class Turns:
             await flight.wanted()
             flight.land()
         except asyncio.CancelledError:
-            await asyncio.shield(self._commit_aborted(opened, prepared, choices, flight.abort_cause))
+            await asyncio.shield(self._recorder.commit_aborted(opened, prepared, choices, flight.abort_cause))
             raise
         except EngineContractError:
             raise
         except EngineError as error:
             if any(choice.ids for choice in choices):
-                await asyncio.shield(self._commit_aborted(opened, prepared, choices, error.code))
+                await asyncio.shield(self._recorder.commit_aborted(opened, prepared, choices, error.code))
             raise
         try:
-            told = await self._commit(opened, prepared, choices, started, request)
+            told = await self._recorder.commit(opened, prepared, choices, started, request)
         except AnsweredElsewhere as error:
-            await asyncio.shield(self._commit_aborted(opened, prepared, choices, error.code))
+            await asyncio.shield(self._recorder.commit_aborted(opened, prepared, choices, error.code))
             raise
         for done in told:
             flight.tell(done)
@@ -350,241 +343,22 @@ class Turns:
         return Choice(index, sampling, self._reader(prepared, request), lambda: self.gate.weight_version)
 
     def _reader(self, prepared: Prepared, request: TurnRequest) -> ReplyReader:
-        stop_strings = prepared.sampling.stop_strings
+        sampling = prepared.sampling
         if request.prompt_ids is not None:
-            stop_ids = frozenset(prepared.sampling.stop_token_ids)
-            return PlainReader(self.renderer.tokenizer, stop_ids=stop_ids, stop_strings=stop_strings)
-        return self.renderer.parser(prepared.setup, stop_strings)
+            return self._plain_reader(sampling.stop_token_ids, sampling.stop_strings)
+        return self.renderer.parser(prepared.setup, sampling.stop_strings)
 
-    async def _commit(
-        self,
-        opened: OpenSession,
-        prepared: Prepared,
-        choices: Sequence[Choice],
-        started: TurnStarted,
-        request: TurnRequest,
-    ) -> list[TurnDone]:
-        """Record all choices of a call at once. Raises, with nothing committed, if an invariant does not hold."""
-        async with opened.lock:
-            while True:
-                if opened.deleted or opened.session.info.owner != request.owner:
-                    raise NotFound(f"session {opened.session_id!r} was deleted while this turn was being sampled")
-                if self.store.shared and opened.answer_to(request.attempt) is not None:
-                    raise AnsweredElsewhere("another gateway has answered this call; send it again to get its reply")
-                turns = self._turns(opened.session, prepared, choices)
-                for turn in turns:
-                    check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
-                    check_turn(turn, prepared.context_ids, prepared.prompt_ids)
-                answer = self._answer(opened, turns, choices, started, request)
-                # A client that leaves now must not tear the record in memory from the one on disk.
-                writing = self._write(opened, prepared, turns, answer, _payloads(prepared, turns, choices))
-                if await asyncio.shield(writing):
-                    break
-        return [
-            TurnDone(choice.index, turn, choice.reply, choice.rest, _finish(turn, choice.reply))
-            for choice, turn in zip(choices, turns, strict=True)
-            if choice.reply is not None
-        ]
-
-    def _answer(
-        self,
-        opened: OpenSession,
-        turns: Sequence[Turn],
-        choices: Sequence[Choice],
-        started: TurnStarted,
-        request: TurnRequest,
-    ) -> Answer | None:
-        """What a retry of a call is answered with."""
-        if request.attempt is None:
-            return None
-        tops = tuple(tuple(choice.top_logprobs) for choice in choices)
-        return Answer(
-            session_id=opened.session_id,
-            reply_id=started.reply_id,
-            turns=tuple(turn.seq for turn in turns),
-            key=request.attempt.key,
-            body_digest=request.attempt.body_digest,
-            created_at=started.created_at,
-            top_logprobs=tops if any(tops) else (),
-        )
-
-    async def _commit_aborted(
-        self, opened: OpenSession, prepared: Prepared, choices: Sequence[Choice], cause: str
-    ) -> None:
-        """Record what was sampled of a call that nobody gets an answer to."""
-        async with opened.lock:
-            if opened.deleted or not self.store.healthy:
-                return
-            for choice in choices:
-                if choice.reply is None:
-                    choice.end()
-                choice.finish_reason, choice.stop = "abort", None
-            try:
-                while not opened.deleted:
-                    turns = self._turns(opened.session, prepared, choices, abort_cause=cause)
-                    if await self._write(opened, prepared, turns, None):
-                        break
-            except TokentapeError as error:
-                _log.warning("an aborted turn could not be recorded (%s)", error.code)
-
-    def _turns(
-        self, session: Session, prepared: Prepared, choices: Sequence[Choice], abort_cause: str | None = None
-    ) -> list[Turn]:
-        """The records of the choices of a call, sealed."""
-        parent = prepared.parent
-        parent_seq = None if parent is None else parent.seq
-        fork = prepared.fork or session.fork_cause(parent_seq, prepared.messages, prepared.setup.digest)
-        turns = []
-        for choice in choices:
-            assert choice.finish_reason is not None
-            assert choice.reply is not None
-            sampling = _recorded_sampling(_values(choice.sampling))
-            turn = Turn(
-                session_id=session.info.session_id,
-                seq=len(session.turns) + choice.index,
-                parent=parent_seq,
-                setup=prepared.setup.digest,
-                messages=prepared.messages,
-                reply=reply_message(choice.reply),
-                added_ids=prepared.added.ids,
-                added_provenance=prepared.added.provenance,
-                completion_ids=np.array(choice.ids, dtype=np.int32),
-                logprobs=np.array(choice.logprobs, dtype=np.float32),
-                finish_reason=choice.finish_reason,
-                stop=choice.stop,
-                fork="sibling" if choice.index else fork,
-                sampling={**sampling, **prepared.noted} if prepared.noted else sampling,
-                engine=choice.engine or str(self.engine.info),
-                weight_version=choice.weight_version,
-                created_at=time.time(),
-                digest="",
-                weight_changes=tuple(choice.weight_changes),
-                abort_cause=abort_cause,
-            )
-            turns.append(seal(turn, None if parent is None else parent.digest))
-        return turns
-
-    async def _write(
-        self,
-        opened: OpenSession,
-        prepared: Prepared,
-        turns: Sequence[Turn],
-        answer: Answer | None,
-        payloads: Sequence[TurnPayload] = (),
-    ) -> bool:
-        """Write turns with what they need that is not stored yet; then, and only then, add them in memory.
-
-        False if another gateway was first to record something of the session: it is taken in, nothing is written, and
-        the turns have to be made anew behind it. They fit: nothing that they build on ever changes.
-        """
-        setup = prepared.setup
-        records: list[Record] = [*prepared.new_media, *turns, *payloads]
-        if answer is not None:
-            records.append(answer)
-        if setup.digest not in opened.setups:
-            records.insert(0, setup)
-        if not opened.stored:
-            records.insert(0, opened.session.info)
-        try:
-            with self.telemetry.stage("commit"):
-                await self.store.write(*records)
-        except (Conflict, NotFound, InvariantViolation):
-            if self.store.shared and (await self._sessions.catch_up(opened) or opened.deleted):
-                return False
-            raise
-        opened.stored = True
-        opened.setups.add(setup.digest)
-        self.telemetry.recorded(turns, len(prepared.prompt_ids))
-        for turn in turns:
-            opened.session.add(turn)
-        if answer is not None:
-            opened.remember(answer)
-        return True
-
-    def _recorded(self, session: Session, answer: Answer, request: TurnRequest) -> list[TurnEvent]:
-        """The events of a call that was answered before, each choice in one delta."""
-        turns = [session.turns[seq] for seq in answer.turns]
-        context = session.context_before(turns[0].seq)
-        events: list[TurnEvent] = [TurnStarted(answer.reply_id, answer.created_at, context, replayed=True)]
-        done: list[TurnEvent] = []
-        for index, turn in enumerate(turns):
-            reply = self._read_again(session, turn, request)
-            tops = answer.top_logprobs[index] if answer.top_logprobs else ()
-            sampled = SampleDelta(
-                tuple(turn.completion_ids.tolist()),
-                tuple(turn.logprobs.tolist()),
-                turn.finish_reason,
-                turn.stop,
-                tops,
-                turn.weight_version,
-            )
-            whole = ReplyDelta(reply.content, reply.reasoning, reply.calls_for_client)
-            events.append(TurnDelta(index, sampled, whole))
-            done.append(TurnDone(index, turn, reply, ReplyDelta(), _finish(turn, reply)))
-        return [*events, *done]
-
-    def _read_again(self, session: Session, turn: Turn, request: TurnRequest) -> Reply:
-        """A recorded completion's reply, its calls with the ids that the client was told."""
+    def _reader_again(self, session: Session, request: TurnRequest, turn: Turn) -> ReplyReader:
+        """What reads a recorded completion as it was read when it was sampled."""
         stop_strings = request.sampling.stop_strings
-        reader: ReplyReader
         if request.prompt_ids is not None:
-            stop_ids = frozenset(turn.sampling["stop_token_ids"])
-            reader = PlainReader(self.renderer.tokenizer, stop_ids=stop_ids, stop_strings=stop_strings)
-        else:
-            reader = self.renderer.parser(self._preparer.setup(session, request), stop_strings)
-        reader.feed(turn.completion_ids.tolist())
-        _, reply = reader.finish()
-        told = iter(turn.reply.get("tool_calls", ()))
-        calls = [
-            call if call.status == "unclosed" else replace(call, id=next(told)["id"])
-            for call in name_calls(reply.tool_calls, "")
-        ]
-        return replace(reply, tool_calls=tuple(calls))
+            return self._plain_reader(turn.sampling["stop_token_ids"], stop_strings)
+        return self.renderer.parser(self._preparer.setup(session, request), stop_strings)
+
+    def _plain_reader(self, stop_ids: Iterable[int], stop_strings: Sequence[str]) -> ReplyReader:
+        return PlainReader(self.renderer.tokenizer, stop_ids=frozenset(stop_ids), stop_strings=stop_strings)
 
 
 async def _each(events: Iterable[TurnEvent]) -> AsyncGenerator[TurnEvent, None]:
     for event in events:
         yield event
-
-
-def _payloads(prepared: Prepared, turns: Sequence[Turn], choices: Sequence[Choice]) -> list[TurnPayload]:
-    """What the engine said per token, cut to what each turn added."""
-    context = len(prepared.context_ids)
-    found = [
-        turn_payload(turn.session_id, turn.seq, one.name, context, one.start, one.rows)
-        for turn, choice in zip(turns, choices, strict=True)
-        for one in choice.payloads
-    ]
-    return [one for one in found if one is not None]
-
-
-_RECORDED = tuple(one.name for one in fields(SamplingParams) if one.name not in ("session_id", "payloads_from"))
-"""What of the parameters a turn does not say by itself."""
-
-_values = attrgetter(*_RECORDED)
-
-
-@lru_cache(maxsize=256)
-def _recorded_sampling(values: tuple[Any, ...]) -> Mapping[str, Any]:
-    """What was sent to the engine, one mapping for all turns that were sampled alike."""
-    return dict(zip(_RECORDED, values, strict=True))
-
-
-def _finish(turn: Turn, reply: Reply) -> Finish:
-    if turn.finish_reason == "length":
-        return "length"
-    return "tool_calls" if reply.calls_for_client else "stop"
-
-
-def reply_message(reply: Reply) -> dict[str, Any]:
-    """The assistant message that a client is told, and that the record matches later requests with."""
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    calls = reply.calls_for_client
-    if calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-        ]
-    return message

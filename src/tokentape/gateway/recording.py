@@ -1,0 +1,232 @@
+"""What becomes of a call that has been sampled: its turns, sealed, checked and written, or kept as aborted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from tokentape.chat.parse import Reply
+from tokentape.engines.base import Engine, SamplingParams
+from tokentape.errors import AnsweredElsewhere, Conflict, InvariantViolation, NotFound, TokentapeError
+from tokentape.gateway.choices import Choice
+from tokentape.gateway.events import Finish, TurnDone, TurnRequest, TurnStarted
+from tokentape.gateway.open_sessions import OpenSession, OpenSessions
+from tokentape.gateway.preparing import Prepared
+from tokentape.gateway.telemetry import Telemetry
+from tokentape.session.chain import seal
+from tokentape.session.invariants import check_completion, check_turn
+from tokentape.session.payloads import turn_payload
+from tokentape.session.tree import Session
+from tokentape.store import Record, Store
+from tokentape.types import Answer, Turn, TurnPayload
+
+_log = logging.getLogger("tokentape.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Writes turns: first to the store, then, and only then, to the session in memory."""
+
+    store: Store
+    sessions: OpenSessions
+    telemetry: Telemetry
+    engine: Engine
+    vocab_size: int
+    """Ids at or above this are not accepted."""
+
+    async def commit(
+        self,
+        opened: OpenSession,
+        prepared: Prepared,
+        choices: Sequence[Choice],
+        started: TurnStarted,
+        request: TurnRequest,
+    ) -> list[TurnDone]:
+        """Record all choices of a call at once. Raises, with nothing committed, if an invariant does not hold."""
+        async with opened.lock:
+            while True:
+                if opened.deleted or opened.session.info.owner != request.owner:
+                    raise NotFound(f"session {opened.session_id!r} was deleted while this turn was being sampled")
+                if self.store.shared and opened.answer_to(request.attempt) is not None:
+                    raise AnsweredElsewhere("another gateway has answered this call; send it again to get its reply")
+                turns = self._turns(opened.session, prepared, choices)
+                for turn in turns:
+                    check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
+                    check_turn(turn, prepared.context_ids, prepared.prompt_ids)
+                answer = _answer(opened, turns, choices, started, request)
+                # A client that leaves now must not tear the record in memory from the one on disk.
+                writing = self._write(opened, prepared, turns, answer, _payloads(prepared, turns, choices))
+                if await asyncio.shield(writing):
+                    break
+        return [
+            TurnDone(choice.index, turn, choice.reply, choice.rest, finish_of(turn, choice.reply))
+            for choice, turn in zip(choices, turns, strict=True)
+            if choice.reply is not None
+        ]
+
+    async def commit_aborted(
+        self, opened: OpenSession, prepared: Prepared, choices: Sequence[Choice], cause: str
+    ) -> None:
+        """Record what was sampled of a call that nobody gets an answer to."""
+        async with opened.lock:
+            if opened.deleted or not self.store.healthy:
+                return
+            for choice in choices:
+                if choice.reply is None:
+                    choice.end()
+                choice.finish_reason, choice.stop = "abort", None
+            try:
+                while not opened.deleted:
+                    turns = self._turns(opened.session, prepared, choices, abort_cause=cause)
+                    if await self._write(opened, prepared, turns, None):
+                        break
+            except TokentapeError as error:
+                _log.warning("an aborted turn could not be recorded (%s)", error.code)
+
+    def _turns(
+        self, session: Session, prepared: Prepared, choices: Sequence[Choice], abort_cause: str | None = None
+    ) -> list[Turn]:
+        """The records of the choices of a call, sealed."""
+        parent = prepared.parent
+        parent_seq = None if parent is None else parent.seq
+        fork = prepared.fork or session.fork_cause(parent_seq, prepared.messages, prepared.setup.digest)
+        turns = []
+        for choice in choices:
+            assert choice.finish_reason is not None
+            assert choice.reply is not None
+            sampling = _recorded_sampling(_values(choice.sampling))
+            turn = Turn(
+                session_id=session.info.session_id,
+                seq=len(session.turns) + choice.index,
+                parent=parent_seq,
+                setup=prepared.setup.digest,
+                messages=prepared.messages,
+                reply=reply_message(choice.reply),
+                added_ids=prepared.added.ids,
+                added_provenance=prepared.added.provenance,
+                completion_ids=np.array(choice.ids, dtype=np.int32),
+                logprobs=np.array(choice.logprobs, dtype=np.float32),
+                finish_reason=choice.finish_reason,
+                stop=choice.stop,
+                fork="sibling" if choice.index else fork,
+                sampling={**sampling, **prepared.noted} if prepared.noted else sampling,
+                engine=choice.engine or str(self.engine.info),
+                weight_version=choice.weight_version,
+                created_at=time.time(),
+                digest="",
+                weight_changes=tuple(choice.weight_changes),
+                abort_cause=abort_cause,
+            )
+            turns.append(seal(turn, None if parent is None else parent.digest))
+        return turns
+
+    async def _write(
+        self,
+        opened: OpenSession,
+        prepared: Prepared,
+        turns: Sequence[Turn],
+        answer: Answer | None,
+        payloads: Sequence[TurnPayload] = (),
+    ) -> bool:
+        """Write turns with what they need that is not stored yet; then, and only then, add them in memory.
+
+        False if another gateway was first to record something of the session: it is taken in, nothing is written, and
+        the turns have to be made anew behind it. They fit: nothing that they build on ever changes.
+        """
+        setup = prepared.setup
+        records: list[Record] = [*prepared.new_media, *turns, *payloads]
+        if answer is not None:
+            records.append(answer)
+        if setup.digest not in opened.setups:
+            records.insert(0, setup)
+        if not opened.stored:
+            records.insert(0, opened.session.info)
+        try:
+            with self.telemetry.stage("commit"):
+                await self.store.write(*records)
+        except (Conflict, NotFound, InvariantViolation):
+            if self.store.shared and (await self.sessions.catch_up(opened) or opened.deleted):
+                return False
+            raise
+        opened.stored = True
+        opened.setups.add(setup.digest)
+        self.telemetry.recorded(turns, len(prepared.prompt_ids))
+        for turn in turns:
+            opened.session.add(turn)
+        if answer is not None:
+            opened.remember(answer)
+        return True
+
+
+def _answer(
+    opened: OpenSession,
+    turns: Sequence[Turn],
+    choices: Sequence[Choice],
+    started: TurnStarted,
+    request: TurnRequest,
+) -> Answer | None:
+    """What a retry of a call is answered with."""
+    if request.attempt is None:
+        return None
+    tops = tuple(tuple(choice.top_logprobs) for choice in choices)
+    return Answer(
+        session_id=opened.session_id,
+        reply_id=started.reply_id,
+        turns=tuple(turn.seq for turn in turns),
+        key=request.attempt.key,
+        body_digest=request.attempt.body_digest,
+        created_at=started.created_at,
+        top_logprobs=tops if any(tops) else (),
+    )
+
+
+def _payloads(prepared: Prepared, turns: Sequence[Turn], choices: Sequence[Choice]) -> list[TurnPayload]:
+    """What the engine said per token, cut to what each turn added."""
+    context = len(prepared.context_ids)
+    found = [
+        turn_payload(turn.session_id, turn.seq, one.name, context, one.start, one.rows)
+        for turn, choice in zip(turns, choices, strict=True)
+        for one in choice.payloads
+    ]
+    return [one for one in found if one is not None]
+
+
+_RECORDED = tuple(one.name for one in fields(SamplingParams) if one.name not in ("session_id", "payloads_from"))
+"""What of the parameters a turn does not say by itself."""
+
+_values = attrgetter(*_RECORDED)
+
+
+@lru_cache(maxsize=256)
+def _recorded_sampling(values: tuple[Any, ...]) -> Mapping[str, Any]:
+    """What was sent to the engine, one mapping for all turns that were sampled alike."""
+    return dict(zip(_RECORDED, values, strict=True))
+
+
+def finish_of(turn: Turn, reply: Reply) -> Finish:
+    """How a recorded turn ended, as clients are told."""
+    if turn.finish_reason == "length":
+        return "length"
+    return "tool_calls" if reply.calls_for_client else "stop"
+
+
+def reply_message(reply: Reply) -> dict[str, Any]:
+    """The assistant message that a client is told, and that the record matches later requests with."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    calls = reply.calls_for_client
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message

@@ -1,0 +1,53 @@
+"""A call that was answered before, told again from the record: nothing is sampled, nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+from tokentape.chat.parse import Reply, ReplyDelta
+from tokentape.engines.base import SampleDelta
+from tokentape.gateway.choices import ReplyReader, name_calls
+from tokentape.gateway.events import TurnDelta, TurnDone, TurnEvent, TurnStarted
+from tokentape.gateway.recording import finish_of
+from tokentape.session.tree import Session
+from tokentape.types import Answer, Turn
+
+ReaderOf: TypeAlias = Callable[[Turn], ReplyReader]
+"""What reads a turn's completion, as it was read when it was sampled."""
+
+
+def replayed(session: Session, answer: Answer, reader_of: ReaderOf) -> list[TurnEvent]:
+    """The events of a call that was answered before, each choice in one delta."""
+    turns = [session.turns[seq] for seq in answer.turns]
+    context = session.context_before(turns[0].seq)
+    events: list[TurnEvent] = [TurnStarted(answer.reply_id, answer.created_at, context, replayed=True)]
+    done: list[TurnEvent] = []
+    for index, turn in enumerate(turns):
+        reply = _read_again(turn, reader_of(turn))
+        tops = answer.top_logprobs[index] if answer.top_logprobs else ()
+        sampled = SampleDelta(
+            tuple(turn.completion_ids.tolist()),
+            tuple(turn.logprobs.tolist()),
+            turn.finish_reason,
+            turn.stop,
+            tops,
+            turn.weight_version,
+        )
+        whole = ReplyDelta(reply.content, reply.reasoning, reply.calls_for_client)
+        events.append(TurnDelta(index, sampled, whole))
+        done.append(TurnDone(index, turn, reply, ReplyDelta(), finish_of(turn, reply)))
+    return [*events, *done]
+
+
+def _read_again(turn: Turn, reader: ReplyReader) -> Reply:
+    """A recorded completion's reply, its calls with the ids that the client was told."""
+    reader.feed(turn.completion_ids.tolist())
+    _, reply = reader.finish()
+    told = iter(turn.reply.get("tool_calls", ()))
+    calls = [
+        call if call.status == "unclosed" else replace(call, id=next(told)["id"])
+        for call in name_calls(reply.tool_calls, "")
+    ]
+    return replace(reply, tool_calls=tuple(calls))
