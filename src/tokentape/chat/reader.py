@@ -6,6 +6,7 @@ import codecs
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby, islice
 
 from tokentape.chat.delimiters import first_of, held_back
 from tokentape.chat.tokenizer import Tokenizer
@@ -37,27 +38,40 @@ class Reader:
 
     def feed(self, ids: Iterable[int]) -> None:
         """Take newly sampled ids."""
-        fresh: list[str] = []
-        end = self._ends[-1] if self._ends else 0
-        decode, token_bytes, control_by_id = (
-            self._decoder.decode,
-            self.tokenizer.token_bytes,
-            self.tokenizer.control_by_id,
-        )
-        for token_id in ids:
-            if not self.stopped:
-                control = control_by_id(token_id)
-                self.ended = token_id in self.stop_ids
-                if control is not None or self.ended:
-                    arrived = decode(b"", final=True)
-                    arrived += control.mark if control is not None and not self.ended else ""
-                else:
-                    arrived = decode(token_bytes(token_id))
-                fresh.append(self._release(arrived, final=self.ended) if self.stop_strings else arrived)
-                self.stopped = self.stopped or self.ended
-                end += len(arrived)
-            self._ends.append(end)
-        self.text += "".join(fresh)
+        breaks = self.tokenizer.breaks(self.stop_ids)
+        for is_break, run in groupby(ids, breaks.__contains__):
+            if is_break:
+                self.text += "".join(map(self._break, run))
+            else:
+                self.text += self._text(self.tokenizer.pieces(run))
+
+    def _text(self, pieces: Sequence[bytes]) -> str:
+        """What tokens of text write."""
+        whole = b"".join(pieces)
+        if whole.isascii() and not self.stopped and not self.stop_strings and not self._decoder.getstate()[0]:
+            # Most text is: its bytes are its characters, and none waits for another.
+            self._ends.extend(islice(accumulate(map(len, pieces), initial=self._end()), 1, None))
+            return whole.decode("ascii")
+        return "".join([self._arrived(self._decoder.decode(piece)) for piece in pieces])
+
+    def _break(self, token_id: int) -> str:
+        """What a control token writes, or one that ends the turn."""
+        if self.stopped:
+            return self._arrived("")
+        control = self.tokenizer.control_by_id(token_id)
+        self.ended = token_id in self.stop_ids
+        mark = control.mark if control is not None and not self.ended else ""
+        written = self._arrived(self._decoder.decode(b"", final=True) + mark)
+        self.stopped = self.stopped or self.ended
+        return written
+
+    def _arrived(self, text: str) -> str:
+        """What is certain of what one more token writes."""
+        self._ends.append(self._end() + (0 if self.stopped else len(text)))
+        return "" if self.stopped else self._release(text, final=self.ended)
+
+    def _end(self) -> int:
+        return self._ends[-1] if self._ends else 0
 
     def finish(self) -> None:
         """Say that no more will come: give out what was held back."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import wraps
+from types import BuiltinMethodType
 from typing import Any
 
 import jinja2
@@ -16,6 +17,7 @@ import jinja2.compiler
 import jinja2.nodes
 import jinja2.sandbox
 from jinja2.runtime import LoopContext
+from jinja2.utils import Namespace
 
 MOST_STEPS = 200_000
 """Turns of loops and calls of macros in one rendering: about a second, and far more than conversations take."""
@@ -36,6 +38,10 @@ _SIZED_FILTERS = ("batch", "center", "format", "indent", "round", "slice", "trun
 _OF_DICTS = frozenset(dir(dict))
 _OF_STRINGS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"}
 _OF_LOOPS = frozenset({"first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"})
+_VALUES = frozenset({str, int, bool, float, list, dict, type(None)})
+_COUNT = jinja2.nodes.EnvironmentAttribute("count")
+"""What is called for a step, in the templates as they are parsed."""
+
 _LONG_NUMBER = re.compile(r"\d{6}")
 
 
@@ -66,6 +72,15 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     class code_generator_class(jinja2.compiler.CodeGenerator):  # noqa: N801 - the attribute is jinja2's
         """Has strings joined by the environment, which looks at their length."""
 
+        def visit_Call(  # noqa: N802
+            self, node: jinja2.nodes.Call, frame: jinja2.compiler.Frame, forward_caller: bool = False
+        ) -> None:
+            """Write a step as the short call that it is, anything else as a call that the environment looks at."""
+            if node.node == _COUNT:
+                self.write(f"context.parent[{STEPS!r}]()")
+            else:
+                super().visit_Call(node, frame, forward_caller=forward_caller)
+
         def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:  # noqa: N802
             """Write a call of `Sandbox.join`."""
             self.write("environment.join((")
@@ -77,10 +92,14 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """What a dot does. Most stand between a message and its key, where there is nothing to guard."""
         kind = type(obj)
-        if kind is dict and attribute in obj and attribute not in _OF_DICTS:
-            return obj[attribute]
+        if kind is dict and attribute not in _OF_DICTS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if (kind is str and attribute in _OF_STRINGS) or (kind is LoopContext and attribute in _OF_LOOPS):
             return getattr(obj, attribute)
+        if kind is Namespace and not attribute.startswith("_"):
+            value = getattr(obj, attribute, None)
+            if type(value) in _VALUES:
+                return value
         return super().getattr(obj, attribute)
 
     def join(self, parts: tuple[Any, ...]) -> str:
@@ -101,12 +120,16 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             _refuse_wide(left)
         elif isinstance(left, str | list) and isinstance(right, str | list):
             _refuse_long(left, len(left) + len(right))
-        return super().call_binop(context, operator, left, right)
+        return self.binop_table[operator](left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as jinja2 has it
         """What a call does, unless a string's method is asked for something huge."""
         if isinstance(getattr(__obj, "__self__", None), str):
             _refuse_large((*args, *kwargs.values()))
+            if type(__obj) is BuiltinMethodType and __obj.__name__ in _OF_STRINGS:
+                kwargs.pop("_block_vars", None)
+                kwargs.pop("_loop_vars", None)
+                return __obj(*args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -121,7 +144,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for kind in (jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock):
             for node in template.find_all(kind):
                 assert isinstance(node, jinja2.nodes.For | jinja2.nodes.Macro | jinja2.nodes.CallBlock)
-                step = jinja2.nodes.Call(jinja2.nodes.Name(STEPS, "load"), [], [], None, None)
+                step = jinja2.nodes.Call(_COUNT, [], [], None, None)
                 node.body.insert(0, jinja2.nodes.ExprStmt(step).set_lineno(node.lineno))
         return template
 

@@ -98,6 +98,7 @@ class Tokenizer:
         )
         self._twins: dict[int, tokenizers.Tokenizer] = {}
         self._bytes: dict[int, bytes] = {}
+        self._breaks: dict[frozenset[int], frozenset[int]] = {}
         self.special_tokens = {
             key: text for key in _SPECIAL_TOKEN_KEYS if (text := _token_text(config.get(key))) is not None
         }
@@ -144,6 +145,13 @@ class Tokenizer:
     def control_of_mark(self, mark: str) -> Control:
         """The control token that a mark stands for."""
         return self._by_mark[mark]
+
+    def breaks(self, stop_ids: frozenset[int]) -> frozenset[int]:
+        """Ids that are no text: those of control tokens, and `stop_ids`."""
+        found = self._breaks.get(stop_ids)
+        if found is None:
+            found = self._breaks[stop_ids] = stop_ids.union(self._by_id)
+        return found
 
     def encode_marked(self, marked: str) -> Encoded:
         """Encode marked text: marks become their control ids, everything else becomes ordinary ids.
@@ -198,9 +206,14 @@ class Tokenizer:
             self._bytes[token_id] = found
         return found
 
+    def pieces(self, ids: Iterable[int]) -> list[bytes]:
+        """`token_bytes` of each id."""
+        known = self._bytes
+        return [known[token_id] if token_id in known else self.token_bytes(token_id) for token_id in ids]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids with control tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
-        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+        return b"".join(self.pieces(ids)).decode("utf-8", "replace")
 
     def array(self, ids: Sequence[int]) -> TokenIds:
         """Ids as the int32 array that records hold."""

@@ -1,0 +1,77 @@
+"""Ids as they arrive -> marked text: however they are cut into arrivals, as one id after the other says."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.chat.conftest import load_tokenizer, needs_tokenizers
+from tokentape.chat.reader import Reader
+from tokentape.chat.tokenizer import Tokenizer
+
+pytestmark = needs_tokenizers
+
+TEXT = st.text(st.sampled_from("abc def\n\u00e9\u4e2d\U0001f642"), max_size=12)
+
+
+def slowly(tokenizer: Tokenizer, ids: Sequence[int], stop_ids: frozenset[int]) -> tuple[str, list[tuple[int, int]]]:
+    """The text, and the tokens that wrote each of its characters."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text, written_by = "", []
+    for n, token_id in enumerate(ids):
+        control = tokenizer.control_by_id(token_id)
+        if token_id in stop_ids:
+            arrived = decoder.decode(b"", final=True)
+        elif control is not None:
+            arrived = decoder.decode(b"", final=True) + control.mark
+        else:
+            arrived = decoder.decode(tokenizer.token_bytes(token_id))
+        text += arrived
+        written_by += [n] * len(arrived)
+        if token_id in stop_ids:
+            break
+    else:
+        text += decoder.decode(b"", final=True)
+    return text, [(n, n + 1) for n in written_by]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "mistral_v3_spm"])
+@given(texts=st.lists(TEXT, max_size=4), data=st.data())
+def test_arrivals_of_any_size_read_as_one_token_at_a_time(family: str, texts: list[str], data: st.DataObject) -> None:
+    tokenizer = load_tokenizer(family)
+    controls = [control.id for control in tokenizer.controls[:4]]
+    ids: list[int] = []
+    for text in texts:
+        ids += [*tokenizer.encode_plain(text), data.draw(st.sampled_from(controls))]
+    # Halves of characters too: not all that is sampled is valid text.
+    ids = [token_id for token_id in ids if data.draw(st.integers(0, 9))]
+    stop_ids = frozenset(data.draw(st.sets(st.sampled_from([*controls, *ids]), max_size=1)))
+    reader = Reader(tokenizer, stop_ids, ())
+    at = 0
+    while at < len(ids):
+        size = data.draw(st.integers(1, len(ids)))
+        reader.feed(ids[at : at + size])
+        at += size
+    assert len(reader._ends) == len(ids)
+    reader.finish()
+    text, written_by = slowly(tokenizer, ids, stop_ids)
+    assert reader.text == text
+    assert reader.ended == bool(stop_ids.intersection(ids))
+    for n, tokens in enumerate(written_by):
+        first, end = reader.tokens(n, n + 1)
+        assert first <= tokens[0] < end
+
+
+def test_nothing_behind_a_stop_string_is_given_out_however_it_arrives() -> None:
+    tokenizer = load_tokenizer("qwen3")
+    ids = tokenizer.encode_plain("one two STOP three")
+    for size in (1, 2, len(ids)):
+        reader = Reader(tokenizer, frozenset(), ("STOP",))
+        for at in range(0, len(ids), size):
+            reader.feed(ids[at : at + size])
+        reader.finish()
+        assert (reader.text, reader.stopped, reader.ended) == ("one two ", True, False)
