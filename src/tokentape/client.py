@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tokentape.durable import flush_directory
 from tokentape.errors import Conflict, GatewayUnavailable, InvalidRequest, TokentapeError
 from tokentape.session.arrow import iter_parquet
 from tokentape.session.jsonl import json_line, trajectory_from_json
@@ -286,7 +287,7 @@ class ClientSnapshot:
                     "get it again"
                 )
             os.replace(part, path)
-            _flush_directory(path.parent)
+            flush_directory(path.parent)
         finally:
             part.unlink(missing_ok=True)
         return told
@@ -327,15 +328,6 @@ def _lines_of(path: Path, jsonl: bool) -> Iterator[bytes]:
             yield from file
     else:
         yield from map(json_line, iter_parquet(path))
-
-
-def _flush_directory(directory: Path) -> None:
-    """Make a new name in it durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _json(response: httpx2.Response) -> Any:

@@ -28,6 +28,7 @@ from tokentape.store.gateways import GatewayState, tell
 from tokentape.store.lock import Turnstile
 from tokentape.store.postgres import PostgresStore
 from tokentape.store.verify import verify
+from tokentape.types import SessionInfo
 
 QUESTION = {"role": "user", "content": "What is 3 plus 4?"}
 RETRY = {"x-stainless-retry-count": "1"}
@@ -211,6 +212,20 @@ def test_a_turn_of_a_session_that_is_deleted_elsewhere_meanwhile_is_refused(
     assert len(one.get("/sessions")["data"]) == begun_again
     if begun_again:
         assert [turn.parent for turn in two.store.load_session("s").turns] == [None, None]
+
+
+def test_an_aborted_turn_is_not_recorded_in_a_session_that_somebody_else_began(replicas: list[Replica]) -> None:
+    one, two = replicas
+    one.engine.stall_after = 2
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(one.ask, [QUESTION])
+        assert one.engine.stalled.wait(10)
+        asyncio.run(two.store.write(SessionInfo("s", time.time(), {}, "somebody")))
+        paused = httpx2.post(f"{two.url}/engine/pause", json={"mode": "abort", "timeout": 20}, timeout=30)
+        assert paused.status_code == 200
+        assert asked.result().status_code >= 400
+    stored = two.store.load_session("s")
+    assert (stored.info.owner, stored.turns) == ("somebody", ())
 
 
 def test_rewards_columns_and_snapshots_are_for_what_every_gateway_has_recorded(replicas: list[Replica]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,9 @@ from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError
 from tokentape.session.jsonl import json_line
 from tokentape.store import Store, archive
 from tokentape.store.archiving import Archived, OwnCustodian, archive_sessions
+from tokentape.store.custody import Custody
 from tokentape.store.location import open_store
+from tokentape.store.snapshots import Selection
 from tokentape.store.verify import verify
 from tokentape.types import Answer, Reward, SessionInfo, TurnColumn, TurnPayload
 
@@ -133,8 +136,8 @@ def test_what_was_recorded_after_the_snapshot_is_kept(
 ) -> None:
     take = OwnCustodian.take
 
-    def take_and_go_on(self: OwnCustodian, selection: object) -> int:
-        taken = take(self, selection)  # type: ignore[arg-type]
+    def take_and_go_on(self: OwnCustodian, selection: Selection, owner: str) -> int:
+        taken = take(self, selection, owner)
         run(store.write(make_turn("a", 3, CHAIN[2])))
         return taken
 
@@ -176,13 +179,71 @@ def test_cut_off_anywhere_it_goes_on(store: Store, tmp_path: Path, monkeypatch: 
             archived(store, target, delete=True)
     assert names(store) == ["a", "b", "new"]
     done = archived(store, target, delete=True)
-    # Killed before the run was begun, its snapshot is held for nobody: another one is taken, and the sessions are kept.
-    if at > 1:
-        assert done.deleted == ("a", "b")
-        assert names(store) == ["new"]
+    assert done.deleted == ("a", "b")
+    assert names(store) == ["new"]
     with open_store(target, read_only=True) as read:
         assert lines(read, "a", "b") == before
     assert verify(target).ok
+
+
+def test_cut_off_within_the_snapshot_it_holds_nothing_for_ever(
+    store: Store, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(self: Custody, snapshot_id: int) -> object:
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Custody, "_read", die)
+        with pytest.raises(SystemExit):
+            archived(store, target, delete=True)
+    assert archived(store, target, delete=True).deleted == ("a", "b")
+
+
+def test_killed_within_its_first_write_it_goes_on(store: Store, tmp_path: Path) -> None:
+    target = tmp_path / "archive"
+    target.mkdir()
+    (target / "tokentape-archive.json.part").write_bytes(b"{")
+    assert archived(store, str(target), delete=True).deleted == ("a", "b")
+    assert [one.name for one in target.glob("*.part")] == []
+
+
+def test_what_was_begun_for_another_archive_is_left_to_it(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(self: OwnCustodian, snapshot_id: int, digest: str) -> None:
+        raise SystemExit
+
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    with monkeypatch.context() as patched:
+        patched.setattr(OwnCustodian, "confirm", die)
+        with pytest.raises(SystemExit):
+            archived(store, one, delete=True)
+    assert [name for name, _ in archived(store, other, delete=True).kept] == ["a", "b"]
+    assert archived(store, one, delete=True).deleted == ("a", "b")
+
+
+def test_nothing_is_confirmed_before_what_was_written_is_on_the_disk(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "some" / "archive"
+    flushed: set[tuple[int, int]] = set()
+    fsync = os.fsync
+
+    def note(handle: int) -> None:
+        fsync(handle)
+        flushed.add((os.fstat(handle).st_dev, os.fstat(handle).st_ino))
+
+    confirm = OwnCustodian.confirm
+
+    def check(self: OwnCustodian, snapshot_id: int, digest: str) -> None:
+        there = [tmp_path, target.parent, target, *target.rglob("*")]
+        assert target / "tokentape-archive.json" in there
+        assert [one for one in there if (one.stat().st_dev, one.stat().st_ino) not in flushed] == []
+        confirm(self, snapshot_id, digest)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(OwnCustodian, "confirm", check)
+    assert archived(store, str(target), delete=True).deleted == ("a", "b")
 
 
 def test_what_can_t_be_read_back_is_not_deleted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

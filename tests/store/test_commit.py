@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, event, text
+from sqlalchemy.exc import DBAPIError
 
 from tests.records import SETUP, make_chain, make_turn
-from tokentape.errors import Conflict, StoreError
+from tokentape.errors import Conflict, StoreError, StoreFull, StoreUnavailable
 from tokentape.store import SqliteStore
-from tokentape.store.commit import CommitQueue, Failure
+from tokentape.store.commit import CommitQueue, Failure, Work
 from tokentape.store.driver import explain_wrapped, writing_engine
 from tokentape.types import SessionInfo
 
@@ -22,13 +23,18 @@ from tokentape.types import SessionInfo
 class Numbers:
     """A table of unique numbers behind a commit queue, and a gate that holds the queue back."""
 
-    def __init__(self, engine: Engine, after_commit: Callable[[int], Failure | None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        after_commit: Callable[[int], Failure | None],
+        classify: Callable[[DBAPIError], Failure],
+    ) -> None:
         self.connection = engine.connect()
         with self.connection.begin():
             self.connection.execute(text("CREATE TABLE numbers (n INTEGER PRIMARY KEY)"))
         self.commits = 0
         event.listen(engine, "commit", self._count)
-        self.queue = CommitQueue(self.connection, explain_wrapped, after_commit)
+        self.queue = CommitQueue(self.connection, classify, after_commit)
 
     def _count(self, _: Connection) -> None:
         self.commits += 1
@@ -66,8 +72,12 @@ class Numbers:
 
 
 @contextmanager
-def numbers(directory: Path, after_commit: Callable[[int], Failure | None] = lambda _: None) -> Iterator[Numbers]:
-    table = Numbers(writing_engine(directory / "numbers.db", "NORMAL"), after_commit)
+def numbers(
+    directory: Path,
+    after_commit: Callable[[int], Failure | None] = lambda _: None,
+    classify: Callable[[DBAPIError], Failure] = explain_wrapped,
+) -> Iterator[Numbers]:
+    table = Numbers(writing_engine(directory / "numbers.db", "NORMAL"), after_commit, classify)
     try:
         yield table
     finally:
@@ -117,6 +127,28 @@ def test_an_error_that_ends_the_transaction_is_only_the_error_of_its_call(tmp_pa
         outcomes = asyncio.run(table.held(table.insert(1), table.queue.run(work), table.insert(2)))
         assert [type(outcome) for outcome in outcomes] == [type(None), StoreError, type(None)]
         assert table.recorded() == [1, 2]
+
+
+def test_after_a_lost_connection_no_error_says_that_nothing_is_recorded(tmp_path: Path) -> None:
+    """The commit may have gone through before the connection was lost, whatever keeps the second try out."""
+
+    def classify(error: DBAPIError) -> Failure:
+        what = str(error.orig)
+        return Failure(StoreUnavailable, what, lost=True) if what == "lost" else Failure(StoreFull, what)
+
+    def failing(what: str) -> Work:
+        def work(connection: Connection) -> int:
+            raise DBAPIError("", None, Exception(what))
+
+        return work
+
+    with numbers(tmp_path, classify=classify) as table:
+        with pytest.raises(StoreUnavailable):
+            asyncio.run(table.queue.run(failing("lost"), again=failing("full")))
+        with pytest.raises(StoreFull):
+            asyncio.run(table.queue.run(failing("full")))
+        asyncio.run(table.insert(1))
+        assert table.recorded() == [1]
 
 
 def test_a_call_cancelled_before_it_begins_is_left_out(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class _RemoteCustodian:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def take(self, selection: Selection) -> int:
+    def take(self, selection: Selection, owner: str) -> int:
         taken = self._client.take_snapshot(since=selection.since, idle_seconds=selection.idle_seconds)
         return taken.snapshot_id
 

@@ -182,6 +182,10 @@ class OpenSessions:
         except NotFound:
             self._lose(opened)
             return False
+        if newer.info.owner != session.info.owner:
+            # Somebody else has begun one of this id meanwhile.
+            self._lose(opened)
+            return False
         # One that was begun here and there at once: there it was stored first.
         session.info, opened.stored = newer.info, True
         for turn in newer.turns:

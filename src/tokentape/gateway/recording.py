@@ -53,7 +53,7 @@ class Recorder:
         """Record all choices of a call at once. Raises, with nothing committed, if an invariant does not hold."""
         async with opened.lock:
             while True:
-                if opened.deleted or opened.session.info.owner != request.owner:
+                if opened.deleted:
                     raise NotFound(f"session {opened.session_id!r} was deleted while this turn was being sampled")
                 if self.store.shared and opened.answer_to(request.attempt) is not None:
                     raise AnsweredElsewhere("another gateway has answered this call; send it again to get its reply")

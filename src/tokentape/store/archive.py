@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BigInteger, Column, Connection, Double, Integer, LargeBinary, Table, insert, select
 
+from tokentape.durable import write_durably
 from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt
 from tokentape.session.jsonl import json_line
 from tokentape.store import schema
@@ -80,14 +81,26 @@ class Folder:
             raise InvalidRequest(f"{location.partition('://')[0]}:// can't be reached: {error}", "to") from None
         return cls(files, path.rstrip("/"))
 
+    @property
+    def url(self) -> str:
+        """Where it is, however it was named."""
+        found: str = self.files.unstrip_protocol(self.path)
+        return found
+
     def below(self, name: str) -> Folder:
         """A folder in this one."""
         return Folder(self.files, f"{self.path}/{name}")
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file, all of it or, on storage that can, nothing."""
-        self.files.makedirs(f"{self.path}/{name}".rpartition("/")[0], exist_ok=True)
-        self.files.pipe_file(f"{self.path}/{name}", data)
+        """Write a file, all of it or, on storage that can, nothing. On a disk it is durable when this returns."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        path = f"{self.path}/{name}"
+        if isinstance(self.files, LocalFileSystem):
+            write_durably(Path(path), data)
+            return
+        self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self.files.pipe_file(path, data)
 
     def read(self, name: str) -> bytes | None:
         """A file's bytes; None if there is none."""

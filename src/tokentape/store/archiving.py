@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from tokentape.durable import PART
 from tokentape.errors import InvalidRequest, StoreCorrupt
 from tokentape.store import snapshots
 from tokentape.store.archive import (
@@ -31,15 +32,15 @@ from tokentape.store.custody import Custody
 from tokentape.store.snapshots import Selection, Snapshot
 from tokentape.version import __version__
 
-OWNER = "archive"
-"""Whose snapshots an archive's are."""
-
 
 class Custodian(Protocol):
     """Who takes snapshots of the record and drops sessions: this process, or a gateway that has the record open."""
 
-    def take(self, selection: Selection) -> int:
-        """Freeze the selected sessions; returns the snapshot's id. Raises `InvalidRequest` if there are none."""
+    def take(self, selection: Selection, owner: str) -> int:
+        """Freeze the selected sessions, for `owner` unless a key says whose they are; returns the snapshot's id.
+
+        Raises `InvalidRequest` if there are none.
+        """
         ...
 
     def confirm(self, snapshot_id: int, digest: str) -> None:
@@ -61,9 +62,9 @@ class OwnCustodian:
     def __init__(self, store: Store) -> None:
         self._custody = Custody(store)
 
-    def take(self, selection: Selection) -> int:
+    def take(self, selection: Selection, owner: str) -> int:
         """As `Custodian.take`."""
-        return asyncio.run(self._custody.take(selection, OWNER, None)).snapshot_id
+        return asyncio.run(self._custody.take(selection, owner, None)).snapshot_id
 
     def confirm(self, snapshot_id: int, digest: str) -> None:
         """As `Custodian.confirm`."""
@@ -101,9 +102,11 @@ def archive_sessions(
 ) -> Archived:
     """Archive the sessions of `store` whose newest turn is `idle_seconds` old; with `delete` they are deleted then.
 
-    Sessions that are in the archive as they are now are not written again. Raises `InvalidRequest` for a target that
-    can't be reached or is something else, and `StoreCorrupt` if what is read back is not what was written: then
-    nothing is deleted.
+    Sessions that are in the archive as they are now are not written again. One call at a time for a target: another one
+    may take this one's snapshot for left behind, and this one ends with `Conflict`, nothing deleted.
+
+    Raises `InvalidRequest` for a target that can't be reached or is something else, and `StoreCorrupt` if what is read
+    back is not what was written: then nothing is deleted.
     """
     folder = Folder.at(target)
     found = folder.read_json(MARKER)
@@ -117,11 +120,17 @@ def archive_sessions(
         if snapshot.state != "released":
             progress(f"going on with snapshot {snapshot.snapshot_id}")
             done = _and(done, _archive(store, custodian, folder, snapshot, delete, progress))
-    newest = max((snapshot.snapshot_id for snapshot in begun), default=None)
+    owner = f"archive {folder.url}"
+    known = {snapshot.snapshot_id for snapshot in begun}
+    for snapshot in Custody(store).all(None):
+        # Taken for this archive and never begun to be written: it would keep its sessions from ever being deleted.
+        if snapshot.owner == owner and snapshot.state == "held" and snapshot.snapshot_id not in known:
+            custodian.release(snapshot.snapshot_id)
+    newest = max(known, default=None)
     # Of what was archived before, that which has changed; or everything, if it is to be deleted now.
     selection = Selection(idle_seconds=idle_seconds, since=None if delete else newest)
     try:
-        snapshot_id = custodian.take(selection)
+        snapshot_id = custodian.take(selection, owner)
     except InvalidRequest:
         return done
     snapshot = Custody(store).find(snapshot_id, None)
@@ -187,7 +196,9 @@ def _begun(store: Store, folder: Folder) -> Iterator[Snapshot]:
 
 
 def _holds(folder: Folder) -> bool:
-    return bool(folder.files.ls(folder.path, detail=False))
+    """Say whether there is anything in a folder besides the beginning of an archive that was cut off."""
+    names = (found.rstrip("/").rpartition("/")[2] for found in folder.files.ls(folder.path, detail=False))
+    return any(name != MARKER + PART for name in names)
 
 
 def _and(one: Archived, other: Archived) -> Archived:

@@ -200,8 +200,10 @@ class CommitQueue:
                 with self._transaction(batch):
                     outcomes = iter([self._attempt(work) for work in works])
             except DBAPIError as error:
-                failure = self._classify(error)
-                if not failure.lost:
+                found = self._classify(error)
+                if not found.lost:
+                    # Not their failure: it says that nothing is recorded, and it may have been before.
+                    _log.warning("the connection was lost, and nobody can say what was recorded: %s", found.message)
                     break
             else:
                 _log.warning("the connection to the database was lost and is there again")

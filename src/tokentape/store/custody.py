@@ -101,7 +101,7 @@ class Custody:
         way, calling it again goes on. Raises `Conflict` for a snapshot that is not confirmed.
         """
         await asyncio.to_thread(self.find, snapshot_id, owner)
-        everything = self._entries(snapshot_id)
+        everything = await asyncio.to_thread(self._entries, snapshot_id)
         kept = {entry.session_id: "in use" for entry in everything if entry.session_id in in_use}
         free = [entry for entry in everything if entry.session_id not in kept]
         for start in range(0, max(len(free), 1), _DROPPED_AT_ONCE):
