@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from tokentape.engines.connections import ConnectionBroken, Connections
+from tokentape.engines.connections import ConnectionBroken, Connections, Response
 
 _T = TypeVar("_T")
 
@@ -96,6 +96,40 @@ def test_more_than_was_asked_for_is_read_by_nobody(pause: float) -> None:
 
     other = TOLD.replace(b"hi", b"no")
     assert asked(use, TOLD + other, TOLD) == ([(200, b"hi"), (200, b"hi")], 2)
+
+
+def test_a_protocol_that_was_not_asked_for_is_no_reply(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConnectionBroken, match="not HTTP"):
+        asked(get, b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n")
+    assert not caplog.records
+
+
+async def left(connections: Connections, by: Callable[[Response], Awaitable[object]]) -> tuple[int, bytes]:
+    """A request after one whose reply was left in the midst of its body."""
+    response = await connections.send(await connections.connect(), "GET", "/", {}, [])
+    await by(response)
+    response.close()
+    return await get(connections)
+
+
+async def _nothing(response: Response) -> None: ...
+
+
+async def _a_part(response: Response) -> None:
+    assert await response.read(_soon()) == b"h"
+
+
+async def _until_cancelled(response: Response) -> None:
+    await response.read(_soon())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(response.read(_soon()), 0.05)
+
+
+@pytest.mark.parametrize("by", [_nothing, _a_part, _until_cancelled])
+def test_a_connection_is_not_used_again_behind_a_reply_that_was_left(
+    by: Callable[[Response], Awaitable[object]],
+) -> None:
+    assert asked(lambda connections: left(connections, by), TOLD[:-1], TOLD) == ((200, b"hi"), 2)
 
 
 def test_a_body_that_is_not_read_waits_in_the_server() -> None:

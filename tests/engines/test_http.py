@@ -355,7 +355,16 @@ def test_a_key_that_no_header_can_hold_is_refused_without_repeating_it(key: str)
 
 @pytest.mark.parametrize(
     "url",
-    ["", "127.0.0.1:8000", "ftp://host", "http://", "http://user:pw@host", "http://host?x=1", "http://host:port"],
+    [
+        "",
+        "127.0.0.1:8000",
+        "ftp://host",
+        "http://",
+        "http://user:pw@host",
+        "http://host?x=1",
+        "http://host:port",
+        "http://a..b",
+    ],
 )
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="http://host:port"):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tokentape.engines.base import SampleDelta, SamplingParams
-from tokentape.engines.replies import Completion, alternatives, decode
+from tokentape.engines.replies import Completion, alternatives, decode, joined
 from tokentape.errors import EngineContractError
 
 PARAMS = SamplingParams(max_tokens=4, stop_token_ids=(7,), stop_strings=("end",))
@@ -94,6 +94,14 @@ def test_counts_that_differ_are_refused(prompt: int, sampled: int) -> None:
     tokens.delta([1], [-1.0])
     with pytest.raises(EngineContractError, match="5 were sent and 1 came back"):
         tokens.check_counts(prompt, 5, sampled)
+
+
+def test_deltas_are_joined_in_order_and_end_as_the_last() -> None:
+    first = SampleDelta((1, 2), (-1.0, -2.0), top_logprobs=(((1, -1.0),), ((2, -2.0),)))
+    last = SampleDelta((3,), (-3.0,), "stop", 3, (((3, -3.0),),), "v2")
+    tops = (((1, -1.0),), ((2, -2.0),), ((3, -3.0),))
+    assert joined([first, last]) == SampleDelta((1, 2, 3), (-1.0, -2.0, -3.0), "stop", 3, tops, "v2")
+    assert joined([first]) == first
 
 
 def test_what_is_not_of_the_form_is_refused_without_its_text() -> None:

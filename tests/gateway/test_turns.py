@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 
 from tests.gateway.scripted import ScriptedEngine
-from tokentape.chat.renderer import Renderer
+from tokentape.chat.renderer import Added, Renderer
 from tokentape.chat.splice import History, WrongStop
 from tokentape.engines.base import SamplingParams
 from tokentape.errors import EngineError, InvalidRequest
 from tokentape.gateway.events import TurnDone, TurnRequest
+from tokentape.gateway.telemetry import Telemetry
 from tokentape.gateway.turns import Turns
 from tokentape.session.tree import Session
 from tokentape.store import SqliteStore
@@ -175,6 +177,80 @@ def test_behind_the_template_s_own_stop_no_branch_begins(renderer: Renderer, tmp
     assert (third.parent, third.fork) == (1, None)
     session = Session(SessionInfo("s", 0.0), talk.recorded())
     assert [[turn.seq for turn in session.path(leaf)] for leaf in session.leaves()] == [[0], [1, 2]]
+
+
+def test_a_conversation_is_not_rendered_whole_while_other_calls_wait(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered_in, render = [], Renderer.render
+
+    def noting(*args: Any) -> Added:
+        rendered_in.append(threading.current_thread())
+        return render(*args)
+
+    monkeypatch.setattr(Renderer, "render", noting)
+    talk = Talk(renderer, tmp_path, [ONE, OTHER_STOP, TWO], wrong_stop="fork")
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a"), first.reply, user("b"))
+    (third,) = talk.say(user("a"), first.reply, user("b"), second.reply, user("c"))
+    assert third.fork == "other_stop"
+    assert len(rendered_in) == 2
+    assert threading.main_thread() not in rendered_in
+
+
+def test_telemetry_that_fails_loses_no_turn(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = Talk(renderer, tmp_path, [ONE, TWO])
+
+    def failing(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Telemetry, "recorded", failing)
+        with pytest.raises(RuntimeError, match="new thread"):
+            talk.say(user("a"))
+    (first,) = talk.recorded()
+    (second,) = talk.say(user("a"), first.reply, user("b"))
+    assert (second.seq, second.parent) == (1, 0)
+
+
+@pytest.mark.parametrize(("fail_after", "cause"), [(None, "shutdown"), (2, "engine_error")], ids=["aborted", "failed"])
+def test_a_call_has_not_ended_before_what_was_sampled_of_it_is_recorded(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_after: int | None, cause: str
+) -> None:
+    talk = Talk(renderer, tmp_path, [ONE])
+    talk.engine.fail_after, talk.engine.error = fail_after, EngineError("broken")
+    talk.engine.stall_after = 3
+    write = SqliteStore.write
+
+    async def aborted() -> Turn:
+        writing, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(store: SqliteStore, *records: Any) -> None:
+            writing.set()
+            await go_on.wait()
+            await write(store, *records)
+
+        monkeypatch.setattr(SqliteStore, "write", slow)
+        request = TurnRequest("s", (user("a"),), (), {}, SamplingParams(max_tokens=0), stream=True)
+        events = talk.turns.take(request)
+        for _ in range(3):
+            await anext(events)
+        if fail_after is None:
+            await asyncio.wait([asyncio.create_task(talk.turns.abort_all())], timeout=0.05)
+        await writing.wait()
+        await events.aclose()
+        ending = asyncio.create_task(talk.turns.abort_all())
+        await asyncio.wait([ending], timeout=0.05)
+        assert not ending.done()
+        go_on.set()
+        await ending
+        (turn,) = talk.recorded()
+        return turn
+
+    turn = asyncio.run(aborted())
+    assert (turn.finish_reason, turn.abort_cause) == ("abort", cause)
 
 
 def test_a_message_that_was_not_sampled_here_is_rendered_as_text(renderer: Renderer, tmp_path: Path) -> None:

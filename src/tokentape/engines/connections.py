@@ -242,7 +242,7 @@ class _Protocol(asyncio.Protocol):
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._break(f"not HTTP: {type(error).__name__}")
             self._transport.abort()
             return

@@ -394,6 +394,8 @@ def _checked_base(base_url: str) -> str:
     try:
         url = urlsplit(base_url)
         port = url.port
+        # The resolver's first step, which not every host survives: `a..b` does not.
+        (url.hostname or "").encode("idna")
     except ValueError:
         raise InvalidRequest("the engine's address is not a URL; expected http://host:port", "base_url") from None
     whole = base_url.isascii() and base_url.isprintable() and " " not in base_url and port != 0

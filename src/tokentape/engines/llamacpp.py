@@ -23,7 +23,7 @@ import numpy as np
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
 from tokentape.engines.http import HttpClient, Timeouts, safe_name
-from tokentape.engines.replies import Alternatives, Completion, alternatives, decode
+from tokentape.engines.replies import Alternatives, Completion, alternatives, decode, joined
 from tokentape.errors import EngineContractError, EngineError, EngineUnavailable
 from tokentape.types import FinishReason, TokenIds
 
@@ -160,7 +160,7 @@ class LlamaCppEngine:
                     held.append(delta)
                 if delta.finish_reason is not None:
                     break
-        yield _joined(held)
+        yield joined(held)
 
     async def check(self) -> None:
         """Return if `/health` answers within `Timeouts.connect`, else raise `EngineUnavailable`."""
@@ -404,13 +404,3 @@ def _matched(ids: Sequence[int], reported: Sequence[_Probability]) -> list[_Prob
         else:
             matched.append(None)
     return matched
-
-
-def _joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
-    """One delta of several that follow each other."""
-    return replace(
-        deltas[-1],
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
-        top_logprobs=tuple(row for delta in deltas for row in delta.top_logprobs),
-    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from typing import TypeAlias, TypeVar
@@ -48,15 +49,15 @@ def decode(body: bytes, shape: type[_Shape], server: str) -> _Shape:
         raise EngineContractError(f"the engine's reply is not of the form that {server}'s has: {error}") from None
 
 
-def joined(deltas: Sequence[SampleDelta | None]) -> SampleDelta | None:
-    """What arrived together as one delta, none of them the last; None if there are no tokens in it."""
-    told = [delta for delta in deltas if delta is not None]
-    if len(told) < 2:
-        return told[0] if told else None
-    return SampleDelta(
-        tuple(chain.from_iterable(delta.token_ids for delta in told)),
-        tuple(chain.from_iterable(delta.logprobs for delta in told)),
-        top_logprobs=tuple(chain.from_iterable(delta.top_logprobs for delta in told)),
+def joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
+    """One delta of several that follow each other, at least one; all but the tokens is as the last one says."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return replace(
+        deltas[-1],
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+        top_logprobs=tuple(chain.from_iterable(delta.top_logprobs for delta in deltas)),
     )
 
 

@@ -235,8 +235,8 @@ class VllmEngine:
                 async with aclosing(self._http.arrivals(path, body, headers)) as arrivals:
                     async for events in arrivals:
                         deltas, failed = _taken(reply, events)
-                        if delta := joined(deltas):
-                            yield delta
+                        if deltas:
+                            yield joined(deltas)
                         if failed is not None:
                             raise failed
             else:
@@ -450,14 +450,16 @@ async def _takes_aborts(http: HttpClient) -> bool:
     return True
 
 
-def _taken(reply: Reply, events: Sequence[bytes]) -> tuple[list[SampleDelta | None], TokentapeError | None]:
+def _taken(reply: Reply, events: Sequence[bytes]) -> tuple[list[SampleDelta], TokentapeError | None]:
     """What these events tell, up to the first that is an error: what was sampled before it counts."""
-    deltas = []
+    deltas: list[SampleDelta] = []
     for data in events:
         try:
-            deltas.append(reply.take(data))
+            delta = reply.take(data)
         except TokentapeError as error:
             return deltas, error
+        if delta is not None:
+            deltas.append(delta)
     return deltas, None
 
 

@@ -141,7 +141,10 @@ class Preparer:
     def is_quick(self, request: TurnRequest, setup: Setup, found: Continuation) -> bool:
         """Whether `prepare` takes a millisecond or two: few new messages behind a turn, and all is at hand for them."""
         new = found.new_messages
-        if found.parent is None or self._history != "sampled" or _kind(setup, new) not in self._bridged:
+        if found.parent is None or _kind(setup, new) not in self._bridged:
+            return False
+        if self._history != "sampled" or self._wrong_stop != "keep":
+            # All of the messages may have to be rendered.
             return False
         if request.prompt_ids is not None or self._renderer.images is not None:
             return False

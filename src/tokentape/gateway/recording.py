@@ -73,11 +73,11 @@ class Recorder:
         ]
 
     async def commit_aborted(
-        self, opened: OpenSession, prepared: Prepared, choices: Sequence[Choice], cause: str
+        self, opened: OpenSession, prepared: Prepared, choices: Sequence[Choice], request: TurnRequest, cause: str
     ) -> None:
         """Record what was sampled of a call that nobody gets an answer to."""
         async with opened.lock:
-            if opened.deleted or not self.store.healthy:
+            if not self.store.healthy:
                 return
             for choice in choices:
                 if choice.reply is None:
@@ -158,11 +158,12 @@ class Recorder:
             raise
         opened.stored = True
         opened.setups.add(setup.digest)
-        self.telemetry.recorded(turns, len(prepared.prompt_ids))
         for turn in turns:
             opened.session.add(turn)
         if answer is not None:
             opened.remember(answer)
+        # Last: what fails here must not tear the record in memory from the one on disk.
+        self.telemetry.recorded(turns, len(prepared.prompt_ids))
         return True
 
 

@@ -315,18 +315,20 @@ class Turns:
             await flight.wanted()
             flight.land()
         except asyncio.CancelledError:
-            await asyncio.shield(self._recorder.commit_aborted(opened, prepared, choices, flight.abort_cause))
+            flight.land()
+            await asyncio.shield(self._recorder.commit_aborted(opened, prepared, choices, request, flight.abort_cause))
             raise
         except EngineContractError:
             raise
         except EngineError as error:
             if any(choice.ids for choice in choices):
-                await asyncio.shield(self._recorder.commit_aborted(opened, prepared, choices, error.code))
+                flight.land()
+                await asyncio.shield(self._recorder.commit_aborted(opened, prepared, choices, request, error.code))
             raise
         try:
             told = await self._recorder.commit(opened, prepared, choices, started, request)
         except AnsweredElsewhere as error:
-            await asyncio.shield(self._recorder.commit_aborted(opened, prepared, choices, error.code))
+            await asyncio.shield(self._recorder.commit_aborted(opened, prepared, choices, request, error.code))
             raise
         for done in told:
             flight.tell(done)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -96,8 +97,11 @@ def _arguments(arguments: Any) -> Any:
 
 def _numbers(value: Any) -> Any:
     """Whole floats as integers: JavaScript writes 1.0 as 1."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            # Python writes and reads these as JSON. The encoder would write null, which is something else.
+            return {"number": str(value)}
+        return int(value) if value.is_integer() else value
     if isinstance(value, Mapping):
         return {key: _numbers(item) for key, item in value.items()}
     if isinstance(value, list):
