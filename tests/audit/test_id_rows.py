@@ -97,6 +97,28 @@ def test_json_may_be_a_bare_list(tmp_path: Path) -> None:
     assert (row.ids.tolist(), spans([row])) == ([1, 2], [[(0, 2)]])
 
 
+def own_row(**damage: Any) -> str:
+    """A trajectory of two tokens, with other values for some of its fields."""
+    whole = {
+        "schema_version": 1,
+        "session_id": "s",
+        "leaf": 0,
+        "token_ids": [1, 2],
+        "loss_mask": [0, 1],
+        "provenance": [2, 1],
+        "completion_starts": [1],
+        "completion_ends": [2],
+        "weight_versions": ["0"],
+    }
+    return json.dumps({**whole, **damage})
+
+
+def test_a_trajectory_is_read_from_a_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(own_row())
+    (row,) = iter_rows(tmp_path / "a.jsonl")
+    assert (row.name, spans([row])) == ("s:0", [[(1, 2)]])
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -107,7 +129,13 @@ def test_json_may_be_a_bare_list(tmp_path: Path) -> None:
         ('{"ids": [1.5]}', "expected a list of token ids"),
         ('{"ids": [-1]}', "expected a list of token ids"),
         ('{"ids": [1, 2], "mask": [1]}', "1 values of mask for 2 ids"),
+        ('{"ids": [1, 2], "mask": 1}', "mask: expected a list of numbers"),
+        ('{"ids": [1, 2], "mask": ["a", "b"]}', "mask: expected a list of numbers"),
         ('{"schema_version": 1, "token_ids": [1]}', "a trajectory is damaged"),
+        (own_row(completion_starts=[1, 1]), "a trajectory is damaged"),
+        (own_row(weight_versions=[]), "a trajectory is damaged"),
+        (own_row(provenance=[2, -1]), "a trajectory is damaged"),
+        (own_row(provenance=[2, 77]), "a trajectory is damaged"),
     ],
 )
 def test_what_is_no_row_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:

@@ -99,6 +99,12 @@ def test_a_json_line_without_text_is_refused(tmp_path: Path, content: bytes) -> 
         list(read_corpus([tmp_path]))
 
 
+def test_half_a_surrogate_pair_in_json_does_not_stop_a_count(renderer: Renderer, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d \u00e9", "lang": "x\\ud83d"}\n', encoding="utf-8")
+    (row,) = measure({"tiny": renderer.tokenizer}, read_corpus([tmp_path])).languages
+    assert (row.name, row.characters) == ("x?", 4)
+
+
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\n")
     with pytest.raises(InvalidRequest, match="not UTF-8"):
@@ -131,6 +137,14 @@ def test_the_command_prints_a_table_or_json_and_writes_a_page(model_dir: Path, c
     assert (tmp_path / "premium.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     rows = json.loads(command(model_dir, "--corpus", corpus, "--lines", 1, "--json").stdout)["languages"]
     assert {row["lines"] for row in rows} == {1}
+
+
+def test_a_page_that_can_not_be_written_does_not_take_the_counts_along(
+    model_dir: Path, corpus: Path, tmp_path: Path
+) -> None:
+    done = command(model_dir, "--corpus", corpus, "--html", tmp_path / "none" / "a.html")
+    assert done.exit_code == 1
+    assert "Cyrillic" in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [["--baseline", "fr"], ["--baseline"]])

@@ -98,6 +98,22 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"[]", b"{}", b'{"model": {"vocab": 5}}'])
+def test_a_damaged_tokenizer_is_refused(tmp_path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(TokenizerUnusable, match=r"tokenizer\.json is damaged or no tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_what_the_library_does_not_take_is_refused(tmp_path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": []}')
+    tokenizer = Tokenizer.load(tmp_path)
+    with pytest.raises(TokenizerUnusable, match="does not take it"):
+        tokenizer.encode_marked("a")
+    with pytest.raises(TokenizerUnusable, match="does not take it"):
+        tokenizer.encode_plain("a")
+
+
 def test_a_folder_that_wants_to_run_code_is_refused(tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((ROOT / "mistral_v3_spm" / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["x.Y", None]}}))

@@ -80,3 +80,30 @@ def test_what_can_not_be_compared_is_a_usage_error(run: Run, lockfile: Path, mod
     assert run("check", lockfile, tmp_path / "nowhere").exit_code == 2
     assert run("check", lockfile, model_dir, "--kind", "x").exit_code == 2
     assert run("lock", tmp_path / "nowhere").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (b"\xff\xfe{{ 1 }}", "not UTF-8"),
+        (b"", "does not render the content of an assistant message"),
+        (b"{{ messages[-1].content }}", "does not render the content of an assistant message"),
+    ],
+)
+def test_what_is_no_chat_template_is_not_locked(
+    run: Run, model_dir: Path, tmp_path: Path, template: bytes, message: str
+) -> None:
+    (tmp_path / "a.jinja").write_bytes(template)
+    done = run("lock", model_dir, "--chat-template", tmp_path / "a.jinja", "-o", tmp_path / "a.lock")
+    assert (done.exit_code, message in done.stderr) == (1, True)
+    assert not (tmp_path / "a.lock").exists()
+
+
+def test_no_kwargs_are_other_kwargs_than_those_of_the_lock(
+    run: Run, model_dir: Path, gateway_url: str, tmp_path: Path
+) -> None:
+    run("lock", model_dir, "-o", tmp_path / "a.lock", "--kwargs", '{"shout": true}')
+    assert run("check", tmp_path / "a.lock", "--engine", gateway_url).exit_code == 0
+    done = run("check", tmp_path / "a.lock", "--engine", gateway_url, "--kwargs", "{}")
+    assert done.exit_code == 1
+    assert "template kwargs" in done.stdout

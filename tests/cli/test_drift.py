@@ -84,3 +84,11 @@ def test_without_a_tokenizer_it_says_what_to_do(run: Run, tmp_path: Path) -> Non
     assert result.exit_code == 1
     assert "name its model folder with --tokenizer" in result.stderr
     assert run("drift", path, "--fail-above", 2).exit_code == 2
+
+
+def test_a_limit_is_not_kept_where_nothing_was_measured(run: Run, model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.touch()
+    assert run("drift", path, "--tokenizer", model_dir).exit_code == 0
+    result = run("drift", path, "--tokenizer", model_dir, "--fail-above", 0.5)
+    assert (result.exit_code, result.stderr) == (1, "no completion was measured\n")

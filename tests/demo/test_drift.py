@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.records import make_turn
 
 from tokentape.chat.renderer import Renderer
 from tokentape.demo.drift import retokenization_drift, turns_unlike_engine
@@ -14,7 +15,7 @@ from tokentape.session.chain import setup_digest
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
 from tokentape.store import StoredSession
-from tokentape.types import Provenance, SessionInfo, Setup, Trajectory, Turn
+from tokentape.types import Provenance, SessionInfo, Setup, Trajectory
 
 INFO = SessionInfo("s", 0.0)
 
@@ -34,10 +35,9 @@ def recorded(renderer: Renderer, setup: Setup, content: str, completion: list[in
     """A session of one turn in which `completion` was sampled and read as `content`."""
     question = {"role": "user", "content": "What do pears cost?"}
     added = renderer.render([question], setup)
-    turn = Turn(
-        session_id="s",
-        seq=0,
-        parent=None,
+    turn = make_turn(
+        "s",
+        0,
         setup=setup.digest,
         messages=(question,),
         reply={"role": "assistant", "content": content},
@@ -45,14 +45,6 @@ def recorded(renderer: Renderer, setup: Setup, content: str, completion: list[in
         added_provenance=added.provenance,
         completion_ids=np.array(completion, np.int32),
         logprobs=np.full(len(completion), -0.5, np.float32),
-        finish_reason="stop",
-        stop=completion[-1],
-        fork=None,
-        sampling={},
-        engine="test",
-        weight_version="0",
-        created_at=0.0,
-        digest="",
     )
     return StoredSession(INFO, {setup.digest: setup}, (turn,), (), ())
 

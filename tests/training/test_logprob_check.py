@@ -248,13 +248,14 @@ def test_rows_are_read_from_json_lines_and_parquet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ('{"session_id": "a", "leaf": 0}', "expected session_id, leaf, and token_ids"),
-        ("{", "line 1 is not JSON"),
-        ("[]", "expected an object"),
+        (b'{"session_id": "a", "leaf": 0}', "expected session_id, leaf, and token_ids"),
+        (b"{", "line 1 is not JSON"),
+        (b"\xff", "line 1 is not JSON"),
+        (b"[]", "expected an object"),
     ],
 )
-def test_a_row_that_says_nothing_is_refused(tmp_path: Path, line: str, reason: str) -> None:
-    (tmp_path / "t.jsonl").write_text(line + "\n")
+def test_a_row_that_says_nothing_is_refused(tmp_path: Path, line: bytes, reason: str) -> None:
+    (tmp_path / "t.jsonl").write_bytes(line + b"\n")
     with pytest.raises(InvalidRequest, match=reason):
         read_rows(tmp_path / "t.jsonl")
 

@@ -221,19 +221,21 @@ def _own_row(row: _Row, where: str) -> IdRow:
         starts, ends = (np.asarray(row[name]).tolist() for name in ("completion_starts", "completion_ends"))
         weights = row["weight_versions"]
         provenance = np.asarray(row["provenance"], np.uint8)
+        for code in np.unique(provenance).tolist():
+            Provenance(code)
         name = f"{row['session_id']}:{row['leaf']}"
-    except (KeyError, TypeError, ValueError) as error:
+        spans = [
+            Span(start, end, {"turn": _turn_label(n), "weights": weights[n]})
+            for n, (start, end) in enumerate(zip(starts, ends, strict=True))
+            if mask[start:end].any()
+        ]
+    except (LookupError, OverflowError, TypeError, ValueError) as error:
         raise InvalidRequest(f"{where}: a trajectory is damaged ({type(error).__name__}: {error})") from None
     if not len(ids) == len(mask) == len(provenance):
         raise InvalidRequest(
             f"{where}: a trajectory is damaged: {len(ids)} token_ids, {len(mask)} in loss_mask, {len(provenance)} in "
             "provenance"
         )
-    spans = [
-        Span(start, end, {"turn": _turn_label(n), "weights": weights[n]})
-        for n, (start, end) in enumerate(zip(starts, ends, strict=True))
-        if mask[start:end].any()
-    ]
     return IdRow(name, ids, tuple(spans), provenance)
 
 
@@ -267,7 +269,7 @@ def _foreign_row(row: _Row, columns: Columns, number: int, where: str) -> IdRow:
     if mask is None:
         spans = [(len(prompt), len(ids))]
     else:
-        sampled = np.asarray(mask, np.float64) > 0
+        sampled = _mask(mask, f"{where}: {columns.mask}")
         if len(sampled) == len(own):
             sampled = np.concatenate([np.zeros(len(prompt), np.bool_), sampled])
         if len(sampled) != len(ids):
@@ -296,6 +298,16 @@ def _ids(value: Any, where: str) -> TokenIds:
         return wide.astype(np.int32)
     except (TypeError, ValueError):
         raise InvalidRequest(f"{where}: expected a list of token ids") from None
+
+
+def _mask(value: Any, where: str) -> npt.NDArray[np.bool_]:
+    try:
+        found: npt.NDArray[np.bool_] = np.asarray(value, np.float64) > 0
+    except (TypeError, ValueError):
+        found = np.zeros((), np.bool_)
+    if found.ndim != 1:
+        raise InvalidRequest(f"{where}: expected a list of numbers, 1 where a token was sampled")
+    return found
 
 
 def _runs(which: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

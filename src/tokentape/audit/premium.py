@@ -196,9 +196,14 @@ def _line(path: Path, text: str) -> Line:
     try:
         fields = json.loads(text)
         found = next((fields[key] for key in _LANGUAGE_FIELDS if key in fields), language)
-        return Line(str(found), fields["text"] + "")
-    except (ValueError, TypeError, LookupError):
+        return Line(_valid(str(found)), _valid(fields["text"]))
+    except (ValueError, TypeError, LookupError, AttributeError):
         raise InvalidRequest(f'{path} has a line that is not {{"text": …}}') from None
+
+
+def _valid(text: str) -> str:
+    """The text without halves of surrogate pairs, which JSON's escapes may spell."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _by_script(text: str) -> dict[str, tuple[int, int]]:

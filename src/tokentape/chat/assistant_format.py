@@ -117,10 +117,11 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     prompt = ask([QUESTION], True)
     base = _read_base(ask, prompt)
     generation_prompt = prompt[len(base) :] if prompt.startswith(base) else prompt[common_prefix(prompt, base) :]
-    header = _read_header(ask, base)
-    answer = ask([QUESTION, {"role": "assistant", "content": CONTENT}], False)
-    if CONTENT not in answer:
+    said = {"role": "assistant", "content": CONTENT}
+    answer, left_behind = ask([QUESTION, said], False), ask([QUESTION, said, QUESTION], False)
+    if CONTENT not in answer or CONTENT not in left_behind:
         raise TemplateRefused("the chat template does not render the content of an assistant message")
+    header = _read_header(left_behind, base)
     content_open, content_close = _around(answer, prompt, CONTENT)
     content_end = turn_end = content_close if MARK.search(content_close) else ""
     shape = find_shape(ask)
@@ -216,10 +217,9 @@ def _behind(text: str, sentinel: str) -> str:
     return text[text.rindex(sentinel) + len(sentinel) :]
 
 
-def _read_header(render: Render, base: str) -> str:
+def _read_header(left_behind: str, base: str) -> str:
     """What the template writes in front of the content of a turn that the conversation has left behind."""
-    answered = render([QUESTION, {"role": "assistant", "content": CONTENT}, QUESTION], False)
-    before = answered[: answered.index(CONTENT)]
+    before = left_behind[: left_behind.index(CONTENT)]
     return before[common_prefix(before, base) :]
 
 

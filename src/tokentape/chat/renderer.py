@@ -28,7 +28,7 @@ from tokentape.chat.media import ImageProcessor, image_parts, repeat_placeholder
 from tokentape.chat.overrides import Overrides, ReplyParser, find_overrides, parse_whole
 from tokentape.chat.parse import Parser
 from tokentape.chat.splice import History, WrongStop, find_splices
-from tokentape.chat.template import ChatTemplate, plain_message
+from tokentape.chat.template import ChatTemplate, plain_message, read_source
 from tokentape.chat.tokenizer import MARK, Tokenizer
 from tokentape.errors import InvalidRequest, InvariantViolation, TemplateRefused
 from tokentape.types import Codes, Message, Provenance, Setup, TokenIds
@@ -92,7 +92,7 @@ class Renderer:
         """
         tokenizer = Tokenizer.load(folder)
         if chat_template is not None:
-            template = ChatTemplate(Path(chat_template).read_text(encoding="utf-8"))
+            template = ChatTemplate(read_source(Path(chat_template)))
         else:
             template = ChatTemplate.load(folder, tokenizer.config)
         overrides = overrides or find_overrides(cls(tokenizer, template))

@@ -44,16 +44,13 @@ class ChatTemplate:
     def load(cls, folder: str | Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
         """Find the template as transformers does: `chat_template.jinja`, else the tokenizer's configuration.
 
-        Raises `TokenizerUnusable` if there is none or it is not valid Jinja.
+        Raises `TokenizerUnusable` if there is none or it is not valid Jinja in UTF-8.
         """
         folder = Path(folder)
         path = folder / "chat_template.jinja"
         if path.is_file():
             tool_use = folder / "additional_chat_templates" / "tool_use.jinja"
-            return cls(
-                path.read_text(encoding="utf-8"),
-                tool_use.read_text(encoding="utf-8") if tool_use.is_file() else None,
-            )
+            return cls(read_source(path), read_source(tool_use) if tool_use.is_file() else None)
         found = tokenizer_config.get("chat_template")
         if isinstance(found, str):
             return cls(found)
@@ -200,6 +197,14 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def read_source(path: Path) -> str:
+    """A template's text. Raises `TokenizerUnusable` if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise TokenizerUnusable(f"{path} is no chat template: it is not UTF-8 text") from None
 
 
 def _compile(source: str) -> jinja2.Template:

@@ -108,7 +108,8 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """Load from a model folder: `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`.
 
-        Raises `TokenizerUnusable` if there is no `tokenizer.json`, or if the folder wants code of its own to run.
+        Raises `TokenizerUnusable` if there is no `tokenizer.json`, if it is damaged, or if the folder wants code of its
+        own to run.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -124,7 +125,13 @@ class Tokenizer:
                 f"{folder / 'tokenizer_config.json'} has `auto_map`: it asks to run code from the model folder. "
                 "Remove that entry if tokenizer.json alone is the tokenizer."
             )
-        return cls(path.read_bytes(), config, _read_json(folder / "generation_config.json"))
+        generation_config = _read_json(folder / "generation_config.json")
+        try:
+            return cls(path.read_bytes(), config, generation_config)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise TokenizerUnusable(
+                f"{path} is damaged or no tokenizer ({type(error).__name__}: {error}); copy the model folder anew"
+            ) from error
 
     def control(self, content: str) -> Control | None:
         """The control token spelled `content`, if there is one."""
@@ -233,7 +240,7 @@ class Tokenizer:
         twin = self._twins.get(start)
         if twin is None:
             name = {c.content: chr(start + index) for index, c in enumerate(self.controls)}
-            twin = tokenizers.Tokenizer.from_str(json.dumps(_rename_controls(self._spec, name), ensure_ascii=False))
+            twin = from_text(json.dumps(_rename_controls(self._spec, name), ensure_ascii=False))
             for control in self.controls:
                 if twin.token_to_id(name[control.content]) != control.id:
                     raise TokenizerUnusable(f"control token {control.content!r} could not be kept apart from text")
@@ -243,7 +250,7 @@ class Tokenizer:
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         whole = {**self._spec, "truncation": None, "padding": None}
-        return tokenizers.Tokenizer.from_str(json.dumps(whole, ensure_ascii=False))
+        return from_text(json.dumps(whole, ensure_ascii=False))
 
     @cached_property
     def _decoders(self) -> list[Mapping[str, Any]]:
@@ -277,6 +284,14 @@ class Tokenizer:
         if control is not None:
             found.add(control.id)
         return frozenset(found)
+
+
+def from_text(source: str) -> tokenizers.Tokenizer:
+    """What `tokenizers` makes of a tokenizer.json. Raises `TokenizerUnusable` if it does not take it."""
+    try:
+        return tokenizers.Tokenizer.from_str(source)
+    except Exception as error:  # the library raises nothing narrower
+        raise TokenizerUnusable(f"tokenizers {tokenizers.__version__} does not take it: {error}") from error
 
 
 def _mark(index: int) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -24,3 +25,24 @@ StoreLocation: TypeAlias = Annotated[
 ]
 
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def json_object(text: str, name: str) -> dict[str, Any]:
+    """The JSON object that an option holds."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}", param_hint=name) from None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"expected a JSON object, found {text}", param_hint=name)
+    return found
+
+
+def refuse_no_folder(path: Path, name: str) -> None:
+    """Refuse an argument that is no model folder."""
+    if not path.is_dir():
+        raise typer.BadParameter(
+            f"{str(path)!r} is not a folder. This takes a model folder on this machine and downloads nothing; "
+            "tokenizer and chat template are enough, weights are not needed.",
+            param_hint=name,
+        )

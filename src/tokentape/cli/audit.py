@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from datetime import date as calendar_date
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson
+from tokentape.cli.arguments import AsJson, json_object
 
 _SIDE_HELP = (
     "A model folder or tokenizer file, or a server: json: auto: slow: spm: tiktoken: mistral: gguf: in front say how "
@@ -52,9 +51,9 @@ def audit(
     Texts, control tokens, BOS and EOS, decoding, chat templates and loss masks are tried out on both. Exits with 0 if
     they agree, 1 if they don't. Nothing is downloaded, and no code from model folders is run.
     """
-    both = _object(kwargs, "--kwargs")
-    given_a = {**both, **_object(kwargs_a, "--kwargs-a")}
-    given_b = {**both, **_object(kwargs_b, "--kwargs-b")}
+    both = json_object(kwargs, "--kwargs")
+    given_a = {**both, **json_object(kwargs_a, "--kwargs-a")}
+    given_b = {**both, **json_object(kwargs_b, "--kwargs-b")}
     if date is not None:
         try:
             calendar_date.fromisoformat(date)
@@ -83,22 +82,12 @@ def audit(
             )
         except InvalidRequest as error:
             raise typer.BadParameter(str(error)) from None
-    if html is not None:
-        from tokentape.audit.skew.page import audit_page
-
-        html.write_text(audit_page(report), encoding="utf-8")
     if as_json:
         typer.echo(report.to_json())
     else:
         print_audit(report)
+    if html is not None:
+        from tokentape.audit.skew.page import audit_page
+
+        html.write_text(audit_page(report), encoding="utf-8")
     raise typer.Exit(1 if report.skewed else 0)
-
-
-def _object(text: str, option: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}", param_hint=option) from None
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"expected a JSON object, found {text}", param_hint=option)
-    return found

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson
+from tokentape.cli.arguments import AsJson, json_object, refuse_no_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,13 +39,8 @@ def certify(
     rendering them. Certificates are kept under TOKENTAPE_CACHE or the user's cache directory. A continuation is
     certified unless it is refused; `fork` is exact too, on a new branch.
     """
-    if not path.is_dir():
-        raise typer.BadParameter(
-            f"{str(path)!r} is not a folder. This takes a model folder on this machine and downloads nothing; "
-            "tokenizer and chat template are enough, weights are not needed.",
-            param_hint="PATH",
-        )
-    template_kwargs = _object(kwargs)
+    refuse_no_folder(path, "PATH")
+    template_kwargs = json_object(kwargs, "--kwargs")
 
     from rich.console import Console
 
@@ -67,16 +61,6 @@ def certify(
     for line in shortfalls:
         typer.echo(f"not certified: {line}", err=True)
     raise typer.Exit(1 if shortfalls else 0)
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}", param_hint="--kwargs") from None
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"expected a JSON object, found {text}", param_hint="--kwargs")
-    return found
 
 
 def _names(text: str) -> Sequence[str]:

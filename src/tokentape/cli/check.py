@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson
-from tokentape.cli.lock import json_object, refuse_no_folder
+from tokentape.cli.arguments import AsJson, json_object, refuse_no_folder
 
 if TYPE_CHECKING:
     from tokentape.audit.lock import LockReport
@@ -76,7 +75,8 @@ def check(
         if engine is not None:
             status.update("asking the server")
             server = observe_server(lock, engine, kind=kind, model=model_name, api_key=api_key)
-            reports.append(compare(lock, asyncio.run(server), given or lock.template_kwargs, strict=strict))
+            kwargs_in_use = lock.template_kwargs if given is None else given
+            reports.append(compare(lock, asyncio.run(server), kwargs_in_use, strict=strict))
     ok = all(report.ok for report in reports)
     if as_json:
         typer.echo(json.dumps({"ok": ok, "reports": [asdict(report) for report in reports]}, ensure_ascii=False))

@@ -62,7 +62,12 @@ def drift(
     ] = 100,
     fail_above: Annotated[
         float | None,
-        typer.Option(metavar="RATE", min=0, max=1, help="Exit with 1 if a greater share of completions drifted."),
+        typer.Option(
+            metavar="RATE",
+            min=0,
+            max=1,
+            help="Exit with 1 if a greater share of completions drifted, or there are none.",
+        ),
     ] = None,
     page: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", dir_okay=False, help="Write the report as a page too.")
@@ -106,10 +111,14 @@ def drift(
 
         page.write_text(drift_page(report, str(path)), encoding="utf-8")
         typer.echo(f"wrote {page}", err=True)
-    failed = fail_above is not None and report.completions.share > fail_above
-    if failed:
+    if fail_above is None:
+        return
+    if not report.completions.total:
+        typer.echo("no completion was measured", err=True)
+        raise typer.Exit(1)
+    if report.completions.share > fail_above:
         typer.echo(f"{report.completions.share:.3%} of the completions drifted, limit {fail_above:.3%}", err=True)
-    raise typer.Exit(1 if failed else 0)
+        raise typer.Exit(1)
 
 
 def plain(value: Any) -> Any:

@@ -30,7 +30,7 @@ class Drift:
     start: int
     end: int
     name: str
-    """One of `drift_classes.CLASSES` or `difference_kinds.KINDS`."""
+    """One of `drift.classes.CLASSES` or `compare.kinds.KINDS`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from tokentape.cli.arguments import json_object, refuse_no_folder
 
 
 def lock(
     path: Annotated[Path, typer.Argument(metavar="MODEL", help="Model folder on this machine; nothing is downloaded.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the lockfile goes.")] = Path(
-        "tokentape.lock"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", dir_okay=False, help="Where the lockfile goes.")
+    ] = Path("tokentape.lock"),
     chat_template: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template to use instead of the model's own.")
     ] = None,
@@ -37,24 +38,3 @@ def lock(
         + (f", {refused} of which the template refuses" if refused else "")
         + f"; {len(made.components.added_tokens)} added tokens; template {made.components.template_sha256[:16]}"
     )
-
-
-def refuse_no_folder(path: Path, name: str) -> None:
-    """Refuse an argument that is no model folder."""
-    if not path.is_dir():
-        raise typer.BadParameter(
-            f"{str(path)!r} is not a folder. This takes a model folder on this machine and downloads nothing; "
-            "tokenizer and chat template are enough, weights are not needed.",
-            param_hint=name,
-        )
-
-
-def json_object(text: str, name: str) -> dict[str, Any]:
-    """The JSON object that an option holds."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}", param_hint=name) from None
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"expected a JSON object, found {text}", param_hint=name)
-    return found

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson
-from tokentape.cli.lock import refuse_no_folder
+from tokentape.cli.arguments import AsJson, refuse_no_folder
 from tokentape.cli.readable import readable
+
+if TYPE_CHECKING:
+    from tokentape.audit.premium import Premium
 
 _CORPUS_HELP = (
     "Text files, one language each and named for it (de.txt), JSON lines with text and language, or folders of these; "
@@ -25,7 +28,9 @@ def premium(
         str | None, typer.Option(metavar="LANGUAGE", help="Give each language's tokens over this one's: translations.")
     ] = None,
     lines: Annotated[int | None, typer.Option(min=1, help="Read at most this many lines of each file.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report as one HTML file.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write a report as one HTML file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Count tokens per character and per byte of your texts, by language and by script.
@@ -35,12 +40,9 @@ def premium(
     for path in paths:
         refuse_no_folder(path, "TOKENIZER")
 
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    from tokentape.audit.premium import columns, measure, page, read_corpus
+    from tokentape.audit.premium import measure, page, read_corpus
     from tokentape.chat.tokenizer import Tokenizer
     from tokentape.errors import InvalidRequest
 
@@ -54,13 +56,24 @@ def premium(
             found = measure(tokenizers, read_corpus(corpus, lines), baseline=baseline)
         except InvalidRequest as error:
             raise typer.BadParameter(str(error), param_hint="--corpus") from None
-    if html is not None:
-        html.write_text(page(found), encoding="utf-8")
     if as_json:
         rows = {"languages": found.languages, "scripts": found.scripts}
         written = {key: [row.to_dict() for row in each] for key, each in rows.items()}
         typer.echo(json.dumps({"baseline": found.baseline, **written}, ensure_ascii=False))
-        return
+    else:
+        _print(found, tokenizers)
+    if html is not None:
+        html.write_text(page(found), encoding="utf-8")
+
+
+def _print(found: Premium, tokenizers: Iterable[str]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from tokentape.audit.premium import columns
+
     console = Console(highlight=False)
     for tokenizer in tokenizers:
         console.print(Text(readable(tokenizer), style="bold"))

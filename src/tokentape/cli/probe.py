@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson
-from tokentape.cli.lock import json_object, refuse_no_folder
+from tokentape.cli.arguments import AsJson, json_object, refuse_no_folder
 from tokentape.cli.readable import readable
 
 if TYPE_CHECKING:
@@ -40,7 +39,10 @@ def probe(
     ] = None,
     texts: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=_TEXTS_HELP)] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="JSONL of results; goes on with one there.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", dir_okay=False, help="JSONL of results; goes on with one there."
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Run at most this many trials.")] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Samples of each task; needs a temperature.")] = 1,
@@ -54,7 +56,9 @@ def probe(
         str, typer.Option("--kwargs", metavar="JSON", help="Template kwargs, such as '{\"enable_thinking\": false}'.")
     ] = "{}",
     concurrency: Annotated[int, typer.Option(min=1, help="Calls at a time.")] = 8,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report as one HTML file.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write a report as one HTML file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Count phantom edits: a word that a model was to replace comes back as the same text in other ids.
@@ -89,6 +93,7 @@ def probe(
     settings = Settings(max_tokens, temperature, seed, ban, concurrency)
     sentences = read_texts(texts, seed=seed) if texts is not None else built_in()
     asked = list(trials(sentences, repetitions=repetitions))[:limit]
+    place = {trial: at for at, trial in enumerate(asked)}
 
     async def run() -> int:
         opened = await _open(engine, engine_url, path, renderer.tokenizer.vocab_size, api_key)
@@ -97,7 +102,7 @@ def probe(
             keeping = ProbeFile(output, made) if output is not None else None
             with keeping or nullcontext():
                 missing = keeping.missing(asked) if keeping is not None else asked
-                results = [r for r in keeping.results if r.trial in asked] if keeping is not None else []
+                results = [r for r in keeping.results if r.trial in place] if keeping is not None else []
                 with Progress(transient=True, console=Console(stderr=True)) as progress:
                     bar = progress.add_task("probing", total=len(asked), completed=len(results))
                     async with aclosing(run_trials(missing, opened, renderer, setup, settings)) as running:
@@ -108,11 +113,11 @@ def probe(
                             progress.advance(bar)
         finally:
             await opened.close()
-        results.sort(key=lambda result: asked.index(result.trial))
+        results.sort(key=lambda result: place[result.trial])
         found = summarise(results)
+        typer.echo(json.dumps({**made, **asdict(found)}) if as_json else readable_summary(found))
         if html is not None:
             html.write_text(page(made, results, renderer.tokenizer), encoding="utf-8")
-        typer.echo(json.dumps({**made, **asdict(found)}) if as_json else readable_summary(found))
         return found.normalised.changed
 
     raise typer.Exit(1 if asyncio.run(run()) else 0)

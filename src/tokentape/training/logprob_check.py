@@ -357,7 +357,7 @@ def _distance(outlier: Outlier) -> float:
 
 def _rows(source: Path) -> Iterator[dict[str, Any]]:
     if source.suffix == ".jsonl":
-        with open(source, encoding="utf-8") as lines:
+        with open(source, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 try:
                     row = json.loads(line)

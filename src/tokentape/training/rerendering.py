@@ -31,7 +31,7 @@ class Changed:
     tokens: int = 0
     """Trained ones that are not there again."""
     kinds: Mapping[str, int] = field(default_factory=dict)
-    """How many differences are of each of `difference_kinds.KINDS`."""
+    """How many differences are of each of `compare.kinds.KINDS`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.records import make_turn
 from tokentape.audit.drift.rerender import Rerendered, RerenderMeter
 from tokentape.chat.renderer import Renderer
 from tokentape.session.chain import setup_digest
 from tokentape.store import StoredSession
-from tokentape.types import Message, SessionInfo, Setup, Turn
+from tokentape.types import Message, SessionInfo, Setup
 
 
 @pytest.fixture
@@ -24,10 +25,9 @@ def two_turns(renderer: Renderer, setup: Setup, completion: list[int], reply: Me
     """A session whose second turn was bridged behind `completion`."""
     question, again = ({"role": "user", "content": text} for text in ("What do pears cost?", "And plums?"))
     added = renderer.render([question], setup)
-    first = Turn(
-        session_id="s",
-        seq=0,
-        parent=None,
+    first = make_turn(
+        "s",
+        0,
         setup=setup.digest,
         messages=(question,),
         reply=reply,
@@ -35,14 +35,6 @@ def two_turns(renderer: Renderer, setup: Setup, completion: list[int], reply: Me
         added_provenance=added.provenance,
         completion_ids=np.array(completion, np.int32),
         logprobs=np.full(len(completion), -0.5, np.float32),
-        finish_reason="stop",
-        stop=completion[-1],
-        fork=None,
-        sampling={},
-        engine="test",
-        weight_version="0",
-        created_at=0.0,
-        digest="",
     )
     bridge = renderer.bridge(first.completion_ids, reply, [again], setup)
     second = replace(

@@ -75,6 +75,26 @@ def test_a_lock_is_read_as_it_was_written(tiny_lock: Lock, tmp_path: Path) -> No
     assert again.to_text() == (tmp_path / "a.lock").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda fields: fields.update(template_kwargs=None), "template_kwargs"),
+        (lambda fields: fields["components"].update(steps=None), "steps"),
+        (lambda fields: fields["components"]["steps"].pop("decoder"), "its steps are"),
+        (lambda fields: fields["goldens"][0].update(text=5), "text"),
+        (lambda fields: fields["goldens"][0].update(txet="a"), "fields that a lock has not"),
+        (lambda fields: fields["goldens"][0].pop("ids"), "fields that a lock has not"),
+        (lambda fields: fields["components"]["added_tokens"].append([1]), "ValueError"),
+        (lambda fields: fields.pop("components"), "components"),
+    ],
+)
+def test_a_damaged_lock_is_refused(tiny_lock: Lock, tmp_path: Path, damage: Edit, message: str) -> None:
+    write_lock(tiny_lock, tmp_path / "a.lock")
+    edited(tmp_path, damage, "a.lock")
+    with pytest.raises(InvalidRequest, match=f"not a whole lockfile: .*{message}"):
+        read_lock(tmp_path / "a.lock")
+
+
 def test_an_added_token_that_is_not_special_any_more_is_told_by_name(tiny_lock: Lock, tiny: Path) -> None:
     edited(tiny, lambda spec: spec["added_tokens"][0].update(special=False))
     report = examine(tiny_lock, tiny)

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response
 
+import tokentape
 from tests.engines.fake_server import FakeServer, running
-from tokentape.audit.lock import Lock, make_lock
+from tokentape.audit.lock import Lock, make_lock, write_lock
 from tokentape.audit.lock.comparing import compare
 from tokentape.audit.lock.goldens import chat_ids
 from tokentape.audit.lock.observing import observe_server
 from tokentape.chat.renderer import Renderer
-from tokentape.errors import InvalidRequest
+from tokentape.errors import InvalidRequest, TokenizationChanged
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +85,14 @@ def test_a_gateway_is_asked_for_its_texts(gateway_url: str, lock: Lock) -> None:
     assert report.ok
     assert report.inputs == sum(not golden.messages for golden in lock.goldens)
     assert any("the server does not render them" in note for note in report.notes)
+
+
+def test_no_kwargs_are_other_kwargs_than_those_of_the_lock(
+    server: FakeServer, renderer: Renderer, model_dir: Path, tmp_path: Path
+) -> None:
+    made = make_lock(model_dir, template_kwargs={"shout": True})
+    write_lock(made, tmp_path / "a.lock")
+    server.reset(tokenizing(renderer, made))
+    tokentape.check(tmp_path / "a.lock", engine=server.url)
+    with pytest.raises(TokenizationChanged, match=r'template kwargs: were {"shout": true}, are {}'):
+        tokentape.check(tmp_path / "a.lock", engine=server.url, template_kwargs={})

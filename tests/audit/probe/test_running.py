@@ -184,6 +184,23 @@ def test_a_probe_goes_on_where_it_was_cut_off(qwen: Renderer, tmp_path: Path) ->
         ProbeFile(path, {**made, "temperature": 1.0})
 
 
+@pytest.mark.parametrize("content", ["", "{", '{"format": 1, "se'])
+def test_a_first_line_that_was_cut_off_is_written_anew(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "probe.jsonl"
+    path.write_text(content)
+    with ProbeFile(path, {"format": 1, "seed": 0}):
+        assert path.read_text() == '{"format": 1, "seed": 0}\n'
+
+
+@pytest.mark.parametrize("content", ["what somebody noted", '{"mine": 1}'])
+def test_a_line_that_is_no_head_of_results_is_not_written_over(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes"
+    path.write_text(content)
+    with pytest.raises(InvalidRequest, match="one line of something else"):
+        ProbeFile(path, {"format": 1, "seed": 0})
+    assert path.read_text() == content
+
+
 @needs_tokenizers
 def test_what_was_sampled_before_an_engine_failed_is_kept(qwen: Renderer) -> None:
     engine = written(qwen, REPLACED)
@@ -238,6 +255,12 @@ def test_a_file_without_words_to_replace_is_refused(tmp_path: Path, line: str) -
         read_texts(path)
 
 
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "texts").write_bytes(b"\xffa [bee] flew")
+    with pytest.raises(InvalidRequest, match="not UTF-8"):
+        read_texts(tmp_path / "texts")
+
+
 def command(*arguments: object) -> CliResult:
     return CliRunner().invoke(app, ["probe", *map(str, arguments)])
 
@@ -253,6 +276,14 @@ def test_the_command_probes_a_gateway_and_goes_on(gateway_url: str, model_dir: P
     assert json.loads(done.stdout)["trials"] == 4
     assert output.read_text(encoding="utf-8").startswith(before)
     assert len(read_results(output)[1]) == 4
+
+
+def test_a_page_that_can_not_be_written_does_not_take_the_results_along(
+    gateway_url: str, model_dir: Path, tmp_path: Path
+) -> None:
+    served = ("--engine", "vllm", "--engine-url", gateway_url, "--max-tokens", 4, "--limit", 1)
+    done = command(model_dir, *served, "--html", tmp_path / "none" / "a.html")
+    assert (done.exit_code, done.stdout.splitlines()[0]) == (1, "1 trials")
 
 
 @pytest.mark.parametrize(

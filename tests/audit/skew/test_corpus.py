@@ -38,6 +38,7 @@ def test_json_lines_give_their_texts_and_messages(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "two"}, {"role": "x", "content": None}]},
         "three",
         {"n": 4},
+        {"messages": 5},
     ]
     path.write_text("\n".join(map(json.dumps, records)) + "\n\n")
     assert list(documents_of(Range(path, 0, path.stat().st_size))) == ["one", "two", "three"]

@@ -77,6 +77,14 @@ def test_a_gguf_with_no_split_or_another_one_is_found(unnormalized: Any, tmp_pat
     assert any("no tokenizer.ggml.pre" in note for note in report.notes) == (pre is None)
 
 
+@pytest.mark.parametrize("content", [b"", b"neither", b"GGUF", b"GGUF\x03\x00\x00\x00"])
+def test_what_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "a.gguf").write_bytes(content)
+    with pytest.raises(TokenizerUnusable, match=r"a\.gguf is damaged or no GGUF file"):
+        open_side(str(tmp_path / "a.gguf"))
+
+
 def test_a_gguf_of_an_unknown_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerUnusable, match="'of-tomorrow', whose split is not known"):
         open_side(str(write_gguf(tmp_path / "tiny.gguf", pre="of-tomorrow")))

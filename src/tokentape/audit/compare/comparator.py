@@ -38,7 +38,7 @@ class Difference:
     """One stretch that is not the same. Positions are of tokens, half-open; a side that has none of it is empty."""
 
     kind: str
-    """One of `difference_kinds.KINDS`."""
+    """One of `compare.kinds.KINDS`."""
     severity: Severity
     """`error`: what was sampled, or what a model reads, is something else. `warning`: outside of what the assistant
     said the same is written otherwise, or the record ends earlier."""
@@ -54,7 +54,7 @@ class Difference:
     source: str | None
     """Where its tokens came from, a name of `Provenance` in small letters; None where nobody told."""
     artifact: str | None = None
-    """With kind `ids`, one of `drift_classes.ARTIFACTS`."""
+    """With kind `ids`, one of `drift.classes.ARTIFACTS`."""
 
     @property
     def assistant(self) -> bool | None:

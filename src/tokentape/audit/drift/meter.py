@@ -1,7 +1,7 @@
 """The drift meter: how often sampled ids are not what encoding their text gives, where, and what that would cost.
 
 P(encode(decode(ids)) != ids) over completions and over tokens, with confidence intervals; what kinds of stretches drift
-(`drift_classes`), how long they are, and how that depends on region, script, turn, temperature and weights. Reads rows
+(`drift.classes`), how long they are, and how that depends on region, script, turn, temperature and weights. Reads rows
 one at a time and keeps sums, so memory does not grow with the data.
 """
 

@@ -25,7 +25,7 @@ class ArtifactCount:
     """Changed stretches of one artifact."""
 
     name: str
-    """One of `drift_classes.ARTIFACTS`."""
+    """One of `drift.classes.ARTIFACTS`."""
     meaning: str
     stretches: int
     tokens: int

@@ -34,15 +34,15 @@ class Rerendered:
     refused: int
     """Turns whose messages the template does not take; in no other number."""
     kinds: Mapping[str, int]
-    """Turns that have a difference of the kind, by `difference_kinds.KINDS`; a turn may have several."""
+    """Turns that have a difference of the kind, by `compare.kinds.KINDS`; a turn may have several."""
     first_kinds: Mapping[str, int]
     """The same of the first difference, which is where a cached prefix or a row ends."""
     sampled_tokens: int
     """Of the contexts; a turn's tokens count in each later context."""
     changed_sampled_tokens: int
     unlike_roots: int
-    """Branches whose first context is rendered otherwise already. That is left out of all else here: the renderer
-    differs from what made it, or the client wrote its tools in another order than they are kept in."""
+    """Branches whose first context is rendered otherwise already, because the renderer differs from what made it. That
+    is left out of all else here."""
 
 
 class RerenderMeter:

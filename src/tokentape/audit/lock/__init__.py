@@ -58,7 +58,8 @@ def check(
         _raise_if_changed(examine(lock, tokenizer, template_kwargs, chat_template, strict=strict), lockfile)
     if engine is not None:
         observed = asyncio.run(observe_server(lock, engine))
-        _raise_if_changed(compare(lock, observed, template_kwargs or lock.template_kwargs, strict=strict), lockfile)
+        kwargs = lock.template_kwargs if template_kwargs is None else template_kwargs
+        _raise_if_changed(compare(lock, observed, kwargs, strict=strict), lockfile)
 
 
 def examine(

@@ -30,7 +30,11 @@ FILES = (
 BLOCK = 4096
 """Vocabulary entries, or merges, to a digest."""
 
-_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+
+STEPS = (*_PIPELINE, "model")
+"""Names of `Components.steps`."""
+
 _FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 _LONG = 1024
 
@@ -94,7 +98,7 @@ def spec_parts(source: str) -> dict[str, Any]:
         spec = {**spec, "model": {**spec["model"], "vocab": {}, "merges": []}, "added_tokens": []}
     spec = json.loads(tokenizers.Tokenizer.from_str(json.dumps(spec)).to_str())
     model = {key: value for key, value in spec["model"].items() if key not in ("vocab", "merges")}
-    steps = {name: _step(spec[name]) for name in _STEPS}
+    steps = {name: _step(spec[name]) for name in _PIPELINE}
     if steps["decoder"] is not None and steps["decoder"]["type"] == "ByteLevel":
         # Its flags do nothing, and libraries write them one way or another.
         steps["decoder"] = {"type": "ByteLevel"}

@@ -13,7 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit.lock.components import AddedToken, Components, components_of
+import msgspec
+
+from tokentape.audit.lock.components import STEPS, Components, components_of
 from tokentape.audit.lock.goldens import DATE, Golden, goldens_of
 from tokentape.chat.certificate import Certificate
 from tokentape.chat.certificate_cache import load_or_certify
@@ -112,10 +114,10 @@ def read_lock(path: str | Path) -> Lock:
     """Read a lockfile. Raises `InvalidRequest` if it is none, or of another format, and `OSError`."""
     path = Path(path)
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        written = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InvalidRequest(f"{path} is not a lockfile: it is not JSON ({error})") from None
-    found = fields.pop("format", None) if isinstance(fields, dict) else None
+    found = written.get("format") if isinstance(written, dict) else None
     if found != FORMAT:
         raise InvalidRequest(
             f"{path} is a lockfile of format {found}, and this version of tokentape reads format {FORMAT}. Check it "
@@ -125,15 +127,17 @@ def read_lock(path: str | Path) -> Lock:
             else f"{path} is not a lockfile: it has no `format`. `tokentape lock MODEL -o {path.name}` writes one"
         )
     try:
-        parts = fields.pop("components")
-        for key, kind in (("added_tokens", _read_added), ("goldens", _read_golden)):
-            where = parts if key in parts else fields
-            where[key] = tuple(map(kind, where[key]))
-        for key in ("vocabulary", "merges", "eos_ids", "template"):
-            parts[key] = tuple(parts[key])
-        return Lock(components=Components(**parts), **fields)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        parts = written["components"]
+        parts = {**parts, "added_tokens": list(map(_read_added, parts["added_tokens"]))}
+        lock = msgspec.convert({**written, "components": parts}, Lock)
+        # What is not written back was not understood: a name misspelt, or a part of another version.
+        if json.loads(lock.to_text()) != written:
+            raise ValueError("it has fields that a lock has not, or lacks some")
+        if set(lock.components.steps) != set(STEPS):
+            raise ValueError(f"its steps are {', '.join(lock.components.steps)}, expected {', '.join(STEPS)}")
+    except (msgspec.ValidationError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise InvalidRequest(f"{path} is not a whole lockfile: {type(error).__name__}: {error}") from None
+    return lock
 
 
 def write_lock(lock: Lock, path: str | Path) -> None:
@@ -151,9 +155,9 @@ def _written_components(parts: Components) -> dict[str, Any]:
     return {**asdict(parts), "added_tokens": [[one.id, one.content, one.flags] for one in parts.added_tokens]}
 
 
-def _read_added(written: Any) -> AddedToken:
+def _read_added(written: Any) -> dict[str, Any]:
     token_id, content, flags = written
-    return AddedToken(token_id, content, flags)
+    return {"id": token_id, "content": content, "flags": flags}
 
 
 def _written_golden(golden: Golden) -> dict[str, Any]:
@@ -163,14 +167,6 @@ def _written_golden(golden: Golden) -> dict[str, Any]:
         return {"name": golden.name, "messages": list(golden.messages), **tools, "ids": ids}
     special = {"special": True} if golden.special else {}
     return {"name": golden.name, "text": golden.text, **special, "ids": ids}
-
-
-def _read_golden(written: Any) -> Golden:
-    fields = dict(written)
-    for key in ("messages", "tools", "ids"):
-        if fields.get(key) is not None:
-            fields[key] = tuple(fields[key])
-    return Golden(**fields)
 
 
 def _laid_out(value: Any, depth: int = 0, key: str = "") -> str:

@@ -39,7 +39,7 @@ class Outcome:
 
     kind: Kind
     artifact: str | None = None
-    """With a phantom edit, strict or not, its class: one of `drift_classes.ARTIFACTS`."""
+    """With a phantom edit, strict or not, its class: one of `drift.classes.ARTIFACTS`."""
     source: tuple[int, ...] = ()
     """Ids of the word, and of what its tokens touch, as the prompt's text has them."""
     found: tuple[int, ...] = ()

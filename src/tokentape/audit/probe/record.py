@@ -22,6 +22,9 @@ from tokentape.types import Setup
 
 FORMAT = 1
 
+_HEAD = b'{"format": %d,' % FORMAT
+"""How the first line begins, of which a crash may have left a part."""
+
 Header = Mapping[str, Any]
 
 
@@ -99,6 +102,8 @@ def _read(path: Path) -> tuple[Header | None, list[Result], int]:
     lines = content[:whole].splitlines()
     try:
         rows = [json.loads(line) for line in lines]
+        if not rows and not _HEAD.startswith(content[: len(_HEAD)]):
+            raise ValueError("it is one line of something else")
         if rows and rows[0].get("format") != FORMAT:
             raise ValueError(f"its first line is not that of format {FORMAT}")
         return (rows[0] if rows else None), [_result(row) for row in rows[1:]], whole

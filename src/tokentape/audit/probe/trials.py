@@ -106,10 +106,14 @@ def read_texts(path: str | Path, *, words: int = 1, seed: int = 0) -> list[tuple
     A line has its target in square brackets, or is JSON with `text` and `target`; from any other line up to `words`
     words of four or more letters that occur once are drawn, the same ones for the same seed.
 
-    Raises `InvalidRequest` if a line has a target that it does not hold, or no line has one.
+    Raises `InvalidRequest` if a line has a target that it does not hold, or no line has one, or it is not UTF-8.
     """
     found: list[tuple[str, str, str]] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{path} is not UTF-8 text") from None
+    for number, line in enumerate(lines, 1):
         line = line.strip()
         if not line:
             continue

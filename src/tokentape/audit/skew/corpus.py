@@ -261,7 +261,8 @@ def _texts_of(record: Any) -> Iterator[str]:
         for name in _FIELDS:
             if isinstance(record.get(name), str):
                 yield record[name]
-        for message in record.get("messages") or ():
+        messages = record.get("messages")
+        for message in messages if isinstance(messages, list) else ():
             if isinstance(message, dict) and isinstance(message.get("content"), str):
                 yield message["content"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokentape.audit.skew.sides.base import Ability, AddedToken, Conversation, Rendering, SideFacts
 from tokentape.audit.skew.sides.from_spec import SideOptions, added_of, hashes, makes_masks, special_tokens_of
-from tokentape.chat.template import plain_message
+from tokentape.chat.template import plain_message, read_source
 from tokentape.errors import TemplateRefused, TokenizerUnusable
 
 
@@ -31,7 +31,7 @@ class AutoSide:
         except Exception as error:  # transformers raises what its tokenizers and files happen to raise
             raise TokenizerUnusable(f"AutoTokenizer can't load {folder}: {type(error).__name__}: {error}") from error
         if options.template is not None:
-            self._tokenizer.chat_template = options.template.read_text(encoding="utf-8")
+            self._tokenizer.chat_template = read_source(options.template)
         self._options = options
         self._name = name
         spec = json.loads(self._tokenizer.backend_tokenizer.to_str()) if self._tokenizer.is_fast else None

@@ -20,7 +20,8 @@ from typing import Any
 import tokenizers
 
 from tokentape.audit.skew.sides.base import Ability, AddedToken, Conversation, Rendering, SideFacts
-from tokentape.chat.template import ChatTemplate, plain_message
+from tokentape.chat.template import ChatTemplate, plain_message, read_source
+from tokentape.chat.tokenizer import from_text
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -211,10 +212,7 @@ def load_spec(spec: Mapping[str, Any], source: str | None = None) -> tokenizers.
     """
     if source is None:
         source = json.dumps(spec, ensure_ascii=False)
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(source)
-    except Exception as error:  # the library raises nothing narrower
-        raise TokenizerUnusable(f"tokenizers {version('tokenizers')} does not take it: {error}") from error
+    tokenizer = from_text(source)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -243,7 +241,7 @@ def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
 def find_template(folder: Path, config: Mapping[str, Any], options: SideOptions) -> ChatTemplate | None:
     """The template that is to be used, if there is one."""
     if options.template is not None:
-        return ChatTemplate(options.template.read_text(encoding="utf-8"))
+        return ChatTemplate(read_source(options.template))
     if not (folder / "chat_template.jinja").is_file() and not config.get("chat_template"):
         return None
     return ChatTemplate.load(folder, config)

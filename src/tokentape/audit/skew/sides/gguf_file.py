@@ -12,7 +12,7 @@ from typing import Any
 
 from tokentape.audit.skew.known_parts import byte_level
 from tokentape.audit.skew.sides.from_spec import SideOptions, SpecSide, hash_file
-from tokentape.chat.template import ChatTemplate
+from tokentape.chat.template import ChatTemplate, read_source
 from tokentape.errors import TokenizerUnusable
 
 _SPLIT_OF = {
@@ -46,13 +46,16 @@ _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 def open_gguf(name: str, path: Path, options: SideOptions) -> SpecSide:
     """The side for a GGUF file. Needs the package `gguf`.
 
-    Raises `TokenizerUnusable` if it has no vocabulary of a kind that is known here.
+    Raises `TokenizerUnusable` if it is no such file, or has no vocabulary of a kind that is known here.
     """
     try:
         from gguf import GGUFReader
     except ImportError:
         raise TokenizerUnusable("gguf is not installed; run: pip install 'tokentape[audit]'") from None
-    fields = GGUFReader(str(path)).fields
+    try:
+        fields = GGUFReader(str(path)).fields
+    except (ValueError, IndexError) as error:
+        raise TokenizerUnusable(f"{path} is damaged or no GGUF file: {error}") from error
     told: dict[str, Any] = {
         key.removeprefix("tokenizer."): field.contents()
         for key, field in fields.items()
@@ -73,7 +76,7 @@ def open_gguf(name: str, path: Path, options: SideOptions) -> SpecSide:
             spec = _sentencepiece_spec(told)
         case _:
             raise TokenizerUnusable(f"{path}: tokenizer.ggml.model is {model!r}; expected gpt2 or llama")
-    source = options.template.read_text(encoding="utf-8") if options.template else told.get("chat_template")
+    source = read_source(options.template) if options.template else told.get("chat_template")
     return SpecSide(
         name,
         spec,
