@@ -104,12 +104,14 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def join(self, parts: tuple[Any, ...]) -> str:
         """What `~` does."""
-        texts = [str(part) for part in parts]
+        texts = [part if type(part) is str else str(part) for part in parts]
         _refuse_long("", sum(map(len, texts)))
         return "".join(texts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """What an operator does, unless what it makes is too large."""
+        if operator == "+" and type(left) is str and type(right) is str:
+            return self.join((left, right))
         if operator == "*":
             for several, count in ((left, right), (right, left)):
                 if isinstance(several, str | list | tuple) and isinstance(count, int):
@@ -167,8 +169,9 @@ def _refuse_long(kind: object, length: int) -> None:
 
 
 def _refuse_large(numbers: tuple[Any, ...]) -> None:
-    if any(isinstance(number, int) and abs(number) > MOST_NUMBER for number in numbers):
-        raise jinja2.TemplateError(f"it asks for a width or count above {MOST_NUMBER}")
+    for number in numbers:
+        if isinstance(number, int) and abs(number) > MOST_NUMBER:
+            raise jinja2.TemplateError(f"it asks for a width or count above {MOST_NUMBER}")
 
 
 def _refuse_wide(text: str) -> None:
