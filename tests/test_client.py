@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
@@ -12,7 +13,9 @@ import pytest
 from openai import OpenAI
 
 import tokentape
+from tests.gateway.scripted import ScriptedEngine
 from tests.records import bits
+from tokentape.chat.renderer import Renderer
 from tokentape.errors import Conflict, GatewayUnavailable, InvalidRequest, NotFound, Unauthorized
 from tokentape.gateway.app import create_app
 from tokentape.gateway.keys import Keys
@@ -188,3 +191,20 @@ def test_a_trainer_pauses_sampling_and_names_the_new_weights(client: tokentape.C
     assert client.engine()["paused"] is True
     client.resume("step-2")
     assert (client.engine()["paused"], client.engine()["weight_version"]) == (False, "step-2")
+
+
+def test_a_pause_may_take_longer_than_other_calls(renderer: Renderer, store: SqliteStore) -> None:
+    engine = ScriptedEngine(renderer, ["a reply of several tokens<|im_end|>"], pause_after=3)
+    with (
+        running(create_app(Turns(engine, renderer, store), model_id="m")) as url,
+        tokentape.Client(url, timeout=1.0) as client,
+        ThreadPoolExecutor(1) as agent,
+    ):
+        under_way = agent.submit(talk, f"{url}/sessions/s/v1", 1)
+        assert engine.called.wait(10)
+        try:
+            assert client.pause(timeout=1.5) is False
+        finally:
+            engine.go_on.set()
+            client.resume()
+        under_way.result(10)

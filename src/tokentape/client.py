@@ -42,6 +42,7 @@ class Client:
     ) -> None:
         self.base_url = base_url.rstrip("/")
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._timeout = timeout
         self._http = httpx2.Client(base_url=self.base_url, timeout=timeout, headers=headers)
 
     def session(self, session_id: str | None = None, metadata: Mapping[str, Any] | None = None) -> ClientSession:
@@ -103,7 +104,7 @@ class Client:
         With `abort` they are ended, and kept as aborted turns. Returns whether none is left. Takes an admin key.
         """
         body = {"mode": "abort" if abort else "wait", "timeout": timeout}
-        return bool(self._call("POST", "/engine/pause", body)["idle"])
+        return bool(self._call("POST", "/engine/pause", body, wait=timeout)["idle"])
 
     def resume(self, weight_version: str | None = None) -> None:
         """Let calls go on; `weight_version` names the weights that sample from now on. Takes an admin key."""
@@ -128,13 +129,16 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, method: str, path: str, body: Any = None) -> Any:
-        """The JSON that the gateway answers with; None if it answers with nothing. `body` is JSON unless bytes."""
+    def _call(self, method: str, path: str, body: Any = None, *, wait: float = 0.0) -> Any:
+        """The JSON that the gateway answers with; None if it answers with nothing. `body` is JSON unless bytes.
+
+        The answer may take `wait` seconds longer than others.
+        """
         content = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
         kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
         headers = None if body is None else {"content-type": kind}
         with self._reached():
-            response = self._http.request(method, path, content=content, headers=headers)
+            response = self._http.request(method, path, content=content, headers=headers, timeout=self._timeout + wait)
         if response.is_success:
             return _json(response)
         raise _error(response.status_code, _json(response))

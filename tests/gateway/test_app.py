@@ -22,7 +22,7 @@ from tokentape.store import SqliteStore
 USER = {"role": "user", "content": "hi"}
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/sessions/s/v1/nothing", "/sessions/a/b/v1/models"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/nothing", "/sessions/s/v1/nothing", "/sessions/a/b/v1/models"])
 def test_unknown_path_is_a_404_in_json(gateway_url: str, path: str) -> None:
     answer = httpx2.get(gateway_url + path)
     assert answer.status_code == 404

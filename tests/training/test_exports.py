@@ -150,6 +150,18 @@ def test_agent_lightning_gets_a_triplet_per_trained_turn() -> None:
     assert [one["response"]["token_ids"] for one in second] == [[9]]
 
 
+def test_a_turn_that_sampled_nothing_is_no_triplet() -> None:
+    session = Session(
+        SessionInfo("s", 0.0, {}),
+        [
+            make_turn(0, None, [user("a")], said("A"), added=[1, 2], completion=[3, 4]),
+            make_turn(1, 0, [user("b")], said(""), added=[5], completion=[]),
+        ],
+    )
+    (sample,) = assemble(trajectories(session)).samples
+    assert [one["response"]["token_ids"] for one in exports.agent_lightning_triplets(sample)] == [[3, 4]]
+
+
 def test_what_a_trainer_needs_and_nobody_gave_is_asked_for() -> None:
     sample = two_branches()[0]
     for export in (exports.skyrl_generator_output, lambda one: exports.nemo_rl_datum(one[0], 0)):

@@ -240,6 +240,9 @@ def test_agents_do_not_wait_for_a_transfer_that_failed(policy: Policy) -> None:
         def send_weights(self, iterator: Iterator[Any]) -> None:
             raise RuntimeError("no connection")
 
+        def resume(self) -> None:
+            raise RuntimeError("no connection")
+
     for transfer, error in (
         (PolicyTransfer(policy), EngineError),
         (GatewayTransfer(policy.client, Broken(policy)), RuntimeError),
@@ -248,3 +251,8 @@ def test_agents_do_not_wait_for_a_transfer_that_failed(policy: Policy) -> None:
         with pytest.raises(error):
             transfer.send_weights(iter([("nowhere", torch.zeros(2))]))
         assert policy.client.engine()["paused"] is False
+    other = GatewayTransfer(policy.client, Broken(policy))
+    other.pause()
+    with pytest.raises(RuntimeError):
+        other.resume()
+    assert policy.client.engine()["paused"] is False

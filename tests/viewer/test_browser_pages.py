@@ -236,6 +236,8 @@ def test_unknown_sessions_and_those_of_others_look_the_same(page: Page, keyed_si
     for name in ("theirs", "nobodys"):
         page.goto(keyed_site.at(f"/session/{name}"))
         page.get_by_role("heading", name="Not found").wait_for()
+        # That of the session before is there until this one's answer comes.
+        page.get_by_text(f"no session '{name}'").wait_for()
         shown.append(page.locator("main").inner_text().replace(name, "X"))
     assert shown[0] == shown[1]
 
@@ -250,6 +252,25 @@ def test_an_admin_sees_every_session_and_the_overview(page: Page, keyed_site: Si
     page.wait_for_selector(".cards .figure")
 
 
+LIGHT_ACCENT, DARK_ACCENT = (31, 95, 191), (127, 176, 255)
+"""The colour of what is chosen: `--accent` of the style sheet."""
+
+
+def map_shows(page: Page, colour: tuple[int, int, int]) -> None:
+    """Wait until a pixel of the map has this colour. It is read from a copy, since reading slows a canvas down."""
+    until(
+        page,
+        """(() => {
+          const map = document.querySelector(".minimap");
+          const copy = new OffscreenCanvas(map.width, map.height).getContext("2d", { willReadFrequently: true });
+          copy.drawImage(map, 0, 0);
+          const { data } = copy.getImageData(0, 0, map.width, map.height);
+          const is = (i) => [0, 1, 2].every((k) => data[i + k] === COLOUR[k]) && data[i + 3] === 255;
+          return Array.from({ length: data.length / 4 }, (_, i) => 4 * i).some(is);
+        })()""".replace("COLOUR", str(list(colour))),
+    )
+
+
 def test_the_theme_is_the_systems_until_another_is_chosen(page: Page, site: Site, shot: Shot) -> None:
     def paper() -> str:
         colour: str = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -262,11 +283,14 @@ def test_the_theme_is_the_systems_until_another_is_chosen(page: Page, site: Site
     page.emulate_media(color_scheme="dark")
     dark = paper()
     assert light != dark
+    map_shows(page, DARK_ACCENT)
     shot(page, "dark")
     page.keyboard.press("t")
     assert paper() == light
+    map_shows(page, LIGHT_ACCENT)
     page.keyboard.press("t")
     assert paper() == dark
+    map_shows(page, DARK_ACCENT)
     page.emulate_media(color_scheme="light")
     assert paper() == dark
     page.reload()

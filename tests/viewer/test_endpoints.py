@@ -193,7 +193,8 @@ def test_a_key_sees_its_own_sessions_and_an_admin_all(keyed: httpx2.Client) -> N
         assert keyed.get("/view/api/sessions", headers=headers).json()["total"] == count
         assert {keyed.get(path, headers=headers).status_code for path in API[4:]} == {status}
         assert bool(keyed.get("/view/api/drift?ids=s", headers=headers).json()["drift"]) == bool(count)
-        assert len(keyed.get("/view/api/sessions?sort=drift", headers=headers).json()["sessions"]) == count
+        by_drift = keyed.get("/view/api/sessions?sort=drift", headers=headers).json()
+        assert len(by_drift["sessions"]) == by_drift["measured"] == count
 
 
 def test_unknown_and_foreign_sessions_look_the_same(keyed: httpx2.Client) -> None:
@@ -219,13 +220,19 @@ def test_metrics_are_for_admins(keyed: httpx2.Client) -> None:
 
 
 def test_pages_of_other_hosts_get_nothing(http: httpx2.Client) -> None:
-    for path in ["/view", *API]:
+    for path in ["/", "/view", *API]:
         assert http.get(path, headers={"host": "evil.example"}).status_code == 403
         assert http.get(path, headers={"origin": "http://evil.example"}).status_code == 403
 
 
+def test_the_bare_address_leads_to_the_page(http: httpx2.Client, keyed: httpx2.Client) -> None:
+    for one in (http, keyed):
+        answer = one.get("/", headers={"authorization": ""})
+        assert (answer.status_code, answer.headers["location"]) == (307, "/view")
+
+
 def test_everything_forbids_scripts_that_are_not_its_own(http: httpx2.Client) -> None:
-    for path in ["/view", "/view/static/app.js", *API]:
+    for path in ["/", "/view", "/view/static/app.js", *API]:
         headers = http.get(path).headers
         policy = dict(one.strip().partition(" ")[::2] for one in headers["content-security-policy"].split(";"))
         assert policy["default-src"] == "'none'"

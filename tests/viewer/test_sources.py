@@ -16,6 +16,8 @@ from tokentape.session.jsonl import write_jsonl
 from tokentape.store import SqliteStore
 from tokentape.store.listing import Listing
 from tokentape.types import Reward, SessionInfo, TurnColumn
+from tokentape.viewer import views
+from tokentape.viewer.binary import header, unpack
 from tokentape.viewer.file_source import FileSource
 from tokentape.viewer.source import Loaded, Source, StoreSource
 
@@ -138,6 +140,16 @@ def test_a_file_is_filtered_and_sorted_alike(filed: FileSource, wanted: Listing,
 def test_a_file_shows_the_trajectories_bit_for_bit(filed: FileSource, store: SqliteStore) -> None:
     shown = filed.load("forked").trajectories
     assert bits(shown) == bits(tuple(store.load_session("forked", per_token=True).trajectories()))
+
+
+def test_a_file_shows_what_nobody_sampled(store: SqliteStore, tmp_path: Path) -> None:
+    path = tmp_path / "sft.parquet"
+    (one,) = store.load_session("long").trajectories()
+    write_parquet([replace(one, logprobs=np.where(one.loss_mask, np.float32(np.nan), one.logprobs))], path)
+    view = FileSource(path).load("long")
+    packed = views.trajectory(view, view.trajectories[0], None, 0)
+    assert [turn["mean_logprob"] for turn in header(packed)["turns"]] == [None] * 4
+    assert np.isnan(unpack(packed)["logprobs"][one.loss_mask]).all()
 
 
 def test_a_file_shows_the_tree_that_its_paths_make(filed: FileSource, store: SqliteStore) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tokentape.audit.drift.rerender import with_objects
+from tokentape.audit.drift.rerender import through_messages
 from tokentape.audit.pairing import Pairing, pair_ids, retokenized
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.transformers import FinishedSample
@@ -127,15 +127,9 @@ def _first_change(turn: Turn, again: TokenIds, found: Pairing) -> Change:
 
 
 def _rerendered(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> list[int] | None:
-    """The branch as a stateless server would see it: the last prompt from messages, the last completion from text.
-
-    None if the template refuses the messages.
-    """
-    *before, last = path
-    messages = [message for turn in before for message in (*turn.messages, turn.reply)]
-    messages += last.messages
+    """None if the template refuses the messages."""
     try:
-        prompt = renderer.render([with_objects(message) for message in messages], setup).ids
+        ids: list[int] = through_messages(renderer, path, setup).tolist()
     except TemplateRefused:
         return None
-    return [*prompt.tolist(), *retokenized(renderer.tokenizer, last.completion_ids).tolist()]
+    return ids

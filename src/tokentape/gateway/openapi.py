@@ -126,6 +126,7 @@ RESOURCES = (
     Operation("post", "/engine/resume", "Open the gate in front of the engine", Resume, False),
     Operation("get", "/metrics", "Metrics for Prometheus", media=("text/plain", "application/openmetrics-text")),
     Operation("get", PATH, "This document"),
+    Operation("get", "/", "To the viewer", status=307, media=()),
     Operation("get", viewer.PAGE, "The viewer, a page", media=("text/html",)),
     Operation("get", viewer.PAGE + "/static/{name}", "What the page is made of", media=("text/css", "text/javascript")),
     Operation("get", viewer.API + "/about", "What the viewer shows, and what it can't"),

@@ -249,7 +249,7 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
     A turn's reward is its own; the last turn without one has the sample's.
     """
     triplets: list[dict[str, Any]] = []
-    trained = [n for n, (_, start, _) in enumerate(_turns(sample)) if sample.loss_mask[start]]
+    trained = [n for n, (_, start, end) in enumerate(_turns(sample)) if sample.loss_mask[start:end].any()]
     for n, (turn, start, end) in enumerate(_turns(sample)):
         if n not in trained:
             continue

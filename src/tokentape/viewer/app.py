@@ -9,8 +9,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
-from starlette.routing import Route
+from starlette.responses import Response
 
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import TokentapeError
@@ -18,19 +17,15 @@ from tokentape.store.base import Store
 from tokentape.store.location import served_model, shown
 from tokentape.viewer.comparing import Reader, reader_of
 from tokentape.viewer.file_source import FileSource
-from tokentape.viewer.routes import PAGE, Viewer, routes
+from tokentape.viewer.routes import Viewer, routes
 from tokentape.viewer.source import StoreSource
 from tokentape.viewer.static_files import SECURITY
 
 
 def create_app(viewer: Viewer, middleware: list[Middleware] | None = None) -> Starlette:
     """An application that serves the viewer, and nothing else."""
-
-    async def to_page(request: Request) -> Response:
-        return RedirectResponse(PAGE, headers=SECURITY)
-
     return Starlette(
-        routes=[Route("/", to_page, methods=["GET"]), *routes(viewer)],
+        routes=routes(viewer),
         exception_handlers={TokentapeError: _error, HTTPException: _http_error},
         middleware=middleware,
     )

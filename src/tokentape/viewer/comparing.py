@@ -12,14 +12,13 @@ import numpy as np
 from tokentape.audit.compare.comparator import Difference, compare
 from tokentape.audit.compare.kinds import KINDS
 from tokentape.audit.drift.classes import ARTIFACTS
-from tokentape.audit.drift.rerender import with_objects
+from tokentape.audit.drift.rerender import through_messages
 from tokentape.audit.pairing import Drift, pair_ids, retokenized
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable
-from tokentape.store.reads import StoredSession
 from tokentape.store.served_model import ServedModel
-from tokentape.types import TokenIds, Trajectory
+from tokentape.types import Trajectory
 from tokentape.viewer.binary import pack
 from tokentape.viewer.source import SessionView, Source
 from tokentape.viewer.texts import token_texts
@@ -113,7 +112,8 @@ def comparison(reader: Reader, view: SessionView, shown: Trajectory, side: str) 
     if side == RERENDERED:
         if view.stored is None or reader.renderer is None:
             raise InvalidRequest("there are no messages or no template to render again here", "with")
-        other = _rerendered(reader.renderer, view.stored, shown.leaf)
+        path = view.stored.tree().path(shown.leaf)
+        other = through_messages(reader.renderer, path, view.stored.setups[path[-1].setup])
     else:
         other = retokenized(tokenizer, shown.token_ids)
     found = compare(shown.token_ids, other, tokenizer, provenance=shown.provenance).differences
@@ -164,11 +164,3 @@ def _segments(
         segments.append((at, tokens, other_at, others))
         differs.append(0)
     return segments, differs
-
-
-def _rerendered(renderer: Renderer, stored: StoredSession, leaf: int) -> TokenIds:
-    """The branch as a stateless server would see it: the last prompt from messages, the last completion from text."""
-    *before, last = stored.tree().path(leaf)
-    messages = [message for turn in before for message in (*turn.messages, turn.reply)] + list(last.messages)
-    prompt = renderer.render([with_objects(message) for message in messages], stored.setups[last.setup]).ids
-    return np.concatenate([prompt, retokenized(renderer.tokenizer, last.completion_ids)])

@@ -1,4 +1,4 @@
-"""The endpoints of the viewer: the page under /view, its data under /view/api.
+"""The endpoints of the viewer: the page under /view, to which / leads, its data under /view/api.
 
 Who may see what is decided by whoever mounts them, by a `Visitor` for each request. A session that is not there and one
 that a visitor may not see get the same answer.
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, get_args
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from tokentape.errors import Forbidden, InvalidRequest, NotFound
@@ -98,6 +98,9 @@ def routes(viewer: Viewer) -> list[Route]:
     source, reader, loaded = viewer.source, viewer.reader, Loaded(viewer.source)
     measured: dict[str, _Measured] = {}
 
+    async def to_page(request: Request) -> Response:
+        return RedirectResponse(PAGE, headers=SECURITY)
+
     async def page(request: Request) -> Response:
         return static_file(request, "index.html")
 
@@ -121,7 +124,11 @@ def routes(viewer: Viewer) -> list[Route]:
 
     async def sessions(request: Request) -> Response:
         visitor = viewer.visit(request)
-        seen = {key: one for key, one in measured.items() if visitor.owner in (None, one.owner)}
+        seen = {
+            session_id: one
+            for session_id, one in measured.items()
+            if visitor.owner in (None, one.owner) and visitor.session_id in (None, session_id)
+        }
         wanted = _listing(request, visitor)
         if request.query_params.get("sort") == "drift":
             found, lines = await asyncio.to_thread(_by_drift, source, wanted, seen)
@@ -197,6 +204,7 @@ def routes(viewer: Viewer) -> list[Route]:
         return _json(viewer.overview())
 
     return [
+        Route("/", to_page, methods=["GET"]),
         Route(PAGE, page, methods=["GET"]),
         Route(PAGE + "/static/{name}", static, methods=["GET"]),
         Route(API + "/about", about, methods=["GET"]),
@@ -264,8 +272,6 @@ def _by_drift(source: Source, wanted: Listing, seen: Mapping[str, _Measured]) ->
         return 0 if (drift := seen[session_id].drift) is None else int(drift["changed_tokens"])
 
     ordered = sorted(seen, key=changed, reverse=wanted.descending)
-    if wanted.session_ids is not None:
-        ordered = [one for one in ordered if one in wanted.session_ids]
     lines: dict[str, dict[str, Any]] = {}
     total = 0
     for start in range(0, len(ordered), MAX_PAGE):

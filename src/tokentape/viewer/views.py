@@ -108,6 +108,8 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
     for n, (seq, (completion_start, end)) in enumerate(zip(shown.turns, spans, strict=True)):
         node = nodes[seq]
         logprobs = shown.logprobs[completion_start:end]
+        # NaN where nothing was sampled, or nothing here: a sample of supervised fine-tuning. JSON has none.
+        mean_logprob = float(logprobs.mean()) if len(logprobs) else math.nan
         reward = float(shown.turn_rewards[n])
         found.append(
             {
@@ -124,7 +126,7 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
                 "created_at": node.created_at,
                 "reward": None if math.isnan(reward) else reward,
                 "trained": bool(shown.loss_mask[completion_start:end].any()),
-                "mean_logprob": float(logprobs.mean()) if len(logprobs) else None,
+                "mean_logprob": mean_logprob if math.isfinite(mean_logprob) else None,
                 "left_by": [
                     {"turn": one.seq, "cause": one.fork, "aborted": one.finish_reason == "abort"}
                     for one in children.get(seq, [])

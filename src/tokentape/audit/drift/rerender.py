@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,10 +17,11 @@ import numpy as np
 
 from tokentape.audit.compare.comparator import Difference, compare
 from tokentape.audit.intervals import Rate, wilson
+from tokentape.audit.pairing import retokenized
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import TokentapeError
 from tokentape.store import StoredSession
-from tokentape.types import Message, Provenance, Setup, Trajectory
+from tokentape.types import Message, Provenance, Setup, TokenIds, Trajectory, Turn
 
 _Place: TypeAlias = tuple[int, int, tuple[int, ...]]
 
@@ -123,6 +124,18 @@ class RerenderMeter:
 
 def _place(difference: Difference) -> _Place:
     return difference.expected_start, difference.expected_end, difference.recorded
+
+
+def through_messages(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> TokenIds:
+    """A branch as a stateless server would see it: the last prompt from messages, the last completion from text.
+
+    Raises `TemplateRefused`.
+    """
+    *before, last = path
+    messages = [message for turn in before for message in (*turn.messages, turn.reply)]
+    messages += last.messages
+    prompt = renderer.render([with_objects(message) for message in messages], setup).ids
+    return np.concatenate([prompt, retokenized(renderer.tokenizer, last.completion_ids)])
 
 
 def with_objects(message: Message) -> Message:

@@ -179,10 +179,9 @@ class GatewayWorker:
                 "rollout/without_sample": float(sum(not one.samples or one.error is not None for one in rollouts)),
             }
         )
-        rewards = [sample.reward or 0.0 for sample in kept]
-        metrics = {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))} if kept else {}
+        spread = float(np.std([sample.reward or 0.0 for sample in kept])) if kept else 0.0
         return [
-            _rollout_sample(sample, row, group, {**metrics, "reward": float(sample.reward or 0.0)})
+            _rollout_sample(sample, row, group, {"reward": float(sample.reward or 0.0), "reward_std": spread})
             for sample in group_advantages(kept, epsilon=1e-8)
         ]
 
@@ -263,7 +262,8 @@ class GatewayTransfer:
 
     def resume(self) -> None:
         """Let the server go on, then the gateway."""
-        self._transfer.resume()
+        with _opened_on_failure(self._client):
+            self._transfer.resume()
         self._version += 1
         self._client.resume(str(self._version))
 

@@ -2,6 +2,12 @@
 
 const KINDS = 9;
 
+/** What a variable of the style sheet is in this theme. A canvas takes plain colours only, no `light-dark()`. */
+function colourOf(canvas, name) {
+  canvas.style.setProperty("color", `var(${name})`);
+  return getComputedStyle(canvas).color;
+}
+
 /** Draw the map, and call `onGo(token)` when somebody points into it. */
 export class Minimap {
   constructor(canvas, onGo) {
@@ -31,8 +37,7 @@ export class Minimap {
     canvas.height = height * scale;
     const context = canvas.getContext("2d");
     context.scale(scale, scale);
-    const style = getComputedStyle(canvas);
-    const colours = Array.from({ length: KINDS }, (_, code) => style.getPropertyValue(`--p${code}`));
+    const colours = Array.from({ length: KINDS }, (_, code) => colourOf(canvas, `--p${code}`));
     const n = trajectory.length;
     const y = (i) => (i / Math.max(n, 1)) * height;
     const pieces = trajectory.pieces();
@@ -42,16 +47,16 @@ export class Minimap {
       context.fillRect(2, y(start), width - 8, Math.max(y(end) - y(start), 0.4));
     }
     context.globalAlpha = 1;
-    context.fillStyle = style.getPropertyValue("--line");
+    context.fillStyle = colourOf(canvas, "--line");
     for (const turn of trajectory.about.turns) context.fillRect(0, y(turn.start), width, 0.6);
     if (comparison) {
-      context.fillStyle = style.getPropertyValue("--drift");
+      context.fillStyle = colourOf(canvas, "--drift");
       for (const change of comparison.changes) {
         context.fillRect(width - 5, y(change.start), 5, Math.max(y(change.end) - y(change.start), 2));
       }
     }
     if (at !== null) {
-      context.fillStyle = style.getPropertyValue("--accent");
+      context.fillStyle = colourOf(canvas, "--accent");
       context.fillRect(0, y(at) - 1, width, 2);
     }
   }
