@@ -67,9 +67,10 @@ def test_private_use_characters_are_text_too(start: int) -> None:
     assert tokenizer.encode_marked(text).ids == tokenizer.encode_plain(text)
 
 
-def test_a_lone_surrogate_is_refused() -> None:
+@pytest.mark.parametrize("text", ["a\udc80b", "no token has this mark: \udb00\udfff"])
+def test_a_lone_surrogate_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="lone surrogate"):
-        load_tokenizer("qwen3").encode_marked("a\udc80b")
+        load_tokenizer("qwen3").encode_marked(text)
 
 
 def test_text_after_a_control_token_gets_no_leading_space() -> None:

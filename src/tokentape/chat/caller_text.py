@@ -102,9 +102,14 @@ class Disarmer:
         return self.unmask(self._tokenizer.mark_controls(rendered))
 
 
+def provenance_of_role(role: str) -> Provenance:
+    """Whose the texts of a message of this role are."""
+    return _PROVENANCE_OF_ROLE.get(role, Provenance.USER)
+
+
 def with_edges(message: Message) -> dict[str, Any]:
     """The message with the outer characters of its texts replaced by edges that name its role."""
-    code = _PROVENANCE_OF_ROLE.get(message.get("role", ""), Provenance.USER)
+    code = provenance_of_role(message.get("role", ""))
     edged = dict(message)
     for key in ("content", "reasoning_content", "thinking", "reasoning"):
         if isinstance(edged.get(key), str):

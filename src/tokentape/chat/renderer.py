@@ -28,6 +28,7 @@ from tokentape.chat.media import ImageProcessor, image_parts, repeat_placeholder
 from tokentape.chat.overrides import Overrides, ReplyParser, find_overrides, parse_whole
 from tokentape.chat.parse import Parser
 from tokentape.chat.splice import History, WrongStop, find_splices
+from tokentape.chat.surroundings import Surroundings, surroundings, texts_of
 from tokentape.chat.template import ChatTemplate, plain_message, read_source
 from tokentape.chat.tokenizer import MARK, Tokenizer
 from tokentape.errors import InvalidRequest, InvariantViolation, TemplateRefused
@@ -36,6 +37,7 @@ from tokentape.types import Codes, Message, Provenance, Setup, TokenIds
 _KEPT_SETUPS = 256
 """For how many setups the format and the masked tools are kept."""
 
+_Key = TypeVar("_Key")
 _Kept = TypeVar("_Kept")
 
 
@@ -74,6 +76,7 @@ class Renderer:
         self._stops: dict[str, frozenset[int]] = {}
         self._tools: dict[str, list[Any]] = {}
         self._bridging: dict[str, Setup] = {}
+        self._surroundings: dict[tuple[str, ...], Surroundings] = {}
 
     @classmethod
     def load(
@@ -199,13 +202,11 @@ class Renderer:
             foreign = self.overrides.renderer
             return self._foreign(foreign_bridge(foreign, context_ids, completion_ids, new_messages, setup))
         form = self.format(setup)
-        tail, edged, close = self._tail(reply, new_messages, setup, form, history)
+        tail, codes, close = self._tail(reply, new_messages, setup, form, history)
         cut = cut_tail(tail, close, form.content_close, self.tokenizer, self.tokenizer.eos_ids)
         encoded = self.tokenizer.encode_after_control(cut.text)
-        # What is cut off is the template's and has no edges, so it is as long in both renderings.
-        codes = provenance_of_characters(edged[cut.cut :], len(encoded.text))
         ids = self.tokenizer.array(encoded.ids)
-        provenance = provenance_of_tokens(codes, encoded.spans)
+        provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
         sampled = overlap(completion_ids.tolist(), encoded.ids)
         if sampled:
             return self._with_images(Added(ids[sampled:], provenance[sampled:]), new_messages)
@@ -253,7 +254,7 @@ class Renderer:
     def stop_ids(self, setup: Setup) -> frozenset[int]:
         """Ids that end a turn: the model's end-of-sequence ids and what its template ends assistant turns with."""
         found = self._stops.get(setup.digest)
-        return _keep(self._stops, setup, self._stop_ids(self.format(setup))) if found is None else found
+        return _keep(self._stops, setup.digest, self._stop_ids(self.format(setup))) if found is None else found
 
     def _stop_ids(self, form: AssistantFormat) -> frozenset[int]:
         eos_ids = self.tokenizer.eos_ids
@@ -281,7 +282,7 @@ class Renderer:
             found = read_format(
                 lambda messages, generate: self._render(messages, setup, generate=generate), self.tokenizer
             )
-            found = _keep(self._formats, setup, self._without_stops(found))
+            found = _keep(self._formats, setup.digest, self._without_stops(found))
         return found
 
     def _without_stops(self, form: AssistantFormat) -> AssistantFormat:
@@ -350,7 +351,7 @@ class Renderer:
         """Marked text of messages that are disarmed already."""
         tools = self._tools.get(setup.digest)
         if tools is None:
-            tools = _keep(self._tools, setup, self._disarmer.mask_all(setup.tools))
+            tools = _keep(self._tools, setup.digest, self._disarmer.mask_all(setup.tools))
         rendered = self.template.render(
             plain,
             tools=tools,
@@ -377,27 +378,39 @@ class Renderer:
         setup: Setup,
         form: AssistantFormat,
         history: Sequence[Message] | None,
-    ) -> tuple[str, str, str]:
-        """The tail behind a turn like `reply`, the same with edges, and how such a turn ends a conversation."""
+    ) -> tuple[str, Codes, str]:
+        """The tail behind a turn like `reply`, whose its characters are, and how such a turn ends a conversation."""
         before: Sequence[Message] = [QUESTION]
         if history is None:
             setup = self._bridging_setup(setup)
         else:
             before = self._plain(history, setup, reshape=True)
         plain = self._plain(new_messages, setup, reshape=True)
-        edged = [with_edges(message) for message in plain]
+        texts = texts_of(plain, self._disarmer.unmask)
         refused = TemplateRefused("there is no new message to continue with")
         for probe, sentinel, close in _probes(reply, new_messages, form):
+            kind = sentinel, setup.digest, *(message["role"] for message in plain)
             try:
                 text = self._render([*before, probe, *plain], setup, generate=True)
-                edges = self._render([*before, probe, *edged], setup, generate=True)
+                if sentinel not in text:
+                    continue
+                tail = _behind(text, sentinel)
+                written = MARK.sub("\0", tail)
+                known = None if texts is None else self._surroundings.get(kind)
+                codes = None if known is None or texts is None else known.codes(written, texts)
+                if codes is not None:
+                    return tail, codes, close
+                edged = self._render([*before, probe, *map(with_edges, plain)], setup, generate=True)
             except TemplateRefused as error:
                 refused = error
                 continue
-            if sentinel in text:
-                tail = _behind(text, sentinel), _behind(edges, sentinel), close
-                self._refuse_dropped(plain, [*before, probe], tail, sentinel, setup)
-                return tail
+            edges = _behind(edged, sentinel)
+            self._refuse_dropped(plain, [*before, probe], tail, edges, sentinel, setup)
+            codes = provenance_of_characters(edges, len(written))
+            found = None if texts is None else surroundings(written, codes, texts)
+            if found is not None:
+                _keep(self._surroundings, kind, found)
+            return tail, codes, close
         raise refused
 
     def _bridging_setup(self, setup: Setup) -> Setup:
@@ -412,7 +425,7 @@ class Renderer:
             bare = replace(setup, tools=(), digest=f"without tools {kwargs}")
             with contextlib.suppress(TemplateRefused):
                 found = bare if self.format(bare).behind_turns == self.format(setup).behind_turns else setup
-            found = _keep(self._bridging, setup, found)
+            found = _keep(self._bridging, setup.digest, found)
         return found
 
     def _refuse_unknown_roles(self, plain: Sequence[Message], edged: str, setup: Setup) -> None:
@@ -439,21 +452,20 @@ class Renderer:
             return ""
 
     def _refuse_dropped(
-        self, new: Sequence[Message], before: Sequence[Message], tail: tuple[str, str, str], sentinel: str, setup: Setup
+        self, new: Sequence[Message], before: Sequence[Message], tail: str, edges: str, sentinel: str, setup: Setup
     ) -> None:
         """Raise `TemplateRefused` if the content of a new message does not reach the bridge.
 
         A template may drop it, or write it in front of the turn (Mistral v3, a system message that comes last).
         """
-        text, edged, _ = tail
         spoken = [n for n, message in enumerate(new) if _texts(message)]
-        if edges_found(edged) >= sum(map(_texts, new)):
+        if edges_found(edges) >= sum(map(_texts, new)):
             return
         for n in spoken:
             content = new[n]["content"]
             marked = KEY + content if isinstance(content, str) else [{"type": "text", "text": KEY}, *content]
             changed = [*new[:n], {**new[n], "content": marked}, *new[n + 1 :]]
-            if _behind(self._render([*before, *changed], setup, generate=True), sentinel) == text:
+            if _behind(self._render([*before, *changed], setup, generate=True), sentinel) == tail:
                 raise TemplateRefused(
                     f"the chat template drops new message {n} (role {new[n]['role']!r}) after such a turn: what it "
                     "says would not reach the model"
@@ -475,11 +487,11 @@ class Renderer:
         return self.tokenizer.array(self.tokenizer.encode_after_control(form.reasoning.close).ids)
 
 
-def _keep(kept: dict[str, _Kept], setup: Setup, value: _Kept) -> _Kept:
-    """Keep a value for a setup, in place of the oldest one if there are too many."""
+def _keep(kept: dict[_Key, _Kept], key: _Key, value: _Kept) -> _Kept:
+    """Keep a value, in place of the oldest one if there are too many."""
     if len(kept) >= _KEPT_SETUPS:
         kept.pop(next(iter(kept)), None)
-    kept[setup.digest] = value
+    kept[key] = value
     return value
 
 

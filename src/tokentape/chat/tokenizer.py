@@ -96,7 +96,7 @@ class Tokenizer:
             max((token["id"] for token in added), default=-1),
             _highest_id(self._spec["model"]["vocab"]),
         )
-        self._twins: dict[int, tokenizers.Tokenizer] = {}
+        self._twins: dict[int, tuple[tokenizers.Tokenizer, Mapping[str, str]]] = {}
         self._bytes: dict[int, bytes] = {}
         self._breaks: dict[frozenset[int], frozenset[int]] = {}
         self.special_tokens = {
@@ -166,9 +166,10 @@ class Tokenizer:
         Raises `InvalidRequest` for text that is not valid Unicode (a lone surrogate).
         """
         start = self._free_block(marked)
-        text = MARK.sub(lambda match: chr(start + _mark_index(match[0])), marked)
+        twin, names = self._twin(start)
+        text = MARK.sub(lambda match: names.get(match[0], match[0]), marked)
         try:
-            encoding = self._twin(start).encode(text, add_special_tokens=False)
+            encoding = twin.encode(text, add_special_tokens=False)
         except TypeError as error:  # what `tokenizers` raises for text that is not valid Unicode
             raise InvalidRequest("the text holds a lone surrogate, which is not valid Unicode") from error
         ids = encoding.ids
@@ -206,7 +207,7 @@ class Tokenizer:
             if control is not None:
                 found = control.content.encode()
             else:
-                piece = self._twin(_BLOCKS[0]).id_to_token(token_id)
+                piece = self._twin(_BLOCKS[0])[0].id_to_token(token_id)
                 if piece is None:
                     raise InvalidRequest(f"token id {token_id} is not in the vocabulary of {self.vocab_size} ids")
                 found = self._piece_bytes(piece)
@@ -236,16 +237,17 @@ class Tokenizer:
             "remove those above U+F0000"
         )
 
-    def _twin(self, start: int) -> tokenizers.Tokenizer:
-        twin = self._twins.get(start)
-        if twin is None:
+    def _twin(self, start: int) -> tuple[tokenizers.Tokenizer, Mapping[str, str]]:
+        """The twin whose names begin there, and those names by mark."""
+        found = self._twins.get(start)
+        if found is None:
             name = {c.content: chr(start + index) for index, c in enumerate(self.controls)}
             twin = from_text(json.dumps(_rename_controls(self._spec, name), ensure_ascii=False))
             for control in self.controls:
                 if twin.token_to_id(name[control.content]) != control.id:
                     raise TokenizerUnusable(f"control token {control.content!r} could not be kept apart from text")
-            self._twins[start] = twin
-        return twin
+            found = self._twins[start] = twin, {c.mark: name[c.content] for c in self.controls}
+        return found
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
@@ -296,10 +298,6 @@ def from_text(source: str) -> tokenizers.Tokenizer:
 
 def _mark(index: int) -> str:
     return chr(_HIGH + index // 1024) + chr(_LOW + index % 1024)
-
-
-def _mark_index(mark: str) -> int:
-    return (ord(mark[0]) - _HIGH) * 1024 + ord(mark[1]) - _LOW
 
 
 def _any_of(strings: Iterable[str]) -> re.Pattern[str]:

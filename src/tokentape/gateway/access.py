@@ -156,9 +156,7 @@ class Access:
                     "request",
                     extra={"fields": {key: value for key, value in fields.items() if value not in ("", [], (), False)}},
                 )
-                metrics = self._telemetry.metrics
-                metrics.requests.labels(scope["method"], route, str(status)).inc()
-                metrics.request_seconds.labels(route).observe(seconds)
+                self._telemetry.metrics.answered(scope["method"], route, status, seconds)
 
     def _template(self, scope: Scope) -> str:
         """The path of the route that takes this request: never the raw one, which callers write."""

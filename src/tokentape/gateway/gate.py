@@ -59,8 +59,9 @@ class Gate:
     async def passing(self) -> AsyncIterator[None]:
         """Pass, and be under way as long as the context lasts. Raises `EngineUnavailable` if the gate stays closed."""
         try:
-            async with asyncio.timeout(self._patience):
-                await self._open.wait()
+            if self.closed:
+                async with asyncio.timeout(self._patience):
+                    await self._open.wait()
         except TimeoutError:
             error = EngineUnavailable(f"sampling has been paused for {self._patience:g} s; send it again later")
             error.retry_after = 5.0

@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -65,6 +66,8 @@ class Metrics:
         self.first_token = self._histogram("first_token_seconds", "Seconds from asking the engine to its first tokens.")
         self.requests = self._counter("http_requests", "Answered requests.", "method", "route", "status")
         self.request_seconds = self._histogram("http_request_seconds", "Seconds until a request was answered.", "route")
+        # Looking a label up costs more than counting.
+        self._answered = lru_cache(maxsize=256)(self._labels_of_answers)
         self.requests_under_way = self._gauge("http_requests_under_way", "Requests that are being answered.")
         self.calls_under_way = self._gauge("calls_under_way", "Calls that wait for their turns, retries joined.")
         self.open_sessions = self._gauge("open_sessions", "Sessions in memory.")
@@ -74,6 +77,12 @@ class Metrics:
         self.build = self._gauge(
             "build_info", "Always 1.", "version", "engine", "engine_version", "model", merged="livemax"
         )
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count a request that was answered after so long."""
+        requests, request_seconds = self._answered(method, route, status)
+        requests.inc()
+        request_seconds.observe(seconds)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """All metrics in the text format that an `Accept` header asks for, and its content type."""
@@ -114,6 +123,9 @@ class Metrics:
     def _note(self) -> None:
         for gauge, value in self._followed:
             gauge.set(value())
+
+    def _labels_of_answers(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
+        return self.requests.labels(method, route, str(status)), self.request_seconds.labels(route)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"tokentape_{name}", what, labels, registry=self.registry)

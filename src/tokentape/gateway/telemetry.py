@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from types import TracebackType
 from typing import Literal, TypeAlias, get_args
 
@@ -35,6 +36,9 @@ class Telemetry:
         self._drift = LiveDrift(tokenizer, self.metrics, drift_share) if tokenizer is not None else None
         self.spans: Spans = spans or NoSpans()
         self._traced = spans is not None
+        # Looking a label up costs more than counting.
+        self._turns = cache(self.metrics.turns.labels)
+        self._verdict = cache(self.metrics.verdicts.labels)
         self._seconds = {name: self.metrics.stages.labels(name) for name in get_args(Stage)}
 
     def stage(self, name: Stage) -> AbstractContextManager[None]:
@@ -63,15 +67,15 @@ class Telemetry:
             metrics.prompt_tokens.inc(prompt_tokens)
             metrics.sampled_tokens.inc(len(turn.completion_ids))
             if turn.abort_cause is not None:
-                metrics.turns.labels("aborted", turn.abort_cause).inc()
+                self._turns("aborted", turn.abort_cause).inc()
                 continue
-            metrics.turns.labels("committed", "").inc()
+            self._turns("committed", "").inc()
             if self._drift is not None:
                 self._drift.offer(turn.completion_ids)
             if turn.fork is not None:
                 metrics.forks.labels(turn.fork).inc()
             # By what this turn adds to its branch: the whole path would be looked through again on every turn.
-            metrics.verdicts.labels(verdict([turn]).partition(":")[0]).inc()
+            self._verdict(verdict([turn]).partition(":")[0]).inc()
 
     def close(self) -> None:
         """Measure what still waits to be measured."""

@@ -53,10 +53,15 @@ def history_keys(setup: str, messages: Iterable[Message], start: bytes | None = 
 
     `start` is such a digest to go on from; then `setup` is in it already.
     """
+    return chained(setup, map(message_key, messages), start)
+
+
+def chained(setup: str, message_keys: Iterable[bytes], start: bytes | None = None) -> list[bytes]:
+    """`history_keys` of messages whose keys are known."""
     key = hashlib.sha256(setup.encode()).digest() if start is None else start
     keys = []
-    for message in messages:
-        key = hashlib.sha256(key + message_key(message)).digest()
+    for message in message_keys:
+        key = hashlib.sha256(key + message).digest()
         keys.append(key)
     return keys
 
@@ -97,6 +102,8 @@ def _arguments(arguments: Any) -> Any:
 
 def _numbers(value: Any) -> Any:
     """Whole floats as integers: JavaScript writes 1.0 as 1."""
+    if value is None or isinstance(value, str | int):
+        return value
     if isinstance(value, float):
         if not math.isfinite(value):
             # Python writes and reads these as JSON. The encoder would write null, which is something else.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokentape.session.matching import history_keys, message_key, reasoning_of
+from tokentape.session.matching import chained, history_keys, message_key, reasoning_of
 from tokentape.types import Message, SessionInfo, TokenIds, Turn
 
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
@@ -55,13 +55,13 @@ class Session:
         if turn.seq != len(self.turns) or (turn.parent is not None and turn.parent >= turn.seq):
             raise ValueError(f"turn {turn.seq} (parent {turn.parent}) can't follow {len(self.turns)} turns")
         start = None if turn.parent is None else self._history[turn.parent]
-        key = history_keys(turn.setup, [*turn.messages, turn.reply], start)[-1]
+        reply = message_key(turn.reply)
+        key = chained(turn.setup, [*map(message_key, turn.messages), reply], start)[-1]
         self.turns.append(turn)
         self._history.append(key)
         spoken = any(message.get("role") in ("system", "developer") for message in turn.messages)
         self._system.append(spoken or (turn.parent is not None and self._system[turn.parent]))
         if turn.finish_reason != "abort":
-            reply = message_key(turn.reply)
             if key in self._by_history:
                 self._same_history[turn.seq] = self._by_history[key]
             if reply in self._by_reply:

@@ -1,0 +1,104 @@
+"""Whose text is whose, told by what stood around earlier texts, is what a second rendering says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.chat.conftest import TEMPLATES, call, load_renderer, needs_tokenizers, result, setup_for
+from tokentape.chat.renderer import Added, Renderer
+from tokentape.chat.surroundings import Surroundings, Text, surroundings
+from tokentape.errors import TemplateRefused
+from tokentape.types import Provenance
+
+T, U, V = Provenance.TEMPLATE, Provenance.USER, Provenance.TOOL
+TEXTS = st.sampled_from(
+    ["ok", " ok", "ok\n", "\n a \n", "user", "<|im_end|>", "<tool_response>\n", "{}", " ", "", "\0", "a b\n\nc \u4e2d"]
+)
+
+
+def bridged(renderer: Renderer, reply: dict[str, Any], new: list[dict[str, Any]]) -> Added | None:
+    ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain("hi"))
+    try:
+        return renderer.bridge(ids, reply, new, setup_for(renderer))
+    except TemplateRefused:
+        return None
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=6)
+@given(rounds=st.lists(st.tuples(st.sampled_from(["user", "tool", "tools"]), TEXTS, TEXTS), min_size=2, max_size=5))
+def test_a_bridge_says_the_same_whether_or_not_there_were_others_before(
+    template: str, rounds: list[tuple[str, str, str]]
+) -> None:
+    renderer = load_renderer(template)
+    renderer._surroundings.clear()
+    said = {"role": "assistant", "content": "hi"}
+    for kind, one, other in rounds:
+        calls = {"tool": [call(0, {"a": 1})], "tools": [call(0, {"a": 1}), call(1, {"a": 2})], "user": []}[kind]
+        reply = {**said, "tool_calls": calls} if calls else said
+        new = [result(n, text) for n, text in enumerate([one, other][: len(calls)])]
+        new = new or [{"role": "user", "content": one}]
+        warm = bridged(renderer, reply, new)
+        kept = dict(renderer._surroundings)
+        renderer._surroundings.clear()
+        cold = bridged(renderer, reply, new)
+        renderer._surroundings.update(kept)
+        assert (warm is None) == (cold is None)
+        if warm is not None and cold is not None:
+            assert warm.ids.tolist() == cold.ids.tolist()
+            assert warm.provenance.tolist() == cold.provenance.tolist()
+
+
+@needs_tokenizers
+def test_a_second_tool_result_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = load_renderer("qwen3/templates/Qwen3.jinja")
+    renderer._surroundings.clear()
+    rendered: list[int] = []
+    render = Renderer._render
+
+    def counting(self: Renderer, messages: Any, setup: Any, *, generate: bool) -> str:
+        rendered.append(len(messages))
+        return render(self, messages, setup, generate=generate)
+
+    reply = {"role": "assistant", "content": "", "tool_calls": [call(0, {"a": 1})]}
+    assert bridged(renderer, reply, [result(0, "warm")]) is not None
+    monkeypatch.setattr(Renderer, "_render", counting)
+    assert bridged(renderer, reply, [result(0, "another\n")]) is not None
+    assert len(rendered) == 1
+    assert bridged(renderer, reply, [result(0, " a third")]) is not None
+    assert len(rendered) == 2
+
+
+def codes(text: str, user: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.array([U if char in user else T for char in text], dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("written", "text", "expected"),
+    [
+        ("<a>XY<b>", Text("XY", "XY", U), Surroundings(("<a>", "<b>"), trims=False)),
+        ("<a>XY <b>", Text("XY ", "XY", U), Surroundings(("<a>", "<b>"), trims=False)),
+        ("<a>XY<b>", Text(" XY ", "XY", U), Surroundings(("<a>", "<b>"), trims=True)),
+        ("<a>XY<b>XY", Text("XY", "XY", U), None),
+        ("<a><b>", Text("XY", "XY", U), None),
+        ("", Text("XY", "XY", U), None),
+    ],
+)
+def test_what_stands_around_a_text(written: str, text: Text, expected: Surroundings | None) -> None:
+    assert surroundings(written, codes(written, "XY"), [text]) == expected
+
+
+@pytest.mark.parametrize("written", ["<a>Z<b>!", "<a>Z<c>", "<a >Z<b>", "<a>Zz<b>", "<a>Z", ""])
+def test_other_surroundings_say_nothing(written: str) -> None:
+    known = Surroundings(("<a>", "<b>"), trims=True)
+    assert known.codes(written, [Text("Z", "Z", V)]) is None
+    found = known.codes("<a>Z<b>", [Text("Z", "Z", V)])
+    assert found is not None
+    assert found.tolist() == [T, T, T, V, T, T, T]
+    assert known.codes("<a>Z<b>", []) is None
