@@ -98,7 +98,8 @@ test-ray: $(STAMP) $(VENV)/.ray
 test-browser: $(STAMP)
 	$(BIN)/pytest -m browser
 
-# Gateways side by side: peers where TOKENTAPE_BENCH_RLLM, _VERIFIERS and _LITELLM name a Python that has them.
+# Gateways side by side: peers where TOKENTAPE_BENCH_RLLM, _VERIFIERS, _AGENT_LIGHTNING and _LITELLM name a Python that
+# has them.
 benchmark-gateway: $(STAMP)
 	$(BIN)/python -m benchmarks.gateway --minutes $(or $(MINUTES),30) --out gateway.json --docs
 

@@ -1,12 +1,13 @@
 """Measure gateways: what a call costs, how many there can be, and what is kept of it.
 
     TOKENTAPE_BENCH_RLLM=/path/to/python TOKENTAPE_BENCH_VERIFIERS=... TOKENTAPE_BENCH_LITELLM=... \\
-        python -m benchmarks.gateway --minutes 30 --docs
+        TOKENTAPE_BENCH_AGENT_LIGHTNING=... python -m benchmarks.gateway --minutes 30 --docs
 
 Every target runs as its users run it, in one process (LiteLLM: one worker), in front of the same stand-in for vLLM on
 loopback. Peers live in environments of their own: `pip install verifiers`, `pip install 'litellm[proxy]'`, `pip install
-rllm-model-gateway` (for its cumulative mode from the repository, with renderers 0.1.7). One that is not named is left
-out, and the report says so. The figure to compare is CPU time: other work on the machine disturbs it least.
+rllm-model-gateway` (for its cumulative mode from the repository, with renderers 0.1.7), and for Agent Lightning, with
+Python 3.12, `pip install git+https://github.com/microsoft/agent-lightning@v1.0.0`. One that is not named is left out,
+and the report says so. The figure to compare is CPU time: other work on the machine disturbs it least.
 """
 
 from __future__ import annotations

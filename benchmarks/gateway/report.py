@@ -70,7 +70,7 @@ def _calls(found: dict[str, Any]) -> str:
     sizes = sorted({int(key.partition("|")[2]) for key in calls})
     if not sizes:
         return ""
-    floor = next(name for name, one in found["targets"].items() if one["kind"] == "floor") if "targets" in found else ""
+    floor = next((name for name, one in found["targets"].items() if one["kind"] == "floor"), None)
 
     def row(name: str) -> list[str]:
         of = [calls.get(f"{name}|{size}") for size in sizes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.gateway.targets.agent_lightning import AgentLightning
 from benchmarks.gateway.targets.base import Session, Site, Target
 from benchmarks.gateway.targets.direct import Direct
 from benchmarks.gateway.targets.litellm import LiteLlm
@@ -18,6 +19,7 @@ TARGETS: tuple[Target, ...] = (
     Verifiers(),
     Rllm(cumulative=True),
     Rllm(cumulative=False),
+    AgentLightning(),
     LiteLlm(),
 )
 """The first is what the others' latency is counted from."""
