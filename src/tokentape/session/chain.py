@@ -38,6 +38,8 @@ _LITTLE_ENDIAN = {
     "logprobs": "<f4",
     "values": "<f4",
 }
+_DTYPES = {name: (np.dtype(code), np.dtype(code).newbyteorder("=")) for name, code in _LITTLE_ENDIAN.items()}
+"""By array, as it is hashed and stored, and as it is in memory."""
 
 
 def canonical_json(value: Any) -> str:
@@ -133,8 +135,8 @@ def array_bytes(name: str, array: npt.NDArray[Any]) -> bytes:
 
     Raises `InvariantViolation` if the array is not what its class says: a silent cast could change an id.
     """
-    dtype = np.dtype(_LITTLE_ENDIAN[name])
-    if array.ndim != 1 or array.dtype != dtype.newbyteorder("="):
+    dtype, native = _DTYPES[name]
+    if array.ndim != 1 or array.dtype != native:
         raise InvariantViolation(
             f"{name} must be a one-dimensional array of {dtype.name}, not {array.ndim}-dimensional {array.dtype}"
         )
@@ -146,8 +148,8 @@ def array_from_bytes(name: str, data: bytes) -> npt.NDArray[Any]:
 
     Raises ValueError if `data` is not a whole number of elements.
     """
-    dtype = np.dtype(_LITTLE_ENDIAN[name])
-    return np.frombuffer(data, dtype).astype(dtype.newbyteorder("="), copy=False)
+    dtype, native = _DTYPES[name]
+    return np.frombuffer(data, dtype).astype(native, copy=False)
 
 
 def _plain(value: object) -> object:
