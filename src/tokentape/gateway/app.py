@@ -17,19 +17,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokentape.errors import Forbidden, NotFound, StoreError, TokentapeError
-from tokentape.gateway import engine_routes, feedback, openapi, responses, sessions, snapshots, viewing, vllm_paths
+from tokentape.gateway import engine_routes, feedback, openapi, sessions, snapshots, viewing
 from tokentape.gateway.access import Access, note
-from tokentape.gateway.anthropic_messages import COUNT_PATH, AnthropicMessages, count_tokens
-from tokentape.gateway.chat_completions import ChatCompletions
-from tokentape.gateway.completions import Completions
 from tokentape.gateway.draining import Drain
 from tokentape.gateway.endpoint import Dialect, Gateway, Nameless, endpoint
 from tokentape.gateway.hosts import ANY, THIS_MACHINE, AllowedHosts
 from tokentape.gateway.http import ClientLeft, error_body, error_response, json_response, unexpected
 from tokentape.gateway.keys import Keys
 from tokentape.gateway.limits import Calls
-from tokentape.gateway.responses import Responses
 from tokentape.gateway.turns import Turns
+from tokentape.gateway.wire import responses, vllm_paths
+from tokentape.gateway.wire.anthropic_messages import COUNT_PATH, AnthropicMessages, count_tokens
+from tokentape.gateway.wire.chat_completions import ChatCompletions
+from tokentape.gateway.wire.completions import Completions
+from tokentape.gateway.wire.responses import Responses
 
 
 def create_app(

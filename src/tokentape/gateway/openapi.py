@@ -17,17 +17,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tokentape.gateway import anthropic_messages, chat_completions, completions, responses
-from tokentape.gateway.anthropic_messages import COUNT_PATH, AnthropicMessages, MessagesBody
-from tokentape.gateway.chat_completions import ChatCompletions, ChatCompletionsBody
-from tokentape.gateway.completions import Completions, CompletionsBody
 from tokentape.gateway.engine_routes import Pause, Resume
 from tokentape.gateway.feedback import BINARY, NewColumns, NewReward
 from tokentape.gateway.http import encode_json
-from tokentape.gateway.responses import Responses, ResponsesBody
 from tokentape.gateway.sessions import MAX_PAGE, PARQUET, NewSession
 from tokentape.gateway.snapshots import JSON_LINES, Confirmation, NewSnapshot
-from tokentape.gateway.vllm_paths import DetokenizeBody, TokenizeBody
+from tokentape.gateway.wire import anthropic_messages, chat_completions, completions, responses
+from tokentape.gateway.wire.anthropic_messages import COUNT_PATH, AnthropicMessages, MessagesBody
+from tokentape.gateway.wire.chat_completions import ChatCompletions, ChatCompletionsBody
+from tokentape.gateway.wire.completions import Completions, CompletionsBody
+from tokentape.gateway.wire.responses import Responses, ResponsesBody
+from tokentape.gateway.wire.vllm_paths import DetokenizeBody, TokenizeBody
 from tokentape.version import __version__
 from tokentape.viewer import routes as viewer
 from tokentape.viewer.binary import MEDIA_TYPE as PACKED

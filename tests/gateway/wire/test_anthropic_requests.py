@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tests.gateway.asking import FixedAsking
 from tokentape.chat.template import ChatTemplate
 from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.gateway.anthropic_history import AnthropicMessage, Block, read_messages, tool_use
-from tokentape.gateway.anthropic_messages import IGNORED, AnthropicMessages
 from tokentape.gateway.endpoint import Asked
 from tokentape.gateway.events import TurnRequest
+from tokentape.gateway.wire.anthropic_history import AnthropicMessage, Block, read_messages, tool_use
+from tokentape.gateway.wire.anthropic_messages import IGNORED, AnthropicMessages
 from tokentape.session.matching import message_key
 
 PLAIN = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools }}")

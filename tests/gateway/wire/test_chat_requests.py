@@ -16,9 +16,9 @@ import tokentape.demo
 from tests.gateway.asking import FixedAsking
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.gateway.chat_completions import IGNORED, PARAMETERS, ChatCompletions
 from tokentape.gateway.endpoint import Asked
 from tokentape.gateway.events import TurnRequest
+from tokentape.gateway.wire.chat_completions import IGNORED, PARAMETERS, ChatCompletions
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -35,7 +35,7 @@ from tokentape.gateway.endpoint import Asked, Asking, DoneChoice
 from tokentape.gateway.events import TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.http import check_depth, encode_event, encode_json, error_body, parse_json
 from tokentape.gateway.images import image_part, takes
-from tokentape.gateway.openai_fields import (
+from tokentape.gateway.wire.openai_fields import (
     Count,
     SamplingFields,
     TopLogprobs,
@@ -46,7 +46,7 @@ from tokentape.gateway.openai_fields import (
     sampling_params,
     tool_arguments,
 )
-from tokentape.gateway.sampling_fields import refuse_unhonoured
+from tokentape.gateway.wire.sampling_fields import refuse_unhonoured
 from tokentape.types import Message
 
 MAX_CHOICES = 16

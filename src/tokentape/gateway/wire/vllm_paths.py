@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tokentape.gateway.completions import known_ids, text_ids
 from tokentape.gateway.endpoint import Gateway
 from tokentape.gateway.http import json_response, parse_json, read_body
-from tokentape.gateway.openai_fields import TokenId, read_fields
+from tokentape.gateway.wire.completions import known_ids, text_ids
+from tokentape.gateway.wire.openai_fields import TokenId, read_fields
 from tokentape.version import __version__
 
 

@@ -34,7 +34,7 @@ from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParamete
 from tokentape.gateway.endpoint import Asked, Asking, DoneChoice
 from tokentape.gateway.events import TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.http import encode_event, error_body, read_as
-from tokentape.gateway.openai_fields import (
+from tokentape.gateway.wire.openai_fields import (
     Count,
     SamplingFields,
     TokenId,
@@ -44,7 +44,7 @@ from tokentape.gateway.openai_fields import (
     refuse_unserved,
     sampling_params,
 )
-from tokentape.gateway.sampling_fields import refuse_unhonoured
+from tokentape.gateway.wire.sampling_fields import refuse_unhonoured
 from tokentape.types import TokenIds
 
 MAX_CHOICES = 16

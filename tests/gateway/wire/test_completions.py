@@ -23,10 +23,10 @@ from tokentape.engines.base import SampleDelta, SamplingParams
 from tokentape.engines.vllm import VllmEngine
 from tokentape.errors import EngineError, InvalidRequest, UnsupportedParameter
 from tokentape.gateway.app import create_app
-from tokentape.gateway.completions import Completions, CompletionsBody
 from tokentape.gateway.events import TurnRequest
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
+from tokentape.gateway.wire.completions import Completions, CompletionsBody
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
 from tokentape.store import SqliteStore

@@ -35,13 +35,13 @@ from tokentape.chat.template import ChatTemplate
 from tokentape.engines.base import SamplingParams
 from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
 from tokentape.gateway.access import note
-from tokentape.gateway.anthropic_history import AnthropicMessage, Part, read_messages, takes_later_system
-from tokentape.gateway.anthropic_replies import AnthropicEncoder, error_body, error_event
 from tokentape.gateway.endpoint import Asked, Asking, Gateway, address
 from tokentape.gateway.events import TurnRequest
 from tokentape.gateway.http import check_depth, error_headers, json_response, read_as, read_json
-from tokentape.gateway.sampling_fields import refuse_unhonoured
 from tokentape.gateway.session_ids import new_session_id
+from tokentape.gateway.wire.anthropic_history import AnthropicMessage, Part, read_messages, takes_later_system
+from tokentape.gateway.wire.anthropic_replies import AnthropicEncoder, error_body, error_event
+from tokentape.gateway.wire.sampling_fields import refuse_unhonoured
 from tokentape.types import Tool
 
 COUNT_PATH = "/v1/messages/count_tokens"

@@ -16,8 +16,8 @@ from tokentape.errors import InvalidRequest, NotFound, UnsupportedParameter
 from tokentape.gateway.endpoint import Asking
 from tokentape.gateway.http import read_as
 from tokentape.gateway.images import append_content, image_part
-from tokentape.gateway.openai_fields import tool_arguments
-from tokentape.gateway.responses_tools import flat_name
+from tokentape.gateway.wire.openai_fields import tool_arguments
+from tokentape.gateway.wire.responses_tools import flat_name
 from tokentape.types import Message
 
 _ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})(?:_[0-9]+)?")

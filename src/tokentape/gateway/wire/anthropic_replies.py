@@ -10,10 +10,10 @@ import msgspec
 
 from tokentape.chat.parse import ReplyDelta, ToolCall
 from tokentape.errors import InvalidRequest, TokentapeError
-from tokentape.gateway.anthropic_history import tool_use
 from tokentape.gateway.endpoint import DoneChoice
 from tokentape.gateway.events import TurnDone, TurnEvent, TurnStarted
 from tokentape.gateway.http import encode_event
+from tokentape.gateway.wire.anthropic_history import tool_use
 
 _ERROR_TYPES = {
     401: "authentication_error",

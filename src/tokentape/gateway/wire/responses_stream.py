@@ -13,8 +13,8 @@ from tokentape.errors import TokentapeError
 from tokentape.gateway.endpoint import DoneChoice
 from tokentape.gateway.events import TurnDelta, TurnDone, TurnEvent, TurnStarted
 from tokentape.gateway.http import encode_event
-from tokentape.gateway.openai_fields import logprob_entries, recorded
-from tokentape.gateway.responses_items import call_item, message_item, output_items, reasoning_item, text_part
+from tokentape.gateway.wire.openai_fields import logprob_entries, recorded
+from tokentape.gateway.wire.responses_items import call_item, message_item, output_items, reasoning_item, text_part
 from tokentape.types import TokenIds, Turn
 
 Item = dict[str, Any]

@@ -25,9 +25,9 @@ from tokentape.errors import EngineError, InvalidRequest, NotFound, UnsupportedP
 from tokentape.gateway.app import create_app
 from tokentape.gateway.endpoint import Asked
 from tokentape.gateway.keys import Keys
-from tokentape.gateway.responses import IGNORED, Responses, ResponsesBody
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
+from tokentape.gateway.wire.responses import IGNORED, Responses, ResponsesBody
 from tokentape.session.flatten import trajectories
 from tokentape.session.matching import message_key
 from tokentape.session.tree import Session

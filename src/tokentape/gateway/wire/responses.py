@@ -40,7 +40,7 @@ from tokentape.errors import InvalidRequest, NotFound, TokentapeError
 from tokentape.gateway.endpoint import Asked, Asking, Gateway, address
 from tokentape.gateway.events import TurnRequest, TurnStarted
 from tokentape.gateway.http import check_depth, encode_event, error_body, json_response
-from tokentape.gateway.openai_fields import (
+from tokentape.gateway.wire.openai_fields import (
     Count,
     SamplingFields,
     TopLogprobs,
@@ -48,10 +48,10 @@ from tokentape.gateway.openai_fields import (
     refuse_unserved,
     sampling_params,
 )
-from tokentape.gateway.responses_items import join_leading, output_items, read_input, without_instructions
-from tokentape.gateway.responses_stream import ResponseEncoder, ended
-from tokentape.gateway.responses_tools import Tools, read_tools
-from tokentape.gateway.sampling_fields import refuse_unhonoured
+from tokentape.gateway.wire.responses_items import join_leading, output_items, read_input, without_instructions
+from tokentape.gateway.wire.responses_stream import ResponseEncoder, ended
+from tokentape.gateway.wire.responses_tools import Tools, read_tools
+from tokentape.gateway.wire.sampling_fields import refuse_unhonoured
 from tokentape.session.tree import Session
 from tokentape.types import Message
 
