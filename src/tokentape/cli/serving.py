@@ -125,9 +125,11 @@ def _serve(
     gateway = _Gateway(config, renderer, store, drain)
 
     def ready(url: str) -> None:
-        # Vocabularies and templates stay for good. Each time the collector looks at all of them takes 0.1 s.
+        # Vocabularies and templates stay for good. Each time the collector looks at all of them takes 0.1 s, and what
+        # a call leaves behind has few cycles.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(10_000)
         on_ready(url)
 
     run_server(
