@@ -16,11 +16,19 @@ import pytest
 from fake_server import Answer, Body, FakeServer
 from fake_vllm import LOGPROBS, MAX_CONTEXT, PARAMS, PROMPT, SAMPLED, VOCAB_SIZE, joined, sse, streaming, whole
 from fake_vllm import sampled_events as vllm_events
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from starlette.responses import JSONResponse, Response
 
 from tokentape.engines.base import SampleDelta, SamplingParams
 from tokentape.engines.openai_compatible import DIALECTS, Dialect, OpenAiEngine
-from tokentape.errors import EngineContractError, EngineError, InvalidRequest, UnsupportedParameter
+from tokentape.errors import (
+    EngineContractError,
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    UnsupportedParameter,
+)
 
 SHARED = Path(os.environ.get("TOKENTAPE_SHARED") or Path(__file__).resolve().parents[3] / "shared")
 VLLM_SCHEMA = SHARED / "engines/schemas/vllm_0.33.0_CompletionRequest.json"
@@ -87,6 +95,7 @@ def sample(
     *,
     stream: bool = True,
     change: Callable[[Events], object] | None = None,
+    answer: Callable[[Body], Response] | None = None,
     vocab_size: int = VOCAB_SIZE,
     **opening: Any,
 ) -> list[SampleDelta]:
@@ -97,6 +106,8 @@ def sample(
         server.asked.clear()
         if change is not None:
             server.answers["/v1/completions"] = answering(kind, change)
+        if answer is not None:
+            server.answers["/v1/completions"] = answer
         try:
             return [d async for d in engine.sample(PROMPT, params, stream=stream, request_id="call-1")]
         finally:
@@ -112,8 +123,63 @@ def test_ids_and_logprobs_are_read_as_they_came(server: FakeServer, kind: str, s
     deltas = sample(server, kind, stream=stream)
     assert joined(deltas) == (tuple(SAMPLED), tuple(LOGPROBS))
     assert deltas[-1].finish_reason == "length"
-    assert len(deltas) == (3 if stream and kind != "tensorrt_llm" else 1)
+    # What arrives together is one delta; the last waits for the usage.
+    assert len(deltas) == (2 if stream and kind != "tensorrt_llm" else 1)
     assert server.headers["x-request-id"] == "call-1"
+
+
+STREAMING_ROWS = pytest.mark.parametrize("kind", [row.owned_by for row in DIALECTS if row.streams])
+
+
+@STREAMING_ROWS
+def test_tokens_that_come_one_by_one_are_a_delta_each(server: FakeServer, kind: str) -> None:
+    server.reset(answers(kind))
+
+    def answer(body: Body) -> Response:
+        stream = sse(events(kind, body))
+        return streaming(*(event + b"\n\n" for event in stream.split(b"\n\n")[:-1]), pause=0.05)
+
+    deltas = sample(server, kind, answer=answer)
+    assert [delta.token_ids for delta in deltas] == [(token_id,) for token_id in SAMPLED]
+
+
+@STREAMING_ROWS
+@settings(max_examples=15)
+@given(cuts=st.lists(st.integers(min_value=1, max_value=1500), max_size=12))
+def test_what_is_told_does_not_depend_on_where_the_stream_is_cut(
+    server: FakeServer, kind: str, cuts: list[int]
+) -> None:
+    def answer(body: Body) -> Response:
+        stream = sse(events(kind, body))
+        ends = sorted({cut for cut in cuts if cut < len(stream)} | {len(stream)})
+        return streaming(*(stream[start:end] for start, end in zip([0, *ends], ends, strict=False)))
+
+    server.reset(answers(kind))
+    deltas = sample(server, kind, answer=answer)
+    assert joined(deltas) == (tuple(SAMPLED), tuple(LOGPROBS))
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
+
+
+@STREAMING_ROWS
+def test_what_was_sampled_before_an_error_counts_however_it_arrives(server: FakeServer, kind: str) -> None:
+    server.reset(answers(kind))
+
+    async def main() -> list[SampleDelta]:
+        engine = await OpenAiEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        server.answers["/v1/completions"] = answering(
+            kind, lambda sent: sent.__setitem__(slice(2, None), [{"choices": [], "error": {"code": 503}}])
+        )
+        seen = []
+        try:
+            async for delta in engine.sample(PROMPT, PARAMS, stream=True, request_id="call"):
+                seen.append(delta)
+        except EngineUnavailable:
+            return seen
+        finally:
+            await engine.close()
+        raise AssertionError("the call ended")
+
+    assert asyncio.run(main()) == [SampleDelta((11, 12), (-0.5, -1.5))]
 
 
 @ROWS

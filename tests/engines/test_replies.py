@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tokentape.engines.base import SampleDelta, SamplingParams
-from tokentape.engines.replies import Completion, alternatives, decode, joined
-from tokentape.errors import EngineContractError
+from tokentape.engines.replies import Completion, alternatives, decode, joined, taken
+from tokentape.errors import EngineContractError, EngineUnavailable
 
 PARAMS = SamplingParams(max_tokens=4, stop_token_ids=(7,), stop_strings=("end",))
 
@@ -111,3 +115,41 @@ def test_what_is_not_of_the_form_is_refused_without_its_text() -> None:
     with pytest.raises(EngineContractError, match="SGLang") as caught:
         decode(b'{"ids": ["secret prompt"]}', Shape, "SGLang")
     assert "secret" not in str(caught.value)
+
+
+EVENTS = st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from([None, "v1", "v2"])), max_size=12)
+
+
+@given(events=EVENTS, cuts=st.sets(st.integers(0, 12)), fails_at=st.none() | st.integers(0, 12))
+def test_however_events_arrive_they_tell_the_same_up_to_an_error(
+    events: list[tuple[list[int], str | None]], cuts: set[int], fails_at: int | None
+) -> None:
+    def take(data: bytes) -> SampleDelta | None:
+        at = int(data)
+        if at == fails_at:
+            raise EngineUnavailable("injected")
+        ids, version = events[at]
+        if not ids:
+            return None
+        top = tuple(((token_id, -0.5),) for token_id in ids)
+        return SampleDelta(tuple(ids), tuple(-0.1 * i for i in ids), top_logprobs=top, weight_version=version)
+
+    def told(arrivals: Sequence[Sequence[bytes]]) -> tuple[list[tuple[object, ...]], bool]:
+        """Of each token all that was told, and whether an error came behind it."""
+        tokens: list[tuple[object, ...]] = []
+        try:
+            for arrival in arrivals:
+                deltas = list[SampleDelta]()
+                for delta in taken(take, arrival):
+                    deltas.append(delta)
+                    rows = zip(delta.token_ids, delta.logprobs, delta.top_logprobs, strict=True)
+                    tokens += [(*row, delta.weight_version) for row in rows]
+                assert all(one.weight_version != other.weight_version for one, other in pairwise(deltas))
+        except EngineUnavailable:
+            return tokens, True
+        return tokens, False
+
+    sent = [b"%d" % at for at in range(len(events))]
+    ends = sorted({min(cut, len(sent)) for cut in cuts} | {0, len(sent)})
+    together = [sent[start:end] for start, end in pairwise(ends)]
+    assert told(together) == told([[one] for one in sent])

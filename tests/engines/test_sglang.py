@@ -36,7 +36,7 @@ from fake_sglang import (
 from fake_vllm import joined, sse, streaming
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from tokentape.engines.base import DISTRIBUTION, SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines.http import Timeouts
@@ -224,12 +224,62 @@ def test_old_addresses_are_asked_where_the_new_ones_are_missing(server: FakeServ
 
 @pytest.mark.parametrize("incremental", [False, True])
 def test_both_kinds_of_streams_give_each_token_once(server: FakeServer, incremental: bool) -> None:
-    answer = tampered(lambda sent: None, incremental=incremental)
+    def answer(body: dict[str, Any]) -> Response:
+        stream = sse(events(body, incremental=incremental))
+        return streaming(*(event + b"\n\n" for event in stream.split(b"\n\n")[:-1]), pause=0.05)
+
+    last = SampleDelta((13,), (-2.5,), "length", weight_version="v1", weight_spans=(WeightSpan("v1", 0, 3),))
     assert sample(server, answer=answer) == [
         SampleDelta((11,), (-0.5,), weight_version="v1"),
         SampleDelta((11,), (-1.5,), weight_version="v1"),
-        SampleDelta((13,), (-2.5,), "length", weight_version="v1", weight_spans=(WeightSpan("v1", 0, 3),)),
+        last,
     ]
+    together = tampered(lambda sent: None, incremental=incremental)
+    assert sample(server, answer=together) == [SampleDelta((11, 11), (-0.5, -1.5), weight_version="v1"), last]
+
+
+@settings(max_examples=25)
+@given(cuts=st.lists(st.integers(min_value=1, max_value=1500), max_size=12), incremental=st.booleans())
+def test_what_is_told_does_not_depend_on_where_the_stream_is_cut(
+    server: FakeServer, cuts: list[int], incremental: bool
+) -> None:
+    def answer(body: dict[str, Any]) -> Response:
+        stream = sse(events(body, incremental=incremental))
+        ends = sorted({cut for cut in cuts if cut < len(stream)} | {len(stream)})
+        return streaming(*(stream[start:end] for start, end in zip([0, *ends], ends, strict=False)))
+
+    server.reset(answers())
+    deltas = sample(server, answer=answer)
+    assert joined(deltas) == (tuple(SAMPLED), tuple(LOGPROBS))
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
+
+
+def test_tokens_of_other_weights_that_arrive_together_are_another_delta(server: FakeServer) -> None:
+    change = _set(1, "meta_info.weight_version", "v2")
+    deltas = sample(server, answer=tampered(change))
+    assert [(delta.token_ids, delta.weight_version) for delta in deltas[:2]] == [((11,), "v1"), ((11,), "v2")]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_what_was_sampled_before_an_error_counts_however_it_arrives(server: FakeServer, incremental: bool) -> None:
+    def answer(body: dict[str, Any]) -> Response:
+        sent = events(body, incremental=incremental)[:2]
+        return streaming(sse([*sent, {"error": {"code": 503}}]))
+
+    async def main() -> list[SampleDelta]:
+        engine = await SglangEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        server.answers["/generate"] = answer
+        seen = []
+        try:
+            async for delta in engine.sample(PROMPT, PARAMS, stream=True, request_id="call"):
+                seen.append(delta)
+        except EngineUnavailable:
+            return seen
+        finally:
+            await engine.close()
+        raise AssertionError("the call ended")
+
+    assert asyncio.run(main()) == [SampleDelta((11, 11), (-0.5, -1.5), weight_version="v1")]
 
 
 def test_a_whole_reply_gives_one_delta(server: FakeServer) -> None:

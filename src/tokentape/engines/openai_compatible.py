@@ -18,7 +18,7 @@ import numpy as np
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
 from tokentape.engines.http import HttpClient, Timeouts, header_value, safe_name, status_error
-from tokentape.engines.replies import Completion, alternatives, decode
+from tokentape.engines.replies import Completion, alternatives, decode, taken
 from tokentape.errors import EngineContractError, EngineError, EngineUnavailable, InvalidRequest
 from tokentape.types import FinishReason, TokenIds
 
@@ -196,9 +196,9 @@ class OpenAiEngine:
         body = self._request_body(prompt_ids, replace(params, max_tokens=budget), stream=stream)
         reply = _Reply(len(prompt_ids), params, self._info.vocab_size, self._dialect)
         if stream:
-            async with aclosing(self._http.events(_COMPLETIONS, body, headers)) as events:
-                async for data in events:
-                    if delta := reply.take(data):
+            async with aclosing(self._http.arrivals(_COMPLETIONS, body, headers)) as arrivals:
+                async for arrival in arrivals:
+                    for delta in taken(reply.take, arrival):
                         yield delta
         else:
             reply.take(await self._http.post(_COMPLETIONS, body, headers))

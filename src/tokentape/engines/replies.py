@@ -6,7 +6,7 @@ Nothing in a reply is taken on trust and nothing in it is guessed. What does not
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from tokentape.engines.base import SampleDelta, SamplingParams
-from tokentape.errors import EngineContractError
+from tokentape.errors import EngineContractError, TokentapeError
 from tokentape.types import FinishReason
 
 ROUNDING = 1e-3
@@ -59,6 +59,29 @@ def joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
         top_logprobs=tuple(chain.from_iterable(delta.top_logprobs for delta in deltas)),
     )
+
+
+def taken(take: Callable[[bytes], SampleDelta | None], arrival: Sequence[bytes]) -> Iterator[SampleDelta]:
+    """What the events of one arrival tell, each given to `take`: one delta, or one for each version of the weights.
+
+    Raises as `take` does, behind what was sampled before: that counts.
+    """
+    deltas: list[SampleDelta] = []
+    try:
+        for data in arrival:
+            delta = take(data)
+            if delta is None:
+                continue
+            if deltas and delta.weight_version != deltas[-1].weight_version:
+                yield joined(deltas)
+                deltas = []
+            deltas.append(delta)
+    except TokentapeError:
+        if deltas:
+            yield joined(deltas)
+        raise
+    if deltas:
+        yield joined(deltas)
 
 
 def alternatives(reported: Sequence[tuple[int, float | None]], top: int) -> Alternatives:

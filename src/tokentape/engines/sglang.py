@@ -24,7 +24,7 @@ import numpy as np
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
 from tokentape.engines.http import HttpClient, Timeouts, header_value, safe_name
-from tokentape.engines.replies import Alternatives, decode
+from tokentape.engines.replies import Alternatives, decode, taken
 from tokentape.engines.sglang_reply import DONE, GENERATE, Reply
 from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
 from tokentape.types import TokenIds
@@ -181,9 +181,9 @@ class SglangEngine:
         left = True
         try:
             if stream:
-                async with aclosing(self._http.events(GENERATE, body, {})) as events:
-                    async for data in events:
-                        if delta := reply.take(data):
+                async with aclosing(self._http.arrivals(GENERATE, body, {})) as arrivals:
+                    async for arrival in arrivals:
+                        for delta in taken(reply.take, arrival):
                             yield delta
             else:
                 reply.take(await self._http.post(GENERATE, body, {}))

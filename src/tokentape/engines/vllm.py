@@ -15,7 +15,7 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -27,7 +27,7 @@ from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, Sampli
 from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
 from tokentape.engines.http import Body, HttpClient, Timeouts, header_value
 from tokentape.engines.prompt_json import PromptWriter
-from tokentape.engines.replies import ROUNDING, decode, joined
+from tokentape.engines.replies import ROUNDING, decode, taken
 from tokentape.engines.vllm_reply import DONE, Reply, alternatives_to_ask, logits_error
 from tokentape.errors import (
     EngineContractError,
@@ -35,7 +35,6 @@ from tokentape.errors import (
     EngineTimeout,
     EngineUnavailable,
     InvalidRequest,
-    TokentapeError,
 )
 from tokentape.types import TokenIds
 
@@ -233,12 +232,9 @@ class VllmEngine:
         try:
             if stream:
                 async with aclosing(self._http.arrivals(path, body, headers)) as arrivals:
-                    async for events in arrivals:
-                        deltas, failed = _taken(reply, events)
-                        if deltas:
-                            yield joined(deltas)
-                        if failed is not None:
-                            raise failed
+                    async for arrival in arrivals:
+                        for delta in taken(reply.take, arrival):
+                            yield delta
             else:
                 reply.take(await self._http.post(path, body, headers))
                 reply.take(DONE)
@@ -448,19 +444,6 @@ async def _takes_aborts(http: HttpClient) -> bool:
     except (EngineError, InvalidRequest):
         return False
     return True
-
-
-def _taken(reply: Reply, events: Sequence[bytes]) -> tuple[list[SampleDelta], TokentapeError | None]:
-    """What these events tell, up to the first that is an error: what was sampled before it counts."""
-    deltas: list[SampleDelta] = []
-    for data in events:
-        try:
-            delta = reply.take(data)
-        except TokentapeError as error:
-            return deltas, error
-        if delta is not None:
-            deltas.append(delta)
-    return deltas, None
 
 
 def _abort_body(request_id: str) -> bytes:
