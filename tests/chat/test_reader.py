@@ -75,3 +75,15 @@ def test_nothing_behind_a_stop_string_is_given_out_however_it_arrives() -> None:
             reader.feed(ids[at : at + size])
         reader.finish()
         assert (reader.text, reader.stopped, reader.ended) == ("one two ", True, False)
+
+
+def test_half_a_character_is_told_with_what_follows_it() -> None:
+    tokenizer = load_tokenizer("qwen3")
+    half = tokenizer.encode_plain("\U00012345")[:-1]
+    control = tokenizer.controls[0]
+    assert half
+    for behind, told in (([*tokenizer.encode_plain("a")], "\ufffda"), ([control.id], f"\ufffd{control.mark}")):
+        reader = Reader(tokenizer, frozenset(), ())
+        for token_id in [*half, *behind, *tokenizer.encode_plain("b")]:
+            reader.feed([token_id])
+        assert reader.text == f"{told}b"

@@ -66,7 +66,7 @@ def first_of(text: str, start: int, delimiters: Sequence[str]) -> tuple[int, str
 
 def held_back(text: str, start: int, delimiters: tuple[str, ...]) -> int:
     """How many characters at the end may still grow into a delimiter."""
-    if not text or text[-1] not in _before_ends(delimiters):
+    if text[-1:] not in before_ends(delimiters):
         return 0
     most = 0
     for delimiter in delimiters:
@@ -78,7 +78,7 @@ def held_back(text: str, start: int, delimiters: tuple[str, ...]) -> int:
 
 
 @lru_cache(1024)
-def _before_ends(delimiters: tuple[str, ...]) -> frozenset[str]:
+def before_ends(delimiters: tuple[str, ...]) -> frozenset[str]:
     """All characters of delimiters but their last: those that the beginning of one may end with."""
     return frozenset("".join(delimiter[:-1] for delimiter in delimiters))
 

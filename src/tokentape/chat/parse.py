@@ -61,26 +61,17 @@ class Parser:
     def feed(self, ids: Iterable[int]) -> ReplyDelta:
         """Take newly sampled ids; return what can be told of the reply already."""
         self._reader.feed(ids)
-        return self._scan(final=False)
+        self._scanner.scan(final=False)
+        return self._parts.told()
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
         """Say that sampling ended; return the rest and the whole reply."""
         self._reader.finish()
-        rest = self._scan(final=True)
+        self._scanner.scan(final=True)
         reply = Reply(
             content="".join(self._parts.content),
             reasoning="".join(self._parts.reasoning),
             tool_calls=tuple(self._parts.tool_calls),
             reasoning_open=self._scanner.reasoning_open,
         )
-        return rest, reply
-
-    def _scan(self, *, final: bool) -> ReplyDelta:
-        parts = self._parts
-        content, reasoning, calls = len(parts.content), len(parts.reasoning), len(parts.tool_calls)
-        self._scanner.scan(final=final)
-        return ReplyDelta(
-            "".join(parts.content[content:]),
-            "".join(parts.reasoning[reasoning:]),
-            tuple(call for call in parts.tool_calls[calls:] if call.status != "unclosed"),
-        )
+        return self._parts.told(), reply

@@ -6,7 +6,7 @@ import codecs
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby, islice
+from itertools import groupby
 
 from tokentape.chat.delimiters import first_of, held_back
 from tokentape.chat.tokenizer import Tokenizer
@@ -31,15 +31,23 @@ class Reader:
     """By a stop id: the model has ended its turn."""
     _forgotten: int = 0
     _held: str = ""
+    _within_character: bool = False
+    """Bytes wait in the decoder for those that follow."""
+    _breaks: frozenset[int] = field(init=False)
+    _written: int = 0
+    """Characters that the tokens so far wrote."""
     _ends: list[int] = field(default_factory=list)
+    """Of each token, how many had been written behind it."""
     _decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
 
+    def __post_init__(self) -> None:
+        self._breaks = self.tokenizer.breaks(self.stop_ids)
+
     def feed(self, ids: Iterable[int]) -> None:
         """Take newly sampled ids."""
-        breaks = self.tokenizer.breaks(self.stop_ids)
-        for is_break, run in groupby(ids, breaks.__contains__):
+        for is_break, run in groupby(ids, self._breaks.__contains__):
             if is_break:
                 self.text += "".join(map(self._break, run))
             else:
@@ -48,11 +56,15 @@ class Reader:
     def _text(self, pieces: Sequence[bytes]) -> str:
         """What tokens of text write."""
         whole = b"".join(pieces)
-        if whole.isascii() and not self.stopped and not self.stop_strings and not self._decoder.getstate()[0]:
+        if whole.isascii() and not (self.stopped or self.stop_strings or self._within_character):
             # Most text is: its bytes are its characters, and none waits for another.
-            self._ends.extend(islice(accumulate(map(len, pieces), initial=self._end()), 1, None))
+            for length in map(len, pieces):
+                self._written += length
+                self._ends.append(self._written)
             return whole.decode("ascii")
-        return "".join([self._arrived(self._decoder.decode(piece)) for piece in pieces])
+        text = "".join([self._arrived(self._decoder.decode(piece)) for piece in pieces])
+        self._within_character = bool(self._decoder.getstate()[0])
+        return text
 
     def _break(self, token_id: int) -> str:
         """What a control token writes, or one that ends the turn."""
@@ -62,16 +74,15 @@ class Reader:
         self.ended = token_id in self.stop_ids
         mark = control.mark if control is not None and not self.ended else ""
         written = self._arrived(self._decoder.decode(b"", final=True) + mark)
+        self._within_character = False
         self.stopped = self.stopped or self.ended
         return written
 
     def _arrived(self, text: str) -> str:
         """What is certain of what one more token writes."""
-        self._ends.append(self._end() + (0 if self.stopped else len(text)))
+        self._written += 0 if self.stopped else len(text)
+        self._ends.append(self._written)
         return "" if self.stopped else self._release(text, final=self.ended)
-
-    def _end(self) -> int:
-        return self._ends[-1] if self._ends else 0
 
     def finish(self) -> None:
         """Say that no more will come: give out what was held back."""
@@ -80,7 +91,9 @@ class Reader:
 
     def take(self, end: int) -> str:
         """The text up to `end`, which is done with."""
-        start, self.at = self.at, max(self.at, end)
+        start = self.at
+        if end > start:
+            self.at = end
         return self.text[start:end]
 
     def forget(self) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from tokentape.chat.assistant_format import AssistantFormat
 from tokentape.chat.call_reader import CallReader, ReadCall
-from tokentape.chat.delimiters import held_back
+from tokentape.chat.delimiters import before_ends, held_back
 from tokentape.chat.reader import Reader
 from tokentape.chat.reply import ReplyParts, ToolCall
 from tokentape.chat.tokenizer import MARK, Tokenizer
@@ -82,9 +82,14 @@ class RegionScanner:
 
     def scan(self, *, final: bool) -> None:
         """Read what the reader has; `final`: no more will come."""
-        steps = {"call": self._step_call, "between calls": self._step_between}
-        while steps.get(self._region, self._step_text)(final=final):
-            pass
+        more = True
+        while more:
+            if self._region == "call":
+                more = self._step_call(final=final)
+            elif self._region == "between calls":
+                more = self._step_between(final=final)
+            else:
+                more = self._step_text(final=final)
         if self._region != "call":
             self._reader.forget()
 
@@ -95,10 +100,12 @@ class RegionScanner:
         if found is None:
             end = len(reader.text)
             if not final:
-                cores, space = self._held[self._speech]
-                end -= held_back(reader.text, reader.at, cores)
-                end = self._before_space(end, space)
-                if self._is_blank(end):
+                cores, before, space = self._held[self._speech]
+                last = reader.text[-1:]
+                if last in before or (space and last.isspace()):
+                    end -= held_back(reader.text, reader.at, cores)
+                    end = self._before_space(end, space)
+                if self._blank and self._is_blank(end):
                     return False
             elif self._speech == "content" and reader.stopped:
                 end = self._before_space(end, self._end_space)
@@ -211,7 +218,8 @@ class RegionScanner:
             self._skip -= 1
         if reader.at < end:
             self._skip, self._blank = 0, False
-            self._parts.add(self._speech, self._tokenizer.spell_marks(reader.take(end)))
+            text = reader.take(end)
+            self._parts.add(self._speech, text if text.isascii() else self._tokenizer.spell_marks(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +230,9 @@ class _Borders:
     """Per region the delimiters that end it, by what is looked for."""
     search: Mapping[_Speech, re.Pattern[str]]
     """Per region an expression for all of them."""
-    held: Mapping[_Speech, tuple[tuple[str, ...], int]]
-    """Per region what is looked for, and how much white space before any of it may belong to it."""
+    held: Mapping[_Speech, tuple[tuple[str, ...], frozenset[str], int]]
+    """Per region what is looked for, what the beginnings of that may end with, and how much white space before any of
+    it may belong to it."""
     calls: CallReader | None
     before_calls: Sequence[_Delimiter]
     """What ends content and begins calls as well: where no call follows, it is no text either."""
@@ -239,10 +248,7 @@ def _borders(form: AssistantFormat, *, with_calls: bool) -> _Borders:
     return _Borders(
         {region: {leave.core: leave for leave in found} for region, found in leaves.items()},
         {region: _search(found, marks=calls is not None and calls.bare) for region, found in leaves.items()},
-        {
-            region: (tuple(leave.core for leave in found), max((leave.space_before for leave in found), default=0))
-            for region, found in leaves.items()
-        },
+        {region: _held(found) for region, found in leaves.items()},
         calls,
         [end for end in ends if end.core in begin_calls],
     )
@@ -271,6 +277,11 @@ def _leaves(form: AssistantFormat, calls: CallReader | None) -> dict[_Speech, li
             # Models close reasoning twice, or without having any.
             content += _Delimiter.of(form.reasoning.close, "content")
     return {"content": content, "reasoning": reasoning}
+
+
+def _held(leaves: list[_Delimiter]) -> tuple[tuple[str, ...], frozenset[str], int]:
+    cores = tuple(leave.core for leave in leaves)
+    return cores, before_ends(cores), max((leave.space_before for leave in leaves), default=0)
 
 
 def _search(leaves: list[_Delimiter], *, marks: bool) -> re.Pattern[str]:

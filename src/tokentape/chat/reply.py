@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -60,6 +61,9 @@ class ReplyParts:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
+    _new_content: str = ""
+    _new_reasoning: str = ""
+    _told_calls: int = 0
     _interrupted: dict[str, bool] = field(default_factory=lambda: {"content": False, "reasoning": False})
 
     def add(self, region: Literal["content", "reasoning"], text: str) -> None:
@@ -68,9 +72,23 @@ class ReplyParts:
             return
         parts = self.content if region == "content" else self.reasoning
         if parts and self._interrupted[region] and not parts[-1].endswith("\n") and not text.startswith("\n"):
-            parts.append("\n")
+            text = f"\n{text}"
         self._interrupted[region] = False
         parts.append(text)
+        if region == "content":
+            self._new_content += text
+        else:
+            self._new_reasoning += text
+
+    def told(self) -> ReplyDelta:
+        """What was added since this was asked before, but for unclosed calls."""
+        calls: Sequence[ToolCall] = ()
+        if made := self.tool_calls[self._told_calls :]:
+            self._told_calls += len(made)
+            calls = [call for call in made if call.status != "unclosed"]
+        told = ReplyDelta(self._new_content, self._new_reasoning, tuple(calls) if calls else ())
+        self._new_content = self._new_reasoning = ""
+        return told
 
     def interrupt(self) -> None:
         """Say that what was said is over, and something else comes."""

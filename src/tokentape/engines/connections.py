@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -109,12 +109,13 @@ class Response:
         self._connection: _Protocol | None = connection
         self._owner = owner
 
-    async def read(self, until: float) -> bytes:
+    def read(self, until: float) -> Awaitable[bytes]:
         """What has arrived of the body since, waiting for it until then, in the event loop's time; nothing at the end.
 
-        Raises `ConnectionBroken`, and TimeoutError if nothing arrives.
+        Raises `ConnectionBroken`, and TimeoutError if nothing arrives. Not to be called behind `close`.
         """
-        return b"" if self._connection is None else await self._connection.read(until)
+        assert self._connection is not None
+        return self._connection.read(until)
 
     def close(self) -> None:
         """Give up the rest. A connection is used again only if there is none."""
@@ -195,12 +196,10 @@ class _Protocol(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def _wait(self) -> None:
+    def _wait(self) -> asyncio.Future[None]:
+        """Done once something has changed."""
         self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        return self._waiter
 
     def _allow(self, until: float) -> None:
         """Have the next wait end then. The timer of the wait before is kept if it is not too late: each token waits."""
@@ -216,11 +215,13 @@ class _Protocol(asyncio.Protocol):
         if asyncio.get_running_loop().time() < self._until:
             self._allow(self._until)
         else:
-            self._waiter.set_exception(TimeoutError())
+            waiter, self._waiter = self._waiter, None
+            waiter.set_exception(TimeoutError())
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _break(self, how: str) -> None:
         if self._broken is None:

@@ -221,15 +221,20 @@ class HttpClient:
 
     async def arrivals(self, path: str, body: Body, headers: Mapping[str, str]) -> AsyncGenerator[list[bytes], None]:
         """As `events`, but what has arrived together comes together: what is done for each has to be done once."""
-        total = _Limit.after("total", self.timeouts)
+        total, between = _Limit.after("total", self.timeouts), _Limit.after("between_tokens", self.timeouts)
         limit = min(_Limit.after("first_token", self.timeouts), total)
-        reader = SseReader()
+        reader, now = SseReader(), asyncio.get_running_loop().time
         response = await self._send("POST", path, body, headers, limit)
         try:
-            while chunk := await _next_chunk(response, path, limit):
+            while chunk := await response.read(limit.at):
                 if events := reader.feed(chunk):
                     yield events
-                    limit = min(_Limit.after("between_tokens", self.timeouts), total)
+                    between.at = now() + between.seconds
+                    limit = between if between.at < total.at else total
+        except TimeoutError:
+            raise limit.error(path) from None
+        except ConnectionBroken as error:
+            raise _cut_off(path, error) from None
         finally:
             response.close()
         if reader.pending:
@@ -284,9 +289,9 @@ class HttpClient:
         raise status_error(response.status, path, received or b"")
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(slots=True, order=True)
 class _Limit:
-    """A point in the event loop's time, and which timeout it comes from."""
+    """A point in the event loop's time, which is moved on with each token, and which timeout it comes from."""
 
     at: float
     stage: Stage
@@ -305,27 +310,26 @@ class _Limit:
         )
 
 
-async def _next_chunk(response: Response, path: str, limit: _Limit) -> bytes:
-    """The next bytes of a body; none at its end."""
-    try:
-        return await response.read(limit.at)
-    except TimeoutError:
-        raise limit.error(path) from None
-    except ConnectionBroken as error:
-        raise EngineError(
-            f"the connection broke within the engine's reply at {path} ({error}); nothing of it was kept, send the "
-            "request again"
-        ) from None
-
-
 async def _read(response: Response, path: str, limit: _Limit, max_bytes: int) -> bytes | None:
     """The whole body, or None if it is larger than `max_bytes`."""
     received = bytearray()
-    while chunk := await _next_chunk(response, path, limit):
-        received += chunk
-        if len(received) > max_bytes:
-            return None
+    try:
+        while chunk := await response.read(limit.at):
+            received += chunk
+            if len(received) > max_bytes:
+                return None
+    except TimeoutError:
+        raise limit.error(path) from None
+    except ConnectionBroken as error:
+        raise _cut_off(path, error) from None
     return bytes(received)
+
+
+def _cut_off(path: str, error: ConnectionBroken) -> EngineError:
+    return EngineError(
+        f"the connection broke within the engine's reply at {path} ({error}); nothing of it was kept, send the "
+        "request again"
+    )
 
 
 class _ErrorDetail(msgspec.Struct):

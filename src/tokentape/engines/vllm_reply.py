@@ -28,6 +28,7 @@ UNNAMED_WEIGHTS = "default"
 
 # What a server with --return-tokens-as-token-ids puts before an id in place of a token's text.
 _ID_PREFIX = "token_id:"
+_ID_AT = len(_ID_PREFIX)
 
 # vLLM sends -9999.0 for minus infinity: the probability of something that can't have been sampled.
 _MINUS_INFINITY = -9999.0
@@ -161,8 +162,9 @@ class Reply:
             raise EngineContractError("the engine sampled more than the one completion that was asked for")
         choice = body.choices[0]
         if self._returns_prompt:
-            self._check_prompt(bytes(choice.prompt_token_ids))
-            self._check_prompt(bytes(body.prompt_token_ids))
+            for echoed in (bytes(choice.prompt_token_ids), bytes(body.prompt_token_ids)):
+                if echoed not in (b"", b"null"):
+                    self._check_prompt(echoed)
         delta = self._delta(choice)
         self._tokens += len(delta.token_ids)
         if self._tokens > self._params.max_tokens:
@@ -212,8 +214,6 @@ class Reply:
             raise EngineContractError("the engine's prompt_token_ids are not a list of token ids") from None
 
     def _check_prompt(self, echoed: bytes) -> None:
-        if echoed in (b"", b"null"):
-            return
         if self._prompt is None:
             self._prompt, self.prompt_tokens = echoed, echoed.count(b",") + 1
         # The server's JSON has no spaces either, so equal ids are nearly always equal bytes.
@@ -250,7 +250,7 @@ class Reply:
         return SampleDelta(
             token_ids=ids,
             logprobs=_sampled_logprobs(logprobs, len(ids)),
-            top_logprobs=_alternatives(tops, len(ids), self._params.top_logprobs),
+            top_logprobs=_alternatives(tops, len(ids), self._params.top_logprobs) if self._params.top_logprobs else (),
         )
 
     def _stop(self, reason: FinishReason, stop: int | str | None) -> int | str | None:
@@ -326,7 +326,7 @@ def _id_of(entry: _Entry | _Top) -> int:
 
 def _token_ids(tokens: Sequence[str]) -> tuple[int, ...]:
     try:
-        ids = tuple([int(token[len(_ID_PREFIX) :]) for token in tokens])
+        ids = tuple([int(token[_ID_AT:]) for token in tokens])
     except ValueError:
         ids = ()
     if [f"{_ID_PREFIX}{token_id}" for token_id in ids] == tokens and (not ids or min(ids) >= 0):
@@ -363,8 +363,6 @@ def _alternatives(reported: Sequence[list[tuple[int, float]]], tokens: int, top:
 
     The server adds the sampled id where it is not among them, and, in a processed mode, ids of probability 0.
     """
-    if not top:
-        return ()
     if len(reported) != tokens:
         raise EngineContractError(f"the engine returned {len(reported)} lists of top_logprobs for {tokens} ids")
     rows = []

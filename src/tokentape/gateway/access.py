@@ -55,6 +55,8 @@ class Note:
     """Ids under which the engine was asked, one per choice."""
     error: str = ""
     """Code of the error that ended it."""
+    status: int = 0
+    """Of the response, once it has begun."""
 
     async def follow(self, first: TurnEvent, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[TurnEvent]:
         """`first` and then `events` as they are; what they tell is noted."""
@@ -109,7 +111,7 @@ class Access:
         name = given if _ID.fullmatch(given) else secrets.token_hex(16)
         request_id.set(name)
         noted = scope[_KEY] = Note()
-        status, received, sent, left, complete = 0, 0, 0, False, False
+        received, sent, left, complete = 0, 0, False, False
 
         async def watched_receive() -> Message:
             nonlocal received, left
@@ -119,13 +121,13 @@ class Access:
             return message
 
         async def watched_send(message: Message) -> None:
-            nonlocal status, sent, complete
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], (_REQUEST_ID, name.encode())]
-            elif message["type"] == "http.response.body":
+            nonlocal sent, complete
+            if message["type"] == "http.response.body":
                 sent += len(message.get("body", b""))
                 complete = not message.get("more_body", False)
+            elif message["type"] == "http.response.start":
+                noted.status = message["status"]
+                message["headers"] = [*message["headers"], (_REQUEST_ID, name.encode())]
             await send(message)
 
         with self._telemetry.spans.request(headers) as attributes:
@@ -137,7 +139,7 @@ class Access:
                 fields: dict[str, object] = {
                     "method": scope["method"],
                     "route": route,
-                    "status": status,
+                    "status": noted.status,
                     "duration_ms": round(1000 * seconds, 3),
                     "bytes_in": received,
                     "bytes_out": sent,
@@ -150,13 +152,13 @@ class Access:
                 }
                 attributes["http.request.method"] = scope["method"]
                 attributes["http.route"] = route
-                attributes["http.response.status_code"] = status
+                attributes["http.response.status_code"] = noted.status
                 _log.log(
                     logging.DEBUG if route in PROBES else logging.INFO,
                     "request",
                     extra={"fields": {key: value for key, value in fields.items() if value not in ("", [], (), False)}},
                 )
-                self._telemetry.metrics.answered(scope["method"], route, status, seconds)
+                self._telemetry.metrics.answered(scope["method"], route, noted.status, seconds)
 
     def _template(self, scope: Scope) -> str:
         """The path of the route that takes this request: never the raw one, which callers write."""

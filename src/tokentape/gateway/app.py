@@ -14,13 +14,13 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokentape.errors import Forbidden, NotFound, StoreError, TokentapeError
 from tokentape.gateway import engine_routes, feedback, openapi, sessions, snapshots, viewing
 from tokentape.gateway.access import Access, note
 from tokentape.gateway.draining import Drain
-from tokentape.gateway.endpoint import Dialect, Gateway, Nameless, endpoint
+from tokentape.gateway.endpoint import Dialect, Endpoint, Gateway, Nameless
 from tokentape.gateway.hosts import ANY, THIS_MACHINE, AllowedHosts
 from tokentape.gateway.http import ClientLeft, error_body, error_response, json_response, unexpected
 from tokentape.gateway.keys import Keys
@@ -108,7 +108,7 @@ def create_app(
 
     routes = [
         *(
-            Route(prefix + dialect.path, endpoint(gateway, dialect), methods=["POST"])
+            Route(prefix + dialect.path, Endpoint(gateway, dialect), methods=["POST"])
             for dialect in dialects
             for prefix in ("", "/sessions/{session_id}")
         ),
@@ -180,16 +180,9 @@ class _Bugs:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = False
-
-        async def watch(message: Message) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
-            await send(message)
-
         try:
-            await self._app(scope, receive, watch)
+            await self._app(scope, receive, send)
         except Exception as error:
             failure = unexpected(error)
-            if not started:
+            if not note(Request(scope)).status:
                 await error_response(failure)(scope, receive, send)

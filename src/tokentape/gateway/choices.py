@@ -85,17 +85,16 @@ class Choice:
             # What a server says at the end covers all tokens, and corrects what it said in between.
             self.weight_version = delta.weight_spans[0].version
             self.weight_changes = [(span.start, span.version) for span in delta.weight_spans[1:]]
-        return TurnDelta(self.index, delta, self._named(self.reader.feed(delta.token_ids)))
+        told = self.reader.feed(delta.token_ids)
+        return TurnDelta(self.index, delta, self._named(told) if told.tool_calls else told)
 
     def end(self) -> None:
         """Read what there is as the whole completion."""
         rest, reply = self.reader.finish()
-        self.rest = self._named(rest)
+        self.rest = self._named(rest) if rest.tool_calls else rest
         self.reply = replace(reply, tool_calls=name_calls(reply.tool_calls, self.request_id))
 
     def _named(self, delta: ReplyDelta) -> ReplyDelta:
-        if not delta.tool_calls:
-            return delta
         calls = name_calls(delta.tool_calls, self.request_id, self.told_calls)
         self.told_calls += len(calls)
         return replace(delta, tool_calls=calls)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from tokentape.engines.base import EngineInfo, SampleDelta
 from tokentape.errors import InvalidRequest, TokentapeError
@@ -201,10 +202,23 @@ class _Asking:
         return await self.turns.conversation(self.session_id, reply_id, self.owner)
 
 
-def endpoint(gateway: Gateway, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
-    """The handler of a dialect's path, with the session in the path or elsewhere."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Endpoint:
+    """What answers at a dialect's path, with the session in the path or elsewhere.
 
-    async def answer(request: Request) -> Response:
+    An ASGI application of its own: around a function starlette puts a wrapper that every event would pass.
+    """
+
+    gateway: Gateway
+    dialect: Dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        response = await self._answer(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        gateway, dialect = self.gateway, self.dialect
         try:
             gateway.drain.refuse()
             caller = gateway.caller(request)
@@ -218,8 +232,6 @@ def endpoint(gateway: Gateway, dialect: Dialect) -> Callable[[Request], Awaitabl
         except TokentapeError as error:
             note(request).error = error.code
             return json_response(dialect.error(error), error.status, error_headers(error))
-
-    return answer
 
 
 async def _answer(gateway: Gateway, dialect: Dialect, caller: Caller, request: Request) -> Response:

@@ -111,11 +111,11 @@ class Flight:
             # Fetched once, so that a failure that nobody waits for is not logged as forgotten.
             self._task.exception()
 
-    async def _change(self) -> None:
-        """Return once something has changed. There is a change for every token, so this is no `asyncio.Condition`."""
+    def _change(self) -> asyncio.Future[None]:
+        """Done once something has changed. There is a change for every token, so this is no `asyncio.Condition`."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
-        await waiter
+        return waiter
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []

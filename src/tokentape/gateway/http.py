@@ -25,7 +25,6 @@ MAX_DEPTH = 64
 _T = TypeVar("_T")
 
 _log = logging.getLogger("tokentape.gateway")
-_encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder()
 
 
@@ -105,9 +104,8 @@ def check_depth(value: Any, param: str) -> None:
     raise InvalidRequest(f"{param} nests deeper than {MAX_DEPTH} levels", param)
 
 
-def encode_json(value: Any) -> bytes:
-    """`value` as JSON. NaN and infinities become null."""
-    return _encoder.encode(value)
+encode_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+"""A value as JSON. NaN and infinities become null."""
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -221,7 +219,7 @@ class EventStream(Response):
 
 def encode_event(value: Any, name: str | None = None) -> bytes:
     """One server-sent event with `value` as JSON, and a name in dialects that name them."""
-    data = b"data: " + _encoder.encode(value) + b"\n\n"
+    data = b"data: " + encode_json(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 

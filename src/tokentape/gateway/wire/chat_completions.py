@@ -32,7 +32,7 @@ from tokentape.chat.tokenizer import Tokenizer
 from tokentape.engines.base import SampleDelta, SamplingParams
 from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
 from tokentape.gateway.endpoint import Asked, Asking, DoneChoice
-from tokentape.gateway.events import TurnDone, TurnEvent, TurnRequest, TurnStarted
+from tokentape.gateway.events import TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.http import check_depth, encode_event, encode_json, error_body, parse_json
 from tokentape.gateway.images import image_part, takes
 from tokentape.gateway.wire.openai_fields import (
@@ -266,6 +266,7 @@ class _Encoder:
 
     def __init__(self, body: ChatCompletionsBody, started: TurnStarted, model_id: str, tokenizer: Tokenizer) -> None:
         self._body = body
+        self._tells_tokens = body.logprobs or body.return_token_ids
         self._tokenizer = tokenizer
         self._prompt_ids = started.prompt_ids
         self._head = {"id": f"chatcmpl-{started.reply_id}", "created": int(started.created_at), "model": model_id}
@@ -288,19 +289,20 @@ class _Encoder:
         done: dict[int, TurnDone] = {}
         async with aclosing(events):
             async for event in events:
-                if isinstance(event, TurnStarted):
+                if isinstance(event, TurnDelta):
+                    delta, sampled = event.reply, event.sampled
+                elif isinstance(event, TurnDone):
+                    done[event.choice] = event
+                    delta, sampled = event.rest, None
+                else:
                     continue
                 choice = event.choice
                 if choice not in started:
                     yield self._opening(choice, first=not started)
                     started.add(choice)
-                if isinstance(event, TurnDone):
-                    done[choice] = event
-                    delta, sampled = event.rest, None
-                else:
-                    delta, sampled = event.reply, event.sampled
-                if delta or (sampled is not None and self._tells_tokens):
-                    yield self._delta(choice, delta, sampled, calls[choice])
+                if written := self._delta(choice, delta, sampled, calls[choice]):
+                    yield written
+                if delta.tool_calls:
                     calls[choice] += len(delta.tool_calls)
         for choice in sorted(done):
             yield self._finish(done[choice])
@@ -329,10 +331,14 @@ class _Encoder:
         return self._chunk({"index": choice, "delta": {"role": "assistant", "content": ""}}, more)
 
     def _delta(self, choice: int, reply: ReplyDelta, sampled: SampleDelta | None, calls_before: int) -> bytes:
-        if not reply.tool_calls and not (reply.content and reply.reasoning) and not self._tells_tokens:
-            if reply.content:
-                return self._said(choice, "content", reply.content)
-            return self._said(choice, "reasoning_content", reply.reasoning)
+        """The chunk for what was told, nothing if there is nothing to tell."""
+        if not (self._tells_tokens or reply.tool_calls):
+            if not reply.reasoning:
+                return self._said(choice, "content", reply.content) if reply.content else b""
+            if not reply.content:
+                return self._said(choice, "reasoning_content", reply.reasoning)
+        if sampled is None and not reply:
+            return b""
         delta: dict[str, Any] = {}
         if reply.content:
             delta["content"] = reply.content
@@ -355,17 +361,12 @@ class _Encoder:
             written["token_ids"] = sampled.token_ids
         return self._chunk(written)
 
-    @property
-    def _tells_tokens(self) -> bool:
-        return self._body.logprobs or self._body.return_token_ids
-
     def _said(self, choice: int, field: str, text: str) -> bytes:
         """A chunk of nothing but text, as nearly all are: around the text it is always the same."""
-        before = self._says.get((choice, field))
-        if before is None:
-            before = self._chunk({"index": choice, "delta": {field: ""}}).removesuffix(_AFTER_TEXT)
-            self._says[choice, field] = before
-        return before + encode_json(text)[1:] + _AFTER_TEXT[1:]
+        where = choice, field
+        if where not in self._says:
+            self._says[where] = self._chunk({"index": choice, "delta": {field: ""}}).removesuffix(_AFTER_TEXT)
+        return self._says[where] + encode_json(text)[1:] + _AFTER_TEXT[1:]
 
     def _finish(self, done: TurnDone) -> bytes:
         return self._chunk(
