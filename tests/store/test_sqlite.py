@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ from tokentape.errors import (
     StoreLocked,
 )
 from tokentape.store import Record, SqliteStore
-from tokentape.types import SessionInfo, TurnPayload
+from tokentape.store.sqlite import CHECKPOINT_BYTES
+from tokentape.types import SessionInfo, Turn, TurnPayload
 
 
 @pytest.fixture
@@ -50,6 +52,32 @@ def test_payloads_take_the_room_of_their_own_turn_only(store: SqliteStore, tmp_p
     np.testing.assert_array_equal(one.payloads["experts"].rows, np.concatenate(rows))
     store.close()
     assert (tmp_path / "tokentape.db").stat().st_size < 1.3 * sum(own.size for own in rows)
+
+
+def test_a_row_takes_little_more_room_than_its_bytes(store: SqliteStore, tmp_path: Path) -> None:
+    # Of all lengths, for what is left over of a page depends on it.
+    sizes = range(100, 500)
+    text = np.random.default_rng(0).integers(ord("!"), ord("~"), (len(sizes), 1000), np.uint8)
+    turns: list[Turn] = []
+    for seq, size in enumerate(sizes):
+        message = {"role": "user", "content": text[seq].tobytes().decode()}
+        turns.append(make_turn("s", seq, turns[-1] if turns else None, tokens=size, messages=(message,)))
+    write(store, session("s"), SETUP, *turns)
+    store.close()
+    with sqlite3.connect(tmp_path / "tokentape.db") as connection:
+        columns = "added_ids", "completion_ids", "logprobs", "messages", "reply", "sampling", "digest", "setup"
+        (payload,) = connection.execute(f"SELECT sum(length({') + length('.join(columns)})) FROM turns").fetchone()
+    assert (tmp_path / "tokentape.db").stat().st_size < 1.1 * payload
+
+
+def test_the_log_stays_small_however_much_is_written(store: SqliteStore, tmp_path: Path) -> None:
+    write(store, session("s"), SETUP)
+    turns = make_chain("s", 300, tokens=2000)
+    for turn in turns:
+        write(store, turn)
+    # The commit that reaches it is still written whole, and it is an estimate.
+    assert CHECKPOINT_BYTES < (tmp_path / "tokentape.db-wal").stat().st_size < 1.5 * CHECKPOINT_BYTES
+    assert (tmp_path / "tokentape.db").stat().st_size > 4 * CHECKPOINT_BYTES
 
 
 def test_a_closed_store_is_one_file_and_the_lock(tmp_path: Path) -> None:

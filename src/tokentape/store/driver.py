@@ -17,6 +17,10 @@ from tokentape.store.commit import Failure
 
 Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 
+PAGE_BYTES = 1024
+"""Of a new file; one that is there keeps its own. A turn takes a few kilobytes, and its last page is seldom
+filled by another one: what is wasted goes with the size of a page."""
+
 
 def writing_engine(path: Path, synchronous: Synchronous) -> Engine:
     """Return an engine for the one connection that writes; it makes the file if there is none."""
@@ -120,8 +124,7 @@ def explain(error: sqlite3.Error) -> Failure:
 
 def _connect_to_write(path: Path, synchronous: Synchronous) -> sqlite3.Connection:
     connection = _connect(path, "rwc")
-    # A turn takes a few kilobytes and begins a page of its own; half the default halves what that wastes.
-    connection.execute("PRAGMA page_size = 2048")
+    connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {synchronous}")
     # Checkpoints are explicit: the automatic ones swallow a failed fsync.

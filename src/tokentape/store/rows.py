@@ -23,6 +23,10 @@ Record: TypeAlias = SessionInfo | Setup | Media | Turn | Answer | Reward | TurnC
 Values: TypeAlias = dict[str, Any]
 """One row of one table, by column name."""
 
+_LEVEL = 4
+"""Of deflating JSON. zlib's own, 6, takes a tenth more time for 1,400 characters, 2.7 times as much for 400,000; they
+come out 0.5 % and 5 % smaller."""
+
 
 def encode(record: Record) -> tuple[Table, Values]:
     """Return the table that holds `record` and its row there. Later changes to `record` don't reach the row.
@@ -287,7 +291,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _deflate(value: object) -> bytes:
-    return zlib.compress(json_in_order(value).encode("ascii"))
+    return zlib.compress(json_in_order(value).encode("ascii"), _LEVEL)
 
 
 def _inflate(data: bytes) -> Any:

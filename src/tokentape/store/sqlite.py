@@ -20,6 +20,7 @@ from tokentape.store import schema
 from tokentape.store.base import Store
 from tokentape.store.commit import CommitQueue, Failure
 from tokentape.store.driver import (
+    PAGE_BYTES,
     Synchronous,
     explain,
     explain_wrapped,
@@ -34,10 +35,10 @@ _log = logging.getLogger(__name__)
 
 DATABASE_NAME = "tokentape.db"
 
-CHECKPOINT_BYTES = 4 * 2**20
-"""About how much the write-ahead log grows between checkpoints."""
+CHECKPOINT_BYTES = 2**20
+"""About how much the write-ahead log grows between checkpoints; it keeps that room."""
 
-_BYTES_PER_COMMIT = 4 * 4096
+_BYTES_PER_COMMIT = 4 * PAGE_BYTES
 """What a commit writes to the log besides the records: the tail and index pages that it touches again."""
 
 
