@@ -167,6 +167,15 @@ def test_tokens_behind_the_stop_token_stay_and_are_not_repeated() -> None:
     assert tokenizer.decode(added.ids.tolist()).startswith("<|im_start|>user\n")
 
 
+def test_a_bridge_keeps_nothing_in_memory_but_its_own_tokens() -> None:
+    renderer = load_renderer(QWEN3)
+    tokenizer, setup = renderer.tokenizer, setup_for(renderer)
+    completion = tokenizer.array(tokenizer.encode_plain("hi<|im_end|>"))
+    added = renderer.bridge(completion, {"role": "assistant", "content": "hi"}, [QUESTION], setup)
+    assert added.ids.base is None
+    assert added.provenance.base is None
+
+
 def test_a_bridge_never_depends_on_the_history() -> None:
     renderer = load_renderer(QWEN3)
     tokenizer, setup = renderer.tokenizer, setup_for(renderer)

@@ -71,6 +71,14 @@ def test_what_was_sampled_stays_in_context_though_the_template_would_drop_it(
     assert "first thought" in talk.text(talk.engine.asked[1][0])
 
 
+def test_what_turns_have_in_common_is_in_memory_once(renderer: Renderer, tmp_path: Path) -> None:
+    talk = Talk(renderer, tmp_path, [ONE, TWO])
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a"), first.reply, user("b"))
+    assert first.setup is second.setup
+    assert first.engine is second.engine
+
+
 def test_a_template_s_history_starts_a_branch_that_keeps_the_exact_ids(renderer: Renderer, tmp_path: Path) -> None:
     talk = Talk(renderer, tmp_path, [ONE, TWO], history="template")
     (first,) = talk.say(user("a"))

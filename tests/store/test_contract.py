@@ -114,6 +114,13 @@ def test_arrays_are_views_of_what_was_read(store: Store) -> None:
     assert not ids.flags.writeable
 
 
+def test_what_turns_have_in_common_is_read_once(store: Store) -> None:
+    write(store, SETUP, session("s"), *make_chain("s", 2, sampling={"temperature": 0.5}))
+    first, second = store.load_session("s").turns
+    for name in ("setup", "engine", "weight_version", "sampling"):
+        assert getattr(first, name) is getattr(second, name)
+
+
 def test_only_the_setups_of_a_session_come_with_it(store: Store) -> None:
     other = make_setup("other")
     write(store, session("s"), SETUP, other, make_turn("s", 0), session("t"), make_turn("t", 0, setup=other.digest))

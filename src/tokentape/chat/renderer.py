@@ -209,12 +209,12 @@ class Renderer:
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
         sampled = overlap(completion_ids.tolist(), encoded.ids)
         if sampled:
-            return self._with_images(Added(ids[sampled:], provenance[sampled:]), new_messages)
+            return self._with_images(_rest(ids, provenance, sampled), new_messages)
         if len(completion_ids) and int(completion_ids[-1]) in self.stop_ids(setup):
             # Another stop than the template writes here. It was sampled, so it stays; it stands for the turn's end,
             # but not for the next message's header.
             skip = 1 if cut.ends_turn else 0
-            added = self._with_images(Added(ids[skip:], provenance[skip:]), new_messages)
+            added = self._with_images(_rest(ids, provenance, skip), new_messages)
             return replace(added, behind_other_stop=True)
         closing = self._close_reasoning(completion_ids, setup, form)
         if cut.ends_turn:
@@ -516,6 +516,11 @@ def _probes(
 def _calling(shape: CallShape, calls: Sequence[tuple[str, str]]) -> Message:
     *before, (last_id, last_name) = calls
     return shape.message("", [*((i, name, {KEY: KEY}) for i, name in before), (last_id, last_name, {KEY: VALUE})])
+
+
+def _rest(ids: TokenIds, provenance: Codes, start: int) -> Added:
+    # No views: a turn is kept in memory, and would keep what they were cut from.
+    return Added(ids[start:].copy(), provenance[start:].copy())
 
 
 def _behind(text: str, sentinel: str) -> str:

@@ -26,8 +26,9 @@ from tokentape.types import Answer, SessionInfo
 _KEPT_ANSWERS = 64
 """Per session; a client retries what it asked last."""
 
-_CONTEXTS_AT_HAND = 64
-"""Sessions whose ids are kept in one piece besides turn by turn: four bytes more for each token."""
+_CONTEXTS_AT_HAND = 16
+"""Sessions whose ids are kept in one piece besides turn by turn: four bytes more for each token. To put them together
+again with each call takes 5 µs more at 20 turns, 50 µs at 200."""
 
 _KEPT_BEGINNINGS = 4
 """Per session: calls may come side by side, and subagents take turns."""

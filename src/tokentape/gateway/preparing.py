@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache, partial
+from sys import intern
 from typing import overload
 
 import numpy as np
@@ -126,7 +127,8 @@ class Preparer:
         # The day the session began, on every turn: templates that print the date must not change overnight.
         date = datetime.fromtimestamp(session.info.created_at, UTC).date().isoformat()
         fingerprint = self._renderer.fingerprint
-        digest = setup_digest(request.tools, request.template_kwargs, date, fingerprint)
+        # Every turn names it and is kept in memory: one text for all of them.
+        digest = intern(setup_digest(request.tools, request.template_kwargs, date, fingerprint))
         return Setup(request.tools, request.template_kwargs, date, fingerprint, digest)
 
     def receive(self, request: TurnRequest) -> TurnRequest:

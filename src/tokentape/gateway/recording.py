@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
+from sys import intern
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,8 @@ class Recorder:
                 stop=choice.stop,
                 fork="sibling" if choice.index else fork,
                 sampling={**sampling, **prepared.noted} if prepared.noted else sampling,
-                engine=choice.engine or str(self.engine.info),
+                # One text for all turns, which are kept in memory.
+                engine=intern(choice.engine or str(self.engine.info)),
                 weight_version=choice.weight_version,
                 created_at=time.time(),
                 digest="",

@@ -6,6 +6,9 @@ import hashlib
 import json
 import math
 import zlib
+from collections.abc import Mapping
+from functools import lru_cache
+from sys import intern
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -97,6 +100,8 @@ def decode_media(row: Row[Any]) -> Media:
 def decode_turn(row: Row[Any]) -> Turn:
     """Return the turn of a row of `schema.turns`; its id and logprob arrays are read-only views of the blobs.
 
+    What turns have in common is one object for all of them: gateways keep many in memory.
+
     Raises `StoreCorrupt` if it can't be one. The digest is not checked: that takes the parent.
     """
     try:
@@ -104,7 +109,7 @@ def decode_turn(row: Row[Any]) -> Turn:
             session_id=row.session_id,
             seq=row.seq,
             parent=row.parent,
-            setup=row.setup,
+            setup=intern(row.setup),
             messages=tuple(_inflate(row.messages)),
             reply=_inflate(row.reply),
             added_ids=array_from_bytes("added_ids", row.added_ids),
@@ -114,9 +119,9 @@ def decode_turn(row: Row[Any]) -> Turn:
             finish_reason=row.finish_reason,
             stop=json.loads(row.stop),
             fork=row.fork,
-            sampling=json.loads(row.sampling),
-            engine=row.engine,
-            weight_version=row.weight_version,
+            sampling=_sampling(row.sampling),
+            engine=intern(row.engine),
+            weight_version=intern(row.weight_version),
             created_at=row.created_at,
             digest=row.digest,
             weight_changes=tuple((at, version) for at, version in json.loads(row.weight_changes or "[]")),
@@ -179,6 +184,12 @@ def decode_payload(row: Row[Any]) -> TurnPayload:
 
 
 _UNDECODABLE = (TypeError, ValueError, RecursionError, zlib.error)
+
+
+@lru_cache(maxsize=256)
+def _sampling(text: str) -> Mapping[str, Any]:
+    parameters: dict[str, Any] = json.loads(text)
+    return parameters
 
 
 def _encode_setup(setup: Setup) -> Values:
