@@ -12,14 +12,16 @@ from typer.testing import CliRunner
 
 import tokentape
 from tests.test_client import talk
+from tokentape.chat.renderer import Renderer
 from tokentape.cli import app
 from tokentape.session.arrow import write_parquet
+from tokentape.store.served_model import ServedModel, write_served_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "check-logprobs.md"
 
 
 def test_the_commands_of_the_how_to_find_the_tiny_model_right(
-    gateway_url: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gateway_url: str, model_dir: Path, renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = PAGE.read_text("utf-8")
@@ -32,7 +34,8 @@ def test_the_commands_of_the_how_to_find_the_tiny_model_right(
     names = {"ids": one.token_ids.tolist(), "logprobs": one.logprobs.tolist()}
     exec(blocks["batch"], names)
     Path("batch.jsonl").write_text(json.dumps(names["row"]), encoding="utf-8")
-    for name in ("model", "trainer", "rerender"):
+    write_served_model("data", ServedModel(str(model_dir), renderer.tokenizer.sha256, renderer.fingerprint))
+    for name in ("model", "served", "trainer", "rerender"):
         command = (
             blocks[name]
             .removeprefix("$ tokentape ")
@@ -40,4 +43,5 @@ def test_the_commands_of_the_how_to_find_the_tiny_model_right(
             .replace("path/to/data", str(tmp_path / "data"))
         )
         done = CliRunner().invoke(app, shlex.split(command))
-        assert (done.exit_code, done.stderr) == (0, "")
+        told = f"model: {model_dir}, which {tmp_path / 'data'} was recorded with last\n" if name == "served" else ""
+        assert (done.exit_code, done.stderr) == (0, told)

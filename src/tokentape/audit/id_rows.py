@@ -1,4 +1,4 @@
-"""Sequences of ids from wherever they lie: a data directory, a file of trajectories, or anybody's Parquet or JSON.
+"""Sequences of ids from wherever they lie: a record, a file of trajectories, or anybody's Parquet or JSON.
 
 What was sampled is told by spans: turns in our own formats; elsewhere a mask, a completion column beside a prompt
 column, or the whole row. One row is in memory at a time, of Parquet a small batch.
@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from tokentape.errors import InvalidRequest
 from tokentape.session.arrow import VERSION_KEY
-from tokentape.store import SqliteStore, StoredSession
+from tokentape.store import Store, StoredSession
+from tokentape.store.location import EXPECTED, is_record, open_store
 from tokentape.types import Codes, Provenance, TokenIds, Trajectory
 
 IDS_COLUMNS = ("token_ids", "input_ids", "completion_ids", "output_ids", "tokens", "ids")
@@ -68,23 +69,25 @@ class IdRow:
     """Its line in a file that has one row per line."""
 
 
-def iter_rows(path: str | Path, columns: Columns = Columns()) -> Iterator[IdRow]:
-    """Yield the sequences of a data directory, or of a file named `.parquet`, `.jsonl` or `.json`.
+def iter_rows(location: str | Path, columns: Columns = Columns()) -> Iterator[IdRow]:
+    """Yield the sequences of a record, wherever it is, or of a file named `.parquet`, `.jsonl` or `.json`.
 
-    Raises `InvalidRequest` for another file, for one without a column of ids, and for rows that are damaged.
+    Raises `InvalidRequest` for another file, for one without a column of ids, and for rows that are damaged; for a
+    record as `open_store`.
     """
-    path = Path(path)
-    if path.is_dir():
-        for stored in iter_sessions(path):
-            yield from session_rows(stored)
-    elif path.suffix == ".parquet":
+    if is_record(location):
+        with open_store(location, read_only=True) as store:
+            yield from store_rows(store)
+        return
+    path = Path(location)
+    if path.suffix == ".parquet":
         yield from _parquet(path, columns)
     elif path.suffix == ".jsonl":
         yield from _lines(path, columns)
     elif path.suffix == ".json":
         yield _whole(path, columns)
     else:
-        raise InvalidRequest(f"{path}: expected a data directory, or a file named .parquet, .jsonl or .json")
+        raise InvalidRequest(f"{path}: expected {EXPECTED} or a file named .parquet, .jsonl or .json")
 
 
 def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int | None = None) -> Iterator[IdRow]:
@@ -92,10 +95,10 @@ def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int 
     return _parquet(Path(path), columns, row_group)
 
 
-def iter_sessions(directory: Path) -> Iterator[StoredSession]:
-    """Yield the sessions of a data directory, whose gateway may be running."""
-    with SqliteStore.open(directory, read_only=True) as store:
-        yield from store.iter_sessions()
+def store_rows(store: Store) -> Iterator[IdRow]:
+    """Yield the sequences of a record, whose gateway may be running."""
+    for stored in store.iter_sessions():
+        yield from session_rows(stored)
 
 
 def session_rows(stored: StoredSession) -> Iterator[IdRow]:

@@ -42,14 +42,14 @@ def archive(
 ) -> None:
     """Archive old sessions as Parquet files with hashes.
 
-    What was written is read back and compared before anything is deleted. Cut off, the same command goes on. `show`,
-    `export` and `verify` read an archive like a record.
+    What was written is read back and compared before anything is deleted. Cut off, the same command goes on. What
+    reads a record reads an archive: `show`, `view`, `export`, `verify`, `drift`, `compare`, `check-logprobs`.
     """
     from rich.console import Console
 
     from tokentape.client import Client
     from tokentape.store.archiving import Custodian, OwnCustodian, archive_sessions
-    from tokentape.store.location import open_store
+    from tokentape.store.location import open_store, shown
 
     seconds = _age(older_than)
     with (
@@ -66,7 +66,7 @@ def archive(
     if as_json:
         typer.echo(json.dumps(asdict(done)))
         return
-    typer.echo(f"{to}: archived {done.sessions} sessions, deleted {len(done.deleted)}")
+    typer.echo(f"{shown(to)}: archived {done.sessions} sessions, deleted {len(done.deleted)}")
     for session_id, reason in done.kept:
         typer.echo(f"kept {session_id}: {reason}", err=True)
 

@@ -9,9 +9,20 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 
-def _location(value: str) -> str:
-    if "://" not in value and not Path(value).is_dir():
+def _record(value: str) -> str:
+    from tokentape.store.location import is_record
+
+    if not is_record(value):
         raise typer.BadParameter(f"directory {value!r} does not exist.")
+    return value
+
+
+def there(value: str) -> str:
+    """The location of a record, or of a file that is there. Raises `BadParameter` for another one."""
+    from tokentape.store.location import EXPECTED, is_record
+
+    if not is_record(value) and not Path(value).exists():
+        raise typer.BadParameter(f"{value!r} does not exist; expected {EXPECTED} or a file.")
     return value
 
 
@@ -19,10 +30,15 @@ StoreLocation: TypeAlias = Annotated[
     str,
     typer.Argument(
         metavar="STORE",
-        callback=_location,
+        callback=_record,
         help="Data directory of a gateway, running or not; postgresql://user@host/database; or an archive.",
     ),
 ]
+
+ANY_RECORD = (
+    "What a gateway records to, running or not: a data directory, postgresql://user@host/database or an archive."
+)
+"""The help of an argument that may also be a file."""
 
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson
+from tokentape.cli.arguments import ANY_RECORD, AsJson, there
+from tokentape.cli.source import Source, open_source
 
 if TYPE_CHECKING:
     from tokentape.audit.pairing import Channel, Drift
     from tokentape.chat.tokenizer import Tokenizer
-    from tokentape.training.logprob_check import Forward, Numbers, Outlier, Report
+    from tokentape.training.logprob_check import Forward, Numbers, Outlier, Report, TrainerRow
     from tokentape.training.rerendering import Changed, IfRerendered
     from tokentape.types import Trajectory
 
@@ -30,12 +31,19 @@ class Precision(StrEnum):
 
 
 def check_logprobs(
-    record: Annotated[
-        Path, typer.Argument(metavar="RECORD", exists=True, help="Data directory, or a file that export wrote.")
+    location: Annotated[
+        str,
+        typer.Argument(
+            metavar="STORE_OR_FILE", callback=there, help=f"{ANY_RECORD} Or a file that export wrote: .parquet, .jsonl."
+        ),
     ],
     model: Annotated[
         Path | None,
-        typer.Option(exists=True, file_okay=False, help="Model folder, for its tokenizer and its forward pass."),
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Model folder, for its tokenizer and its forward pass. Default without --batch: that of the record.",
+        ),
     ] = None,
     batch: Annotated[
         Path | None,
@@ -65,28 +73,21 @@ def check_logprobs(
     The trainer is a model folder, a file of what it has, or both: a file's ids go through the model if it has no
     logprobs. Exits with 1 if a limit is exceeded, and says in which channel: numeric (same ids, other numbers), id
     drift (same text, other ids), text drift (other text). What retokenizing or --rerender would change is
-    reported, and is no failure. --rerender takes a data directory, since exported files have no messages.
+    reported, and is no failure. --rerender takes a record, since exported files have no messages.
     """
-    if model is None and batch is None:
-        raise typer.BadParameter("give --model, --batch, or both: there is nothing to compare with")
-    if rerender and not record.is_dir():
-        raise typer.BadParameter(f"--rerender takes a data directory: {record} has no messages")
+    from tokentape.training.logprob_check import Limits, read_rows
 
-    from tokentape.training.logprob_check import Limits, forward_pass, read_rows
-    from tokentape.training.logprob_check import check_logprobs as check
-
-    rows = None if batch is None else read_rows(batch)
-    needs_model = rows is None or rerender or any(row.logprobs is None for row in rows.values())
-    forward = None
-    if model is not None and needs_model:
-        from tokentape.cli.extras import require
-
-        require("torch", "transformers", extra="hf")
-        forward = forward_pass(model, dtype=dtype)
-    report = check(
-        _trajectories(record), rows=rows, forward=forward, tokenizer=_tokenizer(record, model), outliers=outliers
-    )
-    again = _rerendered(record, model, forward) if rerender else None
+    with open_source(location) as source:
+        if rerender and source.store is None:
+            raise typer.BadParameter(f"--rerender takes a record: {source.name} is a file, which has no messages")
+        if model is None and batch is None:
+            model = _served(source)
+            typer.echo(f"model: {model}, which {source.name} was recorded with last", err=True)
+        rows = None if batch is None else read_rows(batch)
+        needs_model = rows is None or rerender or any(row.logprobs is None for row in rows.values())
+        forward = None if model is None or not needs_model else _forward(model, dtype)
+        report = _checked(source, rows, model, forward, outliers)
+        again = _rerendered(source, model, forward) if rerender else None
     failures = report.failures(Limits(max_mean, max_delta, max_k3, max_drift))
     if as_json:
         found = {"ok": not failures, "failures": _by_channel(failures), **asdict(report)}
@@ -105,37 +106,70 @@ def check_logprobs(
     raise typer.Exit(1 if failures else 0)
 
 
-def _trajectories(record: Path) -> Iterator[Trajectory]:
+def _served(source: Source) -> Path:
+    """The model folder that a record was made with."""
+    from tokentape.cli.model_folder import open_tokenizer
+
+    if source.served_model() is None:
+        raise typer.BadParameter(
+            f"give --model, --batch, or both: there is nothing to compare with, and {source.name} doesn't say which "
+            "model was served"
+        )
+    folder, _ = open_tokenizer(None, source, option="--model")
+    return folder
+
+
+def _forward(model: Path, dtype: Precision) -> Forward:
+    from tokentape.cli.extras import require
+
+    require("torch", "transformers", extra="hf")
+
+    from tokentape.training.logprob_check import forward_pass
+
+    return forward_pass(model, dtype=dtype)
+
+
+def _checked(
+    source: Source,
+    rows: dict[tuple[str, int], TrainerRow] | None,
+    model: Path | None,
+    forward: Forward | None,
+    outliers: int,
+) -> Report:
+    from tokentape.training.logprob_check import check_logprobs as check
+
+    tokenizer = _tokenizer(source, model)
+    return check(_trajectories(source), rows=rows, forward=forward, tokenizer=tokenizer, outliers=outliers)
+
+
+def _trajectories(source: Source) -> Iterator[Trajectory]:
     from tokentape.session.arrow import iter_parquet
     from tokentape.session.jsonl import read_jsonl
-    from tokentape.store import SqliteStore
 
-    if record.is_file():
-        yield from read_jsonl(record) if record.suffix == ".jsonl" else iter_parquet(record)
+    if source.store is None:
+        path = Path(source.location)
+        yield from read_jsonl(path) if path.suffix == ".jsonl" else iter_parquet(path)
         return
-    with SqliteStore.open(record, read_only=True) as store:
-        for stored in store.iter_sessions():
-            yield from stored.trajectories()
+    for stored in source.store.iter_sessions():
+        yield from stored.trajectories()
 
 
-def _rerendered(record: Path, model: Path | None, forward: Forward | None) -> IfRerendered:
+def _rerendered(source: Source, model: Path | None, forward: Forward | None) -> IfRerendered:
     from tokentape.chat.renderer import Renderer
     from tokentape.cli.model_folder import open_tokenizer
-    from tokentape.store import SqliteStore
     from tokentape.training.rerendering import check_rerendered
 
-    folder, _ = open_tokenizer(model, record)
-    with SqliteStore.open(record, read_only=True) as store:
-        return check_rerendered(store.iter_sessions(), Renderer.load(folder), forward)
+    assert source.store is not None
+    folder, _ = open_tokenizer(model, source, option="--model")
+    return check_rerendered(source.store.iter_sessions(), Renderer.load(folder), forward)
 
 
-def _tokenizer(record: Path, model: Path | None) -> Tokenizer | None:
+def _tokenizer(source: Source, model: Path | None) -> Tokenizer | None:
     from tokentape.chat.tokenizer import Tokenizer
-    from tokentape.store.served_model import read_served_model
 
     if model is not None:
         return Tokenizer.load(model)
-    served = read_served_model(record) if record.is_dir() else None
+    served = source.served_model()
     if served is None or not (Path(served.folder) / "tokenizer.json").is_file():
         return None
     tokenizer = Tokenizer.load(served.folder)

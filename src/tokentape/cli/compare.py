@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokentape.cli.arguments import ANY_RECORD, there
 from tokentape.cli.model_folder import open_tokenizer
+from tokentape.cli.source import Source, open_source
 
 if TYPE_CHECKING:
     from tokentape.audit.compare.rows import RowComparison
@@ -35,7 +38,7 @@ class Severity(StrEnum):
     WARNING = "warning"
 
 
-_SIDE_HELP = "Data directory, or a file of ids: .parquet, .jsonl, .json. With #NAME only that row, or that session."
+_SIDE_HELP = f"{ANY_RECORD} Or a file of ids: .parquet, .jsonl, .json. With #NAME only that row, or that session."
 
 
 def compare(
@@ -43,9 +46,7 @@ def compare(
     recorded: Annotated[str, typer.Argument(metavar="RECORDED", help="The same, to be compared with it.")],
     tokenizer: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER", exists=True, file_okay=False, help="Model folder. Default: that of a data directory."
-        ),
+        typer.Option(metavar="FOLDER", exists=True, file_okay=False, help="Model folder. Default: that of a record."),
     ] = None,
     ids_column: Annotated[
         str | None, typer.Option(metavar="NAME", help="Ids, in somebody else's files. Default: token_ids, input_ids...")
@@ -67,13 +68,11 @@ def compare(
     from tokentape.audit.compare.rows import compare_rows
     from tokentape.audit.id_rows import Columns
 
-    (path, name), (other_path, other_name) = _address(expected), _address(recorded)
-    _, loaded = open_tokenizer(tokenizer, path, other_path)
+    (location, name), (other_location, other_name) = _address(expected), _address(recorded)
     columns = Columns(ids=ids_column, mask=mask_column, name=name_column)
-    rows = compare_rows(_rows(path, name, columns), _rows(other_path, other_name, columns), loaded)
     failed = False
 
-    def watched() -> Iterator[RowComparison]:
+    def watched(rows: Iterator[RowComparison]) -> Iterator[RowComparison]:
         nonlocal failed
         for row in rows:
             if row.comparison is None:
@@ -83,40 +82,46 @@ def compare(
                 failed = failed or bool(found)
             yield row
 
-    for line in _printed(watched(), file_format, other_path, show):
-        typer.echo(line)
+    with ExitStack() as opened:
+        side, other = (opened.enter_context(open_source(one)) for one in (location, other_location))
+        _, loaded = open_tokenizer(tokenizer, side, other)
+        rows = compare_rows(_rows(side, name, columns), _rows(other, other_name, columns), loaded)
+        for line in _printed(watched(rows), file_format, other.name, show):
+            typer.echo(line)
     raise typer.Exit(1 if failed else 0)
 
 
-def _address(side: str) -> tuple[Path, str | None]:
-    """The path of a side, and the name of the row that it asks for."""
-    path, _, name = side.partition("#")
-    if not Path(path).exists():
-        raise typer.BadParameter(f"there is no {path!r}")
-    return Path(path), name or None
-
-
-def _rows(path: Path, name: str | None, columns: Columns) -> Iterator[IdRow]:
-    from tokentape.audit.id_rows import iter_rows, session_rows
-    from tokentape.errors import InvalidRequest
-    from tokentape.store import SqliteStore
-
-    if path.is_dir() and name is not None:
-        session_id, _, leaf = name.rpartition(":") if name.rpartition(":")[2].isdigit() else (name, "", "")
-        with SqliteStore.open(path, read_only=True) as store:
-            rows: Iterable[IdRow] = list(session_rows(store.load_session(session_id)))
-        found = [row for row in rows if not leaf or row.name == name]
-    elif name is not None:
-        found = [row for row in iter_rows(path, columns) if name in (row.name, row.name.rpartition(":")[0])]
+def _address(side: str) -> tuple[str, str | None]:
+    """The location of a side, and the name of the row that it asks for."""
+    if "://" in side:
+        location, _, name = side.rpartition("#")
+        # Ids of sessions have neither character: such a # is in a password or a path.
+        if not location or "@" in name or "/" in name:
+            location, name = side, ""
     else:
-        yield from iter_rows(path, columns)
+        location, _, name = side.partition("#")
+    return there(location), name or None
+
+
+def _rows(source: Source, name: str | None, columns: Columns) -> Iterator[IdRow]:
+    from tokentape.audit.id_rows import session_rows
+    from tokentape.errors import InvalidRequest
+
+    if name is None:
+        yield from source.rows(columns)
         return
+    if source.store is not None:
+        session_id, _, leaf = name.rpartition(":") if name.rpartition(":")[2].isdigit() else (name, "", "")
+        rows = session_rows(source.store.load_session(session_id))
+        found = [row for row in rows if not leaf or row.name == name]
+    else:
+        found = [row for row in source.rows(columns) if name in (row.name, row.name.rpartition(":")[0])]
     if not found:
-        raise InvalidRequest(f"{path} has no row {name!r}")
+        raise InvalidRequest(f"{source.name} has no row {name!r}")
     yield from found
 
 
-def _printed(rows: Iterator[RowComparison], file_format: Format, recorded: Path, show: int) -> Iterator[str]:
+def _printed(rows: Iterator[RowComparison], file_format: Format, recorded: str, show: int) -> Iterator[str]:
     from tokentape.audit.compare.formats import github, junit, sarif
 
     match file_format:
@@ -125,9 +130,9 @@ def _printed(rows: Iterator[RowComparison], file_format: Format, recorded: Path,
         case Format.JUNIT:
             yield junit(rows).rstrip("\n")
         case Format.SARIF:
-            yield json.dumps(sarif(rows, recorded.as_posix()))
+            yield json.dumps(sarif(rows, recorded))
         case Format.GITHUB:
-            yield from github(rows, recorded.as_posix())
+            yield from github(rows, recorded)
         case Format.TEXT:
             yield from _text(rows, show)
 

@@ -11,27 +11,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokentape.cli.arguments import AsJson
+from tokentape.cli.arguments import ANY_RECORD, AsJson, there
 from tokentape.cli.model_folder import open_tokenizer
+from tokentape.cli.source import Source, open_source
 
 if TYPE_CHECKING:
     from tokentape.audit.drift.meter import DriftMeter
     from tokentape.audit.drift.report import DriftReport
     from tokentape.audit.drift.rerender import RerenderMeter
+    from tokentape.audit.id_rows import Columns
     from tokentape.audit.intervals import Rate
 
 ModelFolder = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FOLDER", exists=True, file_okay=False, help="Model folder. Default: that of the data directory."
-    ),
+    typer.Option(metavar="FOLDER", exists=True, file_okay=False, help="Model folder. Default: that of the record."),
 ]
 
 
 def drift(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="PATH", exists=True, help="Data directory, or a file of ids: .parquet, .jsonl, .json."),
+    location: Annotated[
+        str,
+        typer.Argument(
+            metavar="STORE_OR_FILE", callback=there, help=f"{ANY_RECORD} Or a file of ids: .parquet, .jsonl, .json."
+        ),
     ],
     tokenizer: ModelFolder = None,
     model: Annotated[
@@ -55,7 +57,7 @@ def drift(
         list[str] | None, typer.Option(metavar="COLUMN", help="Split the report by it too; may be given several times.")
     ] = None,
     rerender: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Render at most this many later turns of a data directory again.")
+        int, typer.Option(metavar="N", min=0, help="Render at most this many later turns of a record again.")
     ] = 200,
     completions: Annotated[
         int, typer.Option(metavar="N", min=1, help="With --model: at most this many drifted completions.")
@@ -77,29 +79,18 @@ def drift(
     """Measure how often sampled ids change when they go through text.
 
     P(encode(decode(ids)) != ids) over completions and tokens, with 95 % confidence intervals, what kinds of stretches
-    change and where, and what that costs a trainer that tokenizes again. Of a data directory, later turns are also
-    rendered again from their messages. Nothing is written to PATH.
+    change and where, and what that costs a trainer that tokenizes again. Of a record, later turns are also rendered
+    again from their messages. Nothing is written to it.
     """
-    from rich.console import Console
-
     from tokentape.audit.drift.meter import DriftMeter
-    from tokentape.audit.id_rows import Columns, iter_rows, iter_sessions, session_rows
+    from tokentape.audit.id_rows import Columns
 
     columns = Columns(ids_column, mask_column, prompt_column, name_column, tuple(by or ()))
-    folder, loaded = open_tokenizer(tokenizer or model, path)
-    meter = DriftMeter(loaded, forward=_forward(model), forward_limit=completions)
-    again = _rerender_meter(folder, loaded.sha256, rerender) if path.is_dir() and rerender else None
-    with Console(stderr=True).status("measuring") as status:
-        for number, row in enumerate(iter_rows(path, columns) if again is None else (), 1):
-            meter.add(row)
-            if number % 500 == 0:
-                status.update(f"measured {number} rows")
-        if again is not None:
-            for number, stored in enumerate(iter_sessions(path), 1):
-                for row in session_rows(stored):
-                    meter.add(row)
-                again.add(stored)
-                status.update(f"measured {number} sessions")
+    with open_source(location) as source:
+        folder, loaded = open_tokenizer(tokenizer or model, source)
+        meter = DriftMeter(loaded, forward=_forward(model), forward_limit=completions)
+        again = _rerender_meter(folder, loaded.sha256, rerender) if source.store is not None and rerender else None
+        _measure(source, columns, meter, again)
         report = _whole(meter, again)
     if as_json:
         typer.echo(json.dumps(plain(report)))
@@ -109,7 +100,7 @@ def drift(
     if page is not None:
         from tokentape.audit.drift.page import drift_page
 
-        page.write_text(drift_page(report, str(path)), encoding="utf-8")
+        page.write_text(drift_page(report, source.name), encoding="utf-8")
         typer.echo(f"wrote {page}", err=True)
     if fail_above is None:
         return
@@ -134,6 +125,26 @@ def plain(value: Any) -> Any:
         return [plain(one) for one in value]
     # JSON has no NaN and no infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _measure(source: Source, columns: Columns, meter: DriftMeter, again: RerenderMeter | None) -> None:
+    from rich.console import Console
+
+    from tokentape.audit.id_rows import session_rows
+
+    with Console(stderr=True).status("measuring") as status:
+        if source.store is None:
+            for number, row in enumerate(source.rows(columns), 1):
+                meter.add(row)
+                if number % 500 == 0:
+                    status.update(f"measured {number} rows")
+            return
+        for number, stored in enumerate(source.store.iter_sessions(), 1):
+            for row in session_rows(stored):
+                meter.add(row)
+            if again is not None:
+                again.add(stored)
+            status.update(f"measured {number} sessions")
 
 
 def _whole(meter: DriftMeter, again: RerenderMeter | None) -> DriftReport:

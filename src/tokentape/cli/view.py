@@ -8,13 +8,8 @@ from typing import Annotated
 
 import typer
 
-_FILES = (".parquet", ".jsonl")
-
-
-def _location(value: str) -> str:
-    if "://" not in value and not Path(value).exists():
-        raise typer.BadParameter(f"{value!r} does not exist.")
-    return value
+from tokentape.cli.arguments import ANY_RECORD, there
+from tokentape.cli.source import open_source
 
 
 def view(
@@ -22,9 +17,8 @@ def view(
         str,
         typer.Argument(
             metavar="STORE_OR_FILE",
-            callback=_location,
-            help="What a gateway records to, running or not: a data directory, postgresql://user@host/database or an "
-            "archive. Or a .parquet or .jsonl file of trajectories.",
+            callback=there,
+            help=f"{ANY_RECORD} Or a .parquet or .jsonl file of trajectories.",
         ),
     ],
     tokenizer: Annotated[
@@ -48,7 +42,6 @@ def view(
 
     from tokentape.gateway.hosts import THIS_MACHINE, AllowedHosts
     from tokentape.gateway.serve import serve
-    from tokentape.store.location import open_store
     from tokentape.viewer.app import create_app, file_viewer, store_viewer
     from tokentape.viewer.routes import PAGE
 
@@ -62,10 +55,11 @@ def view(
             threading.Thread(target=webbrowser.open, args=(url + PAGE,), daemon=True).start()
 
     with ExitStack() as opened:
-        if location.endswith(_FILES):
+        source = opened.enter_context(open_source(location))
+        if source.store is None:
             viewer = file_viewer(Path(location), tokenizer)
         else:
-            viewer = store_viewer(opened.enter_context(open_store(location, read_only=True)), location, tokenizer)
+            viewer = store_viewer(source.store, location, tokenizer)
         if viewer.reader.tokenizer is None:
             typer.echo(f"{viewer.reader.why_none}: showing ids only; name a model folder with --tokenizer", err=True)
         app = create_app(viewer, [Middleware(AllowedHosts, hosts=THIS_MACHINE)])

@@ -131,6 +131,15 @@ def is_archive(location: str | Path) -> bool:
     return "://" in str(location) or (Path(location) / MARKER).is_file()
 
 
+def shown_archive(location: str) -> str:
+    """The location without a password, as URLs of FTP or SSH may have one."""
+    scheme, mark, rest = location.partition("://")
+    authority, slash, path = rest.partition("/")
+    user, at, host = authority.rpartition("@")
+    name, colon, _ = user.partition(":")
+    return f"{scheme}{mark}{name}:***@{host}{slash}{path}" if at and colon else location
+
+
 def run_name(snapshot_id: int, digest: str) -> str:
     """The folder of a snapshot's run. Snapshots of another store have another digest."""
     return f"{snapshot_id:08d}-{digest[:16]}"
@@ -257,9 +266,14 @@ def restored(location: str, session_ids: Collection[str] | None = None) -> Itera
     target = Folder.at(location)
     found = target.read_json(MARKER)
     if found is None:
-        raise InvalidRequest(f"{location} is no archive: it has no {MARKER}", "store")
+        raise InvalidRequest(
+            f"{shown_archive(location)} is no archive: it has no {MARKER}; name what `tokentape archive --to` wrote to",
+            "store",
+        )
     if found != FORMAT:
-        raise StoreCorrupt(f"{location} is an archive of another version: {found}, this Tokentape reads {FORMAT}")
+        raise StoreCorrupt(
+            f"{shown_archive(location)} is an archive of another version: {found}, this Tokentape reads {FORMAT}"
+        )
     chosen: list[tuple[Folder, int, set[str]]] = []
     seen: set[str] = set()
     for name in reversed(target.folders()):

@@ -24,6 +24,7 @@ from tokentape.store.archive import (
     contents_digest,
     run_name,
     session_rows,
+    shown_archive,
     write_parts,
     written_sessions,
 )
@@ -111,7 +112,7 @@ def archive_sessions(
     folder = Folder.at(target)
     found = folder.read_json(MARKER)
     if found not in (None, FORMAT) or (found is None and folder.files.exists(folder.path) and _holds(folder)):
-        raise InvalidRequest(f"{target} holds something else than an archive; name an empty place", "to")
+        raise InvalidRequest(f"{shown_archive(target)} holds something else than an archive; name an empty place", "to")
     if found is None:
         folder.write(MARKER, json.dumps(FORMAT).encode())
     done = Archived()

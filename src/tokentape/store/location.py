@@ -1,4 +1,7 @@
-"""Where a record is kept, as people write it: a data directory, the URL of a database, or an archive."""
+"""Where a record is kept, as people write it: a data directory, the URL of a database, or an archive.
+
+What is told apart by the form of a location, a record from a file included, is told apart here.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,19 @@ from pathlib import Path
 from typing import Literal
 
 from tokentape.errors import InvalidRequest
-from tokentape.store.archive import is_archive, open_archive
+from tokentape.store.archive import is_archive, open_archive, shown_archive
 from tokentape.store.base import Store
 from tokentape.store.postgres import PostgresStore, is_url, without_password
 from tokentape.store.served_model import ServedModel, read_served_model, write_served_model
 from tokentape.store.sqlite import SqliteStore
+
+EXPECTED = "a data directory, postgresql://user@host/database, an archive"
+"""What a location is one of, for messages."""
+
+
+def is_record(location: str | Path) -> bool:
+    """Say whether `location` is for `open_store`: a URL or a directory. Anything else is a file."""
+    return "://" in str(location) or Path(location).is_dir()
 
 
 def open_store(
@@ -26,7 +37,7 @@ def open_store(
     if is_archive(location):
         if not read_only:
             raise InvalidRequest(
-                f"{location} is an archive, which is only read; name a data directory or database", "store"
+                f"{shown(location)} is an archive, which is only read; name a data directory or database", "store"
             )
         return open_archive(str(location))
     return SqliteStore.open(location, synchronous=synchronous, read_only=read_only)
@@ -34,7 +45,7 @@ def open_store(
 
 def shown(location: str | Path) -> str:
     """The location without a password."""
-    return without_password(str(location)) if is_url(str(location)) else str(location)
+    return without_password(str(location)) if is_url(str(location)) else shown_archive(str(location))
 
 
 def served_model(location: str | Path, store: Store) -> ServedModel | None:

@@ -1,0 +1,173 @@
+"""The commands that measure a record, over one record in each place it can be kept in: the same figures from all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from sqlalchemy import make_url
+
+from tests.cli.conftest import Run
+from tests.postgres import Server
+from tests.training.scripted_sessions import THOUGHT, TOLD, played, user
+from tokentape.audit.id_rows import iter_rows
+from tokentape.chat.renderer import Renderer
+from tokentape.store import SqliteStore
+from tokentape.store.location import note_served_model, open_store
+from tokentape.store.served_model import ServedModel, write_served_model
+
+PASSWORD = "s3cret"
+MADE_UP = ("--max-mean", "99", "--max-k3", "99")
+"""Limits for logprobs that no model gave."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the record is."""
+
+    location: str
+    knows_model: bool
+    """Whether it says which model was served."""
+
+
+@pytest.fixture
+def directory(tmp_path: Path, renderer: Renderer, served: ServedModel) -> Path:
+    """A session of two turns, the second sampled in letters, and the reasoning of the first not rendered again."""
+    path = tmp_path / "data"
+    with SqliteStore.open(path) as store:
+        played(renderer, store, [(user("Pears?"), THOUGHT + "Yes.<|im_end|>"), (user("And?"), TOLD)], split=[1])
+    write_served_model(path, served)
+    return path
+
+
+@pytest.fixture
+def served(renderer: Renderer, model_dir: Path) -> ServedModel:
+    return ServedModel(str(model_dir), renderer.tokenizer.sha256, renderer.fingerprint)
+
+
+@pytest.fixture(params=["directory", "database", "archive"])
+def place(
+    request: pytest.FixtureRequest, run: Run, directory: Path, served: ServedModel, tmp_path: Path
+) -> Iterator[Place]:
+    if request.param == "directory":
+        yield Place(str(directory), knows_model=True)
+    elif request.param == "archive":
+        archive = tmp_path / "archive"
+        assert run("archive", directory, "--to", archive, "--older-than", "0s").exit_code == 0
+        yield Place(f"file://{archive}", knows_model=False)
+    else:
+        server: Server = request.getfixturevalue("postgres")
+        schema = server.new_place()
+        # This server asks for none, so it is in the URL only. Its # begins no name of a row.
+        url = make_url(schema).set(password=PASSWORD).render_as_string(False).replace(PASSWORD, f"#{PASSWORD}")
+        with open_store(directory, read_only=True) as source, open_store(url) as target:
+            for stored in source.iter_sessions():
+                asyncio.run(target.write(stored.info, *stored.setups.values(), *stored.turns))
+            asyncio.run(note_served_model(url, target, served))
+        yield Place(url, knows_model=True)
+        server.drop(schema)
+
+
+@pytest.fixture
+def tokenizer(place: Place, model_dir: Path) -> tuple[object, ...]:
+    """What has to be said of a place that doesn't say it itself."""
+    return () if place.knows_model else ("--tokenizer", model_dir)
+
+
+def test_rows_of_ids_are_the_same(place: Place, directory: Path) -> None:
+    found, expected = list(iter_rows(place.location)), list(iter_rows(directory))
+    assert [(row.name, row.ids.tolist(), row.spans) for row in found] == [
+        (row.name, row.ids.tolist(), row.spans) for row in expected
+    ]
+
+
+def test_drift_is_the_same(
+    run: Run, place: Place, directory: Path, tokenizer: tuple[object, ...], tmp_path: Path
+) -> None:
+    page = tmp_path / "drift.html"
+    done = run("drift", place.location, *tokenizer, "--json", "--html", page)
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["completions"]["changed"], report["completions"]["total"]) == (1, 2)
+    assert (report["rerendered"]["turns"]["changed"], report["rerendered"]["turns"]["total"]) == (1, 1)
+    assert report == json.loads(run("drift", directory, "--json").stdout)
+    assert PASSWORD not in done.output + page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("row", ["", "#s", "#s:1"])
+def test_two_places_compare_equal(
+    run: Run, place: Place, directory: Path, tokenizer: tuple[object, ...], row: str
+) -> None:
+    done = run("compare", f"{place.location}{row}", directory, *tokenizer)
+    assert (done.exit_code, done.stdout) == (0, "0 of 1 rows differ\n")
+    assert run("compare", directory, f"{place.location}{row}", *tokenizer).stdout == done.stdout
+
+
+def test_a_difference_is_found_and_told_without_the_password(
+    run: Run, place: Place, directory: Path, tokenizer: tuple[object, ...], tmp_path: Path
+) -> None:
+    (row,) = iter_rows(directory)
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"id": row.name, "ids": row.ids[:-1].tolist()}))
+    for form in ("json", "sarif", "github"):
+        done = run("compare", other, place.location, *tokenizer, "--format", form)
+        assert (done.exit_code, PASSWORD in done.output) == (1, False), done.output
+    for absent in ("t", "s:7"):
+        done = run("compare", other, f"{place.location}#{absent}", *tokenizer)
+        assert (done.exit_code, PASSWORD in done.output) == (1, False)
+        assert f"'{absent}'" in done.stderr
+
+
+def test_logprobs_are_the_same(run: Run, place: Place, directory: Path, model_dir: Path) -> None:
+    arguments = ("--model", model_dir, "--rerender", "--json", *MADE_UP)
+    done = run("check-logprobs", place.location, *arguments)
+    assert (done.exit_code, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found["numeric"]["tokens"] > 0
+    assert found["if_rerendered"]["text_drift"]["kinds"] == {"reasoning": 1}
+    assert found == json.loads(run("check-logprobs", directory, *arguments).stdout)
+
+
+def test_the_model_that_was_served_is_the_trainer_if_nothing_else_is_named(
+    run: Run, place: Place, model_dir: Path
+) -> None:
+    done = run("check-logprobs", place.location, "--json", *MADE_UP)
+    assert PASSWORD not in done.output
+    if place.knows_model:
+        assert done.exit_code == 0, done.stderr
+        assert done.stderr.startswith(f"model: {model_dir}, which ")
+        named = run("check-logprobs", place.location, "--model", model_dir, "--json", *MADE_UP)
+        assert done.stdout == named.stdout
+    else:
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert "nothing to compare with" in done.stderr
+
+
+def test_a_tokenizer_that_is_gone_or_another_is_told_with_what_to_do(
+    run: Run, directory: Path, served: ServedModel, model_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    write_served_model(directory, ServedModel(str(folder), served.tokenizer_sha256, served.fingerprint))
+    for command, option in (("drift", "--tokenizer"), ("check-logprobs", "--model")):
+        done = run(command, directory)
+        assert (done.exit_code, "which is not on this machine" in done.stderr) == (1, True)
+        assert f"with {option}\n" in done.stderr
+    shutil.copytree(model_dir, folder)
+    with (folder / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    done = run("check-logprobs", directory)
+    assert (done.exit_code, "was recorded with another tokenizer" in done.stderr) == (1, True)
+    assert "with --model\n" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["drift", "check-logprobs", "show", "view"])
+def test_a_url_of_nothing_says_what_it_should_be(run: Run, tmp_path: Path, command: str) -> None:
+    done = run(command, f"file://{tmp_path}/nothing")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "is no archive" in done.stderr
+    assert "name what `tokentape archive --to` wrote to" in done.stderr
