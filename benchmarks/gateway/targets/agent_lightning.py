@@ -42,7 +42,7 @@ class AgentLightning:
         beside.mkdir()
         command = [str(_server()), "host=127.0.0.1", f"port={port}", "default_proxy.model_name=m"]
         command += [f"hydra.run.dir={beside}", "hydra.output_subdir=null"]
-        process = Process(command, beside / "log")
+        process = Process(command, site.log)
         process.answers(f"{url}/healthz")
         served = json.dumps([{"model": "m", "endpoint": f"{site.completions}/v1"}]).encode()
         registering = urllib.request.Request(f"{url}/api/models", served, {"content-type": "application/json"})

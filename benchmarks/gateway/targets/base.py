@@ -23,6 +23,11 @@ class Site:
     model: Path
     """Folder with tokenizer and chat template."""
 
+    @property
+    def log(self) -> Path:
+        """Where its output goes: not among what it keeps."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
 
 @dataclass(frozen=True)
 class Session:

@@ -41,7 +41,7 @@ class LiteLlm:
         command = [str(python.with_name("litellm")), "--config", str(path), "--host", "127.0.0.1"]
         command += ["--port", str(port), "--telemetry", "False"]
         quiet = {"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "*"}
-        process = Process(command, site.folder / "log", quiet)
+        process = Process(command, site.log, quiet)
         url = f"http://127.0.0.1:{port}"
         process.answers(f"{url}/health/liveliness")
         return url, process

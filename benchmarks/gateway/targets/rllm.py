@@ -55,7 +55,7 @@ class Rllm:
         path = site.folder / "config.yaml"
         path.write_text(json.dumps(config))
         command = [str(python_of(VARIABLE)), "-m", "rllm_model_gateway", "--config", str(path)]
-        process = Process(command, site.folder / "log")
+        process = Process(command, site.log)
         url = f"http://127.0.0.1:{port}"
         process.answers(f"{url}/health")
         return url, process

@@ -31,7 +31,7 @@ class Tokentape:
         command = [sys.executable, "-m", "tokentape", "serve", str(site.model), "--engine", "vllm"]
         command += ["--engine-url", site.completions, "--data", str(site.folder / "data"), "--port", "0"]
         command += ["--synchronous", self._synchronous]
-        process = Process(command, site.folder / "log")
+        process = Process(command, site.log)
         return process.said(r"at (http://\S+)/v1")[1], process
 
     async def session(self, connection: Connection, name: str) -> Session:

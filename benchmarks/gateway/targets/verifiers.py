@@ -30,7 +30,7 @@ class Verifiers:
 
     def start(self, site: Site) -> tuple[str, Process | None]:
         command = [str(python_of(VARIABLE)), str(_SCRIPT), site.generate, str(site.model)]
-        process = Process(command, site.folder / "log", {"HF_HUB_OFFLINE": "1"})
+        process = Process(command, site.log, {"HF_HUB_OFFLINE": "1"})
         said = process.said(r"READY (\S+) (\S+)")
         self._sessions = said[2]
         return said[1], process
