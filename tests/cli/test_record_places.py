@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,15 +23,6 @@ from tokentape.store.served_model import ServedModel, write_served_model
 PASSWORD = "s3cret"
 MADE_UP = ("--max-mean", "99", "--max-k3", "99")
 """Limits for logprobs that no model gave."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the record is."""
-
-    location: str
-    knows_model: bool
-    """Whether it says which model was served."""
 
 
 @pytest.fixture
@@ -53,13 +43,13 @@ def served(renderer: Renderer, model_dir: Path) -> ServedModel:
 @pytest.fixture(params=["directory", "database", "archive"])
 def place(
     request: pytest.FixtureRequest, run: Run, directory: Path, served: ServedModel, tmp_path: Path
-) -> Iterator[Place]:
+) -> Iterator[str]:
     if request.param == "directory":
-        yield Place(str(directory), knows_model=True)
+        yield str(directory)
     elif request.param == "archive":
         archive = tmp_path / "archive"
         assert run("archive", directory, "--to", archive, "--older-than", "0s").exit_code == 0
-        yield Place(f"file://{archive}", knows_model=False)
+        yield f"file://{archive}"
     else:
         server: Server = request.getfixturevalue("postgres")
         schema = server.new_place()
@@ -69,28 +59,20 @@ def place(
             for stored in source.iter_sessions():
                 asyncio.run(target.write(stored.info, *stored.setups.values(), *stored.turns))
             asyncio.run(note_served_model(url, target, served))
-        yield Place(url, knows_model=True)
+        yield url
         server.drop(schema)
 
 
-@pytest.fixture
-def tokenizer(place: Place, model_dir: Path) -> tuple[object, ...]:
-    """What has to be said of a place that doesn't say it itself."""
-    return () if place.knows_model else ("--tokenizer", model_dir)
-
-
-def test_rows_of_ids_are_the_same(place: Place, directory: Path) -> None:
-    found, expected = list(iter_rows(place.location)), list(iter_rows(directory))
+def test_rows_of_ids_are_the_same(place: str, directory: Path) -> None:
+    found, expected = list(iter_rows(place)), list(iter_rows(directory))
     assert [(row.name, row.ids.tolist(), row.spans) for row in found] == [
         (row.name, row.ids.tolist(), row.spans) for row in expected
     ]
 
 
-def test_drift_is_the_same(
-    run: Run, place: Place, directory: Path, tokenizer: tuple[object, ...], tmp_path: Path
-) -> None:
+def test_drift_is_the_same(run: Run, place: str, directory: Path, tmp_path: Path) -> None:
     page = tmp_path / "drift.html"
-    done = run("drift", place.location, *tokenizer, "--json", "--html", page)
+    done = run("drift", place, "--json", "--html", page)
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["completions"]["changed"], report["completions"]["total"]) == (1, 2)
@@ -100,32 +82,30 @@ def test_drift_is_the_same(
 
 
 @pytest.mark.parametrize("row", ["", "#s", "#s:1"])
-def test_two_places_compare_equal(
-    run: Run, place: Place, directory: Path, tokenizer: tuple[object, ...], row: str
-) -> None:
-    done = run("compare", f"{place.location}{row}", directory, *tokenizer)
+def test_two_places_compare_equal(run: Run, place: str, directory: Path, row: str) -> None:
+    done = run("compare", f"{place}{row}", directory)
     assert (done.exit_code, done.stdout) == (0, "0 of 1 rows differ\n")
-    assert run("compare", directory, f"{place.location}{row}", *tokenizer).stdout == done.stdout
+    assert run("compare", directory, f"{place}{row}").stdout == done.stdout
 
 
 def test_a_difference_is_found_and_told_without_the_password(
-    run: Run, place: Place, directory: Path, tokenizer: tuple[object, ...], tmp_path: Path
+    run: Run, place: str, directory: Path, tmp_path: Path
 ) -> None:
     (row,) = iter_rows(directory)
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"id": row.name, "ids": row.ids[:-1].tolist()}))
     for form in ("json", "sarif", "github"):
-        done = run("compare", other, place.location, *tokenizer, "--format", form)
+        done = run("compare", other, place, "--format", form)
         assert (done.exit_code, PASSWORD in done.output) == (1, False), done.output
     for absent in ("t", "s:7"):
-        done = run("compare", other, f"{place.location}#{absent}", *tokenizer)
+        done = run("compare", other, f"{place}#{absent}")
         assert (done.exit_code, PASSWORD in done.output) == (1, False)
         assert f"'{absent}'" in done.stderr
 
 
-def test_logprobs_are_the_same(run: Run, place: Place, directory: Path, model_dir: Path) -> None:
+def test_logprobs_are_the_same(run: Run, place: str, directory: Path, model_dir: Path) -> None:
     arguments = ("--model", model_dir, "--rerender", "--json", *MADE_UP)
-    done = run("check-logprobs", place.location, *arguments)
+    done = run("check-logprobs", place, *arguments)
     assert (done.exit_code, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert found["numeric"]["tokens"] > 0
@@ -134,18 +114,14 @@ def test_logprobs_are_the_same(run: Run, place: Place, directory: Path, model_di
 
 
 def test_the_model_that_was_served_is_the_trainer_if_nothing_else_is_named(
-    run: Run, place: Place, model_dir: Path
+    run: Run, place: str, model_dir: Path
 ) -> None:
-    done = run("check-logprobs", place.location, "--json", *MADE_UP)
+    done = run("check-logprobs", place, "--json", *MADE_UP)
     assert PASSWORD not in done.output
-    if place.knows_model:
-        assert done.exit_code == 0, done.stderr
-        assert done.stderr.startswith(f"model: {model_dir}, which ")
-        named = run("check-logprobs", place.location, "--model", model_dir, "--json", *MADE_UP)
-        assert done.stdout == named.stdout
-    else:
-        assert (done.exit_code, done.stdout) == (2, "")
-        assert "nothing to compare with" in done.stderr
+    assert done.exit_code == 0, done.stderr
+    assert done.stderr.startswith(f"model: {model_dir}, which ")
+    named = run("check-logprobs", place, "--model", model_dir, "--json", *MADE_UP)
+    assert done.stdout == named.stdout
 
 
 def test_a_tokenizer_that_is_gone_or_another_is_told_with_what_to_do(

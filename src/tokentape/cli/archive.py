@@ -49,7 +49,7 @@ def archive(
 
     from tokentape.client import Client
     from tokentape.store.archiving import Custodian, OwnCustodian, archive_sessions
-    from tokentape.store.location import open_store, shown
+    from tokentape.store.location import open_store, served_model, shown
 
     seconds = _age(older_than)
     with (
@@ -61,7 +61,13 @@ def archive(
         if url is not None:
             custodian = _RemoteCustodian(held.enter_context(Client(url, api_key=api_key)))
         done = archive_sessions(
-            opened, custodian, to, idle_seconds=seconds, delete=delete, progress=lambda what: status.update(what)
+            opened,
+            custodian,
+            to,
+            idle_seconds=seconds,
+            delete=delete,
+            model=served_model(store, opened),
+            progress=lambda what: status.update(what),
         )
     if as_json:
         typer.echo(json.dumps(asdict(done)))

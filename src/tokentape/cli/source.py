@@ -29,7 +29,7 @@ class Source:
         return shown(self.location)
 
     def served_model(self) -> ServedModel | None:
-        """Which model the record was made with last; None if nothing says so, as of a file or an archive."""
+        """Which model the record was made with last; None if nothing says so, as of a file."""
         from tokentape.store.location import served_model
 
         return None if self.store is None else served_model(self.location, self.store)

@@ -31,6 +31,7 @@ from tokentape.session.jsonl import json_line
 from tokentape.store import schema
 from tokentape.store.driver import passing_engine
 from tokentape.store.reads import batched
+from tokentape.store.served_model import ServedModel
 from tokentape.store.snapshots import Entry
 from tokentape.store.sqlite import DATABASE_NAME, SqliteStore
 
@@ -290,6 +291,14 @@ def restored(location: str, session_ids: Collection[str] | None = None) -> Itera
     with tempfile.TemporaryDirectory(prefix="tokentape-archive-") as directory:
         _make_database(Path(directory), chosen[::-1])
         yield Path(directory)
+
+
+def archived_model(location: str) -> ServedModel | None:
+    """Which model the newest run's record was made with; None if nothing says so. Raises `InvalidRequest`."""
+    target = Folder.at(location)
+    manifests = (target.below(name).read_json("manifest.json") for name in reversed(target.folders()))
+    newest = next((manifest for manifest in manifests if manifest is not None), None)
+    return ServedModel(**newest["model"]) if newest is not None and "model" in newest else None
 
 
 def open_archive(location: str) -> SqliteStore:

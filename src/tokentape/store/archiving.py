@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from tokentape.durable import PART
@@ -30,6 +30,7 @@ from tokentape.store.archive import (
 )
 from tokentape.store.base import Store
 from tokentape.store.custody import Custody
+from tokentape.store.served_model import ServedModel
 from tokentape.store.snapshots import Selection, Snapshot
 from tokentape.version import __version__
 
@@ -99,9 +100,12 @@ def archive_sessions(
     *,
     idle_seconds: float,
     delete: bool,
+    model: ServedModel | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Archived:
     """Archive the sessions of `store` whose newest turn is `idle_seconds` old; with `delete` they are deleted then.
+
+    `model` is which one the record was made with last, for those who read the archive.
 
     Sessions that are in the archive as they are now are not written again. One call at a time for a target: another one
     may take this one's snapshot for left behind, and this one ends with `Conflict`, nothing deleted.
@@ -120,7 +124,7 @@ def archive_sessions(
     for snapshot in begun:
         if snapshot.state != "released":
             progress(f"going on with snapshot {snapshot.snapshot_id}")
-            done = _and(done, _archive(store, custodian, folder, snapshot, delete, progress))
+            done = _and(done, _archive(store, custodian, folder, snapshot, delete, model, progress))
     owner = f"archive {folder.url}"
     known = {snapshot.snapshot_id for snapshot in begun}
     for snapshot in Custody(store).all(None):
@@ -135,7 +139,7 @@ def archive_sessions(
     except InvalidRequest:
         return done
     snapshot = Custody(store).find(snapshot_id, None)
-    return _and(done, _archive(store, custodian, folder, snapshot, delete, progress))
+    return _and(done, _archive(store, custodian, folder, snapshot, delete, model, progress))
 
 
 def _archive(
@@ -144,6 +148,7 @@ def _archive(
     folder: Folder,
     snapshot: Snapshot,
     delete: bool,
+    model: ServedModel | None,
     progress: Callable[[str], None],
 ) -> Archived:
     assert snapshot.digest is not None
@@ -164,6 +169,8 @@ def _archive(
                 "was deleted. Delete that folder and archive again"
             )
         manifest = {**told, "sessions": len(written), "archived_at": time.time(), "tokentape": __version__}
+        if model is not None:
+            manifest["model"] = asdict(model)
         run.write("manifest.json", json.dumps(manifest, indent=1).encode())
     sessions = len(written_sessions(run))
     if not delete:

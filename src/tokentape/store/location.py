@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokentape.errors import InvalidRequest
-from tokentape.store.archive import is_archive, open_archive, shown_archive
+from tokentape.store.archive import archived_model, is_archive, open_archive, shown_archive
 from tokentape.store.base import Store
 from tokentape.store.postgres import PostgresStore, is_url, without_password
 from tokentape.store.served_model import ServedModel, read_served_model, write_served_model
@@ -52,7 +52,7 @@ def served_model(location: str | Path, store: Store) -> ServedModel | None:
     """Which model a record was made with last; None if nothing says so."""
     if isinstance(store, PostgresStore):
         return store.served_model()
-    return None if is_archive(location) else read_served_model(location)
+    return archived_model(str(location)) if is_archive(location) else read_served_model(location)
 
 
 async def note_served_model(location: str | Path, store: Store, model: ServedModel) -> None:
