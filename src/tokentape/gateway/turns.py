@@ -334,14 +334,16 @@ class Turns:
             flight.tell(done)
 
     def _choice(self, index: int, prepared: Prepared, request: TurnRequest) -> Choice:
-        sampling = prepared.sampling
+        sampling, own = prepared.sampling, dict[str, Any]()
         if sampling.seed is not None:
-            sampling = replace(sampling, seed=sampling.seed + index)
+            own["seed"] = sampling.seed + index
         if "session_id" in self.engine.info.sampling:
-            sampling = replace(sampling, session_id=request.session_id)
+            own["session_id"] = request.session_id
         if self._payloads:
             # The parent's last id was never an input before: its row comes with this call.
-            sampling = replace(sampling, payloads_from=max(len(prepared.context_ids) - 1, 0))
+            own["payloads_from"] = max(len(prepared.context_ids) - 1, 0)
+        if own:
+            sampling = replace(sampling, **own)
         return Choice(index, sampling, self._reader(prepared, request), lambda: self.gate.weight_version)
 
     def _reader(self, prepared: Prepared, request: TurnRequest) -> ReplyReader:
