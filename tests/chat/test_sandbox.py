@@ -7,9 +7,22 @@ import tracemalloc
 import pytest
 
 from tokentape.chat.template import ChatTemplate
-from tokentape.errors import TemplateRefused
+from tokentape.errors import TemplateRefused, TokenizerUnusable
 
 USER = [{"role": "user", "content": "hi"}]
+
+
+BIG = "{% set s = 'a' * 60000000 %}"
+EACH = "{% for i in range(100000) %}"
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}"
+DEEP_LIST = (
+    "{% set ns = namespace(x=[], y=[]) %}"
+    "{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+)
+"""Forty objects that are reached in 2^40 ways."""
+
+DEEP_TUPLE = "{% set ns = namespace(x=()) %}{% for i in range(40) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}"
+GROWING = "{% set ns = namespace(l=[]) %}" + EACH
 
 
 def render(source: str) -> str:
@@ -28,6 +41,24 @@ def _render(source: str, messages: list[dict[str, str]]) -> str:
         "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
         "{% set l = range(9999) | list %}{% for a in l %}{% for b in l %}x{% endfor %}{% endfor %}",
         "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(100) }}",
+        "{% for b in range(90000) %}{% for a in range(100000) if false %}{% endfor %}{% endfor %}",
+        "{% set ns = namespace(d=0) %}{% block a %}{% if ns.d < 30 %}{% set ns.d = ns.d + 1 %}{{ self.a() }}"
+        "{{ self.a() }}{% set ns.d = ns.d - 1 %}{% endif %}{% endblock %}",
+        "{% set _steps_left = joiner() %}{% block a scoped %}" + ENDLESS + "{% endblock %}",
+        BIG + EACH + "{% if 'b' in s %}{% endif %}{% endfor %}",
+        BIG + EACH + "{% set x = s.count('b') %}{% endfor %}",
+        BIG + "{% set t = s ~ '' %}" + EACH + "{% if s == t %}{% endif %}{% endfor %}",
+        BIG + EACH + "{% if s is lower %}{% endif %}{% endfor %}",
+        "{% set s = 'a' * 2000000 %}{{ s.rfind('a' ~ 'b' ~ 'a' * 1000000) }}",
+        "{% set s = 'a' * 2000000 %}{{ s.strip('b' * 1000000 ~ 'a') }}",
+        "{% set l = [0] * 1000000 %}{{ ([l] * 1000000) | map('sum') | list }}",
+        "{% set l = [0] * 1000000 %}" + EACH + "{% if 1 in l %}{% endif %}{% endfor %}",
+        DEEP_LIST + "{{ ns.x == ns.y }}",
+        DEEP_LIST + "{{ ns.x }}",
+        DEEP_TUPLE + "{{ {ns.x: 1} }}",
+        DEEP_TUPLE + "{{ {}[ns.x] }}",
+        DEEP_TUPLE + "{{ {}.get(ns.x) }}",
+        DEEP_TUPLE + "{{ [ns.x] | unique | list }}",
     ],
     ids=lambda source: source[:60],
 )
@@ -56,6 +87,42 @@ def test_what_runs_for_ever_is_ended(source: str) -> None:
         "{{ '%999999999d' % 1 }}",
         "{{ range(999999999) | list }}",
         "{{ [1, 2] | slice(999999999) | list }}",
+        "{% set s = 'a' * 100000 %}{{ s.replace('a', s) }}",
+        "{% set s = 'a' * 60000 %}{{ s | replace('a', s) }}",
+        "{% set s = 'a' * 100000 %}{{ s.join(s) }}",
+        "{% set s = 'a' * 60000 %}{{ (s | list) | join(s) }}",
+        "{% set s = ('a' * 100000) | safe %}{{ s.replace('a', '<' * 100000) }}",
+        "{{ ('a\\t' * 100000).expandtabs(90000) }}",
+        "{% set s = 'a' * 1000000 %}{{ s.translate({97: s}) }}",
+        "{{ 'a'.encode() * 4000000000 }}",
+        "{{ (1).to_bytes(4000000000, 'big') }}",
+        BIG + "{{ '%s%s%s%s%s%s%s%s%s%s%s%s' % (s, s, s, s, s, s, s, s, s, s, s, s) }}",
+        BIG + "{{ '%s%s%s%s%s%s%s%s%s%s%s%s' | format(s, s, s, s, s, s, s, s, s, s, s, s) }}",
+        BIG + "{{ '{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}'.format(s) }}",
+        "{{ '{:{w}}'.format(1, w=999999999) }}",
+        "{{ '{:{w}}'.format(1, w='999999999') }}",
+        "{{ '%*d' % (999999999, 1) }}",
+        "{{ '%999999999d' is odd }}",
+        "{{ '%*d' is divisibleby((999999999, 1)) }}",
+        "{{ '' ~ ['a' * 100000] * 100000 }}",
+        "{{ ['a' * 100000] * 100000 }}",
+        "{{ (['a' * 100000] * 100000) | string }}",
+        "{{ (['a' * 100000] * 100000) | tojson }}",
+        "{{ (['a' * 100000] * 100000) | join }}",
+        "{{ [[[1] * 1000] * 100] | tojson(indent=99999) }}",
+        BIG + "{{ ([1] * 100000) | tojson(separators=(s, s)) }}",
+        "{{ ('a\\n' * 100000) | indent('x' * 1000000) }}",
+        BIG + "{{ s | list }}",
+        "{{ ('a ' * 30000000).split() }}",
+        "{{ ('a\\n' * 30000000).splitlines() }}",
+        "{{ ([[0] * 1000] * 100000) | sum(start=[]) }}",
+        BIG + "{% for i in range(1000) %}{{ s }}{% endfor %}",
+        BIG + GROWING + "{% set ns.l = ns.l + [s[1:]] %}{% endfor %}",
+        GROWING + "{% set ns.l = ns.l + ['a' * 60000000] %}{% endfor %}",
+        GROWING + "{% set ns.l = [ns.l, [1] | batch(100000, 0) | list] %}{% endfor %}",
+        "{% set d = dict.fromkeys(range(100000)) %}" + GROWING + "{% set ns.l = [ns.l, d.copy()] %}{% endfor %}",
+        "{% set ns = namespace(x=2) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x % 7 }}",
+        "{{ ('f' * 60000000) | int(0, 16) // ('f' * 30000000) | int(0, 16) }}",
     ],
     ids=lambda source: source[:60],
 )
@@ -105,6 +172,14 @@ def test_python_is_out_of_reach(source: str) -> None:
         ("{% for i in range(5) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}", "012"),
         ("{% macro w() %}<{{ caller() }}>{% endmacro %}{% call w() %}x{% endcall %}", "<x>"),
         ("{{ 'a'.ljust(3, '.') }}{{ 'x' | center(3) }}{{ '{:>3}'.format(1) }}", "a.. x   1"),
+        ("{{ 'a,b'.split(',') }}{{ 'aXa'.replace('X', '-') }}{{ '-'.join(['a', 'b']) }}", "['a', 'b']a-aa-b"),
+        ("{{ [1, 2] | join('-') }}{{ 'aXa' | replace('X', '-') }}{{ '%s!' | format('a') }}", "1-2a-aa!"),
+        ("{{ 'a\\nb' | indent(2) }}{{ {'k': [1, none]} | tojson(indent=1) }}", 'a\n  b{\n "k": [\n  1,\n  null\n ]\n}'),
+        ("{{ 1 < 2 < 3 }}{{ 3 in [1, 2] }}{{ 'k' not in {'k': 1} }}{{ 'b' in 'abc' }}", "TrueFalseFalseTrue"),
+        ("{{ [1, 2, 3][1:] }}{{ 'abc'[::-1] }}{{ {'a': 1}['a'] }}{% set a, b = 1, 2 %}{{ a + b }}", "[2, 3]cba13"),
+        ("{{ ('<' | safe) + '<' }}{{ ' a ' | safe | trim }}{{ 5 - 2 }}{{ 7 // 2 }}{{ 1 / 2 }}", "<&lt;a330.5"),
+        ("{{ [3, 1]|sort }}{{ [{'a': 1}] | map(attribute='a') | first }}{{ [1] | select('odd') | first }}", "[1, 3]11"),
+        ("{% for a in range(6) if a is even %}{{ a }}{% endfor %}{% block b %}x{% endblock %}", "024x"),
     ],
 )  # fmt: skip
 def test_what_templates_do_is_as_ever(source: str, text: str) -> None:
@@ -115,3 +190,29 @@ def test_a_long_conversation_is_no_bomb() -> None:
     messages = [{"role": "user", "content": "hi"}] * 20_000
     source = "{% for m in messages %}{% for k in m %}{% endfor %}{{ m.role }}{% endfor %}"
     assert len(_render(source, messages)) == 80_000
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '%s' | urlize }}",
+        "{% autoescape true %}x{% endautoescape %}",
+        "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+        "{% for i in [1] %}" * 30 + "{% endfor %}" * 30,
+        "{{ " + "9" * 5000 + " }}",
+    ],
+    ids=lambda source: source[:40],
+)
+def test_a_template_that_cannot_be_compiled_is_refused_as_it_is_loaded(source: str) -> None:
+    with pytest.raises(TokenizerUnusable):
+        ChatTemplate(source)
+
+
+def test_a_template_without_memory_left_is_refused() -> None:
+    def without_memory() -> str:
+        raise MemoryError
+
+    with pytest.raises(TemplateRefused, match="MemoryError"):
+        ChatTemplate("{{ f() }}").render(
+            USER, tools=[], add_generation_prompt=True, date="2026-01-01", variables={"f": without_memory}
+        )

@@ -8,7 +8,6 @@ reasoning is offered as `reasoning` too: templates that read only that would los
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -21,8 +20,10 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
+from tokentape.chat.budget import Budget
 from tokentape.chat.media import IMAGE, image_parts
-from tokentape.chat.sandbox import STEPS, Sandbox, Steps
+from tokentape.chat.operations import BUDGET
+from tokentape.chat.sandbox import Sandbox
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 from tokentape.types import Message, Tool
 
@@ -103,10 +104,12 @@ class ChatTemplate:
 
 def _render(template: jinja2.Template, given: Mapping[str, Any]) -> str:
     try:
-        return template.render({**given, STEPS: Steps()})
+        # Not by `Template.render`, which rewrites tracebacks: several times the memory of what a refused template made.
+        context = template.new_context({**given, BUDGET: Budget()})
+        return template.environment.concat(template.root_render_func(context))
     except jinja2.TemplateError as error:
         raise TemplateRefused(f"the chat template refused this conversation: {error.message}") from error
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
         # Only a TypeError's text is sure to hold types and no text of a caller.
         detail = f"TypeError: {error}" if isinstance(error, TypeError) else type(error).__name__
         raise TemplateRefused(f"the chat template failed on this conversation: {detail}") from error
@@ -189,16 +192,6 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def read_source(path: Path) -> str:
     """A template's text. Raises `TokenizerUnusable` if it is not UTF-8."""
     try:
@@ -209,7 +202,6 @@ def read_source(path: Path) -> str:
 
 def _compile(source: str) -> jinja2.Template:
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["dict"] = _Dict()
     try:
@@ -217,4 +209,8 @@ def _compile(source: str) -> jinja2.Template:
     except jinja2.TemplateSyntaxError as error:
         raise TokenizerUnusable(
             f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
+        ) from error
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+        raise TokenizerUnusable(
+            f"the chat template is too large or too deep to compile: {type(error).__name__}"
         ) from error
