@@ -54,6 +54,8 @@ def open_renderer(config: ServeConfig) -> Renderer:
     renderer = Renderer.load(model, config.chat_template, images=images)
     # A template that can't be used is told at once, not after the weights are loaded.
     load_or_certify(renderer, {})
+    # What encodes is built with the first text: half a second, for which no call should wait.
+    renderer.tokenizer.encode_marked("")
     return renderer
 
 

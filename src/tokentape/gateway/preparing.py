@@ -121,8 +121,6 @@ class Preparer:
     def certify(self) -> None:
         """Make or load the certificate of requests without template kwargs. Raises `TemplateRefused`."""
         self._certificate(canonical_json({}))
-        # What encodes is built with the first text: half a second, for which no call should wait.
-        self._renderer.tokenizer.encode_marked("")
 
     def setup(self, session: Session, request: TurnRequest) -> Setup:
         """What rendering depends on besides the messages."""

@@ -97,7 +97,7 @@ class Turns:
             _log.warning("%s returns no payloads per token: none are recorded", engine.info)
 
     async def prepare(self) -> None:
-        """Load what the first request would wait for, such as the certificate of requests without template kwargs.
+        """Make or load the certificate of requests without template kwargs, so that the first need not wait for it.
 
         Raises `TemplateRefused` if the template renders not even a question and an answer.
         """
