@@ -43,7 +43,12 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     calls: list[int] = []
     twin, plain, load = Tokenizer._twin, Tokenizer._plain.func, loading.load_tokenizer
-    monkeypatch.setattr(Tokenizer, "_twin", lambda self, start: CountingTokenizer(twin(self, start), calls))
+
+    def counting_twin(self: Tokenizer, start: int) -> tuple[Any, Any]:
+        made, names = twin(self, start)
+        return CountingTokenizer(made, calls), names
+
+    monkeypatch.setattr(Tokenizer, "_twin", counting_twin)
     monkeypatch.setattr(Tokenizer, "_plain", property(lambda self: CountingTokenizer(plain(self), calls)))
     monkeypatch.setattr(loading, "load_tokenizer", lambda folder: CountingTokenizer(load(folder), calls))
     return calls
