@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+
+from tokentape.engines.base import Engine, SampleDelta
+from tokentape.errors import EngineUnavailable
 
 Body = dict[str, Any]
 Answer = Response | Callable[[Body], Response]
@@ -78,3 +81,16 @@ def running() -> Iterator[FakeServer]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+async def sampled_before_the_error(engine: Engine, deltas: AsyncIterator[SampleDelta]) -> list[SampleDelta]:
+    """What `deltas` tell before they raise `EngineUnavailable`, as they must; the engine is closed."""
+    seen = []
+    try:
+        async for delta in deltas:
+            seen.append(delta)
+    except EngineUnavailable:
+        return seen
+    finally:
+        await engine.close()
+    raise AssertionError("the call ended")

@@ -13,7 +13,7 @@ from typing import Any
 import fake_server
 import numpy as np
 import pytest
-from fake_server import Answer, Body, FakeServer
+from fake_server import Answer, Body, FakeServer, sampled_before_the_error
 from fake_vllm import LOGPROBS, MAX_CONTEXT, PARAMS, PROMPT, SAMPLED, VOCAB_SIZE, joined, sse, streaming, whole
 from fake_vllm import sampled_events as vllm_events
 from hypothesis import given, settings
@@ -25,7 +25,6 @@ from tokentape.engines.openai_compatible import DIALECTS, Dialect, OpenAiEngine
 from tokentape.errors import (
     EngineContractError,
     EngineError,
-    EngineUnavailable,
     InvalidRequest,
     UnsupportedParameter,
 )
@@ -169,15 +168,7 @@ def test_what_was_sampled_before_an_error_counts_however_it_arrives(server: Fake
         server.answers["/v1/completions"] = answering(
             kind, lambda sent: sent.__setitem__(slice(2, None), [{"choices": [], "error": {"code": 503}}])
         )
-        seen = []
-        try:
-            async for delta in engine.sample(PROMPT, PARAMS, stream=True, request_id="call"):
-                seen.append(delta)
-        except EngineUnavailable:
-            return seen
-        finally:
-            await engine.close()
-        raise AssertionError("the call ended")
+        return await sampled_before_the_error(engine, engine.sample(PROMPT, PARAMS, stream=True, request_id="call"))
 
     assert asyncio.run(main()) == [SampleDelta((11, 12), (-0.5, -1.5))]
 

@@ -18,7 +18,7 @@ from typing import Any
 import fake_server
 import numpy as np
 import pytest
-from fake_server import FakeServer
+from fake_server import FakeServer, sampled_before_the_error
 from fake_sglang import (
     LOGPROBS,
     MAX_CONTEXT,
@@ -269,15 +269,7 @@ def test_what_was_sampled_before_an_error_counts_however_it_arrives(server: Fake
     async def main() -> list[SampleDelta]:
         engine = await SglangEngine.open(server.url, vocab_size=VOCAB_SIZE)
         server.answers["/generate"] = answer
-        seen = []
-        try:
-            async for delta in engine.sample(PROMPT, PARAMS, stream=True, request_id="call"):
-                seen.append(delta)
-        except EngineUnavailable:
-            return seen
-        finally:
-            await engine.close()
-        raise AssertionError("the call ended")
+        return await sampled_before_the_error(engine, engine.sample(PROMPT, PARAMS, stream=True, request_id="call"))
 
     assert asyncio.run(main()) == [SampleDelta((11, 11), (-0.5, -1.5), weight_version="v1")]
 

@@ -15,6 +15,7 @@ import fake_vllm
 import jsonschema
 import numpy as np
 import pytest
+from fake_server import sampled_before_the_error
 from fake_vllm import (
     LOGPROBS,
     MAX_CONTEXT,
@@ -214,15 +215,7 @@ def test_what_arrives_together_is_one_delta_up_to_an_error(server: FakeVllm) -> 
     async def main() -> list[SampleDelta]:
         engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)
         server.answer = answer
-        seen = []
-        try:
-            async for delta in engine.sample(PROMPT, PARAMS, stream=True, request_id="call"):
-                seen.append(delta)
-        except EngineUnavailable:
-            return seen
-        finally:
-            await engine.close()
-        raise AssertionError("the call ended")
+        return await sampled_before_the_error(engine, engine.sample(PROMPT, PARAMS, stream=True, request_id="call"))
 
     assert asyncio.run(main()) == [SampleDelta((11, 12), (-0.5, -1.5))]
 
