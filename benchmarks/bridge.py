@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 
 from tokentape.chat.renderer import Renderer
-from tokentape.session.chain import setup_digest
-from tokentape.types import Message, Setup
+from tokentape.types import Message
 
 LENGTHS = (1_000, 10_000, 50_000, 100_000, 200_000)
 RESULT_TOKENS, TURN_TOKENS = 600, 300
@@ -126,7 +125,7 @@ def main() -> None:
     tokenizer = renderer.tokenizer
     date = "2026-01-01"
     tools = (TOOL, *({**TOOL, "function": {**TOOL["function"], "name": f"run_{n}"}} for n in range(1, args.tools)))
-    setup = Setup(tools, {}, date, renderer.fingerprint, setup_digest(tools, {}, date, renderer.fingerprint))
+    setup = renderer.setup(tools, date=date)
     rng = random.Random(0)
     new: list[Message] = [
         {"role": "tool", "name": "run", "tool_call_id": "call00000", "content": text_of(renderer, RESULT_TOKENS, rng)}

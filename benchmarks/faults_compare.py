@@ -34,6 +34,8 @@ import httpx2
 import openai
 from openai import OpenAI
 
+from tokentape.demo import MODEL
+
 QUESTION = {"role": "user", "content": "What is 3 plus 4?"}
 LENGTH = 6
 """Tokens of a completion; the last one tells which generation it is."""
@@ -236,8 +238,8 @@ class Tokentape:
     name = "Tokentape"
 
     def __init__(self, fake: FakeVllm, data: Path) -> None:
-        self._command = [sys.executable, "-m", "tokentape", "serve", "--engine", "vllm", "--engine-url", fake.url]
-        self._command += ["--data", str(data), "--port", "0"]
+        self._command = [sys.executable, "-m", "tokentape", "serve", str(MODEL), "--engine", "vllm"]
+        self._command += ["--engine-url", fake.url, "--data", str(data), "--port", "0"]
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True)

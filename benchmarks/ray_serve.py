@@ -160,7 +160,7 @@ def main() -> None:
         try:
             found = []
             port = str(free_port())
-            plain = ["-m", "tokentape", "serve", "--engine", "vllm", "--engine-url", address]
+            plain = ["-m", "tokentape", "serve", str(MODEL), "--engine", "vllm", "--engine-url", address]
             plain += ["--store", given.store, "--port", port]
             found.append(measure(f"{run}-plain", plain, f"http://127.0.0.1:{port}", folder, texts, given.calls))
             for replicas in given.replicas:

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tokentape.session.chain import seal, setup_digest
+from tokentape.session.chain import seal
 from tokentape.store import SqliteStore
 from tokentape.types import Provenance, SessionInfo, Setup, Turn
 
 TEXT = "\n".join(pydoc_data.topics.topics.values())
 CHARACTERS_PER_TOKEN = 4
 VOCABULARY = 151_000
-SETUP = Setup((), {}, "2026-01-01", "f", setup_digest((), {}, "2026-01-01", "f"))
+SETUP = Setup((), {}, "2026-01-01", "f")
 SAMPLING = {
     "max_tokens": 1024,
     "temperature": 1.0,

@@ -33,7 +33,7 @@ from playwright.sync_api import CDPSession, sync_playwright
 from tokentape.chat.renderer import Renderer
 from tokentape.demo import MODEL
 from tokentape.gateway.serve import running
-from tokentape.session.chain import seal, setup_digest
+from tokentape.session.chain import seal
 from tokentape.store import SqliteStore, schema
 from tokentape.store.listing import Listing
 from tokentape.store.served_model import ServedModel, write_served_model
@@ -96,7 +96,7 @@ def write_long(directory: Path, tokens: int) -> None:
 
 
 def a_setup() -> Setup:
-    return Setup((), {}, "2026-01-01", "f", setup_digest((), {}, "2026-01-01", "f"))
+    return Setup((), {}, "2026-01-01", "f")
 
 
 def turns_of(session_id: str, setup: Setup, ids: Any, turns: int = TURNS) -> Iterator[Turn]:

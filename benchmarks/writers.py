@@ -22,13 +22,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tokentape.session.chain import seal, setup_digest
+from tokentape.session.chain import seal
 from tokentape.store import SqliteStore, Store
 from tokentape.store.lock import Turnstile
 from tokentape.store.postgres import PostgresStore, is_url
 from tokentape.types import Provenance, SessionInfo, Setup, Turn
 
-SETUP = Setup((), {}, "2026-01-01", "f", setup_digest((), {}, "2026-01-01", "f"))
+SETUP = Setup((), {}, "2026-01-01", "f")
 TEXT = "word " * 120
 RANDOM = np.random.default_rng(0)
 

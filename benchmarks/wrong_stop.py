@@ -28,7 +28,6 @@ from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, Task, call_tool, is_solve
 from tokentape.engines.base import SamplingParams
 from tokentape.engines.transformers import TransformersEngine
 from tokentape.gateway.recording import reply_message
-from tokentape.session.chain import setup_digest
 from tokentape.types import Message, Setup, TokenIds
 
 WAYS = ("as sampled", "keep", "fork", "closed")
@@ -52,7 +51,7 @@ async def solve(engine: TransformersEngine, renderer: Renderer, setup: Setup, ta
         for _ in range(MAX_CALLS):
             said += new
             if context is None or way == "fork":
-                context = renderer.render(said, setup, sampled, wrong_stop="fork").ids
+                context = renderer.render(said, setup, sampled=sampled, wrong_stop="fork").ids
             else:
                 added = renderer.bridge(completion, reply, new, setup).ids
                 closing = [end.id] if way == "closed" else []
@@ -97,8 +96,7 @@ async def main(model: Path, tasks: int) -> None:
     """Run all ways on the same tasks and print what was solved."""
     renderer = Renderer.load(model)
     tools = tuple(TOOLS)
-    digest = setup_digest(tools, {}, "2026-01-01", renderer.fingerprint)
-    setup = Setup(tools, {}, "2026-01-01", renderer.fingerprint, digest)
+    setup = renderer.setup(tools, date="2026-01-01")
     engine = TransformersEngine.open(model, threads=1)
     drawn = [task for task in sample_tasks(11, 3 * tasks, "heldout") if len(task.questions) > 1][:tasks]
     for way in WAYS:

@@ -24,10 +24,8 @@ from trl import SFTConfig, SFTTrainer
 from tokentape.chat.renderer import Renderer
 from tokentape.demo import MODEL
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, Task, calculate, sample_tasks
-from tokentape.session.chain import setup_digest
 from tokentape.training.samples import Sample
 from tokentape.training.sft import sft_sample
-from tokentape.types import Setup
 
 
 def conversation(task: Task) -> list[dict[str, Any]]:
@@ -69,8 +67,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     steps = parser.parse_args().steps
     renderer = Renderer.load(MODEL)
-    told = (tuple(TOOLS), {}, "2026-01-01", renderer.fingerprint)
-    setup = Setup(*told, setup_digest(*told))
+    setup = renderer.setup(TOOLS, date="2026-01-01")
     tasks = [task for task in sample_tasks(seed=1, n=800) if [len(one.numbers) for one in task.questions] == [2]]
     samples = [sft_sample(renderer, conversation(task), setup, name=str(n)) for n, task in enumerate(tasks)]
     print_mask(samples[0], renderer)

@@ -8,6 +8,7 @@ else ../shared/tokenizers. A template whose folder has no tokenizer is tried wit
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections import Counter
@@ -26,6 +27,18 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 MADE_WITH = "Made with "
 """How the one line begins that names versions."""
+
+EXTERNAL = ROOT / "tests" / "external"
+
+_VERDICTS = ("equal", "equal tail", "forked", "refused by both", "refused by us", "different", "not compared")
+_EXTERNAL = """`make test-external` holds them against this version; `tests/external/README.md` says what they are and
+where to get them. A *render* is a prompt's ids against transformers' rendering. A *bridge* is context, completion and
+bridge against the ids of the longer conversation. A *parse* is the message that comes back from what the template
+writes for it. *Equal tail*: the template writes earlier turns differently, and its rendering ends with what we append.
+*Forked*: it does so, and we start a new branch. *Refused*: the conversation is not taken. *Not compared*: there is
+nothing to hold against, most often since the template does not write the turn, or a model's template or a project's own
+objects are not at hand. Of BFCL and tau-bench one conversation in 120 is replayed, on every template.
+"""
 
 _STAND_IN = "qwen3"
 _SYMBOLS = {"local": "L", "contextual": "C", "fork": "F", "refused": "–"}
@@ -94,6 +107,7 @@ def page(found: Mapping[str, Certificate]) -> str:
         "\n### Without tools or system text\n",
         "Templates that move tools or system text to the last user message need not fork where there is none:\n",
         *_without(found),
+        *_external(),
         f"\n{made_with}",
     ]
     return "\n".join(parts) + "\n"
@@ -184,6 +198,28 @@ def _letters() -> dict[str, str]:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for row in (head, ["---"] * len(head), *rows):
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |"
+
+
+def _external() -> Iterator[str]:
+    """Yield the section on suites of others, from the counts and differences that `make test-external` checks."""
+    results = json.loads((EXTERNAL / "results.json").read_bytes())
+    groups = json.loads((EXTERNAL / "differences.json").read_bytes())
+    rows = []
+    for suite, templates in results.items():
+        for kind in sorted({kind for kinds in templates.values() for kind in kinds}):
+            totals = Counter[str]()
+            for kinds in templates.values():
+                totals.update(kinds.get(kind, {}))
+            rows.append([suite, kind, str(totals.total()), *(str(totals[verdict]) for verdict in _VERDICTS)])
+    yield "\n## Suites that others wrote\n"
+    yield _EXTERNAL
+    yield from _table(["suite", "compared", "cases", *_VERDICTS], rows)
+    yield "\nEvery refusal of ours alone and every difference is explained:\n"
+    explained = [
+        [group["right"], str(sum(map(len, group["cases"].values()))), ", ".join(group["kinds"]), group["why"]]
+        for group in sorted(groups, key=lambda group: str(group["right"]))
+    ]
+    yield from _table(["right", "cases", "compared", "why"], explained)
 
 
 def main() -> None:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
 import os
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 from hypothesis import settings
 
 import tokentape.demo
+from tests.chat.conftest import source  # noqa: F401  # fixture
+from tests.data import (  # noqa: F401  # hooks
+    pytest_collection_modifyitems,
+    pytest_make_collect_report,
+    pytest_runtest_makereport,
+    pytest_terminal_summary,
+)
 from tests.postgres import Server
 from tests.postgres import running as running_postgres
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.transformers import FinishedSample, TransformersEngine
@@ -47,11 +59,39 @@ class SharedEngine:
         pass
 
 
+# Every client reads the certificates of all authorities anew, for servers of this machine that have none.
+httpx2._transports.default.create_ssl_context = functools.cache(httpx2.create_ssl_context)
+
+# A client that gives up after its default of five seconds fails on a busy machine, and its test proves nothing.
+for _stage in ("connect", "read", "write", "pool"):
+    setattr(httpx2._config.DEFAULT_TIMEOUT_CONFIG, _stage, PATIENCE)
+
 # Machines are shared and slow at times: how long an example takes proves nothing.
 settings.register_profile("search", deadline=None)
 # A change is judged by the same examples each time; `make test-slow` searches for new ones.
-settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("same", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("search")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadscope` tests of one folder share a process, which loads their tokenizers and models once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class LoadFolderScheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition("::")[0].rpartition("/")[0]
+
+    return LoadFolderScheduling(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
+# What is imported and collected stays: looking for garbage in it would be in vain, now and whenever there is some.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,6 +21,8 @@ import pytest
 from sqlalchemy import NullPool, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
+from tests.waiting import PATIENCE
+
 _numbers = itertools.count()
 
 
@@ -55,7 +57,7 @@ class Server:
                 start_new_session=True,
                 preexec_fn=_end_with_the_tests if sys.platform == "linux" else None,
             )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while True:
             try:
                 self.execute("SELECT 1")
@@ -73,7 +75,7 @@ class Server:
             os.killpg(self.process.pid, number)
         else:
             self.process.send_signal(number)
-        self.process.wait(30)
+        self.process.wait(PATIENCE)
         self.process = None
 
     def execute(self, statement: str) -> list[Any]:
@@ -116,20 +118,19 @@ def binary(name: str) -> str | None:
 @contextmanager
 def running() -> Iterator[Server]:
     """The server that TOKENTAPE_POSTGRES_URL names, else one of our own. Skips where there is neither."""
-    pytest.importorskip("psycopg", reason="psycopg (extra `postgres`) talks to PostgreSQL")
+    pytest.importorskip("psycopg", reason="needs psycopg (the extra `postgres`)")
     if given := os.environ.get("TOKENTAPE_POSTGRES_URL"):
         yield Server(given)
         return
     initdb, postgres = binary("initdb"), binary("postgres")
     if initdb is None or postgres is None:
-        pytest.skip("there is no PostgreSQL server: neither its programs nor TOKENTAPE_POSTGRES_URL")
+        pytest.skip("needs PostgreSQL's programs, or a server: TOKENTAPE_POSTGRES_URL")
     # The server refuses to run as root.
     user = "nobody" if os.geteuid() == 0 else None
     # In memory where there is room: tables of each test are made and dropped, and each file of them is flushed.
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**30
-    directory = Path(tempfile.mkdtemp(prefix="tokentape-postgres-", dir=memory if roomy else None))
-    try:
+    with _temporary_directory(memory if roomy else None) as directory:
         if user is not None:
             shutil.chown(directory, user)
         subprocess.run(
@@ -146,5 +147,13 @@ def running() -> Iterator[Server]:
         finally:
             with suppress(ProcessLookupError):
                 server.stop()
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _temporary_directory(parent: Path | None) -> Iterator[Path]:
+    """A new directory that is deleted however this process ends, by one that waits for its input to be closed."""
+    directory = Path(tempfile.mkdtemp(prefix="tokentape-postgres-", dir=parent))
+    # Until the server has ended as well, files come up again.
+    delete = ["sh", "-c", 'read _; until rm -rf "$1"; do sleep 0.1; done', "delete", str(directory)]
+    with subprocess.Popen(delete, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True):
+        yield directory

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tokentape.session.chain import seal, setup_digest
+from tokentape.session.chain import seal
 from tokentape.types import Provenance, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
 
 # Media codes need messages with images.
@@ -18,8 +18,7 @@ ADDED_CODES = [code for code in Provenance if code not in (Provenance.SAMPLED, P
 
 def make_setup(fingerprint: str = "fingerprint", **template_kwargs: Any) -> Setup:
     tools = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
-    digest = setup_digest(tools, template_kwargs, "2026-01-01", fingerprint)
-    return Setup(tools, template_kwargs, "2026-01-01", fingerprint, digest)
+    return Setup(tools, template_kwargs, "2026-01-01", fingerprint)
 
 
 SETUP = make_setup()
@@ -94,7 +93,7 @@ sessions = st.builds(SessionInfo, session_id=names, created_at=finite, metadata=
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
     fields = draw(st.tuples(st.lists(json_objects, max_size=2).map(tuple), json_objects, names, names))
-    return Setup(*fields, setup_digest(*fields))
+    return Setup(*fields)
 
 
 @st.composite

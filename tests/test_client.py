@@ -15,6 +15,7 @@ from openai import OpenAI
 import tokentape
 from tests.gateway.scripted import ScriptedEngine
 from tests.records import bits
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import Conflict, GatewayUnavailable, InvalidRequest, NotFound, Unauthorized
 from tokentape.gateway.app import create_app
@@ -197,14 +198,14 @@ def test_a_pause_may_take_longer_than_other_calls(renderer: Renderer, store: Sql
     engine = ScriptedEngine(renderer, ["a reply of several tokens<|im_end|>"], pause_after=3)
     with (
         running(create_app(Turns(engine, renderer, store), model_id="m")) as url,
-        tokentape.Client(url, timeout=1.0) as client,
+        tokentape.Client(url, timeout=3.0) as client,
         ThreadPoolExecutor(1) as agent,
     ):
         under_way = agent.submit(talk, f"{url}/sessions/s/v1", 1)
-        assert engine.called.wait(10)
+        assert engine.called.wait(PATIENCE)
         try:
-            assert client.pause(timeout=1.5) is False
+            assert client.pause(timeout=3.5) is False
         finally:
             engine.go_on.set()
             client.resume()
-        under_way.result(10)
+        under_way.result()

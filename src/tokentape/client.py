@@ -77,20 +77,23 @@ class Client:
         since: int | None = None,
         idle_seconds: float | None = None,
         metadata: Mapping[str, Any] | None = None,
+        wait_checks: int = 10,
     ) -> ClientSnapshot:
         """Freeze sessions as they are: those to which all that is given applies, else all that this key may see.
 
         `since` leaves out what has not changed since an earlier snapshot, or one that it was itself taken since;
-        `idle_seconds` what had a turn in so many seconds; `metadata` what has other values under these keys. Raises
-        `InvalidRequest` if nothing is left.
+        `idle_seconds` what had a turn in so many seconds; `metadata` what has other values under these keys. Up to
+        `wait_checks` seconds go by until the bridges that are due are checked. Raises `InvalidRequest` if nothing is
+        left.
         """
         asked = {
             "session_ids": None if session_ids is None else list(session_ids),
             "since": since,
             "idle_seconds": idle_seconds,
             "metadata": None if metadata is None else dict(metadata),
+            "wait_checks": wait_checks,
         }
-        taken = self._call("POST", "/snapshots", asked)
+        taken = self._call("POST", "/snapshots", asked, wait=wait_checks)
         return ClientSnapshot(self, taken["snapshot_id"])
 
     def engine(self) -> dict[str, Any]:
@@ -214,14 +217,19 @@ class ClientSession:
         found: dict[str, Any] = self._client._call("GET", self._path)
         return found
 
-    def trajectories(self, verdict: Collection[str] | None = None) -> list[Trajectory]:
+    def trajectories(self, verdict: Collection[str] | None = None, *, wait_checks: int = 10) -> list[Trajectory]:
         """One trajectory per leaf; over all of them each sampled token is trained once.
+
+        The gateway answers once it has checked the bridges that are due, or after `wait_checks` seconds; verdicts say
+        `bridge unchecked` then.
 
         `verdict` leaves out those with another one: `["exact", "forked:sibling"]`; `forked` stands for every fork.
         Masks don't change with it: what a trajectory that is left out trains, no other one does.
         """
-        query = "" if verdict is None else f"?verdict={quote(','.join(verdict), safe='')}"
-        found = self._client._call("GET", f"{self._path}/trajectories{query}")
+        query = f"?wait_checks={int(wait_checks)}"
+        if verdict is not None:
+            query += f"&verdict={quote(','.join(verdict), safe='')}"
+        found = self._client._call("GET", f"{self._path}/trajectories{query}", wait=wait_checks)
         return [trajectory_from_json(one) for one in found["data"]]
 
     def media(self, sha256: str) -> bytes:

@@ -22,8 +22,9 @@ from tokentape.chat.splice import History, WrongStop
 from tokentape.engines.http import Timeouts
 from tokentape.errors import InvalidRequest
 from tokentape.gateway.keys import Keys
-from tokentape.gateway.limits import Limits
+from tokentape.gateway.limits import CheckBridges, Limits
 from tokentape.gateway.logs import Format, Level
+from tokentape.hub import is_hub_name
 from tokentape.store.postgres import is_url, without_password
 
 Source: TypeAlias = Literal["flag", "env", "file", "default"]
@@ -45,6 +46,10 @@ class EngineConfig:
     """`transformers` is embedded in the gateway's process; the others are servers at `urls`."""
     urls: tuple[str, ...] = ()
     """One for each replica."""
+    model: str | None = None
+    """The name by which the server serves the folder's model; of several that it serves, the one to sample from."""
+    unverified_model: bool = False
+    """Serve although the server is not known to serve the folder's model, and say so in every verdict."""
     api_key: str | None = None
     threads: int | None = None
     """CPU threads of the embedded engine."""
@@ -71,10 +76,13 @@ class ServeConfig:
     """All that `tokentape serve` takes."""
 
     model: Path | None = None
-    """Model folder. None: the tiny model shipped."""
+    """Model folder, or a Hub name of which the cache of this machine has the files. None: the tiny model shipped, if it
+    is embedded."""
     model_id: str | None = None
     """The model's name in replies. None: the folder's."""
     chat_template: Path | None = None
+    strict_text: bool = False
+    """Keep every added token out of the text of callers, not control tokens only."""
     data: Path = Path("runs/serve")
     store: str | None = None
     """A database instead of the data directory: `postgresql://user@host/database`, for several gateways over it."""
@@ -95,6 +103,8 @@ class ServeConfig:
     """Open OpenTelemetry spans."""
     drift_share: Annotated[float, msgspec.Meta(le=1)] = 0.01
     """Of the completions, how many go through text and back to count drift, apart from calls. 0: none."""
+    check_bridges: CheckBridges = "sample"
+    """Which bridges are compared with the template's own rendering, apart from calls: `all`, `sample`, `off`."""
     keys_file: Path | None = None
     """Lines `name=key`, besides `keys`."""
     admin_keys_file: Path | None = None
@@ -188,7 +198,8 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, f
             assert file is not None
             sources[name] = "file"
             value = _convert(in_file[name], kind, f"{file}: {name}", strict=True)
-            values[name] = file.parent / value.expanduser() if isinstance(value, Path) else value
+            inside = isinstance(value, Path) and not (name == "model" and is_hub_name(value))
+            values[name] = file.parent / value.expanduser() if inside else value
         else:
             sources[name] = "default"
     try:

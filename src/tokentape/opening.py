@@ -5,36 +5,79 @@ What serves the application is not decided here: `tokentape serve` does on a soc
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 
+from tokentape.audit.served import FolderModel, serves_model
 from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.renderer import Renderer
 from tokentape.config import EngineConfig, ServeConfig
 from tokentape.demo import MODEL
-from tokentape.engines.base import ChatServer, Engine
+from tokentape.engines.base import ChatServer, Engine, EngineInfo
+from tokentape.engines.guarded import GuardedEngine, ModelCheck
+from tokentape.engines.http import HttpClient
+from tokentape.engines.identity import served_as
 from tokentape.engines.image_processor import find_image_processor
+from tokentape.engines.remote import RemoteEngine
+from tokentape.errors import EngineError, InvalidRequest
 from tokentape.gateway.app import create_app
 from tokentape.gateway.draining import Drain
 from tokentape.gateway.telemetry import Telemetry
 from tokentape.gateway.tracing import OpenTelemetrySpans
 from tokentape.gateway.turns import Turns
+from tokentape.hub import find_model, is_hub_name
 from tokentape.store import Store
 from tokentape.store.served_model import ServedModel
 
+Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
+
 
 def model_folder(config: ServeConfig) -> Path:
-    """The model's folder."""
-    return config.model or MODEL
+    """The model's folder; without one, the tiny model's if it is embedded.
+
+    Raises `InvalidRequest` as `find_model`, and for a server whose model is not named. Not for an event loop: then the
+    server is asked what it serves.
+    """
+    if config.model is not None:
+        return find_model(config.model, weights=config.engine.kind == "transformers")
+    if config.engine.kind == "transformers":
+        return MODEL
+    serves = asyncio.run(_served_names(config.engine))
+    raise InvalidRequest(
+        f"a server needs the folder of the model that it serves, for its tokenizer and chat template; {serves}. Name "
+        "the folder, or its name on the Hub: tokentape serve MODEL --engine ...",
+        "model",
+    )
+
+
+async def _served_names(config: EngineConfig) -> str:
+    http = HttpClient(config.urls[0], api_key=config.api_key, timeouts=config.timeouts)
+    try:
+        served = await served_as(config.kind, http)
+    except EngineError as error:
+        return f"{config.urls[0]} could not be asked: {error}"
+    finally:
+        await http.close()
+    return f"{config.urls[0]} serves {', '.join(sorted(served.names))}"
 
 
 def model_name(config: ServeConfig) -> str:
     """The model's name in replies."""
-    return config.model_id or model_folder(config).resolve().name
+    if config.model is not None and is_hub_name(config.model):
+        return config.model_id or str(config.model)
+    return config.model_id or (config.model or MODEL).resolve().name
+
+
+def folder_model(config: ServeConfig) -> FolderModel:
+    """What the model's folder says of itself."""
+    named = [str(config.model)] if config.model is not None and is_hub_name(config.model) else []
+    return FolderModel.read(model_folder(config), *named)
 
 
 def synchronous(config: ServeConfig) -> Literal["FULL", "NORMAL"]:
@@ -51,7 +94,7 @@ def open_renderer(config: ServeConfig) -> Renderer:
     """The model's renderer. Raises `TokenizerUnusable` and `TemplateRefused` as `Renderer.load`."""
     model = model_folder(config)
     images = find_image_processor(model) if config.engine.kind == "transformers" else None
-    renderer = Renderer.load(model, config.chat_template, images=images)
+    renderer = Renderer.load(model, config.chat_template, images=images, strict_text=config.strict_text)
     # A template that can't be used is told at once, not after the weights are loaded.
     load_or_certify(renderer, {})
     # What encodes is built with the first text: half a second, for which no call should wait.
@@ -65,10 +108,14 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
     For the event loop that is to serve it: an engine's connections belong to their loop. Raises as `open_configured`
     and `open_captured`.
     """
-    vocab_size = renderer.tokenizer.vocab_size
-    server = await open_captured(config.engine, vocab_size) if config.engine.capture else None
+    made: list[Turns] = []
+
+    def weights_now() -> str | None:
+        return made[0].gate.weight_version if made else None
+
+    server = await open_captured(config, renderer, weights_now) if config.engine.capture else None
     turns = Turns(
-        server or await open_configured(config.engine, model_folder(config), vocab_size),
+        server or await open_configured(config, renderer, weights_now=weights_now),
         renderer,
         store,
         history=config.history,
@@ -81,7 +128,9 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
         ),
         payloads=config.payloads,
         capture=server,
+        check_bridges=config.check_bridges,
     )
+    made.append(turns)
     return create_app(
         turns,
         model_id=model_name(config),
@@ -91,40 +140,83 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
     )
 
 
-async def open_captured(config: EngineConfig, vocab_size: int) -> ChatServer:
-    """Connect to the server that renders. Raises `EngineError` as `VllmChatServer.open`."""
+async def open_captured(
+    config: ServeConfig, renderer: Renderer, weights_now: Callable[[], str | None] = lambda: None
+) -> ChatServer:
+    """Connect to the server that renders. Raises as `open_configured`."""
     from tokentape.engines.vllm_chat import VllmChatServer
 
-    (url,) = config.urls
-    return await VllmChatServer.open(url, vocab_size=vocab_size, api_key=config.api_key, timeouts=config.timeouts)
+    (url,) = config.engine.urls
+    return await VllmChatServer.open(
+        url,
+        vocab_size=renderer.tokenizer.vocab_size,
+        model=config.engine.model,
+        api_key=config.engine.api_key,
+        timeouts=config.engine.timeouts,
+        guard=_guard(config, renderer, weights_now),
+    )
 
 
-async def open_configured(config: EngineConfig, model: Path, vocab_size: int) -> Engine:
-    """Load the weights in the folder `model`, or connect to the server, or to its replicas as one.
+async def open_configured(
+    config: ServeConfig,
+    renderer: Renderer,
+    *,
+    check: bool = True,
+    weights_now: Callable[[], str | None] = lambda: None,
+) -> Engine:
+    """Load the weights of the model, or connect to the server, or to its replicas as one.
 
-    Raises `InvalidRequest` and `EngineError` as `open_engine` and `EnginePool.open`.
+    A server is looked at, unless `check` is off, when it is opened and whenever it may serve another model;
+    `weights_now` tells which weights sample, where the server does not.
+
+    Raises `InvalidRequest` and `EngineError` as `open_engine`, `GuardedEngine.open` and `EnginePool.open`.
     """
-    if config.kind == "transformers":
+    engine = config.engine
+    if engine.kind == "transformers":
         from tokentape.engines.transformers import TransformersEngine
 
-        threads = config.threads or (1 if model == MODEL else None)
-        return TransformersEngine.open(model, threads=threads, path=config.path)
-    from tokentape.engines.opening import open_engine
+        model = model_folder(config)
+        threads = engine.threads or (1 if model == MODEL else None)
+        return TransformersEngine.open(model, threads=threads, path=engine.path)
     from tokentape.engines.pool import EnginePool
 
-    openers = {
-        urlsplit(url).netloc: partial(
-            open_engine,
-            config.kind,
-            url,
-            vocab_size=vocab_size,
-            api_key=config.api_key,
-            timeouts=config.timeouts,
-            verify_prompt=config.verify_prompts,
-        )
-        for url in config.urls
-    }
+    guard = _guard(config, renderer, weights_now) if check else None
+    openers = {urlsplit(url).netloc: partial(_open_remote, engine, url, renderer, guard) for url in engine.urls}
     if len(openers) == 1:
         (opener,) = openers.values()
         return await opener()
     return await EnginePool.open(openers)
+
+
+async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard: Guard | None) -> Engine:
+    from tokentape.engines.opening import open_engine
+
+    engine = await open_engine(
+        config.kind,
+        url,
+        vocab_size=renderer.tokenizer.vocab_size,
+        model=config.model,
+        api_key=config.api_key,
+        timeouts=config.timeouts,
+        verify_prompt=config.verify_prompts,
+    )
+    return engine if guard is None else await guard(engine)
+
+
+def _guard(config: ServeConfig, renderer: Renderer, weights_now: Callable[[], str | None]) -> Guard:
+    """What looks at an engine, and then sees to it that it goes on serving the folder's model."""
+    engine, folder = config.engine, folder_model(config)
+
+    async def look(http: HttpClient, info: EngineInfo) -> ModelCheck:
+        found = await serves_model(engine.kind, http, info, renderer, folder, engine.model)
+        failed = [f"{one.found}. {one.advice}" for one in found if one.status == "fail"]
+        unknown = [one.found for one in found if one.status == "warn"]
+        return ModelCheck(
+            "refused" if failed else "unverified" if unknown else "ok", " ".join(failed) or "; ".join(unknown)
+        )
+
+    async def guard(opened: RemoteEngine) -> GuardedEngine:
+        refuse = not engine.unverified_model
+        return await GuardedEngine.open(opened, engine.kind, look, refuse=refuse, weights_now=weights_now)
+
+    return guard

@@ -6,14 +6,19 @@ A *turn* is one engine call, a *session* one agent's tree of turns, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from importlib import import_module
+from sys import intern
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from tokentape.canonical import canonical_json, digest_of, json_in_order
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 """Token ids, shape [tokens]."""
@@ -55,20 +60,46 @@ class Provenance(IntEnum):
     """Stands for a part of an image."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setup:
     """What rendering depends on besides the messages. Two turns with different setups share no context.
 
-    `fingerprint` names the tokenizer files, the template and the library versions; `date` is what
-    `strftime_now` shows the template, frozen for the session.
+    `Renderer.setup` makes it. `fingerprint` names the tokenizer files, the template and the library versions; `date`
+    is what `strftime_now` shows the template, frozen for the session. Tools and kwargs are copied: later changes to
+    what was given don't reach the setup. Raises `InvalidRequest` if they are not JSON.
     """
 
     tools: tuple[Tool, ...]
     template_kwargs: Mapping[str, Any]
     date: str
     fingerprint: str
-    digest: str
-    """Hex SHA-256 of the other fields: the key under which the store keeps a setup once."""
+
+    def __post_init__(self) -> None:
+        tools, kwargs = json.loads(json_in_order([list(self.tools), self.template_kwargs]))
+        object.__setattr__(self, "tools", tuple(tools))
+        object.__setattr__(self, "template_kwargs", kwargs)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex SHA-256 of the fields, not of the order of keys in them: the store's key."""
+        fields = {
+            "tools": list(self.tools),
+            "template_kwargs": self.template_kwargs,
+            "date": self.date,
+            "fingerprint": self.fingerprint,
+        }
+        # Every turn names it and is kept in memory: one text for all of them.
+        return intern(digest_of(b"tokentape setup 1", canonical_json(fields).encode("ascii")))
+
+    @cached_property
+    def key(self) -> str:
+        """Hex SHA-256 of the fields and the order of keys in them, which a template may write: the key of caches."""
+        return setup_key(self.tools, self.template_kwargs, self.date, self.fingerprint)
+
+
+def setup_key(tools: Sequence[Tool], template_kwargs: Mapping[str, Any], date: str, fingerprint: str) -> str:
+    """Return the `key` of a `Setup` with these fields. Raises `InvalidRequest` if they are not JSON."""
+    return digest_of(json_in_order([list(tools), template_kwargs, date, fingerprint]).encode("ascii"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +196,20 @@ class Reward:
 
 
 @dataclass(frozen=True, slots=True)
+class Event:
+    """Something found out about a session after it was recorded. Events are appended, never changed."""
+
+    session_id: str
+    turn: int | None
+    """The turn it is about; None for the session."""
+    kind: str
+    body: Mapping[str, Any]
+    """JSON; what it says depends on the kind."""
+    created_at: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
 class TurnColumn:
     """A named number per token of one turn, for example advantages. The last one of a name counts."""
 
@@ -249,7 +294,7 @@ class Trajectory:
     """Of the whole path, else of the session."""
     verdict: str
     """`exact`; `forked: WHY`; `closed`: we ended a turn that the model had not; `captured`, `captured with drift`: the
-    server made the contexts. What a trainer gates on."""
+    server made the contexts. Reservations follow, see `session.verdict`. What a trainer gates on."""
     metadata: Mapping[str, Any]
     turn_rewards: npt.NDArray[np.float64]
     """Reward of each turn's action, NaN where it has none."""

@@ -16,23 +16,21 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chat.conftest import ROOT, load_tokenizer, needs_tokenizers
+from tests.chat.conftest import REAL_FAMILIES, load_tokenizer, model_path, slow_unless
+from tests.searching import examples
 from tokentape.audit.drift.meter import measure_drift
 from tokentape.audit.id_rows import IdRow, Span
 from tokentape.chat.tokenizer import Tokenizer
 
-FAMILIES = [
-    pytest.param(name, marks=[] if name in ("qwen3", "llama3") else pytest.mark.slow)
-    for name in ("qwen3", "llama3", "deepseek_v3", "gpt_oss", "glm4_5", "nemotron3")
-    if (ROOT / name / "tokenizer.json").exists()
-]
+BYTE_LEVEL = ("qwen3", "llama3", "deepseek_v3", "gpt_oss", "glm4_5", "nemotron3")
+FAMILIES = [*BYTE_LEVEL, *(slow_unless(name) for name in REAL_FAMILIES if name.removeprefix("real/") in BYTE_LEVEL)]
 
 
 class Pairs:
     """Canonicality by pairs, for a tokenizer.json with byte-level BPE."""
 
     def __init__(self, family: str) -> None:
-        spec = json.loads((ROOT / family / "tokenizer.json").read_bytes())
+        spec = json.loads((model_path(family) / "tokenizer.json").read_bytes())
         self.whole_words = spec["model"].get("ignore_merges", False)
         self.vocab = spec["model"]["vocab"]
         bare = {**spec, "added_tokens": [], "post_processor": None, "normalizer": None}
@@ -74,9 +72,8 @@ def pairs(family: str) -> Pairs:
     return Pairs(family)
 
 
-@needs_tokenizers
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data())
 def test_the_meter_and_the_pairs_agree(family: str, data: st.DataObject) -> None:
     tokenizer = load_tokenizer(family)
@@ -90,7 +87,6 @@ def test_the_meter_and_the_pairs_agree(family: str, data: st.DataObject) -> None
     assert drifted != pairs(family).canonical(ids, [tokenizer.token_bytes(one) for one in ids])
 
 
-@needs_tokenizers
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_pairs_find_a_single_split(family: str) -> None:
     tokenizer = load_tokenizer(family)

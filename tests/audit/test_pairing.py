@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chat.conftest import load_tokenizer, needs_tokenizers
+from tests.chat.conftest import load_tokenizer
 from tokentape.audit.drift.classes import CLASSES
 from tokentape.audit.pairing import pair_ids, retokenized
 from tokentape.chat.renderer import Renderer
@@ -56,13 +56,11 @@ def test_a_change_of_ids_has_the_class_of_its_boundary(
     check_class(tokenizer, one, other, kind)
 
 
-@needs_tokenizers
 def test_boundaries_within_numbers_and_characters_have_classes_too() -> None:
     check_class(load_tokenizer("llama3"), [b"12", b"3"], [b"123"], "digits")
     check_class(load_tokenizer("llama3"), [b"\xc3", b"\xa9"], ["é".encode()], "bytes")
 
 
-@needs_tokenizers
 def test_another_id_of_the_same_bytes_is_a_change() -> None:
     """SentencePiece vocabularies have bytes as tokens of their own beside the letters that they spell."""
     tokenizer = load_tokenizer("mistral_v3_spm")

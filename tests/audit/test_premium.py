@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tests.chat.conftest import load_tokenizer, needs_tokenizers
+from tests.chat.conftest import load_tokenizer
 from tokentape.audit.premium import Line, measure, page, read_corpus
 from tokentape.audit.scripts import script_of, scripts_of
 from tokentape.chat.renderer import Renderer
@@ -70,7 +70,6 @@ def test_what_scripts_take_is_what_the_text_takes(renderer: Renderer, text: str)
     assert sum(row.octets for row in found.scripts) == len(text.encode())
 
 
-@needs_tokenizers
 @pytest.mark.parametrize("family", ["qwen3", "mistral_v3_spm"])
 def test_each_script_of_a_mixed_line_is_charged_for_its_own_tokens(family: str) -> None:
     tokenizer = load_tokenizer(family)

@@ -1,24 +1,75 @@
-"""Real tokenizers and templates, read from a folder beside the repository; never committed."""
+"""The pairs of template and tokenizer that tests of chat try: the small ones of `data/models`, and real ones beside.
+
+A name such as `qwen3/templates/Qwen3.jinja` is looked up in `data/models`, or among the real ones while the fixture
+`source` says so; `real/qwen3/...` is always a real one. Real ones are read from `TOKENTAPE_TOKENIZERS`, by default a
+folder beside the repository. Tests are made for those that are there: none is skipped for one that is not.
+"""
 
 from __future__ import annotations
 
-import os
+import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.chat.data import make_tokenizers
+from tests.data import HAVE_REAL, REAL, TRIED
+from tokentape.chat.certificate import Certificate
+from tokentape.chat.certify import certify
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
 from tokentape.chat.tokenizer import Tokenizer
-from tokentape.session.chain import setup_digest
 from tokentape.types import Setup
 
-ROOT = Path(os.environ.get("TOKENTAPE_TOKENIZERS", Path(__file__).parents[3] / "shared" / "tokenizers"))
-TEMPLATES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("*/templates/*.jinja"))
+SMALL = Path(__file__).parent / "data" / "models"
+
 STAND_IN = "qwen3"
 """Families that come without a tokenizer are tried with this one."""
+
+WRITTEN_HERE = {
+    "llama3/templates/Llama-3-Instruct.jinja": "gemma3/templates/turns.jinja",
+    "llama3/templates/Llama-3.1-3.3-Instruct.jinja": "llama3/templates/bare-json.jinja",
+    "glm4_5/templates/GLM-4.5.jinja": "glm4_5/templates/key-value.jinja",
+    "glm4_5/templates/GLM-4.6.jinja": "glm4_5/templates/key-value.jinja",
+    "deepseek_v3/templates/DeepSeek-V3-Dec2024.jinja": "deepseek_v3/templates/sections.jinja",
+    "deepseek_v31/templates/DeepSeek-V3.1.jinja": "deepseek_v31/templates/short-sections.jinja",
+    "minimax_m2/templates/MiniMax-M2.jinja": "minimax_m2/templates/invoke.jinja",
+    "nemotron3/templates/Nemotron-3-Nano.jinja": "nemotron3/templates/forced-thinking.jinja",
+}
+"""What stands in `data/models` for a template that may not be copied: one that writes calls and turns the same way."""
+
+REAL_SAMPLE = ("mistral_v3_spm/templates/v3_spm.jinja", "qwen3/templates/Qwen3.jinja")
+"""The real pairs that `make test` tries; `make test-slow` tries all."""
+
+
+def templates_in(root: Path) -> list[str]:
+    return sorted(path.relative_to(root).as_posix() for path in root.glob("*/templates/*.jinja"))
+
+
+SMALL_TEMPLATES = templates_in(SMALL)
+REAL_TEMPLATES = [f"real/{name}" for name in templates_in(REAL)] if HAVE_REAL else []
+
+
+def slow_unless(name: str, *names: str) -> Any:
+    """A parameter that only slow runs try, unless it is one of `names`."""
+    return name if name in names else pytest.param(name, marks=pytest.mark.slow)
+
+
+EVERY_TEMPLATE = SMALL_TEMPLATES + [
+    slow_unless(name, *(f"real/{sample}" for sample in REAL_SAMPLE)) for name in REAL_TEMPLATES
+]
+"""Parameters: each small pair, and each real one that is there."""
+
+FAMILIES = sorted(path.parent.name for path in SMALL.glob("*/tokenizer.json"))
+KINDS = ("qwen3", "gpt_oss", "mistral_v3_spm", "gemma3", "unigram")
+"""A family of each kind of vocabulary: see `data/make_tokenizers.py`."""
+
+REAL_FAMILIES = [f"real/{path.parent.name}" for path in sorted(REAL.glob("*/tokenizer.json"))]
+EVERY_FAMILY = FAMILIES + [slow_unless(name, "real/mistral_v3_spm") for name in REAL_FAMILIES]
+"""Parameters: each small tokenizer, and each real one that is there."""
 
 ADD = {
     "type": "function",
@@ -33,26 +84,87 @@ ADD = {
     },
 }
 
-needs_tokenizers = pytest.mark.skipif(
-    not TEMPLATES, reason=f"no tokenizers in {ROOT.name}/: set TOKENTAPE_TOKENIZERS to a folder that has them"
-)
+_sources = ["small"]
+
+
+@pytest.fixture(scope="module", params=["small", *([pytest.param("real", marks=pytest.mark.slow)] * HAVE_REAL)])
+def source(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Makes names without a prefix those of small pairs, then of real ones."""
+    _sources.append(request.param)
+    yield request.param
+    _sources.pop()
+
+
+def model_path(name: str) -> Path:
+    """Return the path of a template or family, of the source that is tried or of the one that its prefix names."""
+    first, _, rest = name.partition("/")
+    if first == "real" or _sources[-1] == "real":
+        return REAL / (rest if first == "real" else name)
+    return SMALL / WRITTEN_HERE.get(name, name)
 
 
 @cache
+def _tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder if (folder / "tokenizer.json").exists() else folder.parent / STAND_IN)
+
+
+@cache
+def _renderer(path: Path) -> Renderer:
+    return Renderer(_tokenizer(path.parents[1]), _template(path))
+
+
+@cache
+def _template(path: Path) -> ChatTemplate:
+    return ChatTemplate(path.read_text(encoding="utf-8"))
+
+
+@cache
+def _certificate(path: Path) -> Certificate:
+    return certify(_renderer(path))
+
+
 def load_tokenizer(family: str) -> Tokenizer:
-    folder = ROOT / family
-    return Tokenizer.load(folder if (folder / "tokenizer.json").exists() else ROOT / STAND_IN)
+    """Return a family's tokenizer, loaded once."""
+    return _tokenizer(model_path(family))
+
+
+def load_renderer(template: str) -> Renderer:
+    """Return the renderer of a template and the tokenizer of its family, made once."""
+    path = model_path(template)
+    TRIED.add(f"{'real' if path.is_relative_to(REAL) else 'small'} {path.parents[1].name}/{path.name}")
+    return _renderer(path)
+
+
+def new_renderer(template: str) -> Renderer:
+    """Return a renderer that nothing else uses."""
+    path = model_path(template)
+    folder = path.parents[1]
+    tokenizer = Tokenizer.load(folder if (folder / "tokenizer.json").exists() else folder.parent / STAND_IN)
+    return Renderer(tokenizer, ChatTemplate(path.read_text(encoding="utf-8")))
+
+
+def renderer_of_kind(template: str, kind: str) -> Renderer:
+    """Return the renderer of a small template with its family's added tokens on a vocabulary of another kind."""
+    path = model_path(template)
+    family = path.parents[1].name
+    TRIED.add(f"small {family}/{path.name} on {kind}")
+    return Renderer(_tokenizer_of_kind(family, kind), _template(path))
 
 
 @cache
-def load_renderer(template: str) -> Renderer:
-    source = (ROOT / template).read_text(encoding="utf-8")
-    return Renderer(load_tokenizer(template.split("/")[0]), ChatTemplate(source))
+def _tokenizer_of_kind(family: str, kind: str) -> Tokenizer:
+    added = make_tokenizers.FAMILIES.get(family, make_tokenizers.FAMILIES[STAND_IN])
+    return Tokenizer(json.dumps(make_tokenizers.compose(kind, added)).encode(), added.config)
+
+
+def load_certificate(template: str) -> Certificate:
+    """Return the certificate of a pair, made once."""
+    load_renderer(template)
+    return _certificate(model_path(template))
 
 
 def setup_for(renderer: Renderer, *, tools: tuple[Any, ...] = (ADD,), date: str = "2026-11-21", **kwargs: Any) -> Setup:
-    digest = setup_digest(tools, kwargs, date, renderer.fingerprint)
-    return Setup(tools, kwargs, date, renderer.fingerprint, digest)
+    return renderer.setup(tools, kwargs, date)
 
 
 def call(n: int, arguments: Any) -> dict[str, Any]:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chat.conftest import load_renderer, load_tokenizer, needs_tokenizers, setup_for
+from tests.chat.conftest import call, load_renderer, load_tokenizer, result, setup_for
 from tokentape.chat.bridge import overlap
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
@@ -30,7 +34,7 @@ def bridged(renderer: Renderer, completion: str) -> tuple[str, str]:
     return tokenizer.decode(added.ids.tolist()), tokenizer.decode(closing.tolist())
 
 
-@needs_tokenizers
+@pytest.mark.usefixtures("source")
 def test_a_token_that_ends_conversations_stands_for_the_one_that_ends_turns() -> None:
     renderer = load_renderer("gpt_oss/templates/gpt-oss.jinja")
     text, closing = bridged(renderer, "<|channel|>final<|message|>hi<|return|>")
@@ -38,7 +42,7 @@ def test_a_token_that_ends_conversations_stands_for_the_one_that_ends_turns() ->
     assert closing == ""
 
 
-@needs_tokenizers
+@pytest.mark.usefixtures("source")
 def test_a_truncated_turn_is_closed_with_the_token_that_ends_turns() -> None:
     renderer = load_renderer("gpt_oss/templates/gpt-oss.jinja")
     text, closing = bridged(renderer, "<|channel|>final<|message|>hi")
@@ -51,8 +55,63 @@ NO_END_OF_TURN = """{%- for m in messages -%}<|im_start|>{{ m.role }}: {{ m.cont
 {%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant: {%- endif -%}"""
 
 
-@needs_tokenizers
+@pytest.mark.usefixtures("source")
 def test_a_header_is_not_taken_for_the_end_of_a_turn() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(NO_END_OF_TURN))
     text, _ = bridged(renderer, "hi<|endoftext|>")
     assert text.startswith("<|im_start|>user: next<|im_start|>assistant:")
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, {"note": "x"}])
+@pytest.mark.parametrize("call_id", ["call00000", "Zx81kQ0pL"])
+def test_an_id_in_what_closes_a_call_is_the_calls_own(arguments: dict[str, Any], call_id: str) -> None:
+    renderer = load_renderer("mistral_nemo/templates/v7.jinja")
+    setup = setup_for(renderer)
+    text = f'[TOOL_CALLS][{{"name": "add", "arguments": {json.dumps(arguments)}, "id": "{call_id}"}}]</s>'
+    ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain(text))
+    function = {"name": "add", "arguments": json.dumps(arguments)}
+    reply = {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+    added = renderer.bridge(ids, reply, [{"role": "tool", "tool_call_id": call_id, "content": "ok"}], setup)
+    assert renderer.tokenizer.decode(added.ids).startswith("[TOOL_RESULTS]")
+
+
+@pytest.mark.parametrize("call_id", ["call00000", "Zk3Lq8Wm2"])
+@pytest.mark.parametrize("note", ["x", ["é"], {"k": 1}, None])
+@pytest.mark.usefixtures("source")
+def test_an_id_after_the_arguments_ends_the_call_whatever_it_is(call_id: str, note: object) -> None:
+    renderer = load_renderer("mistral_nemo/templates/v3.jinja")
+    setup, tokenizer = setup_for(renderer), renderer.tokenizer
+    calling = {**call(0, {"a": 1, "note": note}), "id": call_id}
+    reply = {"role": "assistant", "content": "", "tool_calls": [calling]}
+    new = [{**result(0), "tool_call_id": call_id}]
+    prompt = renderer.marked([NEXT], setup, generate=True)
+    spoken = renderer.marked([NEXT, reply], setup, generate=False)
+    whole = renderer.marked([NEXT, reply, *new], setup, generate=True)
+    completion = tokenizer.array(tokenizer.encode_after_control(spoken[len(prompt) :]).ids)
+    added = renderer.bridge(completion, reply, new, setup)
+    assert [*tokenizer.encode_marked(prompt).ids, *completion, *added.ids] == tokenizer.encode_marked(whole).ids
+
+
+CHANNELS = """{%- for m in messages -%}
+{%- if m.role != 'assistant' -%}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{%- else -%}
+{%- if m.reasoning_content -%}<|im_start|>assistant:plan
+{{ m.reasoning_content }}<|im_end|>{%- endif -%}
+{%- for t in m.tool_calls -%}<|im_start|>assistant to={{ t.function.name }}
+{{ t.function.arguments | tojson }}<|fim_suffix|>
+{%- else -%}<|im_start|>assistant:final
+{{ m.content }}{{ '<|endoftext|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}
+{%- endfor -%}
+{%- endif -%}
+{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant{%- endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_a_header_that_stands_within_turns_is_no_stop_token() -> None:
+    tokenizer = load_tokenizer("qwen3")
+    renderer = Renderer(tokenizer, ChatTemplate(CHANNELS))
+    stops = renderer.stop_ids(setup_for(renderer))
+    within = {control.id for name in ("<|im_start|>", "<|im_end|>") if (control := tokenizer.control(name)) is not None}
+    assert len(within) == 2
+    assert stops & within <= tokenizer.eos_ids

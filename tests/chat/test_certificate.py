@@ -65,6 +65,15 @@ def test_a_feature_needs_all_its_parse_checks(certificate: Certificate, feature:
         assert shortfalls == [f"{feature}: {check}: so"]
 
 
+@pytest.mark.parametrize("name", ["tool", "tools", "tool+user"])
+@pytest.mark.parametrize("check", FEATURES["calls"])
+def test_tool_results_need_calls_that_are_parsed(certificate: Certificate, name: str, check: str) -> None:
+    (line,) = without_check(certificate, check, None).shortfalls([name, "user"])
+    assert line.startswith(f"{name}: the continuation is exact, but ")
+    assert ("agents get them as content" in line) == (check == "call")
+    assert line.endswith(f"{check}: so")
+
+
 def test_reasoning_that_the_template_does_not_show_is_a_shortfall(certificate: Certificate) -> None:
     assert len(list(replace(certificate, reasoning=None).shortfalls(["reasoning"]))) == 1
 

@@ -1,29 +1,37 @@
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from tokentape.chat import certificate_cache
+from tokentape.chat import certificate_cache, disk_cache
 from tokentape.chat.certificate import Certificate
-from tokentape.chat.certificate_cache import default_directory, load_or_certify
+from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.certify import certify
+from tokentape.chat.disk_cache import cache_directory
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
 
 
 class Counted:
-    """Counts how often a certificate is made."""
+    """Counts how often a certificate is asked for; makes each one once, for all these tests."""
+
+    known: ClassVar[dict[tuple[str, str], Certificate]] = {}
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made = 0
         monkeypatch.setattr(certificate_cache, "certify", self)
 
-    def __call__(self, *args: object) -> Certificate:
+    def __call__(self, renderer: Renderer, template_kwargs: Any) -> Certificate:
         self.made += 1
-        return certify(*args)  # type: ignore[arg-type]
+        key = renderer.fingerprint, json.dumps(template_kwargs)
+        if key not in self.known:
+            self.known[key] = certify(renderer, template_kwargs)
+        return self.known[key]
 
 
 @pytest.fixture
@@ -97,7 +105,7 @@ def test_a_write_that_fails_leaves_nothing_behind(
 def test_the_oldest_go_when_there_are_too_many(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(certificate_cache, "_MOST", 2)
+    monkeypatch.setattr(disk_cache, "_MOST", 2)
     for age, name in enumerate(("a", "b", "c")):
         old = tmp_path / f"{name}.json"
         old.write_text("")
@@ -109,13 +117,13 @@ def test_the_oldest_go_when_there_are_too_many(
 
 def test_the_directory_is_the_chosen_one_else_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENTAPE_CACHE", "/chosen")
-    assert default_directory() == Path("/chosen/certificates")
+    assert cache_directory("certificates") == Path("/chosen/certificates")
     monkeypatch.delenv("TOKENTAPE_CACHE")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert default_directory() == Path("/xdg/tokentape/certificates")
+    assert cache_directory("certificates") == Path("/xdg/tokentape/certificates")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert default_directory() == Path("/home/me/.cache/tokentape/certificates")
+    assert cache_directory("certificates") == Path("/home/me/.cache/tokentape/certificates")
     monkeypatch.setattr("sys.platform", "darwin")
-    assert default_directory() == Path("/home/me/Library/Caches/tokentape/certificates")
+    assert cache_directory("certificates") == Path("/home/me/Library/Caches/tokentape/certificates")

@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chat.conftest import load_renderer, needs_tokenizers, setup_for
+from tests.chat.conftest import load_renderer, load_tokenizer, setup_for
 from tests.chat.test_renderer import QWEN, QWEN3, random_split
+from tests.searching import examples
 from tokentape.chat.parse import Reply
+from tokentape.chat.renderer import Renderer
+from tokentape.chat.template import ChatTemplate
 
-pytestmark = needs_tokenizers
+pytestmark = pytest.mark.usefixtures("source")
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 7}}\n</tool_call>'
 THINKING = "qwen3/templates/Qwen3-Thinking-2507.jinja"
@@ -193,7 +196,7 @@ def nfc(text: str) -> str:
 
 
 @given(parts=completions(), seed=st.integers(0, 2**16))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_parse_returns_what_was_written_however_it_is_split(
     parts: tuple[str, str, list[dict[str, Any]]], seed: int
 ) -> None:
@@ -230,12 +233,32 @@ def test_parse_returns_what_was_written_however_it_is_split(
     assert not reply.reasoning_open
 
 
-@given(ids=st.lists(st.integers(0, 151664), max_size=60), template=st.sampled_from(QWEN))
-@settings(max_examples=100, deadline=None)
+@given(ids=st.lists(st.integers(0, 2**32), max_size=60), template=st.sampled_from(QWEN))
+@settings(max_examples=examples(100), deadline=None)
 def test_any_ids_at_all_parse(ids: list[int], template: str) -> None:
     renderer = load_renderer(template)
     parser = renderer.parser(setup_for(renderer), stop_strings=["the"])
-    told = [parser.feed([token_id]) for token_id in ids]
+    told = [parser.feed([token_id % renderer.tokenizer.vocab_size]) for token_id in ids]
     rest, reply = parser.finish()
     assert "".join(delta.content for delta in told) + rest.content == reply.content
     json.dumps(reply.content).encode("utf-8")
+
+
+OPENS_AFTER_QUESTIONS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content.split('</think>')[-1] }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% if messages[-1].role == 'user' -%}<think>
+{% endif -%}{%- endif -%}"""
+
+
+@pytest.mark.parametrize(
+    ("role", "reasoning", "content"), [("user", "Hm.", "Yes."), ("tool", "", "Hm.</think>Yes."), (None, "Hm.", "Yes.")]
+)
+def test_the_prompt_of_the_turn_says_whether_reasoning_is_open(role: str | None, reasoning: str, content: str) -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(OPENS_AFTER_QUESTIONS))
+    setup = renderer.setup()
+    prompt_ids = None if role is None else renderer.render([{"role": role, "content": "<think>\n"}]).ids
+    parser = renderer.parser(setup, prompt_ids=prompt_ids)
+    parser.feed(renderer.tokenizer.encode_plain("Hm.</think>Yes.<|im_end|>"))
+    reply = parser.finish()[1]
+    assert (reply.reasoning.strip(), reply.content.strip()) == (reasoning, content)

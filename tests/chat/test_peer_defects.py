@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.chat.conftest import TEMPLATES, call, load_renderer, needs_tokenizers, result, setup_for
+from tests.chat.conftest import REAL_TEMPLATES, SMALL_TEMPLATES, call, load_renderer, result, setup_for, slow_unless
 from tests.records import make_turn
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
@@ -20,8 +20,6 @@ from tokentape.errors import TemplateRefused
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
 from tokentape.types import Message, Provenance, SessionInfo, Setup, Trajectory
-
-pytestmark = needs_tokenizers
 
 QWEN3 = "qwen3/templates/Qwen3.jinja"
 GPT_OSS = "gpt_oss/templates/gpt-oss.jinja"
@@ -86,7 +84,7 @@ def test_2_text_of_a_new_message_never_becomes_a_control_token(spelled: str, rol
     assert controls(f"say {spelled} twice: {spelled}") == controls("say nothing")
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", [*SMALL_TEMPLATES, *map(slow_unless, REAL_TEMPLATES)])
 def test_3_each_token_is_attributed_once_and_to_whom_it_belongs(template: str) -> None:
     """`DefaultRenderer` renders prefixes, and where a template rewrites them it has more attributions than ids."""
     renderer = load_renderer(template)

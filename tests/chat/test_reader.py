@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chat.conftest import load_tokenizer, needs_tokenizers
+from tests.chat.conftest import KINDS, REAL_FAMILIES, load_tokenizer, slow_unless
 from tokentape.chat.reader import Reader
 from tokentape.chat.tokenizer import Tokenizer
-
-pytestmark = needs_tokenizers
 
 TEXT = st.text(st.sampled_from("abc def\n\u00e9\u4e2d\U0001f642"), max_size=12)
 
@@ -39,7 +37,7 @@ def slowly(tokenizer: Tokenizer, ids: Sequence[int], stop_ids: frozenset[int]) -
     return text, [(n, n + 1) for n in written_by]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "mistral_v3_spm"])
+@pytest.mark.parametrize("family", [*KINDS, *map(slow_unless, REAL_FAMILIES)])
 @given(texts=st.lists(TEXT, max_size=4), data=st.data())
 def test_arrivals_of_any_size_read_as_one_token_at_a_time(family: str, texts: list[str], data: st.DataObject) -> None:
     tokenizer = load_tokenizer(family)

@@ -1,73 +1,34 @@
 from __future__ import annotations
 
-import datetime
 import random
 from typing import Any
 
-import jinja2
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chat.conftest import ADD, TEMPLATES, call, load_renderer, load_tokenizer, needs_tokenizers, result, setup_for
+from tests.chat.conftest import (
+    ADD,
+    SMALL_TEMPLATES,
+    call,
+    load_renderer,
+    load_tokenizer,
+    new_renderer,
+    result,
+    setup_for,
+)
+from tests.chat.oracle import ANSWER, CONVERSATIONS, QUESTION, SYSTEM, by_transformers
+from tests.searching import examples
 from tokentape.chat.renderer import Renderer
+from tokentape.chat.template import ChatTemplate
 from tokentape.errors import TemplateRefused
 from tokentape.types import Provenance
 
-pytestmark = needs_tokenizers
+pytestmark = pytest.mark.usefixtures("source")
 
-QWEN = [name for name in TEMPLATES if name.startswith(("qwen2_5/", "qwen3/"))]
+QWEN = [name for name in SMALL_TEMPLATES if name.startswith(("qwen2_5/", "qwen3/"))]
 QWEN3 = "qwen3/templates/Qwen3.jinja"
-
-SYSTEM = {"role": "system", "content": "You are X.\n"}
-QUESTION = {"role": "user", "content": " hello  there é日本\n\nok"}
-ANSWER = {"role": "assistant", "content": "answer text", "reasoning_content": "some thinking"}
-CONVERSATIONS = {
-    "user": [QUESTION],
-    "system, user": [SYSTEM, QUESTION],
-    "several turns": [SYSTEM, QUESTION, ANSWER, {"role": "user", "content": "\n\nnext  q\n"}],
-    "tool": [SYSTEM, QUESTION, {**ANSWER, "tool_calls": [call(7, {"a": 7, "note": "x y"})]}, result(7)],
-    "string arguments": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call(7, '{"a":1}')]}, result(7)],
-    "parallel calls": [
-        SYSTEM,
-        QUESTION,
-        {"role": "assistant", "content": None, "tool_calls": [call(7, {"a": 7}), call(8, {"a": 8, "exact": False})]},
-        result(7),
-        result(8, "\nresult 8 "),
-        {"role": "user", "content": "go"},
-    ],
-}
-
-
-def by_transformers(renderer: Renderer, messages: list[dict[str, Any]], *, generate: bool = True) -> list[int] | None:
-    """Ids by transformers' own rendering code; None if the template refuses."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    try:
-        rendered, _ = render_jinja_template(
-            conversations=[kept],
-            tools=[ADD],
-            chat_template=renderer.template.source,
-            add_generation_prompt=generate,
-            **renderer.tokenizer.special_tokens,
-        )
-    except (jinja2.TemplateError, TypeError):
-        return None
-    return renderer.tokenizer.encode_plain(rendered[0])
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_render_equals_transformers(template: str, name: str) -> None:
-    renderer = load_renderer(template)
-    messages = CONVERSATIONS[name]
-    expected = by_transformers(renderer, messages)
-    if expected is None:
-        pytest.skip("the template refuses this conversation")
-    setup = setup_for(renderer, date=datetime.date.today().isoformat())
-    assert renderer.render(messages, setup).ids.tolist() == expected
 
 
 def test_content_parts_render_as_the_text_they_hold() -> None:
@@ -79,9 +40,9 @@ def test_content_parts_render_as_the_text_they_hold() -> None:
 
 
 def test_the_date_is_the_setup_s_and_not_the_clock_s() -> None:
-    renderer = load_renderer("llama3/templates/Llama-3.2-Instruct.jinja")
+    renderer = load_renderer("gpt_oss/templates/gpt-oss.jinja")
     ids = renderer.render([QUESTION], setup_for(renderer, date="2020-02-29")).ids.tolist()
-    assert "29 Feb 2020" in renderer.tokenizer.decode(ids)
+    assert "2020-02-29" in renderer.tokenizer.decode(ids)
 
 
 CONTINUATIONS = {
@@ -150,9 +111,9 @@ def test_open_reasoning_is_closed_as_the_template_closes_it() -> None:
 
 def test_another_stop_token_is_kept_and_stands_for_the_turn_s_end(monkeypatch: pytest.MonkeyPatch) -> None:
     # One of its own: a renderer finds out once per setup which ids end a turn.
-    renderer = load_renderer.__wrapped__(QWEN3)
+    renderer = new_renderer(QWEN3)
     tokenizer, setup = renderer.tokenizer, setup_for(renderer)
-    monkeypatch.setattr(tokenizer, "eos_ids", tokenizer.eos_ids | {151643})
+    monkeypatch.setattr(tokenizer, "eos_ids", tokenizer.eos_ids | set(tokenizer.encode_plain("<|endoftext|>")))
     completion = tokenizer.array(tokenizer.encode_plain("hi<|endoftext|>"))
     added = renderer.bridge(completion, {"role": "assistant", "content": "hi"}, [QUESTION], setup)
     assert tokenizer.decode(added.ids.tolist()).startswith("\n<|im_start|>user\n")
@@ -199,7 +160,7 @@ def test_a_role_that_the_template_drops_is_refused() -> None:
 def test_a_template_s_own_refusal_is_told() -> None:
     renderer = load_renderer("llama3/templates/Llama-3.1-3.3-Instruct.jinja")
     two_calls = {"role": "assistant", "content": "", "tool_calls": [call(1, {"a": 1}), call(2, {"a": 2})]}
-    with pytest.raises(TemplateRefused, match="single tool-calls"):
+    with pytest.raises(TemplateRefused, match=r"single tool-calls|one call at most"):
         renderer.render([QUESTION, two_calls, result(1), result(2)], setup_for(renderer))
 
 
@@ -219,24 +180,6 @@ def test_provenance_names_who_said_what() -> None:
     assert Provenance.SAMPLED not in rendered.provenance
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_control_tokens_in_caller_text_stay_text(template: str) -> None:
-    renderer = load_renderer(template)
-    setup = setup_for(renderer)
-    tokenizer = renderer.tokenizer
-    control_ids = [control.id for control in tokenizer.controls]
-
-    def count(text: str) -> np.ndarray:
-        return np.bincount(
-            renderer.render([{"role": "user", "content": text}], setup).ids, minlength=tokenizer.vocab_size
-        )
-
-    benign = count("a word b")[control_ids]
-    for control in tokenizer.controls[:40] + tokenizer.controls[-8:]:
-        for text in (f"a {control.content} b", control.content, control.content * 2, control.content[:-1]):
-            assert (count(text)[control_ids] == benign).all()
-
-
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_a_control_token_split_over_neighbouring_texts_stays_text(cut: int) -> None:
     renderer = load_renderer(QWEN3)
@@ -254,7 +197,7 @@ TEXTS = st.text(max_size=30) | st.sampled_from(["", " ", "\n\n", "<|im_end|>", "
 
 
 @given(user=TEXTS, tool=TEXTS, system=TEXTS, template=st.sampled_from(QWEN), seed=st.integers(0, 2**16))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_context_is_only_ever_appended_to(user: str, tool: str, system: str, template: str, seed: int) -> None:
     """Whatever callers say and however the model split its text, not one sampled id changes over many turns."""
     renderer = load_renderer(template)
@@ -313,3 +256,20 @@ def test_stop_ids_are_what_ends_assistant_turns() -> None:
 def test_two_models_have_two_fingerprints() -> None:
     assert load_renderer(QWEN[0]).fingerprint != load_renderer(QWEN[1]).fingerprint
     assert load_tokenizer("qwen3").sha256 != load_tokenizer("qwen2_5").sha256
+
+
+NEEDS_CONTENT = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content.strip() }}{%- for t in m.tool_calls -%}
+<tool_call>{"name": "{{ t.function.name }}", "arguments": {{ t.function.arguments | tojson }}}</tool_call>
+{%- endfor -%}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_a_call_without_content_is_rendered_where_the_template_wants_a_text() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(NEEDS_CONTENT))
+    question = {"role": "user", "content": "?"}
+    calling = {"role": "assistant", "content": None, "tool_calls": [call(1, {"a": 1})]}
+    empty = {**calling, "content": ""}
+    rendered, expected = (renderer.render([question, one, result(1)], (ADD,)).ids for one in (calling, empty))
+    assert rendered.tolist() == expected.tolist()

@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 
+from tokentape.chat import budget
 from tokentape.chat.template import ChatTemplate
 from tokentape.errors import TemplateRefused, TokenizerUnusable
 
@@ -62,8 +63,10 @@ def _render(source: str, messages: list[dict[str, str]]) -> str:
     ],
     ids=lambda source: source[:60],
 )
-def test_what_runs_for_ever_is_ended(source: str) -> None:
-    with pytest.raises(TemplateRefused, match="steps"):
+@pytest.mark.parametrize("steps", [budget.MOST_STEPS // 20, pytest.param(budget.MOST_STEPS, marks=pytest.mark.slow)])
+def test_what_runs_for_ever_is_ended(source: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "MOST_STEPS", steps)
+    with pytest.raises(TemplateRefused, match=f"more than {steps} steps"):
         render(source)
     assert render("{{ messages[0].content }}") == "hi"
 
@@ -179,6 +182,7 @@ def test_python_is_out_of_reach(source: str) -> None:
         ("{{ [1, 2, 3][1:] }}{{ 'abc'[::-1] }}{{ {'a': 1}['a'] }}{% set a, b = 1, 2 %}{{ a + b }}", "[2, 3]cba13"),
         ("{{ ('<' | safe) + '<' }}{{ ' a ' | safe | trim }}{{ 5 - 2 }}{{ 7 // 2 }}{{ 1 / 2 }}", "<&lt;a330.5"),
         ("{{ [3, 1]|sort }}{{ [{'a': 1}] | map(attribute='a') | first }}{{ [1] | select('odd') | first }}", "[1, 3]11"),
+        ("{% set n = namespace(a=none) %}{{ n.a }}{{ n.b is defined }}{{ n.b }}{{ n.b | default('x') }}", "NoneFalsex"),
         ("{% for a in range(6) if a is even %}{{ a }}{% endfor %}{% block b %}x{% endblock %}", "024x"),
     ],
 )  # fmt: skip

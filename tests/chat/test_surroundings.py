@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chat.conftest import TEMPLATES, call, load_renderer, needs_tokenizers, result, setup_for
+from tests.chat.conftest import REAL_TEMPLATES, SMALL_TEMPLATES, call, load_renderer, result, setup_for, slow_unless
 from tokentape.chat.renderer import Added, Renderer
 from tokentape.chat.surroundings import Surroundings, Text, surroundings
 from tokentape.errors import TemplateRefused
@@ -29,8 +29,7 @@ def bridged(renderer: Renderer, reply: dict[str, Any], new: list[dict[str, Any]]
         return None
 
 
-@needs_tokenizers
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", [*SMALL_TEMPLATES, *map(slow_unless, REAL_TEMPLATES)])
 @settings(max_examples=6)
 @given(rounds=st.lists(st.tuples(st.sampled_from(["user", "tool", "tools"]), TEXTS, TEXTS), min_size=2, max_size=5))
 def test_a_bridge_says_the_same_whether_or_not_there_were_others_before(
@@ -55,7 +54,6 @@ def test_a_bridge_says_the_same_whether_or_not_there_were_others_before(
             assert warm.provenance.tolist() == cold.provenance.tolist()
 
 
-@needs_tokenizers
 def test_a_second_tool_result_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = load_renderer("qwen3/templates/Qwen3.jinja")
     renderer._surroundings.clear()

@@ -3,29 +3,46 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.chat.conftest import ROOT, load_tokenizer, needs_tokenizers
+from tests.chat.conftest import (
+    EVERY_FAMILY,
+    KINDS,
+    REAL_FAMILIES,
+    SMALL,
+    load_tokenizer,
+    model_path,
+    slow_unless,
+)
+from tests.data import REAL
+from tests.searching import examples
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 
-FAMILIES = sorted(path.parent.name for path in ROOT.glob("*/tokenizer.json"))
-pytestmark = needs_tokenizers
+
+def lines(family: str) -> list[str]:
+    """Texts in many scripts, with code, runs of spaces and emoji: what was learned from, or what golden ids are of."""
+    names = ("small", "mixed", "utf8")
+    golden = [REAL / "goldens" / f"{name}_input.txt" for name in names] if family.startswith("real/") else []
+    return [
+        line
+        for path in [SMALL.parent / "corpus.txt", *golden]
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_marked_text_encodes_as_the_plain_tokenizer_does(family: str) -> None:
     tokenizer = load_tokenizer(family)
     framing = [control.content for control in tokenizer.controls[:8]]
-    for name in ("small", "mixed", "utf8"):
-        for line in (ROOT / "goldens" / f"{name}_input.txt").read_text(encoding="utf-8").splitlines():
-            for text in (line, "".join(f"{control} {line}\n" for control in framing)):
-                marked = tokenizer.mark_controls(text)
-                assert tokenizer.encode_marked(marked).ids == tokenizer.encode_plain(text)
+    for line in lines(family):
+        for text in (line, "".join(f"{control} {line}\n" for control in framing)):
+            marked = tokenizer.mark_controls(text)
+            assert tokenizer.encode_marked(marked).ids == tokenizer.encode_plain(text)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_spelled_control_tokens_stay_text(family: str) -> None:
     tokenizer = load_tokenizer(family)
     control_ids = {control.id for control in tokenizer.controls}
@@ -36,9 +53,13 @@ def test_spelled_control_tokens_stay_text(family: str) -> None:
             assert tokenizer.decode(ids).strip() == text.strip()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral_v3_spm", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    [*KINDS, *map(slow_unless, REAL_FAMILIES)],
+)
 @given(text=st.text(max_size=40))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
+@example("two  spaces")
 def test_any_text_encodes_as_the_plain_tokenizer_does(family: str, text: str) -> None:
     tokenizer = load_tokenizer(family)
     if not tokenizer.control_pattern.search(text):
@@ -53,7 +74,7 @@ def test_special_tokens_are_put_around_plain_text_only_when_asked() -> None:
 
 
 def test_plain_text_is_never_truncated_or_padded() -> None:
-    spec = json.loads((ROOT / "qwen3" / "tokenizer.json").read_bytes())
+    spec = json.loads((model_path("qwen3") / "tokenizer.json").read_bytes())
     spec["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     cutting = Tokenizer(json.dumps(spec).encode(), {})
     text = "one two three four"
@@ -83,8 +104,10 @@ def test_text_after_a_control_token_gets_no_leading_space() -> None:
 
 def test_partial_characters_decode_to_their_bytes() -> None:
     tokenizer = load_tokenizer("qwen3")
-    assert b"".join(map(tokenizer.token_bytes, [9284, 104, 254])) == "\U0001fae0".encode()
-    assert tokenizer.decode([9284, 104]) == "�"
+    ids = tokenizer.encode_plain("\U00012345")
+    assert len(ids) > 1
+    assert b"".join(map(tokenizer.token_bytes, ids)) == "\U00012345".encode()
+    assert tokenizer.decode(ids[:-1]) == "�"
 
 
 def test_an_id_outside_the_vocabulary_is_refused() -> None:
@@ -116,7 +139,7 @@ def test_what_the_library_does_not_take_is_refused(tmp_path) -> None:
 
 
 def test_a_folder_that_wants_to_run_code_is_refused(tmp_path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((ROOT / "mistral_v3_spm" / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes((model_path("mistral_v3_spm") / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["x.Y", None]}}))
     with pytest.raises(TokenizerUnusable, match="auto_map"):
         Tokenizer.load(tmp_path)

@@ -108,7 +108,7 @@ def test_the_kept_certificate_is_used_unless_told_otherwise(
 ) -> None:
     monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path))
     run("certify", model_dir, "--no-cache")
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "certificates").exists()
     run("certify", model_dir)
     (path,) = (tmp_path / "certificates").iterdir()
     path.write_text(path.read_text(encoding="utf-8").replace('"injection_safe": true', '"injection_safe": false'))

@@ -2,16 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from tests.cli.conftest import Run
 from tests.engines import fake_vllm
@@ -20,22 +13,15 @@ from tokentape.chat.certify import certify
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
 from tokentape.cli.examination import (
-    Finding,
     access,
     certified,
     data_directory,
     environment,
     probe,
-    same_template,
-    same_tokenizer,
     sqlite_version,
 )
 from tokentape.config import ServeConfig
-from tokentape.engines.http import HttpClient
-from tokentape.gateway.serve import running
-from tokentape.session.chain import setup_digest
 from tokentape.store import SqliteStore
-from tokentape.types import Setup
 
 KEY = "k" * 16
 
@@ -133,65 +119,3 @@ def test_an_engine_that_says_something_else_the_second_time_is_a_warning(rendere
 def test_an_engine_that_samples_nothing_fails(renderer: Renderer) -> None:
     finding = asyncio.run(probe(ScriptedEngine(renderer, ["", ""]), renderer))
     assert finding.status == "fail"
-
-
-def examined(url: str, renderer: Renderer) -> list[Finding]:
-    async def run() -> list[Finding]:
-        http = HttpClient(url)
-        try:
-            return [await check("vllm", http, "m", renderer) for check in (same_tokenizer, same_template)]
-        finally:
-            await http.close()
-
-    return asyncio.run(run())
-
-
-def tokenizing(answer: Callable[[dict[str, Any]], list[int]]) -> Starlette:
-    """A server that tokenizes as `answer` does."""
-
-    async def tokenize(request: Request) -> Response:
-        return JSONResponse({"tokens": answer(await request.json())})
-
-    return Starlette(routes=[Route("/tokenize", tokenize, methods=["POST"])])
-
-
-def as_we_do(renderer: Renderer) -> Callable[[dict[str, Any]], list[int]]:
-    def answer(body: dict[str, Any]) -> list[int]:
-        if "prompt" in body:
-            return renderer.tokenizer.encode_plain(body["prompt"])
-        date, tools = datetime.now(UTC).date().isoformat(), tuple(body.get("tools", ()))
-        setup = Setup(tools, {}, date, renderer.fingerprint, setup_digest(tools, {}, date, renderer.fingerprint))
-        return list(renderer.render(body["messages"], setup).ids.tolist())
-
-    return answer
-
-
-def test_a_server_that_tokenizes_and_renders_as_we_do_is_fine(renderer: Renderer) -> None:
-    with running(tokenizing(as_we_do(renderer))) as url:
-        assert [finding.status for finding in examined(url, renderer)] == ["ok", "ok"]
-
-
-def test_a_server_with_another_tokenizer_fails_with_the_text_and_where_it_differs(renderer: Renderer) -> None:
-    with running(tokenizing(lambda body: [*as_we_do(renderer)(body), 7])) as url:
-        tokenizer, template = examined(url, renderer)
-    assert (tokenizer.status, template.status) == ("fail", "warn")
-    assert "[7] at the server from token" in tokenizer.found
-    assert "a question: rendered" in template.found
-
-
-def test_a_server_that_shows_tools_otherwise_is_told_apart(renderer: Renderer) -> None:
-    ours = as_we_do(renderer)
-
-    def with_strict(body: dict[str, Any]) -> list[int]:
-        tools = [{**tool, "function": {**tool["function"], "strict": False}} for tool in body.get("tools", ())]
-        return ours({**body, "tools": tools})
-
-    with running(tokenizing(with_strict)) as url:
-        tokenizer, template = examined(url, renderer)
-    assert (tokenizer.status, template.status) == ("ok", "warn")
-    assert "a question with a tool" in template.found
-
-
-def test_a_server_that_says_nothing_is_not_compared(renderer: Renderer) -> None:
-    with running(Starlette()) as url:
-        assert ["not compared" in finding.found for finding in examined(url, renderer)] == [True, True]

@@ -13,8 +13,9 @@ from tokentape.session.arrow import ExtraNames, read_parquet
 from tokentape.session.flatten import trajectories
 from tokentape.session.jsonl import read_jsonl
 from tokentape.session.tree import Session
+from tokentape.session.verdict import BRIDGE_CHECKED, BRIDGE_DUE
 from tokentape.store import SqliteStore
-from tokentape.types import Trajectory, TurnColumn, TurnPayload
+from tokentape.types import Event, Trajectory, TurnColumn, TurnPayload
 
 
 @pytest.fixture
@@ -103,6 +104,20 @@ def test_json_counts_what_was_written(run: Run, data_dir: Path, tmp_path: Path) 
         "tokens": 48,
         "trained_tokens": 20,
     }
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_checks_that_nobody_does_are_waited_for_and_told(
+    run: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool
+) -> None:
+    monkeypatch.setattr("tokentape.cli.export._PATIENCE", 0.0)
+    events = [Event("plain", 1, BRIDGE_DUE, {}, 1.0), Event("plain", 1, BRIDGE_CHECKED, {"outcome": "same"}, 2.0)]
+    with SqliteStore.open(data_dir) as store:
+        asyncio.run(store.write(*events[: 1 + checked]))
+    done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--wait-checks")
+    assert (done.exit_code, "1 bridges are still unchecked" in done.stderr) == (0, not checked)
+    verdicts = {one.session_id: one.verdict for one in read_jsonl(tmp_path / "t.jsonl")}
+    assert verdicts["plain"] == ("exact" if checked else "exact, bridge unchecked")
 
 
 def test_it_works_beside_a_writer(run: Run, data_dir: Path, tmp_path: Path) -> None:

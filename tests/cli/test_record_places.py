@@ -40,7 +40,13 @@ def served(renderer: Renderer, model_dir: Path) -> ServedModel:
     return ServedModel(str(model_dir), renderer.tokenizer.sha256, renderer.fingerprint)
 
 
-@pytest.fixture(params=["directory", "database", "archive"])
+@pytest.fixture(
+    params=[
+        "directory",
+        pytest.param("database", marks=pytest.mark.slow),
+        pytest.param("archive", marks=pytest.mark.slow),
+    ]
+)
 def place(
     request: pytest.FixtureRequest, run: Run, directory: Path, served: ServedModel, tmp_path: Path
 ) -> Iterator[str]:

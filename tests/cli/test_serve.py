@@ -7,15 +7,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 
 from tests.cli.conftest import Run
 from tests.engines import fake_vllm
+from tests.engines.stand_in import LanguageModel, StandIn
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
+from tokentape.demo import MODEL
+from tokentape.gateway.serve import running
 from tokentape.store import SqliteStore
 
 HELLO = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
@@ -53,7 +58,7 @@ def test_the_embedded_engine_is_served_recorded_and_stopped_by_an_interrupt(
     with serving(model_dir, "--data", data, "--model-id", "shop") as (process, url):
         reply = httpx2.post(f"{url}/sessions/s/v1/chat/completions", json={**HELLO, "return_token_ids": True}).json()
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
     assert reply["model"] == "shop"
     assert recorded(data, "s") == reply["choices"][0]["token_ids"]
     served = json.loads((data / "model.json").read_text())
@@ -107,12 +112,13 @@ def test_a_template_that_refuses_everything_is_told_in_one_line(run: Run, model_
 
 def test_keys_limits_and_logs_come_from_the_file(model_dir: Path, tmp_path: Path) -> None:
     file, data, key = tmp_path / "gateway.toml", tmp_path / "data", "k" * 16
-    file.write_text(
-        f'data = "data"\n[engine]\nthreads = 1\n[keys]\nalice = "{key}"\n[limits]\nbody_bytes = 400\n'
-        '[log]\nformat = "json"\n',
-        encoding="utf-8",
-    )
-    with serving(model_dir, "--config", file) as (process, url):
+    with fake_vllm.running() as server, ExitStack() as opened:
+        file.write_text(
+            f'data = "data"\n[engine]\nkind = "vllm"\nurls = ["{server.url}"]\n[keys]\nalice = "{key}"\n'
+            '[limits]\nbody_bytes = 400\n[log]\nformat = "json"\n',
+            encoding="utf-8",
+        )
+        process, url = opened.enter_context(serving(model_dir, "--config", file))
         path = f"{url}/sessions/s/v1/chat/completions"
         headers = {"Authorization": f"Bearer {key}"}
         answers = [
@@ -121,12 +127,12 @@ def test_keys_limits_and_logs_come_from_the_file(model_dir: Path, tmp_path: Path
             httpx2.post(path, json=HELLO, headers=headers),
         ]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
         assert process.stderr is not None
         lines = [json.loads(line) for line in process.stderr.read().splitlines()]
     assert [answer.status_code for answer in answers] == [401, 413, 200]
     assert [line["status"] for line in lines if line["logger"] == "tokentape.access"] == [401, 413, 200]
-    assert len(recorded(data, "s")) == 3
+    assert recorded(data, "s") == fake_vllm.SAMPLED
 
 
 def test_two_servers_can_sample(model_dir: Path, tmp_path: Path) -> None:
@@ -147,3 +153,86 @@ def test_a_port_that_is_taken_is_said_with_what_to_do(workers: int, run: Run, mo
     assert done.exit_code == 1
     assert done.stderr.splitlines()[-1].startswith(f"error: port {port} of 127.0.0.1 is taken")
     assert "--port" in done.stderr
+
+
+def remote(url: str, *options: object) -> list[object]:
+    return ["--engine", "vllm", "--engine-url", url, *options]
+
+
+def test_without_a_model_a_server_is_asked_what_it_serves(run: Run, renderer: Renderer, tmp_path: Path) -> None:
+    with running(StandIn(renderer, name="qwen", root="Qwen/Qwen3-8B").app) as url:
+        done = run("serve", *remote(url), "--data", tmp_path / "data")
+    assert done.exit_code == 1
+    assert f"{url} serves Qwen/Qwen3-8B, qwen" in done.stderr
+
+
+def test_without_a_model_a_server_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:
+    # Port 9 is "discard", which nobody serves.
+    done = run("serve", *remote("http://127.0.0.1:9"), "--data", tmp_path / "data")
+    assert done.exit_code == 1
+    assert "could not be asked: the engine refuses connections" in done.stderr
+
+
+def test_a_hub_name_that_is_not_in_the_cache_comes_with_the_command_to_get_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    done = run("serve", "Qwen/Qwen3-8B", *remote("http://127.0.0.1:9"))
+    assert done.exit_code == 1
+    assert "hf download Qwen/Qwen3-8B --include '*.json' '*.jinja'" in done.stderr
+    assert "hf download Qwen/Qwen3-8B\n" in run("serve", "Qwen/Qwen3-8B").stderr
+
+
+def test_a_folder_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:
+    assert "there is no model folder" in run("serve", tmp_path / "none").stderr
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of the tiny model in a cache of the Hub's form."""
+    repository = tmp_path / "hub" / "models--tokentape--Tiny-1B"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("f00", encoding="utf-8")
+    for revision in ("0ld", "f00"):
+        (repository / "snapshots").mkdir(exist_ok=True)
+        (repository / "snapshots" / revision).symlink_to(MODEL)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    return "tokentape/Tiny-1B"
+
+
+@pytest.mark.parametrize(
+    ("tells", "options", "verdict"),
+    [
+        ({}, [], "exact"),
+        ({"tokenizes": False}, [], "exact, model unverified"),
+        ({"name": "policy", "root": None}, [], "exact, model unverified"),
+        ({"name": "policy", "root": None}, ["--engine-model", "policy"], "exact"),
+        ({"root": "tokentape/Tiny-4B"}, ["--unverified-model"], "exact, model unverified"),
+    ],
+)
+def test_a_verdict_says_whether_the_server_serves_the_model(
+    cached: str, renderer: Renderer, tmp_path: Path, tells: dict[str, Any], options: list[object], verdict: str
+) -> None:
+    server = StandIn(renderer, LanguageModel(renderer), **{"root": cached, "max_model_len": 1024, **tells})
+    with (
+        running(server.app) as url,
+        serving(cached, *remote(url, *options), "--data", tmp_path / "data") as (_, gateway),
+    ):
+        path = f"{gateway}/sessions/s/v1/chat/completions"
+        assert httpx2.post(path, json=HELLO).json()["model"] == cached
+        metrics = httpx2.get(f"{gateway}/metrics").text
+        (leaf,) = httpx2.get(f"{gateway}/sessions/s").json()["leaves"]
+    assert leaf["verdict"] == verdict
+    assert f"tokentape_engine_model_verified {float(verdict == 'exact')}" in metrics
+    assert f'tokentape_verdicts_total{{verdict="{verdict}"}} 1.0' in metrics
+
+
+def test_a_server_of_another_model_with_the_same_vocabulary_is_refused(
+    run: Run, cached: str, renderer: Renderer, tmp_path: Path
+) -> None:
+    server = StandIn(renderer, LanguageModel(renderer), root="tokentape/Tiny-4B")
+    with running(server.app) as url:
+        done = run("serve", cached, *remote(url), "--data", tmp_path / "data", "--port", 0)
+    assert done.exit_code != 0
+    assert "the server says that it serves m, tokentape/Tiny-4B; the folder is" in done.stderr

@@ -13,6 +13,7 @@ import httpx2
 
 from tests.cli.conftest import Record, Run
 from tests.records import make_chain
+from tests.waiting import PATIENCE
 from tokentape.session.flatten import trajectories
 from tokentape.session.jsonl import write_jsonl
 from tokentape.session.tree import Session
@@ -48,7 +49,7 @@ def test_a_data_directory_is_shown_on_this_machine_until_an_interrupt(record: Re
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
         assert httpx2.post(f"{url}/api/sessions").status_code == 405
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 def test_a_file_is_shown_with_the_tokenizer_that_is_named(tmp_path: Path, model_dir: Path) -> None:

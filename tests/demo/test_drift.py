@@ -11,7 +11,6 @@ from tests.records import make_turn
 from tokentape.chat.renderer import Renderer
 from tokentape.demo.drift import retokenization_drift, turns_unlike_engine
 from tokentape.engines.transformers import FinishedSample
-from tokentape.session.chain import setup_digest
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
 from tokentape.store import StoredSession
@@ -22,8 +21,7 @@ INFO = SessionInfo("s", 0.0)
 
 @pytest.fixture
 def setup(renderer: Renderer) -> Setup:
-    digest = setup_digest((), {}, "2026-01-01", renderer.fingerprint)
-    return Setup((), {}, "2026-01-01", renderer.fingerprint, digest)
+    return renderer.setup(date="2026-01-01")
 
 
 def ids_of(renderer: Renderer, *pieces: str) -> list[int]:

@@ -68,7 +68,7 @@ def test_dashboard_panels_do_not_overlap() -> None:
 def test_alerts_pass_prometheus_own_check() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
-        pytest.skip("promtool is not installed")
+        pytest.skip("needs promtool")
     rules = DEPLOY / "prometheus/alerts.yml"
     done = subprocess.run([promtool, "check", "rules", rules], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -77,7 +77,7 @@ def test_alerts_pass_prometheus_own_check() -> None:
 def test_unit_passes_systemds_own_check(tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
-        pytest.skip("systemd-analyze is not installed")
+        pytest.skip("needs systemd-analyze")
     unit = (DEPLOY / "systemd/tokentape.service").read_text().replace("/opt/tokentape/bin/tokentape", "/bin/true")
     (tmp_path / "tokentape.service").write_text(unit)
     done = subprocess.run([analyze, "verify", tmp_path / "tokentape.service"], capture_output=True, text=True)

@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.chat.conftest import ROOT, STAND_IN
+from tests.chat.conftest import STAND_IN
+from tests.data import REAL
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
 from tokentape.chat.tokenizer import Tokenizer
@@ -96,9 +97,9 @@ FAMILIES = {
 def tokenizer_file(template: str, scratch: Path) -> Path:
     """The tokenizer.json that both sides load: the family's own, or one made from it in `scratch`."""
     family = FAMILIES[template]
-    path = ROOT / template.split("/")[0] / "tokenizer.json"
+    path = REAL / template.split("/")[0] / "tokenizer.json"
     if not path.exists():
-        path = ROOT / STAND_IN / "tokenizer.json"
+        path = REAL / STAND_IN / "tokenizer.json"
     if not family.renamed and not family.added:
         return path
     made = scratch / f"{template.split('/')[0]}.json"
@@ -119,12 +120,12 @@ def tokenizer_file(template: str, scratch: Path) -> Path:
 def load(template: str, scratch: Path) -> Renderer:
     """Our renderer on the very files that the peers get."""
     path = tokenizer_file(template, scratch)
-    config_path = ROOT / template.split("/")[0] / "tokenizer_config.json"
+    config_path = REAL / template.split("/")[0] / "tokenizer_config.json"
     config: dict[str, Any] = json.loads(config_path.read_bytes()) if config_path.exists() else {}
     if not config:
-        config = json.loads((ROOT / STAND_IN / "tokenizer_config.json").read_bytes())
+        config = json.loads((REAL / STAND_IN / "tokenizer_config.json").read_bytes())
     tokenizer = Tokenizer(path.read_bytes(), config | FAMILIES[template].special_tokens)
-    return Renderer(tokenizer, ChatTemplate((ROOT / template).read_text(encoding="utf-8")))
+    return Renderer(tokenizer, ChatTemplate((REAL / template).read_text(encoding="utf-8")))
 
 
 def write_harmony_vocabulary(folder: Path) -> None:
@@ -133,7 +134,7 @@ def write_harmony_vocabulary(folder: Path) -> None:
     Harmony checks its hash, so it is the original byte for byte or not taken.
     """
     byte_of = _bytes_of_characters()
-    vocab = json.loads((ROOT / "gpt_oss" / "tokenizer.json").read_bytes())["model"]["vocab"]
+    vocab = json.loads((REAL / "gpt_oss" / "tokenizer.json").read_bytes())["model"]["vocab"]
     with (folder / "o200k_base.tiktoken").open("wb") as file:
         for piece, rank in sorted(vocab.items(), key=lambda item: item[1]):
             file.write(base64.b64encode(bytes(byte_of[char] for char in piece)) + b" %d\n" % rank)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.chat.conftest import needs_tokenizers, setup_for
+from tests.chat.conftest import setup_for
 from tests.differential.families import FAMILIES, load, tokenizer_file, write_harmony_vocabulary
 from tokentape.chat import grammar
 from tokentape.chat.certify import written_turn
@@ -27,10 +27,8 @@ PYTHON = os.environ.get("TOKENTAPE_RENDERERS_PYTHON")
 
 pytestmark = [
     pytest.mark.differential,
-    needs_tokenizers,
-    pytest.mark.skipif(
-        PYTHON is None, reason="TOKENTAPE_RENDERERS_PYTHON does not name a Python that has `renderers` and TRL"
-    ),
+    pytest.mark.real,
+    pytest.mark.skipif(PYTHON is None, reason="needs a Python with `renderers` and TRL: TOKENTAPE_RENDERERS_PYTHON"),
 ]
 
 HISTORY: tuple[Message, ...] = (grammar.QUESTION,)

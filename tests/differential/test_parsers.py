@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.chat.conftest import needs_tokenizers, setup_for
+from tests.chat.conftest import setup_for
 from tests.differential.completions import Completion, completions
 from tests.differential.families import FAMILIES, Family, load, tokenizer_file, write_harmony_vocabulary
 from tests.differential.parser_differences import DIFFERENCES, NOT_READ_BY_TRL
@@ -36,7 +36,7 @@ _NAMED_BY = {
     "vllm": "TOKENTAPE_VLLM_PYTHON",
 }
 
-pytestmark = [pytest.mark.differential, needs_tokenizers]
+pytestmark = [pytest.mark.differential, pytest.mark.real]
 
 Told = tuple[str, str, list[tuple[str, str]]]
 """Content and reasoning without white space at their ends, and the calls whose arguments are a JSON object."""
@@ -58,7 +58,7 @@ class Comparison:
 def peer(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if PYTHONS[name] is None:
-        pytest.skip(f"{_NAMED_BY[name]} does not name a Python that has {name}")
+        pytest.skip(f"needs a Python with {name}: {_NAMED_BY[name]}")
     return name
 
 

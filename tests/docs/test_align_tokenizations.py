@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.chat.conftest import load_tokenizer, needs_tokenizers
+from tests.chat.conftest import load_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "align-tokenizations.md"
 
 
-@needs_tokenizers
 def test_the_example_of_the_how_to_compares_two_models() -> None:
     (code,) = re.findall(r"<!-- executed by [\w/.]+ -->\n```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     names: dict[str, Any] = {}

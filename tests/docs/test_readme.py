@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.chat.conftest import load_tokenizer
+
 README = Path(__file__).parents[2] / "README.md"
 
 
@@ -35,11 +37,9 @@ def test_the_readme_s_python_is_all_executed() -> None:
     assert README.read_text(encoding="utf-8").count("```python") == len(blocks())
 
 
+@pytest.mark.real
+@pytest.mark.slow
 def test_the_readme_s_example_of_drift_is_real() -> None:
-    from tests.chat.conftest import ROOT, load_tokenizer
-
-    if not (ROOT / "qwen3" / "tokenizer.json").exists():
-        pytest.skip("the Qwen3 tokenizer is not here")
-    tokenizer = load_tokenizer("qwen3")
+    tokenizer = load_tokenizer("real/qwen3")
     assert tokenizer.decode([32713, 385]) == tokenizer.decode([9707]) == "Hello"
     assert tokenizer.encode_plain("Hello") == [9707]

@@ -9,6 +9,7 @@ from typing import Any
 import httpx2
 import torch
 
+from tests.waiting import PATIENCE
 from tokentape.client import Client
 from tokentape.session.arrow import write_parquet
 from tokentape.training.samples import Sample
@@ -24,7 +25,7 @@ def test_the_script_of_the_how_to_takes_a_step(gateway_url: str, model_dir: Path
             messages: list[dict[str, Any]] = [{"role": "user", "content": f"What is {number} + 4?"}]
             for _ in range(2):
                 asked = {"model": "tiny", "messages": messages, "max_tokens": 24, "seed": number}
-                answer = httpx2.post(f"{session.base_url}/chat/completions", json=asked, timeout=60).json()
+                answer = httpx2.post(f"{session.base_url}/chat/completions", json=asked, timeout=PATIENCE).json()
                 messages += [answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
             session.reward(reward)
             paths += session.trajectories()

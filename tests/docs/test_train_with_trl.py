@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from tokentape.demo import MODEL
 from tokentape.training.trl import Policy, serving
@@ -53,6 +52,8 @@ class GRPO:
         self.temperature = 1.0
         self.num_generations = 1
         self.state = SimpleNamespace(global_step=0)
+        from transformers import AutoModelForCausalLM
+
         self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32").train()
         self.accelerator = SimpleNamespace(unwrap_model=lambda model: model)
 

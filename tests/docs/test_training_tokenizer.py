@@ -13,6 +13,7 @@ from tokentape.training.tokenizer import TrainingTokenizer
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "training-tokenizer.md"
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_how_to_make_a_tokenizer_and_enlarge_a_model(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

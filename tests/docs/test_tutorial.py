@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tokentape
+from tests.waiting import PATIENCE
 from tokentape.cli import app
 from tokentape.session.arrow import write_parquet
 
@@ -26,7 +27,7 @@ def blocks() -> dict[str, str]:
 def run(code: str, gateway_url: str) -> str:
     """What a script prints, run as a user does: in a Python of its own, in the folder with the others."""
     code = code.replace("http://127.0.0.1:8800", gateway_url)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -45,6 +46,7 @@ def test_the_agent_runs_and_its_samples_are_there(folder: Path, gateway_url: str
     assert re.fullmatch(r"(exact|closed) [01]\.0 \d+ tokens, \d+ of them sampled\n", printed)
 
 
+@pytest.mark.slow
 def test_grpo_trains_and_records_its_rollouts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     assert "train_loss" in run(blocks()["grpo.py"], "")

@@ -17,6 +17,7 @@ from tests.cli.conftest import (
     Record,
     record,  # noqa: F401
 )
+from tests.waiting import PATIENCE
 from tokentape.cli import app
 from tokentape.session.arrow import write_parquet
 from tokentape.store import SqliteStore
@@ -62,7 +63,7 @@ def test_the_commands_show_the_page(name: str) -> None:
             assert httpx2.get(f"{url}/api/about").json()["text"] is True
             assert httpx2.get(f"{url}/api/sessions").json()["total"] == 1
             process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 0
+            assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from tests.waiting import PATIENCE
 
 torch = pytest.importorskip("torch")
 
@@ -38,7 +39,7 @@ class Log:
 
     def wait(self, request_id: str) -> FinishedSample:
         with self._changed:
-            assert self._changed.wait_for(lambda: request_id in self.finished, timeout=60)
+            assert self._changed.wait_for(lambda: request_id in self.finished, timeout=PATIENCE)
         return self.finished.pop(request_id)
 
 

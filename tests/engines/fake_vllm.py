@@ -163,6 +163,8 @@ class FakeVllm:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.client_left = threading.Event()
+        self.refused: set[str] = set()
+        """Fields that it refuses by name, as its Rust frontend does."""
         self.scale_out = False
         """It was started with --enable-scale-out."""
         self.version = "0.32.0"
@@ -181,7 +183,7 @@ class FakeVllm:
             return JSONResponse({"data": [{"id": MODEL, "max_model_len": MAX_CONTEXT}]})
         if path == "/health":
             return PlainTextResponse("")
-        if path == "/server_info":
+        if path in ("/server_info", "/tokenize", "/detokenize"):
             return JSONResponse({"detail": "Not Found"}, 404)
         if path.startswith("/inference/") and not self.scale_out:
             return JSONResponse({"error": "start the server with --enable-scale-out"}, 403)
@@ -190,6 +192,8 @@ class FakeVllm:
             self.aborted += body["request_ids"]
             return Response()
         self.bodies.append(body)
+        if unknown := self.refused & {*body, *body.get("sampling_params", ())}:
+            return JSONResponse({"error": {"type": "BadRequestError", "param": min(unknown), "code": 400}}, 400)
         return self.answer(body)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.waiting import PATIENCE
 
 from tokentape.engines import http
 from tokentape.engines.http import HttpClient, SseReader, Timeouts
@@ -259,17 +259,15 @@ def test_a_reader_who_takes_time_between_events_does_not_use_up_the_timeout() ->
 
 def test_a_stream_that_goes_on_does_not_use_up_the_timeout_between_its_events() -> None:
     sent = [b"data: %d\n\n" % n for n in range(8)]
-    script = answering(STREAM, *sent, pause=0.1)
-    assert len(call(script, events, timeouts=Timeouts(first_token=5, between_tokens=0.5))) == len(sent)
+    script = answering(STREAM, *sent, pause=0.4)
+    assert len(call(script, events, timeouts=Timeouts(first_token=PATIENCE, between_tokens=2.0))) == len(sent)
 
 
 def test_a_stream_that_stalls_after_a_while_ends_in_the_timeout_between_its_events() -> None:
     sent = [b"data: %d\n\n" % n for n in range(4)]
     script = answering(STREAM, *sent, then="stall", pause=0.1)
-    began = time.perf_counter()
     with pytest.raises(EngineTimeout, match="timeout between_tokens"):
-        call(script, events, timeouts=Timeouts(first_token=30, between_tokens=0.3))
-    assert time.perf_counter() - began < 10
+        call(script, events, timeouts=Timeouts(first_token=PATIENCE, between_tokens=0.3))
 
 
 def test_events_that_arrive_together_come_together() -> None:
@@ -286,7 +284,7 @@ def test_leaving_a_stream_closes_its_connection() -> None:
         async with aclosing(client.events("/sample", b"{}", {})) as stream:
             assert await anext(stream) == b"1"
             assert not peer.left.is_set()
-        await asyncio.wait_for(peer.left.wait(), 10)
+        await asyncio.wait_for(peer.left.wait(), PATIENCE)
 
     call(answering(STREAM, b"data: 1\n\n", then="stall"), use)
 
@@ -298,7 +296,7 @@ def test_cancelling_a_call_closes_its_connection() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(peer.left.wait(), 10)
+        await asyncio.wait_for(peer.left.wait(), PATIENCE)
 
     call(answering(then="stall"), use)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("PIL", reason="images need Pillow (the extra `images`)")
+pytest.importorskip("PIL", reason="needs Pillow (the extra `images`)")
 
 from PIL import Image
 from tests.media.tiny_vision import PATCH, picture

@@ -169,6 +169,7 @@ def test_a_call_takes_the_slot_that_holds_most_of_its_context(server: FakeServer
 def test_no_more_calls_run_than_there_are_slots(server: FakeServer) -> None:
     server.reset(answers(slots=2))
     running = most = 0
+    both = asyncio.Event()
     sampled = wherever([11, 12, 13])
 
     class Slow(JSONResponse):
@@ -176,6 +177,9 @@ def test_no_more_calls_run_than_there_are_slots(server: FakeServer) -> None:
             nonlocal running, most
             running += 1
             most = max(most, running)
+            if running == 2:
+                both.set()
+            await both.wait()
             await asyncio.sleep(0.05)
             running -= 1
             await super().__call__(scope, receive, send)

@@ -28,9 +28,8 @@ TOLERANCE = 1e-3
 
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(SERVER is None, reason="set TOKENTAPE_LLAMA_SERVER_BIN to a llama-server"),
-    pytest.mark.skipif(GGUF is None, reason="set TOKENTAPE_LLAMA_GGUF to what tests/engines/to_gguf.py writes"),
+    pytest.mark.skipif(SERVER is None, reason="needs a llama-server: TOKENTAPE_LLAMA_SERVER_BIN"),
+    pytest.mark.skipif(GGUF is None, reason="needs what tests/engines/to_gguf.py writes: TOKENTAPE_LLAMA_GGUF"),
 ]
 
 GREEDY = SamplingParams(max_tokens=80, temperature=0)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import fake_server
@@ -19,6 +16,8 @@ from fake_vllm import sampled_events as vllm_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse, Response
+from tests.engines.vllm_schemas import each_schema, schema
+from tests.searching import examples
 
 from tokentape.engines.base import SampleDelta, SamplingParams
 from tokentape.engines.openai_compatible import DIALECTS, Dialect, OpenAiEngine
@@ -28,9 +27,6 @@ from tokentape.errors import (
     InvalidRequest,
     UnsupportedParameter,
 )
-
-SHARED = Path(os.environ.get("TOKENTAPE_SHARED") or Path(__file__).resolve().parents[3] / "shared")
-VLLM_SCHEMA = SHARED / "engines/schemas/vllm_0.33.0_CompletionRequest.json"
 
 _COMMON = {
     *("model", "prompt", "echo", "n", "stream", "stream_options", "logprobs", "max_tokens", "temperature", "top_p"),
@@ -143,7 +139,7 @@ def test_tokens_that_come_one_by_one_are_a_delta_each(server: FakeServer, kind: 
 
 
 @STREAMING_ROWS
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(cuts=st.lists(st.integers(min_value=1, max_value=1500), max_size=12))
 def test_what_is_told_does_not_depend_on_where_the_stream_is_cut(
     server: FakeServer, kind: str, cuts: list[int]
@@ -184,9 +180,9 @@ def test_all_that_a_row_honours_is_sent_under_the_names_of_that_server(server: F
     assert (body["logprobs"], body["top_k"]) == (row.least_logprobs, -1 if kind == "sglang" else 0)
 
 
-@pytest.mark.skipif(not VLLM_SCHEMA.exists(), reason="set TOKENTAPE_SHARED to the folder with engines/schemas")
-def test_the_fields_of_vllms_row_are_in_its_schema() -> None:
-    assert FIELDS["vllm"] <= set(json.loads(VLLM_SCHEMA.read_text())["properties"])
+@each_schema
+def test_the_fields_of_vllms_row_are_in_its_schema(schemas: str) -> None:
+    assert FIELDS["vllm"] <= set(schema("CompletionRequest", schemas)["properties"])
 
 
 @ROWS

@@ -32,6 +32,7 @@ from embedded import (  # noqa: E402
     recomputed,
     sample,
 )
+from tests.searching import examples  # noqa: E402
 
 from tokentape.engines.base import SamplingParams  # noqa: E402
 from tokentape.engines.regular import left_padded  # noqa: E402
@@ -70,7 +71,7 @@ def engines(model_dir: Path, logs: dict[ForwardPath, Log]) -> Iterator[Engines]:
         asyncio.run(engine.close())
 
 
-@pytest.fixture(params=["regular", "paged"])
+@pytest.fixture(params=["regular", pytest.param("paged", marks=pytest.mark.slow)])
 def path(request: pytest.FixtureRequest) -> ForwardPath:
     return request.param  # type: ignore[no-any-return]
 
@@ -96,7 +97,7 @@ def greedy_alone(model: Any, prompt_ids: TokenIds, tokens: int) -> tuple[list[in
 # The same ids on all paths
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6), tokens=st.integers(1, 6))
 def test_ragged_batches_sample_what_each_row_samples_alone(
     engines: Engines, model: Any, lengths: list[int], tokens: int
@@ -285,14 +286,16 @@ def test_one_row_is_aborted_and_the_others_go_on(
     assert 1 <= left < 60
 
 
-def test_an_aborted_request_is_not_computed_any_more(engines: Engines, forwards: list[tuple[int, int]]) -> None:
+def test_an_aborted_request_is_not_computed_any_more(
+    engines: Engines, logs: dict[ForwardPath, Log], forwards: list[tuple[int, int]]
+) -> None:
     engine = engines["paged"]
 
     async def leave() -> Sampled:
         deltas = engine.sample(prompt(4), ENDLESS, stream=True, request_id="left")
         await anext(deltas)
         await deltas.aclose()
-        await asyncio.sleep(0.2)  # the step that was being computed
+        await asyncio.to_thread(logs["paged"].wait, "left")
         forwards.clear()
         return await collect(engine, prompt(5), WARM)
 
@@ -323,10 +326,19 @@ def test_close_ends_what_runs_with_abort_and_the_partial_ids(model_dir: Path, mo
     engine = TransformersEngine.open(model_dir, path=path, max_batch=1, on_finish=log)
 
     async def close_midway() -> tuple[Sampled, Sampled]:
-        run = asyncio.create_task(collect(engine, prompt(4), ENDLESS, request_id="running"))
-        await asyncio.sleep(0.2)
+        started = asyncio.Event()
+
+        async def running() -> Sampled:
+            deltas = []
+            async for delta in engine.sample(prompt(4), ENDLESS, stream=True, request_id="running"):
+                deltas.append(delta)
+                started.set()
+            ids = [i for delta in deltas for i in delta.token_ids]
+            return Sampled(ids, [x for delta in deltas for x in delta.logprobs], deltas)
+
+        run = asyncio.create_task(running())
         wait = asyncio.create_task(collect(engine, prompt(5), ENDLESS, stream=False))
-        await asyncio.sleep(0.01)
+        await started.wait()
         await engine.close()
         return await run, await wait
 

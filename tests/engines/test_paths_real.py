@@ -23,9 +23,8 @@ TOLERANCE = 1e-4
 
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(VLLM is None, reason="set TOKENTAPE_VLLM_BIN to the vllm executable of an environment"),
-    pytest.mark.skipif(not (real.MODEL / "model.safetensors").exists(), reason="the demonstration model is not built"),
+    pytest.mark.skipif(VLLM is None, reason="needs the vllm executable of an environment: TOKENTAPE_VLLM_BIN"),
+    pytest.mark.skipif(not (real.MODEL / "model.safetensors").exists(), reason="needs the demonstration model, built"),
 ]
 
 

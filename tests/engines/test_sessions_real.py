@@ -178,16 +178,16 @@ class Server:
         return self.log.read_text(errors="replace")
 
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.engines
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("vllm", marks=pytest.mark.skipif(VLLM is None, reason="set TOKENTAPE_VLLM_BIN to vllm")),
+        pytest.param("vllm", marks=pytest.mark.skipif(VLLM is None, reason="needs vllm: TOKENTAPE_VLLM_BIN")),
         pytest.param(
             "sglang",
-            marks=pytest.mark.skipif(SGLANG is None, reason="set TOKENTAPE_SGLANG_SERVER to a command that starts one"),
+            marks=pytest.mark.skipif(SGLANG is None, reason="needs a command that starts one: TOKENTAPE_SGLANG_SERVER"),
         ),
     ],
 )
@@ -448,7 +448,7 @@ def test_a_server_that_renders_is_captured_with_its_own_prompts(
     server: Server, renderer: Renderer, tmp_path: Path, forward: Callable[[np.ndarray], np.ndarray]
 ) -> None:
     if server.kind.name != "vllm":
-        pytest.skip("its chats return no ids in streams")
+        pytest.skip("needs ids in the streams of chats, which this server lacks")
     before = len(server.text())
     with running(gateway(server, renderer, tmp_path, capture=True)) as base_url:
         solved = asyncio.run(run_agents(base_url, server.kind))

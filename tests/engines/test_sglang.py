@@ -37,6 +37,8 @@ from fake_vllm import joined, sse, streaming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse, Response
+from tests.searching import examples
+from tests.waiting import PATIENCE
 
 from tokentape.engines.base import DISTRIBUTION, SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines.http import Timeouts
@@ -142,7 +144,7 @@ def test_bodies_hold_only_fields_that_the_server_knows(server: FakeServer) -> No
     assert set().union(*(body["sampling_params"] for body in bodies)) == SAMPLING_FIELDS
 
 
-@pytest.mark.skipif(API_TYPES is None, reason="set TOKENTAPE_SGLANG_API_TYPES to sglang/api/v1/api_types.py of a wheel")
+@pytest.mark.skipif(API_TYPES is None, reason="needs sglang/api/v1/api_types.py of a wheel: TOKENTAPE_SGLANG_API_TYPES")
 def test_bodies_satisfy_the_decoder_that_the_server_gates_them_with(server: FakeServer) -> None:
     assert API_TYPES is not None
     types = load(Path(API_TYPES))
@@ -238,7 +240,7 @@ def test_both_kinds_of_streams_give_each_token_once(server: FakeServer, incremen
     assert sample(server, answer=together) == [SampleDelta((11, 11), (-0.5, -1.5), weight_version="v1"), last]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(cuts=st.lists(st.integers(min_value=1, max_value=1500), max_size=12), incremental=st.booleans())
 def test_what_is_told_does_not_depend_on_where_the_stream_is_cut(
     server: FakeServer, cuts: list[int], incremental: bool
@@ -279,7 +281,7 @@ def test_a_whole_reply_gives_one_delta(server: FakeServer) -> None:
     assert (delta.token_ids, delta.logprobs, delta.finish_reason) == (tuple(SAMPLED), tuple(LOGPROBS), "length")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     ids=st.lists(st.integers(0, 2), min_size=1, max_size=12),
     cuts=st.sets(st.integers(1, 11)),
@@ -475,7 +477,7 @@ def test_leaving_a_call_aborts_exactly_that_one_in_the_server(server: FakeServer
     (asked,) = server.bodies("/generate")
     assert server.bodies("/abort_request") == [{"rid": asked["rid"], "abort_all": False}]
     assert asked["rid"].startswith("a-")
-    assert server.client_left.wait(5)
+    assert server.client_left.wait(PATIENCE)
 
 
 def test_a_call_that_ended_is_not_aborted(server: FakeServer) -> None:

@@ -31,8 +31,7 @@ TOLERANCE = 1e-4
 
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(SERVER is None, reason="set TOKENTAPE_SGLANG_SERVER to a command that starts an SGLang server"),
+    pytest.mark.skipif(SERVER is None, reason="needs a command that starts an SGLang server: TOKENTAPE_SGLANG_SERVER"),
 ]
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0)

@@ -26,7 +26,7 @@ PARAMS = SamplingParams(max_tokens=3)
 
 
 @pytest.mark.engines
-@pytest.mark.skipif(PYTHON is None, reason="set TOKENTAPE_TINKER_PYTHON to a Python that has tinker")
+@pytest.mark.skipif(PYTHON is None, reason="needs a Python that has tinker: TOKENTAPE_TINKER_PYTHON")
 def test_these_tests_pass_where_the_package_is() -> None:
     assert PYTHON is not None
     environment = {name: value for name, value in os.environ.items() if name != "TOKENTAPE_TINKER_PYTHON"}

@@ -41,7 +41,7 @@ def engine(request: pytest.FixtureRequest, model_dir: Path, log: Log) -> Iterato
     asyncio.run(engine.close())
 
 
-@pytest.fixture(params=PATHS)
+@pytest.fixture(scope="module", params=PATHS)
 def short_engine(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[TransformersEngine]:
     engine = TransformersEngine.open(model_dir, path=request.param, max_context=256)
     yield engine

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import fake_vllm
@@ -35,6 +33,9 @@ from fake_vllm import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse, Response
+from tests.engines.vllm_schemas import each_schema, schema
+from tests.searching import examples
+from tests.waiting import PATIENCE
 
 from tokentape.engines.base import DISTRIBUTION, SampleDelta, SamplingParams
 from tokentape.engines.http import Timeouts
@@ -47,10 +48,6 @@ from tokentape.errors import (
     InvalidRequest,
     TokentapeError,
 )
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-SHARED = Path(os.environ.get("TOKENTAPE_SHARED") or REPOSITORY.parent / "shared")
-SCHEMA = SHARED / "engines/schemas/vllm_0.33.0_CompletionRequest.json"
 
 Tamper = Callable[[list[dict[str, Any]]], None]
 
@@ -66,6 +63,7 @@ def _forget(server: FakeVllm) -> None:
     server.reset()
 
 
+@each_schema
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("verify_prompt", [True, False])
 @pytest.mark.parametrize(
@@ -92,17 +90,15 @@ def _forget(server: FakeVllm) -> None:
     ],
 )
 def test_bodies_satisfy_vllms_schema_and_hold_only_fields_that_it_has(
-    server: FakeVllm, params: SamplingParams, stream: bool, verify_prompt: bool
+    server: FakeVllm, params: SamplingParams, stream: bool, verify_prompt: bool, schemas: str
 ) -> None:
-    if not SCHEMA.exists():
-        pytest.skip("vLLM's request schemas are not here: set TOKENTAPE_SHARED to the folder with engines/schemas")
-    schema = json.loads(SCHEMA.read_text())
+    request = schema("CompletionRequest", schemas)
     open_and_sample(server, params, stream=stream, verify_prompt=verify_prompt)
     (body,) = server.bodies
-    jsonschema.validate(body, schema)
+    jsonschema.validate(body, request)
     # The schema allows unknown fields, as the server does: it would ignore a misspelt one.
-    assert set(body) <= set(schema["properties"])
-    assert set(body.get("stream_options", {})) <= set(schema["$defs"]["StreamOptions"]["properties"])
+    assert set(body) <= set(request["properties"])
+    assert set(body.get("stream_options", {})) <= set(request["$defs"]["StreamOptions"]["properties"])
 
 
 def test_every_sampling_parameter_is_sent_even_where_it_is_the_default(server: FakeVllm) -> None:
@@ -193,7 +189,7 @@ def test_an_abort_before_the_first_token_is_a_delta_without_tokens(server: FakeV
     assert open_and_sample(server, answer=answer) == [SampleDelta((), (), "abort")]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(cuts=st.lists(st.integers(min_value=1, max_value=1500), max_size=12), newline=st.sampled_from(["\n", "\r\n"]))
 def test_deltas_do_not_depend_on_where_the_stream_is_cut(server: FakeVllm, cuts: list[int], newline: str) -> None:
     def answer(body: dict[str, Any]) -> Response:
@@ -552,7 +548,7 @@ def test_leaving_early_closes_the_connection(server: FakeVllm, leave: str) -> No
         if leave == "cancel":
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert await asyncio.to_thread(server.client_left.wait, 10)
+        assert await asyncio.to_thread(server.client_left.wait, PATIENCE)
         await engine.close()
 
     asyncio.run(main())

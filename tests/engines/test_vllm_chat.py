@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from fake_vllm import VOCAB_SIZE, FakeVllm, plain_answer, sse, streaming
 from starlette.responses import JSONResponse, Response
-from test_vllm_generate import EVERYTHING, PARAMS, schema
+from test_vllm_generate import EVERYTHING, PARAMS
+from tests.engines.vllm_schemas import SCHEMAS, schema
+from tests.waiting import PATIENCE
 
 from tokentape.engines.base import ChatCall, SampleDelta, SamplingParams
 from tokentape.engines.vllm_chat import VllmChatServer
@@ -96,18 +98,23 @@ def ask(
     return asyncio.run(main())
 
 
+needs_schemas = pytest.mark.skipif(not SCHEMAS.is_dir(), reason="needs the schemas of vLLM's chats: TOKENTAPE_SHARED")
+
+
+@needs_schemas
 @pytest.mark.parametrize("params", [PARAMS, EVERYTHING], ids=["plain", "everything"])
 def test_bodies_satisfy_vllms_schema_and_hold_only_fields_that_it_has(server: FakeVllm, params: SamplingParams) -> None:
-    request = schema("ChatCompletionRequest")
+    request = schema("ChatCompletionRequest", "full")
     ask(server, params)
     (body,) = server.bodies
     jsonschema.validate(body, request)
     assert set(body) <= set(request["properties"])
 
 
+@needs_schemas
 def test_the_stand_in_answers_as_the_schema_of_replies_says() -> None:
     for event in chat_events({"top_logprobs": 1, "max_completion_tokens": 5}):
-        jsonschema.validate(event, schema("ChatCompletionStreamResponse"))
+        jsonschema.validate(event, schema("ChatCompletionStreamResponse", "full"))
 
 
 def test_messages_are_sent_with_arguments_as_text_and_reasoning_by_its_newer_name(server: FakeVllm) -> None:
@@ -179,7 +186,7 @@ def test_a_call_that_nobody_reads_is_closed(server: FakeVllm) -> None:
         server.client_left.clear()
         assert not await asyncio.to_thread(server.client_left.wait, 0.2)
         await call.deltas.aclose()
-        assert await asyncio.to_thread(server.client_left.wait, 10)
+        assert await asyncio.to_thread(server.client_left.wait, PATIENCE)
         await chats.close()
 
     asyncio.run(main())

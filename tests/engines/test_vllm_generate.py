@@ -6,12 +6,10 @@ import asyncio
 import base64
 import io
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import fake_vllm
@@ -26,6 +24,7 @@ from fake_vllm import (
     VOCAB_SIZE,
     FakeVllm,
     open_and_sample,
+    plain_answer,
     sampled_events,
     sse,
     streaming,
@@ -33,14 +32,12 @@ from fake_vllm import (
     whole,
 )
 from starlette.responses import JSONResponse, Response
+from tests.engines.vllm_schemas import each_schema, schema
+from tests.waiting import PATIENCE
 
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, Payload, SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines.vllm import VllmEngine
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest, UnsupportedParameter
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-SHARED = Path(os.environ.get("TOKENTAPE_SHARED") or REPOSITORY.parent / "shared")
-SCHEMAS = SHARED / "engines/schemas"
 
 EVERYTHING = SamplingParams(
     max_tokens=3,
@@ -76,13 +73,6 @@ def server(running: FakeVllm) -> FakeVllm:
     running.reset()
     running.scale_out = True
     return running
-
-
-def schema(name: str) -> Any:
-    path = SCHEMAS / f"vllm_0.33.0_{name}.json"
-    if not path.exists():
-        pytest.skip("vLLM's schemas are not here: set TOKENTAPE_SHARED to the folder with engines/schemas")
-    return json.loads(path.read_text())
 
 
 def npy(array: np.ndarray) -> str:
@@ -139,13 +129,14 @@ def opened(server: FakeVllm, **opening: Any) -> EngineInfo:
     return asyncio.run(main())
 
 
+@each_schema
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("verify_prompt", [True, False])
 @pytest.mark.parametrize("params", [PARAMS, EVERYTHING], ids=["plain", "everything"])
 def test_bodies_satisfy_vllms_schema_and_hold_only_fields_that_it_has(
-    server: FakeVllm, params: SamplingParams, stream: bool, verify_prompt: bool
+    server: FakeVllm, params: SamplingParams, stream: bool, verify_prompt: bool, schemas: str
 ) -> None:
-    request = schema("GenerateRequest")
+    request = schema("GenerateRequest", schemas)
     open_and_sample(server, params, stream=stream, verify_prompt=verify_prompt)
     (body,) = server.bodies
     jsonschema.validate(body, request)
@@ -153,11 +144,12 @@ def test_bodies_satisfy_vllms_schema_and_hold_only_fields_that_it_has(
     assert set(body) <= set(request["properties"])
     assert set(body.get("stream_options", {})) <= set(request["$defs"]["StreamOptions"]["properties"])
     # What the schema says of the sampling parameters is that they are an object; those of completions are the same.
-    known = set(schema("CompletionRequest")["properties"])
+    known = set(schema("CompletionRequest", schemas)["properties"])
     assert set(body["sampling_params"]) <= known
 
 
-def test_the_stand_in_answers_as_the_schemas_of_replies_say() -> None:
+@each_schema
+def test_the_stand_in_answers_as_the_schemas_of_replies_say(schemas: str) -> None:
     body = {
         "request_id": "r",
         "token_ids": [3, 4, 5],
@@ -166,8 +158,8 @@ def test_the_stand_in_answers_as_the_schemas_of_replies_say() -> None:
     }
     events = sampled_events(body)
     for event in events:
-        jsonschema.validate(event, schema("GenerateTokensStreamResponse"))
-    jsonschema.validate(whole(events), schema("GenerateTokensResponse"))
+        jsonschema.validate(event, schema("GenerateTokensStreamResponse", schemas))
+    jsonschema.validate(whole(events), schema("GenerateTokensResponse", schemas))
 
 
 def test_every_sampling_parameter_is_sent_even_where_it_is_the_default(server: FakeVllm) -> None:
@@ -346,21 +338,73 @@ def test_a_route_that_answers_something_else_is_not_used_and_said_to_be(
     assert "/v1/completions" in caplog.text
 
 
-@pytest.mark.parametrize(("version", "asked"), [("0.32.0", False), ("0.33.0", True), ("0.33.1.dev4+g1", True)])
+@pytest.mark.parametrize(("knows", "refuses"), [(True, False), (False, False), (False, True)])
 def test_completions_are_asked_for_weight_versions_where_they_know_them(
-    server: FakeVllm, version: str, asked: bool
+    server: FakeVllm, knows: bool, refuses: bool
 ) -> None:
-    server.scale_out, server.version = False, version
+    server.scale_out = False
+    server.refused = {"return_weight_versions"} if refuses else set()
 
     def answer(body: dict[str, Any]) -> Response:
         events = sampled_events(body)
-        if body.get("return_weight_versions"):
-            finishing(events)["weight_versions"] = [{"version": "step-1", "start": 0, "end": 3}]
+        if knows and body.get("return_weight_versions"):
+            tokens = events[-1]["usage"]["completion_tokens"]
+            finishing(events)["weight_versions"] = [{"version": "step-1", "start": 0, "end": tokens}]
         return streaming(sse(events))
 
-    last = open_and_sample(server, answer=answer)[-1]
-    assert ("return_weight_versions" in server.bodies[-1]) is asked
-    assert last.weight_spans == ((WeightSpan("step-1", 0, 3),) if asked else ())
+    server.answer = answer
+    last = open_and_sample(server)[-1]
+    assert ("return_weight_versions" in server.bodies[-1]) is knows
+    assert last.weight_spans == ((WeightSpan("step-1", 0, 3),) if knows else ())
+
+
+def test_a_field_that_is_refused_by_name_is_left_out(server: FakeVllm) -> None:
+    server.scale_out, server.refused = False, {"spaces_between_special_tokens", "return_weight_versions"}
+    assert open_and_sample(server)[-1].finish_reason == "length"
+    assert not server.refused & server.bodies[-1].keys()
+    assert "stop_strings" in opened(server).sampling
+
+
+def test_a_route_that_refuses_what_a_parameter_needs_does_not_honour_it(server: FakeVllm) -> None:
+    server.refused = {"include_stop_str_in_output"}
+    info = opened(server, route="generate")
+    assert info.capabilities[0] == "generate"
+    assert "stop_strings" not in info.sampling
+
+
+def test_a_route_that_refuses_what_a_parameter_needs_is_left_for_the_other(server: FakeVllm) -> None:
+    def answer(body: dict[str, Any]) -> Response:
+        if "include_stop_str_in_output" in body.get("sampling_params", ()):
+            error = {"type": "BadRequestError", "param": "include_stop_str_in_output", "code": 400}
+            return JSONResponse({"error": error}, 400)
+        return plain_answer(body)
+
+    server.answer = answer
+    info = opened(server)
+    assert info.capabilities[0] == "completions"
+    assert "stop_strings" in info.sampling
+
+
+def test_any_other_field_that_is_refused_is_an_error(server: FakeVllm) -> None:
+    server.scale_out, server.refused = False, {"temperature"}
+    with pytest.raises(InvalidRequest, match="temperature"):
+        opened(server)
+
+
+def test_replies_that_only_count_in_streams_are_streamed(server: FakeVllm) -> None:
+    def answer(body: dict[str, Any]) -> Response:
+        events = sampled_events(body)
+        return streaming(sse(events)) if body["stream"] else JSONResponse(whole(events) | {"usage": None})
+
+    server.answer = answer
+    assert open_and_sample(server, stream=False)[-1].finish_reason == "length"
+    assert server.bodies[-1]["stream"]
+
+
+def test_a_context_that_is_not_listed_is_asked_for(server: FakeVllm) -> None:
+    server.routes["/v1/models"] = JSONResponse({"data": [{"id": "tiny", "max_model_len": None}]})
+    server.routes["/tokenize"] = JSONResponse({"count": 1, "max_model_len": 77, "tokens": [1]})
+    assert opened(server).max_context == 77
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", None])
@@ -392,7 +436,7 @@ def test_leaving_early_aborts_by_the_servers_own_id_where_it_takes_that(server: 
         server.client_left.clear()
         async with aclosing(engine.sample(PROMPT, PARAMS, stream=True, request_id="call")) as deltas:
             await anext(deltas)
-        assert await asyncio.to_thread(server.client_left.wait, 10)
+        assert await asyncio.to_thread(server.client_left.wait, PATIENCE)
         await engine.close()
 
     asyncio.run(main())

@@ -24,6 +24,7 @@ from embedded import (  # noqa: E402
     prompt,
     sample,
 )
+from tests.waiting import until  # noqa: E402
 
 from tokentape.engines.base import SampleDelta, SamplingParams  # noqa: E402
 from tokentape.engines.transformers import FinishedSample, TransformersEngine  # noqa: E402
@@ -83,7 +84,7 @@ def test_long_prompts_are_prefilled_a_few_at_a_time(
     assert all(rows * columns <= 2048 for rows, columns in prefills)
 
 
-@pytest.mark.parametrize("prefix_cache_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("prefix_cache_bytes", [pytest.param(0, marks=pytest.mark.slow), 1 << 20])
 def test_requests_that_come_and_go_sample_what_they_sample_alone(
     model_dir: Path, model: Any, prefix_cache_bytes: int
 ) -> None:
@@ -296,7 +297,9 @@ def test_new_weights_take_over_between_two_tokens(model_dir: Path, make_model: C
     asyncio.run(engine.close())
 
 
-def test_a_delta_never_mixes_weights_even_when_not_streaming(model_dir: Path, make_model: Callable[..., Path]) -> None:
+def test_a_delta_never_mixes_weights_even_when_not_streaming(
+    model_dir: Path, make_model: Callable[..., Path], forwards: list[tuple[int, int]]
+) -> None:
     engine = TransformersEngine.open(model_dir, weight_version="7")
 
     async def swap_midway() -> list[SampleDelta]:
@@ -304,8 +307,10 @@ def test_a_delta_never_mixes_weights_even_when_not_streaming(model_dir: Path, ma
             return [d async for d in engine.sample(prompt(4), ENDLESS, stream=False, request_id="swap")]
 
         sampling = asyncio.create_task(all_deltas())
+        await asyncio.to_thread(until, lambda: len(forwards) > 3)
         await engine.update_weights(make_model(seed=1), "8")
-        await asyncio.sleep(0.1)
+        before = len(forwards)
+        await asyncio.to_thread(until, lambda: len(forwards) > before + 3)
         await engine.close()
         return await sampling
 

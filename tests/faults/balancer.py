@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from urllib.parse import urlsplit
 
+from tests.waiting import PATIENCE
+
 
 class Balancer:
     """Forwards connections to `servers`, base URLs that may be changed at any time. One that refuses is passed over."""
@@ -54,7 +56,7 @@ def balancing(servers: Sequence[str]) -> Iterator[Balancer]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     balancer = Balancer(servers)
-    server = asyncio.run_coroutine_threadsafe(balancer.listen(), loop).result(10)
+    server = asyncio.run_coroutine_threadsafe(balancer.listen(), loop).result(PATIENCE)
 
     async def stop() -> None:
         server.close()
@@ -66,7 +68,7 @@ def balancing(servers: Sequence[str]) -> Iterator[Balancer]:
     try:
         yield balancer
     finally:
-        asyncio.run_coroutine_threadsafe(stop(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(PATIENCE)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

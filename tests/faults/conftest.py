@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.faults import upstream as planned
 from tests.faults.invariant import Told, invariant
 from tests.faults.upstream import Upstream
+from tests.waiting import until
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.http import Timeouts
 from tokentape.engines.vllm import VllmEngine
@@ -121,13 +121,13 @@ def joined(chunks: Any) -> list[Told]:
 
 def wait_for_turns(gateway: Gateway, count: int, session: str = "s") -> tuple[Turn, ...]:
     """Aborted turns are recorded when nobody listens any more: wait until the session has so many turns."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
+
+    def turns() -> tuple[Turn, ...]:
         stored = gateway.check().get(session)
-        if stored is not None and len(stored.turns) >= count:
-            return stored.turns
-        time.sleep(0.02)
-    raise AssertionError(f"session {session} has not come to {count} turns")
+        return () if stored is None else stored.turns
+
+    until(lambda: len(turns()) >= count)
+    return turns()
 
 
 def goes_on(gateway: Gateway, history: list[Any]) -> Turn:

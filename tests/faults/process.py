@@ -22,11 +22,12 @@ from openai import OpenAI
 from tests.faults.conftest import QUESTION, say
 from tests.faults.invariant import Told
 from tests.faults.upstream import Upstream
+from tests.waiting import PATIENCE
 
 needs_strace = pytest.mark.skipif(
     shutil.which("strace") is None
     or subprocess.run(["strace", "-qq", "-o", os.devnull, "true"], check=False).returncode != 0,
-    reason="strace, allowed to trace, injects the fault",
+    reason="needs strace, allowed to trace, which injects the fault",
 )
 
 
@@ -62,7 +63,7 @@ class Served:
             os.killpg(self.process.pid, number)
 
     def client(self, session: str = "s") -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/sessions/{session}/v1", api_key="none", max_retries=0, timeout=30)
+        return OpenAI(base_url=f"{self.url}/sessions/{session}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 @contextmanager
@@ -75,12 +76,12 @@ def serving(command: Sequence[str], *, prefix: Sequence[str] = ()) -> Iterator[S
     reader = threading.Thread(target=served.read, daemon=True)
     reader.start()
     try:
-        assert served.ready.wait(60)
+        assert served.ready.wait(PATIENCE)
         yield served
     finally:
         served.signal(signal.SIGKILL)
-        process.wait(30)
-        reader.join(30)
+        process.wait(PATIENCE)
+        reader.join(PATIENCE)
         assert process.stderr is not None
         process.stderr.close()
 

@@ -8,7 +8,7 @@ import re
 import socket
 import struct
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +23,9 @@ from openai import AsyncOpenAI
 from tests.faults.conftest import QUESTION, Gateway, Serve, goes_on, joined, say, wait_for_turns
 from tests.faults.invariant import Told
 from tests.faults.upstream import Plan, Upstream
+from tests.searching import examples
+from tests.waiting import PATIENCE, calls_of
+from tokentape.gateway.flights import Flight
 from tokentape.gateway.limits import Limits
 
 
@@ -32,7 +35,7 @@ class Leaver:
     def __init__(self, gateway: Gateway, body: dict[str, Any], session: str = "s") -> None:
         where = urlsplit(gateway.url)
         data = self.encode(body)
-        self._socket = socket.create_connection((where.hostname, where.port), timeout=10)
+        self._socket = socket.create_connection((where.hostname, where.port), timeout=PATIENCE)
         self._socket.sendall(
             f"POST /sessions/{session}/v1/chat/completions HTTP/1.1\r\nhost: {where.netloc}\r\n"
             f"content-length: {len(data)}\r\n\r\n".encode()
@@ -65,7 +68,7 @@ def test_client_that_leaves_mid_stream(gateway: Gateway, upstream: Upstream, how
     client = Leaver(gateway, {"messages": [*history, QUESTION], "stream": True})
     client.read_tokens(4)
     client.leave(how)
-    assert upstream.left.acquire(timeout=5), "the engine went on for nobody"
+    assert upstream.left.acquire(timeout=PATIENCE), "the engine went on for nobody"
     orphan = wait_for_turns(gateway, 2)[1]
     assert (orphan.finish_reason, orphan.abort_cause, len(orphan.completion_ids)) == ("abort", "client_left", 4)
     assert goes_on(gateway, history).seq == 2
@@ -77,22 +80,25 @@ def test_client_that_leaves_while_it_waits(gateway: Gateway, upstream: Upstream,
     history = [QUESTION, gateway.ask()]
     upstream.plans = [Plan(events=0, then="stall")]
     client = Leaver(gateway, {"messages": [*history, QUESTION]})
-    assert upstream.stalled.acquire(timeout=5)
+    assert upstream.stalled.acquire(timeout=PATIENCE)
     client.leave(how)
-    assert upstream.left.acquire(timeout=5), "the engine went on for nobody"
+    assert upstream.left.acquire(timeout=PATIENCE), "the engine went on for nobody"
     assert [turn.abort_cause for turn in wait_for_turns(gateway, 2)] == [None, "client_left"]
     assert goes_on(gateway, history).seq == 2
 
 
-def test_reply_that_is_ready_when_its_client_has_left(serve: Serve, upstream: Upstream) -> None:
+def test_reply_that_is_ready_when_its_client_has_left(
+    serve: Serve, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Row 14: sampled to the end after the client left, and still not committed, since nobody was told."""
     gateway = serve(limits=Limits(retry_grace=0.5))
     gate = threading.Event()
     upstream.plans = [Plan(gate=gate)]
+    left = calls_of(monkeypatch, Flight, "_leave")
     client = Leaver(gateway, {"messages": [QUESTION]})
-    assert upstream.called.acquire(timeout=5)
+    assert upstream.called.acquire(timeout=PATIENCE)
     client.leave("close")
-    time.sleep(0.1)
+    assert left.acquire(timeout=PATIENCE)
     gate.set()
     (orphan,) = wait_for_turns(gateway, 1)
     assert (orphan.finish_reason, orphan.abort_cause) == ("abort", "client_left")
@@ -117,11 +123,12 @@ def test_client_that_leaves_while_its_turn_is_being_recorded(
 
     monkeypatch.setattr(gateway.store, "write", slow)
     body = {"messages": [QUESTION], "stream": True}
+    left = calls_of(monkeypatch, Flight, "_leave")
     client = Leaver(gateway, body)
     client.read_tokens(4)
-    assert writing.wait(5)
+    assert writing.wait(PATIENCE)
     client.leave("close")
-    time.sleep(0.1)
+    assert left.acquire(timeout=PATIENCE)
     threading.Timer(0.2, gate.set).start()
     gateway.ask([{**QUESTION, "content": "another question"}])
     headers = {"x-stainless-retry-count": "1"}
@@ -135,16 +142,25 @@ def test_client_that_leaves_while_its_turn_is_being_recorded(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_official_client_that_times_out_and_retries(serve: Serve, upstream: Upstream, stream: bool) -> None:
+def test_official_client_that_times_out_and_retries(
+    serve: Serve, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     """Row 15: one generation serves the call and its retry; the agent's next turn continues it."""
-    gateway = serve(limits=Limits(retry_grace=5.0))
+    gateway = serve(limits=Limits(retry_grace=60.0))
     gate = threading.Event()
     upstream.plans = [Plan(gate=gate)]
-    timer = threading.Timer(1.6, gate.set)
-    timer.start()
-    reply = say(gateway.client(max_retries=3, timeout=1.0), [QUESTION], stream=stream)
-    gateway.told += joined(reply) if stream else Told.of(reply)
-    timer.join()
+    joined_by = calls_of(monkeypatch, Flight, "follow")
+
+    def open_gate_to_the_retry() -> None:
+        assert joined_by.acquire(timeout=PATIENCE)
+        assert joined_by.acquire(timeout=PATIENCE)
+        gate.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(open_gate_to_the_retry)
+        reply = say(gateway.client(max_retries=9, timeout=1.0), [QUESTION], stream=stream)
+        gateway.told += joined(reply) if stream else Told.of(reply)
+        opening.result()
     assert len(upstream.bodies) == 1
     assert [turn.finish_reason for turn in gateway.check()["s"].turns] == ["stop"]
     goes_on(gateway, [QUESTION, {"role": "assistant", "content": gateway.told[-1].content}])
@@ -183,7 +199,7 @@ def test_two_turns_at_once(gateway: Gateway, upstream: Upstream) -> None:
 
             asking = [asyncio.create_task(one(number)) for number in range(8)]
             for _ in range(9):
-                assert await asyncio.to_thread(upstream.called.acquire, timeout=10)
+                assert await asyncio.to_thread(upstream.called.acquire, timeout=PATIENCE)
             gate.set()
             return list(await asyncio.gather(*asking))
 
@@ -201,7 +217,7 @@ Edit = st.sampled_from(["go on", "roll back", "edit user", "edit assistant", "co
 SESSIONS = count()
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edits=st.lists(st.tuples(Edit, st.integers(0, 9)), min_size=1, max_size=6))
 def test_history_that_is_edited(gateway: Gateway, edits: list[tuple[str, int]]) -> None:
     """Row 17: any edit is served, starts a branch that names its cause, and leaves the old branches as they were."""
@@ -249,14 +265,14 @@ def test_session_deleted_during_a_turn(gateway: Gateway, upstream: Upstream, str
     gateway.ask()
     gate = threading.Event()
     upstream.plans = [Plan(gate=gate)]
-    upstream.called.acquire(timeout=5)
+    upstream.called.acquire(timeout=PATIENCE)
     failed: list[openai.APIError] = []
     asking = threading.Thread(target=lambda: failed.append(gateway.refused([QUESTION], stream=stream)))
     asking.start()
-    assert upstream.called.acquire(timeout=5)
+    assert upstream.called.acquire(timeout=PATIENCE)
     assert httpx2.delete(f"{gateway.url}/sessions/s").status_code == 204
     gate.set()
-    asking.join(10)
+    asking.join(PATIENCE)
     assert failed[0].code == "not_found"
     gateway.told.clear()
     assert gateway.check() == {}

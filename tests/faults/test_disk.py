@@ -23,6 +23,7 @@ from tests.faults.invariant import Told, invariant
 from tests.faults.process import Agent, needs_strace, serve_command, serving, talk_all
 from tests.faults.upstream import Plan, Upstream
 from tests.store.test_faults import limit_pages  # noqa: F401 - a fixture
+from tests.waiting import PATIENCE
 from tokentape.store.verify import verify
 
 LONG = Plan(text="pears and plums " * 300 + "<|im_end|>")
@@ -42,7 +43,7 @@ def test_kill_9(model_dir: Path, upstream: Upstream, tmp_path: Path, rounds: int
         before = len(told_by(agents))
         with serving(command) as served:
             threads = talk_all(agents, served)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + PATIENCE
             while len(told_by(agents)) < before + 12 and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(chance.uniform(0.0, 0.3))
@@ -67,7 +68,7 @@ def test_kill_9_within_a_commit(model_dir: Path, upstream: Upstream, tmp_path: P
     strace = ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"inject={call}:signal=KILL:when={when}"]
     with serving(command, prefix=strace) as served:
         for thread in talk_all(agents, served):
-            thread.join(60)
+            thread.join(PATIENCE)
         assert all(agent.error is not None for agent in agents)
     with serving(command) as served:
         for agent in agents:
@@ -98,7 +99,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], check=False).returncode:
-        pytest.skip("a file system can't be mounted here: it needs root")
+        pytest.skip("needs root, to mount a file system")
     yield place
     subprocess.run(["umount", "-l", place], check=True)
 
@@ -124,7 +125,7 @@ def test_full_disk(model_dir: Path, upstream: Upstream, small_disk: Path) -> Non
         agent.talk(served, most=2)
         assert len(agent.told) == told + 2
         served.signal(signal.SIGTERM)
-        assert served.process.wait(30) == 0
+        assert served.process.wait(PATIENCE) == 0
     invariant(small_disk / "data", agent.told)
 
 
@@ -201,7 +202,7 @@ def test_flipped_bit(serve: Serve) -> None:
     assert verify(gateway.directory).findings == (finding,)
 
 
-@pytest.mark.parametrize("kept", [0, 100, 5000, 20_000])
+@pytest.mark.parametrize("kept", [0, 5000, *(pytest.param(kept, marks=pytest.mark.slow) for kept in (100, 20_000))])
 def test_torn_file(serve: Serve, model_dir: Path, upstream: Upstream, kept: int) -> None:
     """Row 5: a database cut short is found, and a gateway on it acknowledges nothing that it can't keep."""
     gateway = serve()
@@ -217,7 +218,7 @@ def test_torn_file(serve: Serve, model_dir: Path, upstream: Upstream, kept: int)
         if served.url:
             agent.talk(served, most=2)
         else:
-            assert served.process.wait(30) != 0
+            assert served.process.wait(PATIENCE) != 0
     if kept == 0:
         # An empty file is a new database, whatever stood there; only its owner can tell.
         invariant(gateway.directory, agent.told)
@@ -230,7 +231,7 @@ def test_second_process_on_a_data_directory(gateway: Gateway, model_dir: Path, u
     """Row 6: it refuses to start and names the process that is there, which goes on."""
     gateway.ask()
     command = serve_command(model_dir, upstream, gateway.directory)
-    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    second = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert second.returncode != 0
     assert f"process {os.getpid()}" in " ".join(second.stderr.split())
     gateway.ask(session="t")

@@ -21,6 +21,7 @@ from tests.faults.conftest import Gateway, Serve
 from tests.faults.invariant import invariant
 from tests.faults.process import Agent, needs_strace, serve_command, serving, talk_all
 from tests.faults.upstream import Upstream
+from tests.waiting import PATIENCE
 from tokentape.store.verify import verify
 
 GOLDEN = Path(__file__).parents[1] / "store/golden"
@@ -54,7 +55,7 @@ def test_long_life(tmp_path: Path) -> None:
                 assert (await client.delete(f"/sessions/s{number}")).status_code == 204
 
         async def soak() -> None:
-            async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+            async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE) as client:
                 done = 0
                 while done < SOAK_TURNS:
                     await asyncio.gather(*(session(client, done // 10 + at) for at in range(20)))
@@ -64,7 +65,7 @@ def test_long_life(tmp_path: Path) -> None:
 
         asyncio.run(soak())
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
     print("turns, RSS in KiB, open files:", *samples, sep="\n")
     # The first third is left out: pools, caches and the allocator fill.
     _, rss, files = samples[len(samples) // 3]
@@ -81,13 +82,13 @@ def test_sigterm_under_load(model_dir: Path, upstream: Upstream, tmp_path: Path,
         before = sum(len(agent.told) for agent in agents)
         with serving(serve_command(model_dir, upstream, tmp_path)) as served:
             threads = talk_all(agents, served)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + PATIENCE
             while sum(len(agent.told) for agent in agents) < before + 20 and time.monotonic() < deadline:
                 time.sleep(0.01)
             os.kill(served.process.pid, signal.SIGTERM)
-            assert served.process.wait(30) == 0
+            assert served.process.wait(PATIENCE) == 0
             for thread in threads:
-                thread.join(30)
+                thread.join(PATIENCE)
         invariant(tmp_path, [told for agent in agents for told in agent.told])
 
 
@@ -158,7 +159,7 @@ def test_data_of_a_newer_version(model_dir: Path, upstream: Upstream, serve: Ser
         database.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
     before = path.read_bytes()
     command = serve_command(model_dir, upstream, gateway.directory)
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert refused.returncode != 0
     assert "schema version 99" in " ".join(refused.stderr.split())
     assert path.read_bytes() == before
@@ -176,7 +177,7 @@ def test_migration_that_is_killed(old_data: Path, model_dir: Path, upstream: Ups
     with serving(command, prefix=strace) as served:
         assert when > 2 or not served.url, "it was not killed"
         if not served.url:
-            served.process.wait(30)
+            served.process.wait(PATIENCE)
     with closing(sqlite3.connect(old_data / "tokentape.db")) as database:
         (version,) = database.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
         tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}

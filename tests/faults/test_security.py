@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 from tests.faults.conftest import QUESTION, Gateway, Serve
 from tests.faults.process import serve_command, serving
 from tests.faults.upstream import Plan, Upstream
+from tests.searching import examples
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.gateway.keys import Keys
 
@@ -54,7 +56,9 @@ def test_template_that_attacks(
     gateway = serve(renderer=Renderer.load(model_dir, template))
     gateway.ask()
     answer = httpx2.post(
-        f"{gateway.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "attack"}]}, timeout=30
+        f"{gateway.url}/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "attack"}]},
+        timeout=PATIENCE,
     )
     if answer.status_code == 200:
         # What is not there renders as nothing; what was rendered must not show what is behind.
@@ -78,7 +82,7 @@ def test_model_folder_that_wants_to_run_code(model_dir: Path, upstream: Upstream
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'PWNED')!r}, 'w')")
     command = [*serve_command(folder, upstream, tmp_path / "data"), "--engine-api-key", "k" * 16]
     if where == "tokenizer_config.json":
-        refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert refused.returncode != 0
         assert "auto_map" in refused.stderr
     else:
@@ -139,7 +143,7 @@ def test_turn_in_a_session_of_somebody_else(keyed: Gateway, upstream: Upstream) 
     assert len(keyed.store.load_session("mine").turns) == 1
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     guess=st.one_of(
         st.text(min_size=1, max_size=40),
@@ -157,7 +161,7 @@ def test_session_ids_that_are_guessed(keyed: Gateway, guess: str, method: tuple[
     where = urlsplit(keyed.url)
     head = f"{verb} /sessions/{encoded}{path} HTTP/1.1\r\nhost: {where.netloc}\r\nauthorization: Bearer {OTHER}\r\n"
     # A bare socket: clients tidy paths up.
-    with socket.create_connection((where.hostname, where.port), timeout=10) as connection:
+    with socket.create_connection((where.hostname, where.port), timeout=PATIENCE) as connection:
         connection.sendall(f"{head}content-length: 11\r\nconnection: close\r\n\r\n".encode() + b'{"value":1}')
         answer = connection.makefile("rb").read()
     status = int(answer.split(b" ")[1])
@@ -294,6 +298,7 @@ def test_nothing_that_callers_wrote_is_in_logs_and_errors(
     assert MARKER not in out + err
 
 
+@pytest.mark.slow
 def test_nothing_that_callers_wrote_is_in_the_logs_and_metrics_of_a_process(
     model_dir: Path, upstream: Upstream, tmp_path: Path
 ) -> None:
@@ -309,12 +314,12 @@ def test_nothing_that_callers_wrote_is_in_the_logs_and_metrics_of_a_process(
             {"messages": MARKER},
             {"messages": [{"role": "user", "content": MARKER}], "temperature": MARKER},
         ):
-            httpx2.post(f"{served.url}/v1/chat/completions?q={MARKER}", json=body, headers=headers, timeout=30)
+            httpx2.post(f"{served.url}/v1/chat/completions?q={MARKER}", json=body, headers=headers, timeout=PATIENCE)
         httpx2.get(f"{served.url}/{MARKER}", headers=bearer(f"{MARKER}-wrong-0123456789"))
         metrics = httpx2.get(f"{served.url}/metrics", headers=headers)
         assert metrics.status_code == 200
         assert MARKER not in metrics.text
         served.signal(signal.SIGTERM)
-        assert served.process.wait(30) == 0
+        assert served.process.wait(PATIENCE) == 0
     assert len(served.lines) > 5
     assert not [line for line in served.lines if MARKER in line]

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from tests.faults.conftest import QUESTION, Gateway, Serve, goes_on, say, wait_for_turns
 from tests.faults.upstream import Plan, Upstream
+from tests.searching import examples
+from tests.waiting import PATIENCE
 from tokentape.engines.http import MAX_EVENT_BYTES, Timeouts
 
 STREAM = pytest.mark.parametrize("stream", [False, True])
@@ -22,7 +24,7 @@ STREAM = pytest.mark.parametrize("stream", [False, True])
 def streamed_text(gateway: Gateway, messages: list[Any]) -> str:
     """The bytes of a stream, as text."""
     body = {"messages": messages, "stream": True, "return_token_ids": True}
-    answer = httpx2.post(f"{gateway.url}/sessions/s/v1/chat/completions", json=body, timeout=30)
+    answer = httpx2.post(f"{gateway.url}/sessions/s/v1/chat/completions", json=body, timeout=PATIENCE)
     assert answer.status_code == 200
     return answer.text
 
@@ -103,7 +105,7 @@ def test_engine_that_falls_silent(serve: Serve, upstream: Upstream, stage: str, 
         assert isinstance(error, openai.APIStatusError)
         assert (error.status_code, error.code) == (504, "engine_timeout")
         gateway.check()
-    assert upstream.left.acquire(timeout=5), "the engine was left sampling"
+    assert upstream.left.acquire(timeout=PATIENCE), "the engine was left sampling"
     goes_on(gateway, history)
 
 
@@ -145,7 +147,7 @@ def test_reply_that_breaks_the_contract(gateway: Gateway, upstream: Upstream, na
     assert goes_on(gateway, history).seq == 1
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=st.one_of(
         st.binary(max_size=200),
@@ -179,5 +181,5 @@ def test_event_larger_than_memory_should_hold(gateway: Gateway, upstream: Upstre
     upstream.plans = [Plan(pieces=[b"data: ", *[piece] * (3 * MAX_EVENT_BYTES // len(piece))])]
     error = gateway.refused(stream=True)
     assert re.search(r"event of more than \d+ bytes", str(error))
-    assert upstream.left.acquire(timeout=5), "the engine sent all of it"
+    assert upstream.left.acquire(timeout=PATIENCE), "the engine sent all of it"
     assert gateway.check() == {}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tests.engines.fake_vllm import Event, sampled_events, sse, whole
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 
 ANSWER = "Pears are 12, plums 7.<|im_end|>"
@@ -61,7 +62,7 @@ class Upstream:
 
     def listening(self, on: bool) -> None:
         """Stop listening on the port, so that connections are refused, or listen on it again."""
-        asyncio.run_coroutine_threadsafe(self._listen() if on else self._refuse(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._listen() if on else self._refuse(), self._loop).result(PATIENCE)
 
     async def _listen(self) -> None:
         port = int(self.url.rpartition(":")[2] or "0")
@@ -171,7 +172,7 @@ def running(renderer: Renderer) -> Iterator[Upstream]:
     try:
         yield upstream
     finally:
-        asyncio.run_coroutine_threadsafe(upstream.close(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(upstream.close(), loop).result(PATIENCE)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

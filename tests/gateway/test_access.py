@@ -13,6 +13,7 @@ import httpx2
 import pytest
 
 from tests.gateway.scripted import ScriptedEngine
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import EngineTimeout
 from tokentape.gateway.app import create_app
@@ -99,8 +100,8 @@ def test_a_client_that_left_is_noted(renderer: Renderer, store: SqliteStore) -> 
     engine = ScriptedEngine(renderer, ["one two three"], stall_after=2)
     with logged(engine, renderer, store) as (http, log):
         with http.stream("POST", CHAT, json={**HELLO, "stream": True}):
-            assert engine.stalled.wait(10)
-        assert engine.aborted.wait(10)
+            assert engine.stalled.wait(PATIENCE)
+        assert engine.aborted.wait(PATIENCE)
     (line,) = access_lines(log)
     assert (line["status"], line["client_left"]) == (200, True)
     assert "turns" not in line

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.gateway.scripted import ScriptedEngine
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import CAPTURED, ChatCall, SampleDelta, SamplingParams
 from tokentape.errors import EngineContractError, EngineUnavailable, NotFound
@@ -22,9 +23,8 @@ from tokentape.gateway.events import TurnDone, TurnRequest
 from tokentape.gateway.limits import Limits
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
-from tokentape.session.chain import setup_digest
 from tokentape.store import SqliteStore
-from tokentape.types import Message, Provenance, Setup, TokenIds, Tool, Turn
+from tokentape.types import Message, Provenance, TokenIds, Tool, Turn
 
 Rerendering = Callable[[int, TokenIds], TokenIds]
 """From the number of the call and the ids of a plain rendering to those that the server uses."""
@@ -52,8 +52,7 @@ class RenderingServer(ScriptedEngine):
         *,
         request_id: str,
     ) -> ChatCall:
-        digest = setup_digest(tuple(tools), template_kwargs, "2026-01-01", self._renderer.fingerprint)
-        setup = Setup(tuple(tools), template_kwargs, "2026-01-01", self._renderer.fingerprint, digest)
+        setup = self._renderer.setup(tools, template_kwargs, "2026-01-01")
         ids = self.rerendering(len(self.begun), self._renderer.render(messages, setup).ids)
         self.begun.append(ids)
         deltas = self._named(ids, params, request_id)
@@ -233,7 +232,7 @@ def test_a_call_that_was_begun_and_can_not_be_placed_is_closed(
 
 @pytest.fixture
 def http(turns: Turns) -> Iterator[httpx2.Client]:
-    with running(create_app(turns, model_id="m")) as url, httpx2.Client(base_url=url, timeout=30) as client:
+    with running(create_app(turns, model_id="m")) as url, httpx2.Client(base_url=url, timeout=PATIENCE) as client:
         yield client
 
 

@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
 
 from tests.gateway.scripted import ScriptedEngine
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.gateway.app import create_app
 from tokentape.gateway.draining import Drain
@@ -25,25 +25,27 @@ HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def test_it_waits_for_what_is_under_way_and_no_longer() -> None:
-    async def run() -> float:
-        drain = Drain(10)
-        loop = asyncio.get_running_loop()
+    async def run() -> None:
+        drain = Drain(3600)
+        ended = asyncio.Event()
 
         async def work() -> None:
             with drain.one_more():
-                await asyncio.sleep(0.2)
+                await ended.wait()
 
         working = asyncio.create_task(work())
         await asyncio.sleep(0)
-        began = loop.time()
-        await drain.finish(lambda: False)
+        ending = asyncio.create_task(drain.finish(lambda: False))
+        await asyncio.wait([ending], timeout=0.3)
+        assert not ending.done()
+        ended.set()
+        await ending
         assert working.done()
-        return loop.time() - began
 
-    assert 0.1 < asyncio.run(run()) < 2
+    asyncio.run(run())
 
 
-@pytest.mark.parametrize(("seconds", "hurried"), [(0.1, False), (60, True)])
+@pytest.mark.parametrize(("seconds", "hurried"), [(0.1, False), (3600, True)])
 def test_what_is_still_under_way_is_aborted(seconds: float, hurried: bool) -> None:
     async def run() -> None:
         drain = Drain(seconds)
@@ -59,7 +61,7 @@ def test_what_is_still_under_way_is_aborted(seconds: float, hurried: bool) -> No
         drain.abort = abort
         working = asyncio.create_task(work())
         await asyncio.sleep(0)
-        await asyncio.wait_for(drain.finish(lambda: hurried), 5)
+        await drain.finish(lambda: hurried)
         assert working.done()
 
     asyncio.run(run())
@@ -72,7 +74,7 @@ def test_a_gateway_that_ends_takes_no_calls_and_says_so(renderer: Renderer, stor
         running(create_app(Turns(engine, renderer, store), model_id="m", drain=drain)) as url,
         httpx2.stream("POST", url + CHAT, json={**HELLO, "stream": True}) as begun,
     ):
-        assert engine.stalled.wait(10)
+        assert engine.stalled.wait(PATIENCE)
         assert httpx2.get(f"{url}/readyz").status_code == 200
         drain.begin()
         ready, alive, call = (
@@ -94,11 +96,11 @@ def serve_and_signal(engine: ScriptedEngine, renderer: Renderer, store: SqliteSt
     ready = threading.Event()
 
     def client() -> httpx2.Response:
-        ready.wait(30)
-        return httpx2.post(url[0] + CHAT, json=HELLO, timeout=30)
+        ready.wait(PATIENCE)
+        return httpx2.post(url[0] + CHAT, json=HELLO, timeout=PATIENCE)
 
     def killer() -> None:
-        engine.stalled.wait(30)
+        engine.stalled.wait(PATIENCE)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def on_ready(base_url: str) -> None:
@@ -110,16 +112,14 @@ def serve_and_signal(engine: ScriptedEngine, renderer: Renderer, store: SqliteSt
         pool.submit(killer)
         app = create_app(Turns(engine, renderer, store), model_id="m", drain=drain)
         serve(app, port=0, on_ready=on_ready, drain=drain)
-        return answer.result(30)
+        return answer.result(PATIENCE)
 
 
 def test_what_takes_too_long_is_recorded_as_aborted_and_its_client_told(
     renderer: Renderer, store: SqliteStore, tmp_path: object
 ) -> None:
     engine = ScriptedEngine(renderer, ["one two three"], stall_after=2)
-    began = time.monotonic()
     answer = serve_and_signal(engine, renderer, store, seconds=0.3)
-    assert time.monotonic() - began < 15
     assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
     assert engine.closed
     with SqliteStore.open(f"{tmp_path}/data", read_only=True) as record:

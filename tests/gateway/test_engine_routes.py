@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,8 +10,10 @@ import httpx2
 import pytest
 
 from tests.gateway.scripted import ScriptedEngine
+from tests.waiting import PATIENCE, calls_of
 from tokentape.chat.renderer import Renderer
 from tokentape.gateway.app import create_app
+from tokentape.gateway.gate import Gate
 from tokentape.gateway.keys import Keys
 from tokentape.gateway.limits import Limits
 from tokentape.gateway.serve import running
@@ -24,11 +25,16 @@ ROOT, TEAM = "root-secret-0123456789", "team-secret-0123456789"
 
 
 @pytest.fixture
-def http(renderer: Renderer, store: SqliteStore) -> Iterator[httpx2.Client]:
+def limits() -> Limits:
+    return Limits()
+
+
+@pytest.fixture
+def http(renderer: Renderer, store: SqliteStore, limits: Limits) -> Iterator[httpx2.Client]:
     """A gateway over an engine that does not know the name of its weights."""
     engine = ScriptedEngine(renderer, ["four<|im_end|>"] * 5, weight_version=None)
-    turns = Turns(engine, renderer, store, limits=Limits(pause_patience=0.5))
-    with running(create_app(turns, model_id="m")) as url, httpx2.Client(base_url=url, timeout=30) as http:
+    turns = Turns(engine, renderer, store, limits=limits)
+    with running(create_app(turns, model_id="m")) as url, httpx2.Client(base_url=url, timeout=PATIENCE) as http:
         yield http
 
 
@@ -37,20 +43,24 @@ def ask(http: httpx2.Client, session_id: str = "s", **more: Any) -> httpx2.Respo
     return http.post(f"/sessions/{session_id}/v1/chat/completions", json=body)
 
 
-def test_a_paused_call_waits_and_is_sampled_by_the_new_weights(http: httpx2.Client, store: SqliteStore) -> None:
+def test_a_paused_call_waits_and_is_sampled_by_the_new_weights(
+    http: httpx2.Client, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert http.post("/engine/resume", json={"weight_version": "step-1"}).json()["weight_version"] == "step-1"
     ask(http)
     paused = http.post("/engine/pause").json()
     assert (paused["paused"], paused["idle"], paused["calls_under_way"]) == (True, True, 0)
+    at_the_gate = calls_of(monkeypatch, Gate, "passing")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(ask, http)
-        time.sleep(0.2)
+        assert at_the_gate.acquire(timeout=PATIENCE)
         assert not waiting.done()
         http.post("/engine/resume", json={"weight_version": "step-2"})
         assert waiting.result().status_code == 200
     assert [turn.weight_version for turn in store.load_session("s").turns] == ["step-1", "step-2"]
 
 
+@pytest.mark.parametrize("limits", [Limits(pause_patience=0.1)])
 def test_a_call_that_waits_too_long_is_told_to_come_again(http: httpx2.Client) -> None:
     http.post("/engine/pause")
     answer = ask(http)
@@ -68,7 +78,7 @@ def test_weights_that_change_while_a_turn_is_sampled_are_told_apart_by_token(
         http.post("/engine/resume", json={"weight_version": "old"})
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(ask, http, max_tokens=30)
-            assert engine.stalled.wait(10)
+            assert engine.stalled.wait(PATIENCE)
             assert http.post("/engine/pause", json={"timeout": 0}).json()["idle"] is False
             http.post("/engine/resume", json={"weight_version": "new"})
             engine.go_on.set()
@@ -82,7 +92,7 @@ def test_pausing_with_abort_ends_what_runs_and_keeps_it_as_aborted(renderer: Ren
     with running(create_app(Turns(engine, renderer, store), model_id="m")) as url, httpx2.Client(base_url=url) as http:
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(ask, http, max_tokens=30)
-            assert engine.stalled.wait(10)
+            assert engine.stalled.wait(PATIENCE)
             assert http.post("/engine/pause", json={"mode": "abort"}).json()["idle"] is True
             answer = asked.result()
         assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")

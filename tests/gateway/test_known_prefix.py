@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.gateway.scripted import ScriptedEngine
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.gateway.app import create_app
 from tokentape.gateway.known_prefix import Body, Known
@@ -111,7 +112,7 @@ def recorded(renderer: Renderer, store: SqliteStore, follow_ups: list[Any]) -> l
     replies: list[Any] = []
     with running(create_app(Turns(engine, renderer, store), model_id="m")) as url, httpx2.Client() as http:
         for follow_up in follow_ups:
-            answer = http.post(f"{url}/sessions/s/v1/chat/completions", json=follow_up(replies), timeout=30)
+            answer = http.post(f"{url}/sessions/s/v1/chat/completions", json=follow_up(replies), timeout=PATIENCE)
             assert answer.status_code == 200, answer.text
             replies.append(answer.json()["choices"][0]["message"])
         turns = http.get(f"{url}/sessions/s").json()["turns"]

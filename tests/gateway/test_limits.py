@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -15,7 +16,9 @@ import pytest
 from openai import OpenAI
 
 from tests.gateway.scripted import ScriptedEngine
+from tests.waiting import PATIENCE, until
 from tokentape.chat.renderer import Renderer
+from tokentape.gateway import open_sessions
 from tokentape.gateway.app import create_app
 from tokentape.gateway.keys import Keys
 from tokentape.gateway.limits import Limits
@@ -43,7 +46,7 @@ def serve(renderer: Renderer, store: SqliteStore, engine: ScriptedEngine) -> Ite
         def start(limits: Limits | None = None, keys: Keys | None = None) -> httpx2.Client:
             turns = Turns(engine, renderer, store, limits=limits)
             url = opened.enter_context(running(create_app(turns, model_id="m", keys=keys)))
-            return opened.enter_context(httpx2.Client(base_url=url, timeout=30))
+            return opened.enter_context(httpx2.Client(base_url=url, timeout=PATIENCE))
 
         yield start
 
@@ -131,7 +134,7 @@ def test_calls_over_the_limit_of_a_key_are_429_with_a_time_to_wait(serve: Serve,
 
     async def both() -> tuple[httpx2.Response, httpx2.Response, httpx2.Response]:
         first = asyncio.create_task(asyncio.to_thread(ask, http, "s", A))
-        assert await asyncio.to_thread(engine.called.wait, 10)
+        assert await asyncio.to_thread(engine.called.wait, PATIENCE)
         refused = await asyncio.to_thread(ask, http, "t", A)
         other = asyncio.create_task(asyncio.to_thread(ask, http, "u", B))
         gate.set()
@@ -150,28 +153,36 @@ def test_a_stream_is_under_way_until_its_end(serve: Serve, engine: ScriptedEngin
     body = {"messages": [QUESTION], "stream": True}
     with http.stream("POST", "/sessions/s/v1/chat/completions", json=body, headers=bearer(A)) as begun:
         assert begun.status_code == 200
-        assert engine.stalled.wait(10)
+        assert engine.stalled.wait(PATIENCE)
         assert ask(http, "t", A).status_code == 429
         engine.stall_after = None
     # The server sees that the client has left a moment later.
-    while ask(http, "t", A).status_code == 429:
-        pass
+    until(lambda: ask(http, "t", A).status_code != 429)
     assert ask(http, "t", A).status_code == 200
 
 
-def test_sessions_over_the_limit_wait_for_one_that_idles(serve: Serve) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The clock by which sessions idle. It stands still until a test sets it forward."""
+    hands = SimpleNamespace(now=1000.0, time=time.time)
+    hands.monotonic = lambda: hands.now
+    monkeypatch.setattr(open_sessions, "time", hands)
+    return hands
+
+
+def test_sessions_over_the_limit_wait_for_one_that_idles(serve: Serve, clock: SimpleNamespace) -> None:
     http = serve(Limits(open_sessions=2, idle_seconds=1.0))
     assert [ask(http, name).status_code for name in "abc"] == [200, 200, 429]
     refused = ask(http, "c")
     assert int(refused.headers["retry-after"]) == 1
-    time.sleep(1.1)
+    clock.now += 1.1
     assert ask(http, "c").status_code == 200
 
 
-def test_a_session_that_idled_goes_on_where_it_was(serve: Serve, store: SqliteStore) -> None:
+def test_a_session_that_idled_goes_on_where_it_was(serve: Serve, store: SqliteStore, clock: SimpleNamespace) -> None:
     http = serve(Limits(idle_seconds=0.05))
     reply = ask(http, "s").json()["choices"][0]["message"]
-    time.sleep(0.1)
+    clock.now += 0.1
     ask(http, "other")
     ask(http, "s", messages=[QUESTION, reply, QUESTION])
     assert [turn.parent for turn in store.load_session("s").turns] == [None, 0]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from starlette.routing import Route
 
 from tests.gateway.scripted import ScriptedEngine
+from tests.searching import examples
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import DISTRIBUTION, SampleDelta, SamplingParams
 from tokentape.gateway.app import create_app
@@ -249,7 +250,7 @@ def test_every_post_path_is_fuzzed() -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 @given(data=st.data(), stream=st.booleans())
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_body_is_a_server_error(quick: httpx2.Client, path: str, data: st.DataObject, stream: bool) -> None:
     body = dict(BODIES[path])
     if stream and path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
@@ -300,7 +301,7 @@ def test_schemathesis_finds_no_server_error(quick_url: str, tmp_path: Path) -> N
         operation = result.ok()
 
         @given(case=operation.as_strategy())
-        @settings(max_examples=30, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=examples(30), suppress_health_check=list(HealthCheck), database=None)
         def holds(case: Any) -> None:
             nonlocal seen
             seen += 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from openai import OpenAI
 
 from tests.gateway.scripted import ScriptedEngine
+from tests.waiting import PATIENCE, calls_of, until
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import EngineUnavailable
 from tokentape.gateway.app import create_app
@@ -47,7 +48,7 @@ class Served:
 
     def start(self) -> None:
         self.store = self._opened.enter_context(SqliteStore.open(self.directory))
-        turns = Turns(self.engine, self.renderer, self.store, limits=Limits(retry_grace=5.0))
+        turns = Turns(self.engine, self.renderer, self.store, limits=Limits(retry_grace=60.0))
         self.url = self._opened.enter_context(running(create_app(turns, model_id="m")))
 
     def stop(self) -> None:
@@ -55,7 +56,9 @@ class Served:
 
     def ask(self, path: str = "/sessions/s/v1", **more: Any) -> httpx2.Response:
         headers = more.pop("headers", {})
-        return httpx2.post(f"{self.url}{path}/chat/completions", json={**BODY, **more}, headers=headers, timeout=30)
+        return httpx2.post(
+            f"{self.url}{path}/chat/completions", json={**BODY, **more}, headers=headers, timeout=PATIENCE
+        )
 
     def turns(self, session_id: str = "s") -> int:
         return len(self.store.load_session(session_id).turns)
@@ -157,17 +160,21 @@ def test_calls_that_name_no_session_are_retried_too(served: Served, headers: dic
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_duplicates_under_way_share_one_generation(served: Served, stream: bool) -> None:
+def test_duplicates_under_way_share_one_generation(
+    served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     gate = served.engine.gate = threading.Event()
+    joined = calls_of(monkeypatch, Flight, "follow")
 
     async def ask_thrice() -> list[httpx2.Response]:
         async def one(headers: dict[str, str]) -> httpx2.Response:
             return await asyncio.to_thread(lambda: served.ask(stream=stream, headers=headers))
 
         first = asyncio.create_task(one({}))
-        assert await asyncio.to_thread(served.engine.called.wait, 10)
+        assert await asyncio.to_thread(served.engine.called.wait, PATIENCE)
         others = [asyncio.create_task(one(RETRY)) for _ in range(2)]
-        await asyncio.sleep(0.2)
+        for _ in range(3):
+            assert await asyncio.to_thread(joined.acquire, timeout=PATIENCE)
         gate.set()
         return [await first, *[await other for other in others]]
 
@@ -184,11 +191,24 @@ def test_a_duplicate_of_a_call_that_fails_fails_with_it_and_a_later_one_is_new(s
     assert served.ask(headers={"idempotency-key": "k"}).status_code == 200
 
 
-def test_the_official_client_that_times_out_and_retries_gets_the_one_generation(served: Served) -> None:
+def test_the_official_client_that_times_out_and_retries_gets_the_one_generation(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = served.engine.gate = threading.Event()
-    threading.Timer(1.5, gate.set).start()
-    with OpenAI(base_url=f"{served.url}/sessions/s/v1", api_key="none", max_retries=3, timeout=1.0) as client:
+    joined = calls_of(monkeypatch, Flight, "follow")
+
+    def open_gate_to_the_retry() -> None:
+        assert joined.acquire(timeout=PATIENCE)
+        assert joined.acquire(timeout=PATIENCE)
+        gate.set()
+
+    with (
+        ThreadPoolExecutor(1) as pool,
+        OpenAI(base_url=f"{served.url}/sessions/s/v1", api_key="none", max_retries=9, timeout=1.0) as client,
+    ):
+        opening = pool.submit(open_gate_to_the_retry)
         reply: Any = client.chat.completions.create(model="m", messages=[QUESTION], tools=TOOLS)  # type: ignore[call-overload]
+        opening.result()
     assert reply.choices[0].message.tool_calls[0].function.name == "f"
     assert (len(served.engine.asked), served.turns()) == (1, 1)
 
@@ -202,9 +222,9 @@ def test_a_call_that_nobody_takes_up_is_aborted_after_the_grace(renderer: Render
             client = OpenAI(base_url=f"{url}/sessions/s/v1", api_key="none", max_retries=0, timeout=0.5)
             with pytest.raises(openai.APITimeoutError):
                 client.chat.completions.create(model="m", messages=[QUESTION])  # type: ignore[list-item]
-            assert engine.aborted.wait(5)
+            assert engine.aborted.wait(PATIENCE)
             client.close()
-            time.sleep(0.2)
+            until(lambda: store.sessions(limit=1))
         (orphan,) = store_turns(tmp_path)
     assert (orphan.finish_reason, orphan.abort_cause) == ("abort", "client_left")
 

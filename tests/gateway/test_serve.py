@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from tests.waiting import PATIENCE
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway.serve import running, serve
 
@@ -78,4 +79,4 @@ def test_serve_answers_when_it_says_so_and_returns_on_a_signal(number: signal.Si
         assert httpx2.get(process.stdout.readline().strip()).text == "hello"
         process.send_signal(number)
         assert process.stdout.read() == "cleaned up\n"
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE) == 0

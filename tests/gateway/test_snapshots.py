@@ -16,6 +16,7 @@ from tests.conftest import SharedEngine
 from tests.gateway.scripted import ScriptedEngine
 from tests.gateway.test_sessions import USER, take_turn, two_branches
 from tests.records import bits
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.gateway.app import create_app
 from tokentape.gateway.keys import Keys
@@ -214,7 +215,7 @@ def test_a_session_with_a_call_under_way_is_kept(renderer: Renderer, store: Sqli
         engine.stall_after = 1
         body = {"messages": [{"role": "user", "content": "again"}], "stream": True}
         with http.stream("POST", "/sessions/s/v1/chat/completions", json=body):
-            assert engine.stalled.wait(30)
+            assert engine.stalled.wait(PATIENCE)
             report = confirm(http, taken, drop_sessions=True)
     assert report["kept"] == [{"session_id": "s", "reason": "in use"}]
 

@@ -192,9 +192,9 @@ def test_a_conversation_is_not_rendered_whole_while_other_calls_wait(
 ) -> None:
     rendered_in, render = [], Renderer.render
 
-    def noting(*args: Any) -> Added:
+    def noting(*args: Any, **more: Any) -> Added:
         rendered_in.append(threading.current_thread())
-        return render(*args)
+        return render(*args, **more)
 
     monkeypatch.setattr(Renderer, "render", noting)
     talk = Talk(renderer, tmp_path, [ONE, OTHER_STOP, TWO], wrong_stop="fork")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
 from tokentape.errors import InvalidRequest
 from tokentape.gateway.workers import bind
 
@@ -49,11 +50,12 @@ def test_without_keys_workers_serve_this_machine_alone() -> None:
         bind("0.0.0.0", 0, 2, has_keys=False)
 
 
+@pytest.mark.slow
 def test_workers_that_can_t_start_end_it_all_and_say_why(model_dir: Path, tmp_path: Path) -> None:
     # Port 9 is "discard", which nobody serves.
     engine = ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9"]
     command = [sys.executable, "-m", "tokentape", "serve", model_dir, *engine, "--data", tmp_path, "--port", "0"]
-    done = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 1
     assert "the engine refuses connections" in done.stderr
     assert "the gateway's workers could not start" in done.stderr

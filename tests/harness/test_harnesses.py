@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.harness,
     pytest.mark.skipif(
         "TOKENTAPE_HARNESS_PYTHON" not in os.environ,
-        reason="TOKENTAPE_HARNESS_PYTHON names no Python with the agent frameworks; run `make test-harnesses`",
+        reason="needs a Python with the agent frameworks: TOKENTAPE_HARNESS_PYTHON (make test-harnesses)",
     ),
 ]
 

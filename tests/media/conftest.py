@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.media.tiny_vision import write_model
@@ -67,6 +69,18 @@ def serve(vision_dir: Path, vision_renderer: Renderer) -> Serve:
             yield url
 
     return serving
+
+
+def assert_rounding_apart(model: Any, forward: Callable[[Any], Any], ids: Any, logprobs: Any) -> None:
+    """Assert that float32 logprobs of `ids` differ from `forward(model)`, [tokens, vocabulary], by rounding alone.
+
+    How far rounding goes is measured: float32 against float64 in the same pass, over the vocabulary. Rows that share a
+    batch are added up in another order and round otherwise, by up to as much again.
+    """
+    exact = forward(copy.deepcopy(model).double()).double().numpy()
+    rounding = np.abs(forward(model).double().numpy() - exact).max()
+    assert 0 < rounding < 1e-2
+    assert np.abs(exact[range(len(ids)), ids] - logprobs).max() <= 2 * rounding
 
 
 def data_url(image: bytes, kind: str = "png") -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("PIL", reason="images need Pillow (the extra `images`)")
+pytest.importorskip("PIL", reason="needs Pillow (the extra `images`)")
 
+from tests.media.conftest import assert_rounding_apart
 from tests.media.tiny_vision import ARCHITECTURES, picture, write_model
 from tokentape.engines.base import PromptMedia, SamplingParams
 from tokentape.engines.image_processor import QwenImageProcessor
@@ -43,7 +45,8 @@ async def sampled(
     return out, logprobs
 
 
-def alone(model: Any, processor: QwenImageProcessor, prompt: list[int], pictures: Any, out: list[int]) -> list[float]:
+def alone(model: Any, processor: QwenImageProcessor, prompt: list[int], pictures: Any, out: list[int]) -> Any:
+    """Logprobs of one row by itself, [sampled tokens, vocabulary]."""
     import torch
 
     ids = torch.tensor([prompt + out])
@@ -54,8 +57,7 @@ def alone(model: Any, processor: QwenImageProcessor, prompt: list[int], pictures
         given = {name: torch.from_numpy(values) for name, values in processor.arrays(pictures).items()}
         given["mm_token_type_ids"] = types
     with torch.inference_mode():
-        logits = model(input_ids=ids, **given).logits[0].log_softmax(-1)
-    return [float(logits[len(prompt) - 1 + n, token_id]) for n, token_id in enumerate(out)]
+        return model(input_ids=ids, **given).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
@@ -78,7 +80,8 @@ def test_rows_with_and_without_images_share_a_batch(architecture: str, tmp_path:
     completions = asyncio.run(all_at_once())
     model = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
     for (ids, _), pictures, (out, logprobs) in zip(prompts, shown, completions, strict=True):
-        np.testing.assert_allclose(logprobs, alone(model, processor, ids, pictures, out), atol=1e-4)
+        forward = partial(alone, processor=processor, prompt=ids, pictures=pictures, out=out)
+        assert_rounding_apart(model, forward, out, logprobs)
 
 
 def test_placeholder_ids_are_never_sampled_and_never_taken_without_an_image(

@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def cluster(_own_cache: None) -> Iterator[None]:
     """A Ray cluster of one node, whose processes are this one's children."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed (make test-ray)")
+    ray = pytest.importorskip("ray", reason="needs Ray (make test-ray)")
     # Unix sockets lie in it, so its name is short.
     directory = Path(tempfile.mkdtemp(prefix="ray-"))
     token = directory / "token"

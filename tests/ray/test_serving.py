@@ -17,6 +17,7 @@ import httpx2
 import pytest
 
 from tests.postgres import Server
+from tests.waiting import PATIENCE
 from tokentape.config import ServeConfig
 from tokentape.demo.agent import solve
 from tokentape.demo.tasks import sample_tasks
@@ -26,7 +27,7 @@ from tokentape.store import Store, StoredSession
 from tokentape.store.location import open_store
 from tokentape.store.verify import verify
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.ray
 
 QUESTION = {"role": "user", "content": "What is 3 plus 4?"}
 
@@ -41,7 +42,7 @@ class Served:
 
     def ask(self, session_id: str, messages: list[Any], **more: Any) -> httpx2.Response:
         url = f"{self.url}/sessions/{session_id}/v1/chat/completions"
-        return httpx2.post(url, json={"messages": messages, **more}, timeout=120)
+        return httpx2.post(url, json={"messages": messages, **more}, timeout=PATIENCE)
 
     def load(self, session_id: str) -> StoredSession:
         return self.store.load_session(session_id)
@@ -64,7 +65,7 @@ def served(cluster: None, postgres: Server, model_dir: Path) -> Iterator[Served]
     postgres.drop(place)
 
 
-def until(true: Callable[[], bool], seconds: float = 60) -> None:
+def until(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
@@ -108,7 +109,9 @@ def test_an_agents_sessions_are_exact(served: Served, stream: bool) -> None:
 
 def test_tokens_arrive_while_others_are_sampled(served: Served) -> None:
     body = {"messages": [QUESTION], "max_tokens": 800, "stream": True, "temperature": 2.0, "seed": 1}
-    with httpx2.stream("POST", f"{served.url}/sessions/streamed/v1/chat/completions", json=body, timeout=120) as reply:
+    with httpx2.stream(
+        "POST", f"{served.url}/sessions/streamed/v1/chat/completions", json=body, timeout=PATIENCE
+    ) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = reply.iter_lines()
         first = next(lines)
@@ -124,7 +127,7 @@ def test_tokens_arrive_while_others_are_sampled(served: Served) -> None:
 def test_a_client_that_leaves_ends_its_call(served: Served) -> None:
     body = {"messages": [QUESTION], "max_tokens": 1000, "stream": True, "temperature": 2.0, "seed": 2}
     url = f"{served.url}/sessions/left/v1/chat/completions"
-    with httpx2.stream("POST", url, json=body, timeout=120) as reply:
+    with httpx2.stream("POST", url, json=body, timeout=PATIENCE) as reply:
         next(reply.iter_lines())
     until(lambda: "left" in recorded(served))
     (turn,) = served.load("left").turns
@@ -140,7 +143,7 @@ def test_calls_of_a_session_go_to_one_replica(served: Served) -> None:
             assert served.ask(name, [QUESTION], max_tokens=1).status_code == 200
     open_there = []
     for name in names:
-        told = httpx2.get(f"{served.url}/metrics", headers={"X-Session-Id": name}, timeout=60).text
+        told = httpx2.get(f"{served.url}/metrics", headers={"X-Session-Id": name}, timeout=PATIENCE).text
         found = re.search(r"^tokentape_open_sessions ([\d.]+)$", told, re.MULTILINE)
         assert found is not None
         open_there.append(int(float(found[1])))
@@ -162,7 +165,9 @@ class Load:
         from openai import OpenAI, OpenAIError
 
         name = f"killed-{number}"
-        client = OpenAI(base_url=f"{self.served.url}/sessions/{name}/v1", api_key="none", max_retries=8, timeout=60)
+        client = OpenAI(
+            base_url=f"{self.served.url}/sessions/{name}/v1", api_key="none", max_retries=8, timeout=PATIENCE
+        )
         messages: list[Any] = []
         with client:
             while not self.stop.is_set() and len(messages) < 60:
@@ -206,10 +211,12 @@ def test_a_replica_that_is_killed_loses_no_acknowledged_turn(served: Served) -> 
 def test_the_end_waits_for_calls_under_way(served: Served) -> None:
     from ray import serve
 
-    until(lambda: httpx2.get(f"{served.url}/readyz", timeout=60).status_code == 200)
+    until(lambda: httpx2.get(f"{served.url}/readyz", timeout=PATIENCE).status_code == 200)
     body = {"messages": [QUESTION], "max_tokens": 400, "stream": True, "temperature": 2.0, "seed": 5}
     lines: list[str] = []
-    with httpx2.stream("POST", f"{served.url}/sessions/drained/v1/chat/completions", json=body, timeout=120) as reply:
+    with httpx2.stream(
+        "POST", f"{served.url}/sessions/drained/v1/chat/completions", json=body, timeout=PATIENCE
+    ) as reply:
         each = reply.iter_lines()
         lines.append(next(each))
         deleting = threading.Thread(target=serve.delete, args=["default"])

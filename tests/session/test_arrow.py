@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.records import bits
+from tests.searching import examples
 from tests.session.trajectory_cases import drawn_trajectories, make_trajectory
 from tokentape.errors import InvalidRequest
 from tokentape.session import arrow
@@ -28,7 +29,7 @@ from tokentape.session.arrow import (
 from tokentape.types import TokenRows, Trajectory
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(drawn_trajectories(), max_size=5))
 def test_parquet_gives_every_bit_back(tmp_path_factory: pytest.TempPathFactory, written: list[Trajectory]) -> None:
     path = tmp_path_factory.mktemp("parquet") / "t.parquet"

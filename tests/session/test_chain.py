@@ -13,17 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import SETUP, json_values, make_turn, trees
+from tokentape.canonical import canonical_json
 from tokentape.errors import InvalidRequest, InvariantViolation
 from tokentape.session.chain import (
     array_bytes,
     array_from_bytes,
-    canonical_json,
     seal,
     session_digest,
-    setup_digest,
     turn_digest,
 )
-from tokentape.types import Turn
+from tokentape.types import Setup, Turn
 
 OTHER_VALUES: dict[str, Any] = {
     "session_id": "other",
@@ -103,7 +102,7 @@ def test_a_change_to_any_field_changes_the_digest(field: str) -> None:
 def test_a_change_to_any_field_of_a_setup_changes_its_digest(field: str) -> None:
     fields: dict[str, Any] = {"tools": (), "template_kwargs": {}, "date": "d", "fingerprint": "f"}
     other: dict[str, Any] = {"tools": ({},), "template_kwargs": {"a": 1}, "date": "e", "fingerprint": "g"}
-    assert setup_digest(**fields) != setup_digest(**{**fields, field: other[field]})
+    assert Setup(**fields).digest != Setup(**{**fields, field: other[field]}).digest
 
 
 def test_a_change_to_an_ancestor_changes_the_digest() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.searching import examples
 from tests.session.builders import make_turn, said, user
 from tokentape.session.arrow import read_parquet, write_parquet
 from tokentape.session.flatten import trained_turns, trajectories
@@ -121,7 +122,7 @@ def test_a_parent_s_own_row_counts_before_that_of_its_child() -> None:
 
 
 @given(seed=st.integers(0, 2**20), size=st.integers(1, 20))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_every_sampled_token_is_trained_exactly_once(seed: int, size: int) -> None:
     rng = random.Random(seed)
     session = Session(SessionInfo("s", 0.0))
@@ -137,7 +138,7 @@ def test_every_sampled_token_is_trained_exactly_once(seed: int, size: int) -> No
 
 
 @given(seed=st.integers(0, 2**20), size=st.integers(1, 12))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_values_stay_with_their_tokens_through_forks_and_files(
     tmp_path_factory: pytest.TempPathFactory, seed: int, size: int
 ) -> None:

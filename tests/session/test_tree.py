@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.searching import examples
 from tests.session.builders import make_turn, said, user
 from tokentape.session.tree import Session
 from tokentape.types import SessionInfo
@@ -93,7 +94,7 @@ def test_a_context_can_t_be_changed() -> None:
 
 
 @given(seed=st.integers(0, 2**20), size=st.integers(1, 25))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_continuation_equals_a_search_of_all_turns(seed: int, size: int) -> None:
     rng = random.Random(seed)
     tree = session()

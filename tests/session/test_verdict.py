@@ -70,3 +70,33 @@ def test_a_filter_takes_words_and_causes(one: str, wanted: list[str], matches: b
 def test_a_filter_that_can_match_nothing_is_refused(wanted: str) -> None:
     with pytest.raises(InvalidRequest, match="exact, forked, closed"):
         check_verdicts(["exact", wanted])
+
+
+UNKNOWN = replace(NEXT, engine="vllm 0.33.0 raw_logprobs completions model-unverified")
+
+
+def test_a_turn_of_a_server_whose_model_is_not_known_leaves_a_reservation() -> None:
+    assert verdict([ROOT, UNKNOWN]) == "exact, model unverified"
+    assert verdict([ROOT, replace(UNKNOWN, fork="branched")]) == "forked: branched, model unverified"
+    captured = [replace(turn, engine="vllm 0.33.0 raw_logprobs model-unverified captured") for turn in (ROOT, NEXT)]
+    assert verdict(captured) == "captured, model unverified"
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "matches"),
+    [
+        ("exact, model unverified", ["exact"], False),
+        ("exact, model unverified", ["exact", "model unverified"], True),
+        ("exact", ["exact", "model unverified"], True),
+        ("forked: sibling, model unverified", ["exact", "model unverified"], False),
+        ("forked: sibling, model unverified", ["forked:sibling", "model unverified"], True),
+    ],
+)
+def test_a_reservation_has_to_be_wanted_too(found: str, wanted: list[str], matches: bool) -> None:
+    check_verdicts(wanted)
+    assert wanted_verdict(found, wanted) is matches
+
+
+def test_a_reservation_alone_is_no_verdict() -> None:
+    with pytest.raises(InvalidRequest, match="goes with a verdict"):
+        check_verdicts(["model unverified"])

@@ -24,6 +24,7 @@ from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
 from tests.records import SETUP, bits, make_chain, make_turn
+from tests.waiting import PATIENCE
 from tokentape.errors import StoreFull
 from tokentape.store import SqliteStore
 from tokentape.store.verify import verify
@@ -55,7 +56,7 @@ def check_record(directory: Path, newest: dict[str, int]) -> None:
             assert bits(turns) == bits(make_chain(stored.info.session_id, len(turns), tokens=300))
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_kill_9_loses_no_acknowledged_turn_and_leaves_no_half(tmp_path: Path, rounds: int) -> None:
     chance = random.Random(rounds)
     newest: dict[str, int] = {}
@@ -195,14 +196,14 @@ def test_a_file_size_limit_fails_the_call_and_corrupts_nothing(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace injects the fault")
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace, which injects the fault")
 @pytest.mark.parametrize("when", ["25+", "25"], ids=["from the 25th on", "the 25th only"])
 def test_a_failing_fdatasync_poisons_the_store_and_loses_no_acknowledged_turn(tmp_path: Path, when: str) -> None:
     strace = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"inject=fdatasync:error=EIO:when={when}"]
     command = [*strace, *WRITING_PROCESS, tmp_path]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=PATIENCE)
         finally:
             # The traced process outlives strace if that alone is killed.
             with suppress(ProcessLookupError):

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.records import SETUP, bits, make_chain, make_turn
+from tests.searching import examples
 from tokentape.errors import StoreError
 from tokentape.store import SqliteStore
 from tokentape.store.custody import Custody
@@ -229,7 +230,7 @@ def test_a_torn_file_is_found(directory: Path, kept: int) -> None:
     assert not verify(directory).ok
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_whatever_bytes_are_damaged_turns_are_intact_or_the_damage_is_found(
     intact: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

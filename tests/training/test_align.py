@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chat.conftest import ROOT, load_tokenizer, needs_tokenizers
+from tests.chat.conftest import FAMILIES, REAL_FAMILIES, load_tokenizer
 from tokentape.errors import InvalidRequest
 from tokentape.training.align import Alignment, NamedPair, Piece, align, pieces
 
-FAMILIES = sorted(path.parent.name for path in ROOT.glob("*/tokenizer.json"))
 TEXTS = [
     "Hello, world! Unbelievable 1234567890\n\n\tindent  two  spaces ",
     "def f(x):\n    return x != y  # ünïcödé\n",
@@ -154,9 +153,14 @@ def aligned(left: str, right: str, text: str) -> Alignment:
     return align(*sides)
 
 
-@needs_tokenizers
-@pytest.mark.parametrize(("left", "right"), list(combinations(FAMILIES, 2)))
-def test_real_tokenizers_align_over_all_bytes(left: str, right: str) -> None:
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        *combinations(FAMILIES, 2),
+        *(pytest.param(*two, marks=pytest.mark.slow) for two in combinations(REAL_FAMILIES, 2)),
+    ],
+)
+def test_tokenizers_of_every_kind_align_over_all_bytes(left: str, right: str) -> None:
     for text in TEXTS:
         found = aligned(left, right, text)
         assert (found.ends[-1] if len(found.ends) else 0) == len(text.encode())
@@ -168,7 +172,6 @@ def test_a_character_that_both_sides_cut_elsewhere_is_one_span() -> None:
     assert align([b"\xf0", b"\x9f\xab\xa0"], [b"\xf0\x9f", b"\xab\xa0"]).ends.tolist() == [4]
 
 
-@needs_tokenizers
 def test_a_space_that_is_the_text_s_own_is_kept_if_said() -> None:
     tokenizer = load_tokenizer("mistral_v3_spm")
     ids = tokenizer.encode_marked(" x").ids
@@ -177,16 +180,14 @@ def test_a_space_that_is_the_text_s_own_is_kept_if_said() -> None:
     assert pieces(tokenizer, ids, keep_space=True) == [b" x"]
 
 
-@needs_tokenizers
 def test_half_a_character_aligns_too() -> None:
     left = load_tokenizer("qwen3")
-    found = align(pieces(left, [9284, 104]), [b"\xf0", b"\x9f\xab"])
+    found = align(pieces(left, left.encode_plain("\U0001fae0")[:-1]), [b"\xf0", b"\x9f\xab"])
     assert found.ends.tolist() == [3]
 
 
-@needs_tokenizers
 def test_control_tokens_get_the_names_that_they_are_given() -> None:
     qwen, llama = load_tokenizer("qwen3"), load_tokenizer("llama3")
-    left = pieces(qwen, qwen.encode_plain("Hi<|im_end|>"), {151645: "end of turn"})
-    right = pieces(llama, llama.encode_plain("Hi<|eot_id|>"), {128009: "end of turn"})
+    left = pieces(qwen, qwen.encode_plain("Hi<|im_end|>"), {qwen.encode_plain("<|im_end|>")[0]: "end of turn"})
+    right = pieces(llama, llama.encode_plain("Hi<|eot_id|>"), {llama.encode_plain("<|eot_id|>")[0]: "end of turn"})
     assert align(left, right).pairs == (NamedPair("end of turn", 1, 1),)

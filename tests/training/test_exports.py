@@ -214,7 +214,7 @@ def built(trainer: str) -> list[Any]:
         if trainer in told:
             found: list[Any] = told[trainer]
             return found
-    pytest.skip(f"no interpreter of TOKENTAPE_TRAINERS_PYTHON has {trainer}")
+    pytest.skip(f"needs {trainer} in an interpreter of TOKENTAPE_TRAINERS_PYTHON")
 
 
 @pytest.mark.differential

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.records import bits
+from tests.searching import examples
 from tests.session.trajectory_cases import drawn_trajectories, make_trajectory
 from tokentape.errors import InvalidRequest
 from tokentape.session.arrow import read_parquet, write_parquet
@@ -40,7 +41,7 @@ def one_sample(**changes: Any) -> Sample:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(drawn=st.lists(st.tuples(drawn_trajectories(), st.none() | st.text("ab\u00e9", max_size=3)), max_size=4))
 def test_every_bit_comes_back(
     tmp_path_factory: pytest.TempPathFactory, name: str, drawn: list[tuple[Trajectory, str | None]]

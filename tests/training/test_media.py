@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("PIL", reason="images need Pillow (the extra `images`)")
+pytest.importorskip("PIL", reason="needs Pillow (the extra `images`)")
 
 from tests.media.tiny_vision import PATCH, picture
 from tests.session.trajectory_cases import make_trajectory

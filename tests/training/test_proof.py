@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chat.conftest import ROOT, needs_tokenizers
+from tests.chat.conftest import REAL_FAMILIES, model_path
+from tests.data import REAL
 from tokentape.errors import InvalidRequest
 from tokentape.training.proof import prove, smallest
 from tokentape.training.tokenizer import TrainingTokenizer, codebook
@@ -61,8 +62,8 @@ def other_flags(spec: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("touch", "part", "changes_ids", "changes_text"),
     [
-        (other_normalizer, "normalizer", True, False),
-        (other_model, "model", True, False),
+        pytest.param(other_normalizer, "normalizer", True, False, marks=pytest.mark.slow),
+        pytest.param(other_model, "model", True, False, marks=pytest.mark.slow),
         (other_decoder, "decoder", False, True),
         (other_flags, "added token '<|im_end|>'", True, False),
     ],
@@ -99,9 +100,11 @@ def test_a_folder_without_a_tokenizer_is_refused(model_dir: Path, tmp_path: Path
         prove(model_dir, tmp_path)
 
 
-@needs_tokenizers
+@pytest.mark.real
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(path.parent.name for path in ROOT.glob("*/tokenizer.json")))
+@pytest.mark.parametrize("family", REAL_FAMILIES or [""])
 def test_real_tokenizers_keep_their_byte_path(family: str) -> None:
-    made = TrainingTokenizer.load(ROOT / family, pad="<|pad|>").with_block("item", codebook("item", [256, 256, 256]))
-    assert prove(ROOT / family, made, (ROOT / "goldens").glob("*_input.txt")).ok
+    made = TrainingTokenizer.load(model_path(family), pad="<|pad|>").with_block(
+        "item", codebook("item", [256, 256, 256])
+    )
+    assert prove(model_path(family), made, (REAL / "goldens").glob("*_input.txt")).ok

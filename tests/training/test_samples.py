@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.records import bits, finite, trees, turn_columns
+from tests.searching import examples
 from tests.session.builders import make_turn, said, user
 from tests.session.trajectory_cases import make_trajectory
 from tokentape.errors import InvalidRequest
@@ -245,7 +246,7 @@ def recorded_sessions(draw: st.DrawFn) -> tuple[list[Turn], list[TurnColumn], li
     return turns, columns, [Reward("s", None, draw(finite), 0.0)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(recorded_sessions(), selects, st.sampled_from([one_per_leaf, one_per_turn]), maxima)
 def test_each_sampled_token_is_trained_at_most_once_and_once_where_a_sample_holds_it(
     recorded: tuple[list[Turn], list[TurnColumn], list[Reward]],
@@ -283,7 +284,7 @@ def test_each_sampled_token_is_trained_at_most_once_and_once_where_a_sample_hold
         assert set(trained) == {(seq, at) for seq in on_paths for at in range(len(turns[seq].completion_ids))}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(recorded_sessions(), selects)
 def test_a_trained_token_has_the_value_last_given_to_it_or_none(
     recorded: tuple[list[Turn], list[TurnColumn], list[Reward]], select: list[Select]

@@ -12,14 +12,15 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.chat.conftest import (
     ADD,
-    ROOT,
-    TEMPLATES,
+    REAL_TEMPLATES,
+    SMALL_TEMPLATES,
     call,
     load_renderer,
     load_tokenizer,
-    needs_tokenizers,
+    model_path,
     result,
     setup_for,
+    slow_unless,
 )
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
@@ -29,10 +30,8 @@ from tokentape.training.samples import MaxLength, Sample, assemble
 from tokentape.training.sft import sft_sample
 from tokentape.types import Provenance
 
-pytestmark = needs_tokenizers
-
 QWEN3 = "qwen3/templates/Qwen3.jinja"
-MARKED = [t for t in TEMPLATES if "{%- generation" in (ROOT / t).read_text(encoding="utf-8")]
+MARKED = [t for t in SMALL_TEMPLATES if "{%- generation" in model_path(t).read_text(encoding="utf-8")]
 
 SYSTEM = {"role": "system", "content": "You are a systemword."}
 QUESTION = {"role": "user", "content": "What is a questionword?"}
@@ -80,9 +79,7 @@ def spoken(message: dict[str, Any]) -> list[str]:
     return [*([message["content"]] if message["content"] else []), *calls]
 
 
-@pytest.mark.parametrize(
-    "template", [t for t in TEMPLATES if (ROOT / t).parents[1].joinpath("tokenizer.json").exists()]
-)
+@pytest.mark.parametrize("template", [*SMALL_TEMPLATES, *map(slow_unless, REAL_TEMPLATES)])
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_what_is_trained_is_what_the_assistant_says_with_the_token_that_ends_it(template: str, name: str) -> None:
     renderer, messages = load_renderer(template), CONVERSATIONS[name]
@@ -90,7 +87,9 @@ def test_what_is_trained_is_what_the_assistant_says_with_the_token_that_ends_it(
     try:
         renderer.marked(messages, setup, generate=False)
     except TemplateRefused:
-        pytest.skip("the template refuses this conversation")
+        with pytest.raises(TemplateRefused):
+            sft(renderer, messages)
+        return
     whole = renderer.tokenizer.spell_marks(renderer.marked(messages, setup, generate=False))
     if any(word not in whole for message in messages if message["role"] == "assistant" for word in spoken(message)):
         with pytest.raises(TemplateRefused):
@@ -155,7 +154,7 @@ TRL_FAMILIES = {
 def test_marks_of_trl_s_templates_count_as_in_transformers(trl_template: str) -> None:
     python = os.environ.get("TOKENTAPE_RENDERERS_PYTHON")
     if python is None:
-        pytest.skip("set TOKENTAPE_RENDERERS_PYTHON to a Python that has TRL")
+        pytest.skip("needs a Python with TRL: TOKENTAPE_RENDERERS_PYTHON")
     where = "import importlib.util as u; print(u.find_spec('trl').submodule_search_locations[0])"
     trl = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
     source = (Path(trl) / "chat_templates" / f"{trl_template}.jinja").read_text(encoding="utf-8")

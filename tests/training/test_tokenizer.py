@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chat.conftest import ROOT, needs_tokenizers
+from tests.chat.conftest import REAL_FAMILIES, SMALL, model_path
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.training.tokenizer import TrainingTokenizer, codebook
@@ -65,10 +65,9 @@ def test_an_existing_token_can_be_the_padding_token_and_nothing_is_added(model_d
     assert made.source == (model_dir / "tokenizer.json").read_bytes()
 
 
-@needs_tokenizers
 def test_a_tokenizer_without_padding_token_asks_for_one() -> None:
     with pytest.raises(InvalidRequest, match="names no padding token"):
-        TrainingTokenizer.load(ROOT / "llama3")
+        TrainingTokenizer.load(SMALL / "llama3")
 
 
 def test_ids_of_padding_rows_are_refused_with_their_place(training: TrainingTokenizer) -> None:
@@ -136,10 +135,10 @@ def test_auto_tokenizer_loads_it_to_the_same_ids(training: TrainingTokenizer, tm
     check_auto_tokenizer(training, tmp_path)
 
 
-@needs_tokenizers
+@pytest.mark.real
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(path.parent.name for path in ROOT.glob("*/tokenizer.json")))
+@pytest.mark.parametrize("family", REAL_FAMILIES or [""])
 def test_auto_tokenizer_loads_real_ones_to_the_same_ids(family: str, tmp_path: Path) -> None:
-    made = TrainingTokenizer.load(ROOT / family, pad="<|pad|>").with_block("item", codebook("item", [4, 4, 4]))
+    made = TrainingTokenizer.load(model_path(family), pad="<|pad|>").with_block("item", codebook("item", [4, 4, 4]))
     assert made.vocab_size % 64 == 0
     check_auto_tokenizer(made, tmp_path)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from openai import AsyncOpenAI
-from transformers import TrainerCallback
 
 from tests.training.trl_runs import Run, ShopAgent
 from tokentape.chat.renderer import Renderer
@@ -56,6 +55,7 @@ def test_the_trainer_s_logprobs_are_the_recorded_ones_at_every_step(model_dir: P
     assert any(not torch.equal(before[name], value) for name, value in run.trainer.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_retokenized_batch_is_found(model_dir: Path, renderer: Renderer, tmp_path: Path) -> None:
     tokenizer = renderer.tokenizer
 
@@ -105,6 +105,7 @@ SEEDS = itertools.count()
 @pytest.mark.slow
 def test_grpo_without_scales_has_the_gradient_of_trl_s_rloo(model_dir: Path, tmp_path: Path) -> None:
     from datasets import Dataset
+    from transformers import TrainerCallback
     from trl import RLOOConfig, RLOOTrainer
 
     rloo = RLOOTrainer(

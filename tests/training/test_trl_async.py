@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.training.data_paths import trl_asynchronous
 from tests.training.trl_runs import ShopAgent
+from tests.waiting import PATIENCE
 from tokentape.client import Client, ClientSession
 from tokentape.errors import InvalidRequest, TokentapeError
+from tokentape.testing.samples import check_samples
 from tokentape.training.samples import Sample, assemble, group_advantages
 from tokentape.training.trl import GatewayWorker, PolicyTransfer, Row, recorded_reward, serving
 from tokentape.training.trl.asynchronous import _rollout_sample
@@ -31,7 +34,7 @@ def client(gateway_url: str) -> Iterator[Client]:
 
 def ask(session: ClientSession, text: str) -> None:
     body = {"model": "any", "messages": [{"role": "user", "content": text}], "max_tokens": 4, "seed": 1}
-    httpx2.post(f"{session.base_url}/chat/completions", json=body, timeout=60).raise_for_status()
+    httpx2.post(f"{session.base_url}/chat/completions", json=body, timeout=PATIENCE).raise_for_status()
 
 
 class Numbered:
@@ -51,7 +54,7 @@ class Numbered:
 def taken(worker: GatewayWorker, number: int) -> list[Any]:
     worker.start()
     try:
-        return [worker.rollout_buffer.get(timeout=60) for _ in range(number)]
+        return [worker.rollout_buffer.get(timeout=PATIENCE) for _ in range(number)]
     finally:
         worker.stop()
 
@@ -205,3 +208,11 @@ def _dataset(rows: list[dict[str, Any]]) -> Any:
     from datasets import Dataset
 
     return Dataset.from_list(rows)
+
+
+def test_the_conformance_kit_finds_only_that_raw_logprobs_are_not_those_at_1_4() -> None:
+    report = check_samples(trl_asynchronous)
+    assert {name: {one.kind for one in found} for name, found in report.goldens.items() if found} == {
+        "sampled at 1.4, recorded at 1": {"logprobs of another temperature"}
+    }
+    assert all(all(caught.values()) for caught in report.planted.values())

@@ -9,8 +9,8 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
-from datasets import Dataset
 
+from tests.waiting import PATIENCE
 from tokentape.client import Client, ClientSession
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.training.samples import DropRetries
@@ -39,7 +39,7 @@ def trainer(**changed: Any) -> Any:
 def ask(session: ClientSession, text: str, *before: dict[str, Any]) -> dict[str, Any]:
     messages = [*before, {"role": "user", "content": text}]
     body = {"model": "any", "messages": messages, "max_tokens": 4, "seed": 1}
-    answer = httpx2.post(f"{session.base_url}/chat/completions", json=body, timeout=60)
+    answer = httpx2.post(f"{session.base_url}/chat/completions", json=body, timeout=PATIENCE)
     reply: dict[str, Any] = answer.raise_for_status().json()["choices"][0]["message"]
     return reply
 
@@ -172,6 +172,8 @@ def test_the_correction_is_left_as_it_is_where_vllm_samples_and_refused_where_it
 
 
 def test_rows_travel_in_their_prompts_and_leave_no_trace_in_the_messages() -> None:
+    from datasets import Dataset
+
     messages = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]] * 2
     rows = carry_rows(Dataset.from_dict({"prompt": messages, "answer": [3, 4], "tags": [["a"], []]}))
     assert [row_of(row["prompt"]) for row in rows] == [
@@ -181,6 +183,8 @@ def test_rows_travel_in_their_prompts_and_leave_no_trace_in_the_messages() -> No
 
 
 def test_a_dataset_of_strings_or_without_prompts_gets_messages() -> None:
+    from datasets import Dataset
+
     (row,) = carry_rows(Dataset.from_dict({"prompt": ["Hello"], "answer": [3]}))
     assert row_of(row["prompt"]) == {"prompt": [{"role": "user", "content": "Hello"}], "answer": 3}
     (row,) = carry_rows(Dataset.from_dict({"answer": [3]}))
@@ -189,6 +193,8 @@ def test_a_dataset_of_strings_or_without_prompts_gets_messages() -> None:
 
 
 def test_a_column_that_is_no_json_can_be_left_behind() -> None:
+    from datasets import Dataset
+
     rows = Dataset.from_dict({"answer": [3], "blob": [b"\x00"]})
     with pytest.raises(InvalidRequest, match=r"can't be carried.*name the columns"):
         carry_rows(rows)

@@ -12,9 +12,8 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
+from tests.waiting import PATIENCE
 from tokentape.client import ClientSession
 from tokentape.errors import EngineError, EngineUnavailable
 from tokentape.training.logprob_check import check_logprobs
@@ -30,12 +29,14 @@ def policy(model_dir: Path) -> Iterator[Policy]:
 
 @pytest.fixture
 def model(model_dir: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
 
 def ask(session: ClientSession, max_tokens: int = 8) -> httpx2.Response:
     body = {"model": "any", "messages": [{"role": "user", "content": "Tell me."}], "max_tokens": max_tokens}
-    return httpx2.post(f"{session.base_url}/chat/completions", json=body, timeout=60)
+    return httpx2.post(f"{session.base_url}/chat/completions", json=body, timeout=PATIENCE)
 
 
 @torch.no_grad()
@@ -96,7 +97,7 @@ def test_a_call_under_way_is_waited_for_or_goes_on_under_new_weights(policy: Pol
     body = {"model": "any", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "temperature": 2.0}
     changed = moved(model, 0.05)
     with httpx2.stream(
-        "POST", f"{session.base_url}/chat/completions", json={**body, "seed": 1, "stream": True}, timeout=60
+        "POST", f"{session.base_url}/chat/completions", json={**body, "seed": 1, "stream": True}, timeout=PATIENCE
     ) as reply:
         reply.raise_for_status()
         arriving = reply.iter_lines()
@@ -153,6 +154,8 @@ def test_sync_does_not_take_another_trainer_s_step_for_its_own(policy: Policy, m
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters_are_merged_for_the_engine_and_the_model_stays_bit_for_bit(policy: Policy, model: Any) -> None:
     torch.manual_seed(0)
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(target_modules=["q_proj", "down_proj"], modules_to_save=["norm"], init_lora_weights=False)
     adapted = get_peft_model(model, config)
     before = {name: value.clone() for name, value in adapted.state_dict().items()}

@@ -17,6 +17,7 @@ import pytest
 
 from tests.conftest import SharedEngine
 from tests.records import SETUP, make_turn
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.client import Client
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, call_tool, sample_tasks
@@ -77,7 +78,7 @@ def browser(site: Site) -> Iterator[Browser]:
     names = ("chromium", "chromium-browser", "google-chrome")
     path = os.environ.get("TOKENTAPE_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if path is None:
-        pytest.skip(f"none of {', '.join(names)} is on the path, and TOKENTAPE_CHROMIUM is not set")
+        pytest.skip(f"needs one of {', '.join(names)} on the path, or TOKENTAPE_CHROMIUM")
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=_ARGUMENTS)
         yield browser
@@ -151,7 +152,7 @@ def site(
     with SqliteStore.open(tmp_path_factory.mktemp("viewed") / "data") as store:
         asyncio.run(_by_hand(store, renderer))
         app = create_app(Turns(SharedEngine(engine, finished), renderer, store), model_id="tiny")
-        with running(app) as url, httpx2.Client(base_url=url, timeout=60) as http, Client(url) as client:
+        with running(app) as url, httpx2.Client(base_url=url, timeout=PATIENCE) as http, Client(url) as client:
             _shop(http, client)
             _forked(http)
             _weights(http, engine, model_dir)
@@ -167,7 +168,7 @@ def keyed_site(
     engine, finished = _opened_engine
     with SqliteStore.open(tmp_path_factory.mktemp("keyed") / "data") as store:
         app = create_app(Turns(SharedEngine(engine, finished), renderer, store), model_id="tiny", keys=KEYS)
-        with running(app) as url, httpx2.Client(base_url=url, headers={"x-api-key": OPS}, timeout=60) as http:
+        with running(app) as url, httpx2.Client(base_url=url, headers={"x-api-key": OPS}, timeout=PATIENCE) as http:
             _ask(http, "mine", [{"role": "user", "content": "Hello"}], headers={"x-api-key": ALICE})
             _ask(http, "theirs", [{"role": "user", "content": "Hello"}])
             yield Site(url, store, http)
@@ -228,7 +229,7 @@ def _forked(http: httpx2.Client) -> None:
     with http.stream("POST", "/sessions/forked/v1/chat/completions", json=body) as answer:
         assert answer.status_code == 200
         next(answer.iter_lines())
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while len(http.get("/sessions/forked").json()["turns"]) < 5:
         assert time.monotonic() < deadline
         time.sleep(0.05)

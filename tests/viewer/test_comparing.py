@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.gateway.scripted import ScriptedEngine
 from tests.records import SETUP, make_turn
+from tests.searching import examples
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import InvalidRequest
 from tokentape.gateway.app import create_app
@@ -61,7 +62,7 @@ def test_letters_one_by_one_are_a_difference_with_its_class(renderer: Renderer, 
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_segments_cover_both_sides_and_equal_ones_are_equal(renderer: Renderer, data: st.DataObject) -> None:
     texts = st.text(st.sampled_from('ab 1.é\n{"🫠漢'), max_size=8)
     ids = [one for text in data.draw(st.lists(texts, min_size=1)) for one in renderer.tokenizer.encode_plain(text)]

@@ -60,7 +60,7 @@ def test_scripts_import_only_each_other(path: Path) -> None:
         assert (FOLDER / name).is_file()
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node to check the scripts with")
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to check the scripts with")
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_valid(path: Path) -> None:
     subprocess.run(["node", "--check", str(path)], check=True)

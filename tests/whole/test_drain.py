@@ -6,12 +6,16 @@ import signal
 import threading
 from pathlib import Path
 
+import pytest
+
 from tests.cli.test_serve import serving
+from tests.waiting import PATIENCE
 from tests.whole.test_kill import CLIENTS, Agent
 from tokentape.store import SqliteStore
 from tokentape.store.verify import verify
 
 
+@pytest.mark.slow
 def test_a_gateway_that_is_told_to_end_loses_nothing(tmp_path: Path, model_dir: Path) -> None:
     agents = [Agent(f"agent-{n}") for n in range(CLIENTS)]
     stop, arrived = threading.Event(), threading.Event()
@@ -23,11 +27,11 @@ def test_a_gateway_that_is_told_to_end_loses_nothing(tmp_path: Path, model_dir: 
         lines: list[str] = []
         reading = threading.Thread(target=lambda: lines.extend(process.stderr or ()))
         reading.start()
-        arrived.wait(60)
+        arrived.wait(PATIENCE)
         arrived.clear()
-        arrived.wait(60)
+        arrived.wait(PATIENCE)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
         stop.set()
         for thread in (*threads, reading):
             thread.join()

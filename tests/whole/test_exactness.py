@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from openai import AsyncOpenAI
-from transformers import AutoModelForCausalLM
 
 from tests.conftest import SharedEngine
 from tokentape.chat.renderer import Renderer
@@ -68,7 +67,7 @@ def run_sessions(base_url: str, count: int) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_every_context_is_the_one_before_plus_what_was_sampled_plus_a_bridge(
     gateway_url: str, turns: Turns, engine: SharedEngine, store: SqliteStore, count: int
 ) -> None:
@@ -104,7 +103,9 @@ def test_recorded_logprobs_are_those_of_a_forward_pass(
     gateway_url: str, model_dir: Any, renderer: Renderer, store: SqliteStore
 ) -> None:
     """What a trainer checks first: its own logprobs on the recorded ids against the recorded ones."""
-    run_sessions(gateway_url, 12)
+    run_sessions(gateway_url, 6)
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     compared = 0
     for stored in store.iter_sessions():

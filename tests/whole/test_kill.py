@@ -70,7 +70,8 @@ def gateway(model: Path, data: Path) -> Iterator[tuple[subprocess.Popen[str], st
         process.communicate()
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [20])
 def test_what_was_acknowledged_survives_and_sessions_go_on(tmp_path: Path, model_dir: Path, rounds: int) -> None:
     """Every reply that arrived is in the record, and at most the one that was on its way to each agent besides.
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from openai import OpenAI
@@ -54,7 +54,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.fixture(params=get_args(ForwardPath))
+@pytest.fixture(params=["own", *(pytest.param(path, marks=pytest.mark.slow) for path in ("regular", "paged"))])
 def engine(request: pytest.FixtureRequest, model_dir: Path, encoded: list[int]) -> Iterator[SharedEngine]:
     path: ForwardPath = request.param
     finished: list[FinishedSample] = []

@@ -104,7 +104,7 @@ class AssistantFormat:
     def within_turns(self) -> str:
         """What may stand within a turn: all delimiters but those that end it."""
         reasoning = (self.reasoning.open, self.reasoning.close) if self.reasoning is not None else ()
-        calls = (self.calls.section_open, self.calls.open, self.calls.separator) if self.calls is not None else ()
+        calls = (self.calls.section_open, self.calls.open, self.calls.between) if self.calls is not None else ()
         return "".join([self.content_open, self.content_reopen, *reasoning, *calls])
 
 
@@ -118,7 +118,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     base = _read_base(ask, prompt)
     generation_prompt = prompt[len(base) :] if prompt.startswith(base) else prompt[common_prefix(prompt, base) :]
     said = {"role": "assistant", "content": CONTENT}
-    answer, left_behind = ask([QUESTION, said], False), ask([QUESTION, said, QUESTION], False)
+    answer, left_behind = ask([QUESTION, said], False), _left_behind(ask, said)
     if CONTENT not in answer or CONTENT not in left_behind:
         raise TemplateRefused("the chat template does not render the content of an assistant message")
     header = _read_header(left_behind, base)
@@ -165,6 +165,14 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     )
 
 
+def _left_behind(render: Render, message: Message) -> str:
+    """Render a turn that another question follows; some templates take that with a generation prompt only."""
+    try:
+        return render([QUESTION, message, QUESTION], False)
+    except TemplateRefused:
+        return render([QUESTION, message, QUESTION], True)
+
+
 def _from_question(render: Render) -> Render:
     """Renderings without what stands in front of the question, which may move with what follows (Mistral's tools)."""
 
@@ -180,10 +188,13 @@ def _read_base(render: Render, prompt: str) -> str:
 
     A template that always writes one is found out by what it writes behind a question that another one follows.
     """
-    base = render([QUESTION], False)
+    base = prompt
+    with contextlib.suppress(TemplateRefused):
+        # No request asks for this, so a template may fail on it (Nemotron Nano 2 looks for the last turn's content).
+        base = render([QUESTION], False)
     if base == prompt:
         with contextlib.suppress(TemplateRefused):
-            asked_twice = render([QUESTION, {**QUESTION, "content": CONTENT}], False)
+            asked_twice = render([QUESTION, {**QUESTION, "content": CONTENT}], True)
             before = asked_twice[: asked_twice.find(CONTENT)] if CONTENT in asked_twice else prompt
             return prompt[: common_prefix(prompt, before)]
     return base
@@ -243,7 +254,7 @@ def _reasoning_never_shown(
         return None
     closing = f"{tag[1]}/{tag[2]}"
     message = {"role": "assistant", "content": f"{REASONING}{closing}{CONTENT}"}
-    text = render([QUESTION, message, QUESTION], False)
+    text = _left_behind(render, message)
     if REASONING in text or CONTENT not in text:
         return None
     return Reasoning(opening, f"\n{tokenizer.mark_controls(closing)}\n\n", opened_by_prompt=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -22,18 +22,20 @@ from tokentape.chat.call_literals import (
     read_head,
 )
 from tokentape.chat.call_syntax import KEY, CallSyntax
-from tokentape.chat.call_values import property_schema, value_json
+from tokentape.chat.call_values import property_schema, quoted_json, value_json
 from tokentape.chat.delimiters import ANY, any_of, may_grow, pattern, pieces, skip_space
 from tokentape.chat.json_text import ObjectEnd, decode, first_member, members, standard
 from tokentape.chat.tokenizer import MARK
 from tokentape.types import Tool
 
-_NAME = r"""[^\s<>{}()\[\]"'`,;=\ud800-\udfff]{1,256}"""
+_NAME_CHARACTER = r"""[^\s<>{}()\[\]"'`,;=\ud800-\udfff]"""
 _LONGEST_HEAD = 600
 """Characters from the opening delimiter to a call's arguments, or from that of an argument to its value, at most."""
 JSON_PUNCTUATION = "{}[],:"
 _ARGUMENT_KEYS = ("arguments", "parameters")
 """What models call the arguments in JSON, whatever their template does."""
+_OTHER_FIELDS = ("id", "type", "function", "index")
+"""What else a call has in the OpenAI API, besides its name and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +136,14 @@ class _JsonBody:
             fields = {_ARGUMENT_KEYS[0]: raw}
         if not isinstance(name, str):
             return Broken(end)
-        arguments, valid = object_arguments(first_member(fields, self._syntax.arguments_key, *_ARGUMENT_KEYS) or "")
-        return Body(end, name, arguments, valid, call_id if isinstance(call_id, str) else None)
+        if not isinstance(call_id, str):
+            call_id = None
+        written = first_member(fields, self._syntax.arguments_key, *_ARGUMENT_KEYS)
+        if written is None and not fields.keys() <= {self._syntax.name_key, *_OTHER_FIELDS}:
+            # Its arguments stand somewhere else: without them it would be another call.
+            return Body(end, name, text[start:end], valid=False, id=call_id)
+        arguments, valid = object_arguments(written or "")
+        return Body(end, name, arguments, valid, call_id)
 
 
 class _NamedBody:
@@ -197,7 +205,7 @@ class _LiteralBody:
             self._name, bracket = head
             if needs_known_tool(self._syntax) and self._name not in self._tools:
                 return Broken(bracket)
-            self._brackets = LiteralEnd(bracket, self._syntax.quote)
+            self._brackets = LiteralEnd(bracket, self._syntax)
         brackets = self._brackets
         brackets.find(text, over=over)
         if brackets.end is None:
@@ -221,7 +229,7 @@ class _TaggedBody:
         self._name = ""
         self._named = False
         """All of the name has arrived, since an argument has begun."""
-        self._arguments: dict[str, str] = {}
+        self._arguments: list[tuple[str, str]] = []
         self._at = start
         """Where the next argument or the end of the call is expected."""
         self._key: re.Match[str] | None = None
@@ -247,9 +255,12 @@ class _TaggedBody:
                 if not over and may_grow(text, at, [self._syntax.close]):
                     return None
                 self._named = True
-                self._key = tags.key.match(text, opening.end())
-                if self._key is None:
+                key = tags.key.match(text, opening.end())
+                if key is None:
                     return Broken(at) if over or len(text) > opening.end() + _LONGEST_HEAD else None
+                if key["text"] is None and not over and may_grow(text, key.end("key"), [self._syntax.key_close]):
+                    return None
+                self._key = key
                 self._seek = self._key.end()
             if not self._read_value(text, self._key, over=over):
                 return None
@@ -263,7 +274,7 @@ class _TaggedBody:
             at = skip_space(text, found.end())
             if tags.key_open.match(text, at) or tags.end.match(text, at) or (over and at == len(text)):
                 raw = text[key.end() : found.start()]
-                self._arguments[key["key"]] = self._value(key, raw)
+                self._arguments.append((key["key"], self._value(key, raw)))
                 self._at = found.end()
                 return True
             if not over and may_grow(text, at, tags.expected):
@@ -282,10 +293,12 @@ class _TaggedBody:
         for _ in range(after):
             raw = raw[:-1] if raw[-1:].isspace() else raw
         schema = property_schema(self._tools.get(self._name), key["key"])
-        is_text = bool(syntax.json_key_close) and key["text"] is not None
+        if syntax.json_key_close and syntax.json_key_close == syntax.key_close:
+            return quoted_json(raw, schema)
+        is_text = key["text"] is not None if syntax.json_key_close else None
         opening, closing = syntax.text_open, syntax.text_close
         if opening and closing and raw.startswith(opening) and raw.endswith(closing, len(opening)):
-            raw, is_text = raw[len(opening) : -len(closing)], schema is None
+            raw, is_text = raw[len(opening) : -len(closing)], True if schema is None else None
         return value_json(raw, schema, is_text=is_text)
 
     def _body(self) -> Body | Broken:
@@ -293,9 +306,7 @@ class _TaggedBody:
             return Broken(self._at)
         # Models write an empty parameter where there is none.
         pairs = [
-            f"{json.dumps(key, ensure_ascii=False)}: {value}"
-            for key, value in self._arguments.items()
-            if key or value != '""'
+            f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in self._arguments if key or value != '""'
         ]
         return Body(self._at, self._name, f"{{{', '.join(pairs)}}}", valid=True)
 
@@ -328,7 +339,9 @@ def _tags(syntax: CallSyntax) -> _Tags:
     # A key may begin like what ends the call: `<` and `</call>`.
     not_key = f"(?!{close})" if close else ""
     return _Tags(
-        head=re.compile(rf"(?P<name>{_NAME})\s*(?:{pattern(syntax.name_close)})?"),
+        head=re.compile(
+            rf"(?P<name>{_name(syntax, [syntax.key_open, syntax.close])})\s*(?:{pattern(syntax.name_close)})?"
+        ),
         key_open=re.compile(not_key + key_open),
         key=re.compile(
             rf"\s*(?P<key>[^\n\ud800-\udfff]{{0,256}}?)\s*(?:(?P<text>{pattern(syntax.key_close)}){json_key})"
@@ -337,6 +350,15 @@ def _tags(syntax: CallSyntax) -> _Tags:
         expected=(syntax.name_close, syntax.key_open, syntax.close, syntax.section_close, syntax.open),
         closing=syntax.value_close,
     )
+
+
+def _name(syntax: CallSyntax, following: Sequence[str]) -> str:
+    """Return an expression for a name: up to what the template closes names with, if what follows that stands there."""
+    if not pieces(syntax.name_close) or MARK.match(syntax.name_close.strip()):
+        return f"{_NAME_CHARACTER}{{1,256}}"
+    call_id = [r"[\w.:-]"] if syntax.id_close else []
+    behind = "|".join([*map(pattern, filter(pieces, following)), *call_id, MARK.pattern, "```", r"\Z"])
+    return rf"(?:(?!{pattern(syntax.name_close)}\s*(?:{behind})){_NAME_CHARACTER}){{1,256}}"
 
 
 @lru_cache(64)
@@ -352,11 +374,13 @@ def _named(syntax: CallSyntax) -> tuple[re.Pattern[str], re.Pattern[str]]:
     end = any_of(marks or [piece for piece in ends if not re.fullmatch(r"\w+", piece)])
     other_mark = rf"(?!{end})(?:{MARK.pattern})"
     named = rf"(?:{any_of([syntax.name_close, syntax.id_close])}|{other_mark}|```(?:json)?)"
-    call_id = rf"(?:(?P<id>[\w.:-]{{1,256}})\s*(?:{any_of([syntax.id_close])}|{other_mark})\s*)?"
-    name = _NAME
+    id_close = any_of([syntax.id_close]) if syntax.id_close.strip() or not syntax.id_close else ""
+    call_id = rf"(?:(?P<id>\w[\w.:-]{{0,255}})\s*(?:{id_close}|{other_mark})\s*)?"
+    # The arguments are not looked at: to the expression, the text ends where they begin.
+    name = _name(syntax, [])
     if ANY in syntax.name_close:
         # What counts the calls looks like part of a name, or like an id.
-        name, call_id = rf"{_NAME}?(?!\w)", "(?P<id>(?!))?"
+        name, call_id = rf"{name}?(?!\w)", "(?P<id>(?!))?"
     front = (
         rf"(?:(?P<front>[\w.:-]{{1,256}})\s*{pattern(syntax.name_open)}\s*)?"
         if syntax.name_open

@@ -1,7 +1,7 @@
 """Reads calls whose arguments are written like literals in a program: `f(a="b", n=[1, None])`, `f{a:<q>b<q>,n:1}`.
 
 What template and model write differs in quotes, in the words for true and nothing, and in commas. All of them are
-taken: Python's, JSON's, and the quotes that the template writes.
+taken: Python's, JSON's, and the quotes and separators that the template writes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 
 from tokentape.chat.call_syntax import CallSyntax
 from tokentape.chat.call_values import property_schema, value_json
@@ -24,7 +26,6 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"', "\n": ""}
 _OPENERS, _CLOSERS = "([{", ")]}"
-_BEHIND_STRING = re.compile(r"\s*(?:[,:)\]}]|\Z)")
 _DEEPEST = 100
 
 
@@ -32,16 +33,64 @@ class LiteralError(ValueError):
     """A text that is no arguments in this notation."""
 
 
+_COMMA = re.compile(r"[\s,]*")
+
+
+@dataclass(frozen=True, slots=True)
+class _Notation:
+    """What a template writes around values, as expressions."""
+
+    quote: str
+    key_close: str
+    between: re.Pattern[str]
+    """White space and separators of arguments. A comma is always one."""
+    next_argument: re.Pattern[str]
+    """What ends a value without quotes: a separator and the next key, or a separator and nothing."""
+    behind_string: re.Pattern[str]
+    """What follows a quote that closes a string."""
+    may_be_behind: re.Pattern[str]
+    """The beginning of that, to the end of what has arrived."""
+    before_value: tuple[str, ...]
+
+    def begins_value(self, text: str, at: int) -> bool:
+        """Return whether what stands at `at` begins a value: an apostrophe within a word opens no string."""
+        return text[max(0, at - 100) : at].rstrip().endswith(self.before_value)
+
+
+@lru_cache(64)
+def _notation(syntax: CallSyntax) -> _Notation:
+    key_close = syntax.key_close.strip()
+    separator = syntax.argument_separator.strip()
+    # Where only white space stands between arguments, a key has to follow it.
+    any_key = _KEY.pattern.replace("?P<key>", "?:")
+    key = rf"{any_key}{re.escape(key_close)}"
+    before_key = re.escape(separator) or rf"\s(?={key})"
+    begun = "|".join(re.escape(separator[:n]) for n in range(1, len(separator))) or "(?!)"
+    if not separator:
+        begun = rf"\s{any_key}(?:{'|'.join(re.escape(key_close[:n]) for n in range(len(key_close)))})"
+    return _Notation(
+        quote=syntax.quote,
+        key_close=key_close,
+        between=re.compile(rf"(?:[\s,]|{before_key})*"),
+        next_argument=re.compile(rf"{before_key}(?:{key}|\s*\Z)"),
+        behind_string=re.compile(rf"\s*?(?:[,:)\]}}]|{before_key}|\Z)"),
+        may_be_behind=re.compile(rf"\s{{0,1000}}?(?:{begun})?\Z"),
+        before_value=tuple(filter(None, ("=", ":", ",", *_OPENERS, key_close, separator))),
+    )
+
+
 class LiteralEnd:
     """Finds the bracket that closes the one at `start`; looks at each character once, but for unclosed strings."""
 
-    def __init__(self, start: int, quote: str) -> None:
+    def __init__(self, start: int, syntax: CallSyntax) -> None:
+        quote = syntax.quote
         self.start = start
         self.end: int | None = None
         """Position behind the closing bracket."""
         self.broken_at: int | None = None
         """Where a control token stands that is no quote."""
         self._quote = quote
+        self._notation = _notation(syntax)
         self._at = start
         self._depth = 0
         self._string_at: int | None = None
@@ -53,10 +102,8 @@ class LiteralEnd:
         """Go on with what has arrived of `text`; `over`: no more will."""
         while self.end is None and self.broken_at is None:
             if self._string_at is not None:
-                end = _string_end(text, self._string_at, self._quote, self._at)
-                if end is None or (end == len(text) and not over):
-                    # What closes a string shows in what follows it.
-                    self._at = max(self._at, len(text) - len(self._quote) - 1)
+                end, self._at = _string_end(text, self._string_at, self._notation, self._at, over=over)
+                if end is None:
                     return
                 self._at, self._string_at = end, None
             found = self._outside.search(text, self._at)
@@ -71,7 +118,7 @@ class LiteralEnd:
             elif found[0] in _CLOSERS:
                 self._depth -= 1
                 self.end = found.end() if self._depth == 0 else None
-            elif found[0] == self._quote or _begins_value(text, found.start()):
+            elif found[0] == self._quote or self._notation.begins_value(text, found.start()):
                 self._string_at = found.start()
 
 
@@ -93,34 +140,34 @@ def arguments_json(syntax: CallSyntax, tool: Tool | None, text: str) -> str:
 
 def _arguments(syntax: CallSyntax, tool: Tool | None, text: str) -> Iterator[str]:
     at = 0
-    separator = syntax.key_close.strip()
-    while (at := _skip(text, at)) < len(text):
+    notation = _notation(syntax)
+    while (at := _skip(text, at, notation.between)) < len(text):
         found = _KEY.match(text, at)
-        if found is None or not text.startswith(separator, found.end()):
+        if found is None or not text.startswith(notation.key_close, found.end()):
             raise LiteralError("an argument without a name")
-        at = skip_space(text, found.end() + len(separator))
+        at = skip_space(text, found.end() + len(notation.key_close))
         schema = property_schema(tool, found["key"])
         opening = text[at : at + 1]
         if _quote_at(text, at, syntax.quote):
-            raw, at = _string(text, at, syntax.quote)
-            value = value_json(raw, schema, is_text=bool(syntax.json_key_close))
+            raw, at = _string(text, at, notation)
+            value = value_json(raw, schema, is_text=True if syntax.json_key_close else None)
         elif opening and opening in _OPENERS:
-            value, at = _value(text, at, syntax.quote, 0)
+            value, at = _value(text, at, notation, 0)
         else:
-            end = re.compile(rf",(?:{_KEY.pattern}{re.escape(separator)}|\s*\Z)").search(text, at)
+            end = notation.next_argument.search(text, at)
             behind = end.start() if end else len(text)
             raw = text[at:behind].strip() if syntax.quote else text[at:behind]
             value, at = value_json(raw, schema, is_text=False), behind
         yield f"{json.dumps(found['key'], ensure_ascii=False)}: {value}"
 
 
-def _value(text: str, at: int, quote: str, depth: int) -> tuple[str, int]:
+def _value(text: str, at: int, notation: _Notation, depth: int) -> tuple[str, int]:
     """JSON text of the value at `at` within a list or an object, and the position behind it."""
     if depth > _DEEPEST:
         raise LiteralError("nested too deep")
     at = skip_space(text, at)
-    if _quote_at(text, at, quote):
-        raw, at = _string(text, at, quote)
+    if _quote_at(text, at, notation.quote):
+        raw, at = _string(text, at, notation)
         return json.dumps(raw, ensure_ascii=False), at
     opening = text[at : at + 1]
     if not opening or opening not in _OPENERS:
@@ -132,24 +179,24 @@ def _value(text: str, at: int, quote: str, depth: int) -> tuple[str, int]:
         return known or json.dumps(raw, ensure_ascii=False), found.end()
     closing = _CLOSERS[_OPENERS.index(opening)]
     items = []
-    at = _skip(text, at + 1)
+    at = _skip(text, at + 1, _COMMA)
     while at < len(text) and text[at] != closing:
         if opening == "{":
-            key, at = _key(text, at, quote)
-            item, at = _value(text, at, quote, depth + 1)
+            key, at = _key(text, at, notation)
+            item, at = _value(text, at, notation, depth + 1)
             items.append(f"{json.dumps(key, ensure_ascii=False)}: {item}")
         else:
-            item, at = _value(text, at, quote, depth + 1)
+            item, at = _value(text, at, notation, depth + 1)
             items.append(item)
-        at = _skip(text, at)
+        at = _skip(text, at, _COMMA)
     if at == len(text):
         raise LiteralError("a bracket is not closed")
     return ("{%s}" if opening == "{" else "[%s]") % ", ".join(items), at + 1
 
 
-def _key(text: str, at: int, quote: str) -> tuple[str, int]:
-    if _quote_at(text, at, quote):
-        key, at = _string(text, at, quote)
+def _key(text: str, at: int, notation: _Notation) -> tuple[str, int]:
+    if _quote_at(text, at, notation.quote):
+        key, at = _string(text, at, notation)
     else:
         found = _KEY.match(text, at)
         if found is None:
@@ -168,36 +215,36 @@ def _quote_at(text: str, at: int, quote: str) -> str:
     return text[at] if text[at : at + 1] in ("'", '"') else ""
 
 
-def _string(text: str, at: int, quote: str) -> tuple[str, int]:
+def _string(text: str, at: int, notation: _Notation) -> tuple[str, int]:
     """The string that begins at `at`, and the position behind it."""
-    own = _quote_at(text, at, quote)
-    end = _string_end(text, at, quote, at)
+    own = _quote_at(text, at, notation.quote)
+    end, _ = _string_end(text, at, notation, at, over=True)
     if end is None:
         raise LiteralError("a string is not closed")
     raw = text[at + len(own) : end - len(own)]
     return (_unescaped(raw) if own in ("'", '"') else raw), end
 
 
-def _string_end(text: str, start: int, quote: str, seek: int) -> int | None:
-    """Position behind the string that begins at `start`, looked for from `seek` on; None if it is not closed.
+def _string_end(text: str, start: int, notation: _Notation, seek: int, *, over: bool) -> tuple[int | None, int]:
+    """Return the position behind the string that begins at `start`, looked for from `seek` on.
 
-    A quote that neither a comma nor a bracket follows is part of the string: not every template escapes them.
+    None if it is not closed, or not surely so unless the text is `over`; then also where to look on. A quote that
+    neither a separator nor a bracket follows is part of the string: not every template escapes them.
     """
-    own = _quote_at(text, start, quote)
+    own = _quote_at(text, start, notation.quote)
     at = max(seek, start + len(own))
-    while (at := text.find(own, at)) >= 0:
-        end = at + len(own)
-        escapes = len(text[start:at]) - len(text[start:at].rstrip("\\")) if own in ("'", '"') else 0
-        if escapes % 2 == 0 and (own not in ("'", '"') or _BEHIND_STRING.match(text, end)):
-            return end
+    while (found := text.find(own, at)) >= 0:
+        end = found + len(own)
+        if own not in ("'", '"'):
+            return end, end
+        escapes = len(text[start:found]) - len(text[start:found].rstrip("\\"))
+        if escapes % 2 == 0:
+            if not over and notation.may_be_behind.match(text, end):
+                return None, found
+            if notation.behind_string.match(text, end):
+                return end, end
         at = end
-    return None
-
-
-def _begins_value(text: str, at: int) -> bool:
-    """Whether what stands at `at` begins a value: an apostrophe within a word opens no string."""
-    before = text[max(0, at - 100) : at].rstrip()
-    return before[-1:] in ("=", ":", ",", *_OPENERS)
+    return None, max(at, len(text) - len(own) + 1)
 
 
 def _unescaped(raw: str) -> str:
@@ -210,11 +257,10 @@ def _unescaped(raw: str) -> str:
     return _ESCAPE.sub(one, raw)
 
 
-def _skip(text: str, at: int) -> int:
-    """Behind white space and commas."""
-    while at < len(text) and (text[at].isspace() or text[at] == ","):
-        at += 1
-    return at
+def _skip(text: str, at: int, between: re.Pattern[str]) -> int:
+    """Return the position behind white space and separators."""
+    found = between.match(text, at)
+    return found.end() if found else at
 
 
 def needs_known_tool(syntax: CallSyntax) -> bool:

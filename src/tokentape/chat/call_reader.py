@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tokentape.chat.call_body import JSON_PUNCTUATION, Body, BodyReader, Broken, body_reader
 from tokentape.chat.call_literals import may_be_head, needs_known_tool, read_head
 from tokentape.chat.call_syntax import CallSyntax
-from tokentape.chat.delimiters import any_of, may_grow, optional, pattern, pieces, skip_space
+from tokentape.chat.delimiters import SPACE, any_of, may_grow, optional, pattern, pieces, skip_space
 from tokentape.chat.reply import CallStatus
 from tokentape.chat.tokenizer import MARK
 from tokentape.types import Tool
@@ -53,7 +53,7 @@ class CallReader:
         # Not any number: these are matched anew with every token as long as they may go on.
         some = "{0,8}"
         self._opening = re.compile(
-            rf"(?:\s*({MARK.pattern})){some}" if self.bare else rf"(?:\s*({again})){some}{optional(whole)}"
+            rf"(?:{SPACE}({MARK.pattern})){some}" if self.bare else rf"(?:{SPACE}({again})){some}{optional(whole)}"
         )
         self._next = re.compile(re.escape(one[0]) if one else r"\{")
         self._headed = syntax.style == "literal" and not one
@@ -170,18 +170,24 @@ class CallReader:
                 return none
             if broken is None:
                 return ReadCall(end, name)
-            return ReadCall(end, name, arguments, "bad_arguments") if arguments.startswith("{") else none
+            if name is None or not arguments.startswith("{"):
+                return none
+            return ReadCall(end, name, self._whole(text[self._start : end], name, arguments), "bad_arguments")
         found = self._broken_end.search(text, max(broken.at if broken else 0, self._seek))
         delimiters = [self._syntax.close, self._syntax.section_close, *self._begins]
-        if not final and (found is None or may_grow(text, found.start(), delimiters)):
+        # At the end of the text, `<call` may become `<caller`.
+        open_ended = found is None or found.end() == len(text) or may_grow(text, found.start(), delimiters)
+        if not final and open_ended:
             self._seek = max(self._seek, len(text) - _LONGEST_DELIMITER)
             return None
         end = found.start() if found else len(text)
-        name, arguments = self._guess(text[self._start : end])
+        raw = text[self._start : end]
+        name, arguments = self._guess(raw)
         if name is None or (self._knows_names and name not in self._tools):
             return none
         if found and found[0] not in self._begins:
             end = found.end()
+        arguments = self._whole(raw, name, arguments)
         return ReadCall(end, name, arguments, "bad_arguments" if found or over else "unclosed")
 
     def _guess(self, raw: str) -> tuple[str | None, str]:
@@ -191,10 +197,22 @@ class CallReader:
             keys = "|".join(map(re.escape, (syntax.arguments_key, "arguments", "parameters")))
             arguments = re.search(rf'"(?:{keys})"\s*:\s*(.*?)\s*\}}?\s*$', raw, re.DOTALL)
             return self._name_in(raw), arguments[1] if arguments else ""
-        core = (pieces(syntax.name_close) or pieces(syntax.key_open))[0]
-        name, found, rest = raw.partition(core)
-        name = name.strip()
-        return (name if found and re.fullmatch(r"[\w.:/-]{1,256}", name) else None), rest.strip()
+        ends = [*pieces(syntax.name_close), *pieces(syntax.key_open)]
+        end = re.escape(ends[0]) if ends else r"(?!\S)"
+        found = re.match(rf"\s*([\w.:/-]{{1,256}})\s*{end}(.*)", raw, re.DOTALL)
+        # Where only white space follows a name, any word could be one.
+        if found is None or not (ends or found[1] in self._tools):
+            return None, ""
+        return found[1], found[2].strip()
+
+    def _whole(self, raw: str, name: str, arguments: str) -> str:
+        """Return the arguments, or all of JSON that is not well-formed and has other words in front of them."""
+        if self._syntax.style != "json" and not raw.startswith("{"):
+            return arguments
+        before = raw[: raw.rindex(arguments)] if arguments else raw
+        keys = "|".join(map(re.escape, (self._syntax.name_key, self._syntax.arguments_key, "arguments", "parameters")))
+        other = re.sub(rf'"(?:{keys})"\s*:', "", before).replace(name, "", 1)
+        return raw.strip() if re.search(r"\w", other) else arguments
 
     def _name_in(self, raw: str) -> str | None:
         """The name in a JSON object that is not well-formed."""

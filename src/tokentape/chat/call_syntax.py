@@ -68,7 +68,9 @@ class CallShape:
         """A caller's tool-calling message in this shape; without it the template would lose the calls."""
         reshaped = dict(message)
         if not reshaped.get("content"):
-            if self.content == "none":
+            if self.content == "text":
+                reshaped["content"] = ""
+            elif self.content == "none":
                 reshaped["content"] = None
             elif self.content == "missing":
                 reshaped.pop("content", None)
@@ -102,8 +104,8 @@ class CallSyntax:
     `named`: CALL is NAME `name_close` ARGUMENTS, the arguments a JSON object.
     `tagged`: CALL is NAME `name_close` (`key_open` KEY `key_close` VALUE `value_close`)*; the sentinel KEY within
     `value_close` stands for the key.
-    `literal`: CALL is NAME `name_close` KEY `key_close` VALUE, ... and the bracket that closes what `name_close` opens;
-    VALUE is a literal as in a program, text between quotes or between `quote`.
+    `literal`: CALL is NAME `name_close` KEY `key_close` VALUE `argument_separator` ... and the bracket that closes what
+    `name_close` opens; VALUE is a literal as in a program, text between quotes or between `quote`.
 
     `ANY` in a delimiter is a word that is not always the same.
     """
@@ -126,15 +128,20 @@ class CallSyntax:
     key_open: str = ""
     key_close: str = ""
     json_key_close: str = ""
-    """`key_close` of values that are not text, where the template tells them apart; their VALUE is JSON."""
+    """`key_close` of values that are not text, where the template tells them apart; their VALUE is JSON. The
+    same as `key_close` where all values are JSON, text in quotes."""
     value_close: str = ""
     text_open: str = ""
     """Where the template writes something around text that could be taken for its tags (`tagged` only), as XML's
     `<![CDATA[`: what stands in front of it, within `key_close` and `value_close`."""
     text_close: str = ""
     quote: str = ""
+    argument_separator: str = ""
+    """`literal` only."""
     space_before: int = 0
     """Characters of white space that the template puts between content and the first call."""
+    between: str = ""
+    """All that stands between the last value of a call and the name of the next; empty where a turn has one call."""
     within_lines: bool = False
     """A call without delimiters may stand directly behind content, not only where a line begins."""
 
@@ -180,6 +187,7 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
         if all(sentinel in two for sentinel in (NAME, VALUE, OTHER_NAME, OTHER_VALUE)):
             syntax = _split_section(syntax, two)
             syntax = _tell_ordinal(syntax, two)
+            syntax = replace(syntax, between=two[two.index(VALUE) + len(VALUE) : two.index(OTHER_NAME)])
     with contextlib.suppress(TemplateRefused):
         spoken = render([QUESTION, shape.message(CONTENT, [first])], False)
         behind = spoken[spoken.rindex(CONTENT) + len(CONTENT) :] if CONTENT in spoken else ""
@@ -256,6 +264,7 @@ def _split_arguments(syntax: CallSyntax, region: str) -> CallSyntax | None:
         name_close=before[: len(before) - opening] + shared,
         key_open=key_open[len(shared) :],
         value_close=between[:closing] + shared,
+        argument_separator=between[closing : len(between) - opening],
         close=close[len(shared) :],
     )
 
@@ -266,11 +275,12 @@ def _tell_json_values(syntax: CallSyntax, region: str) -> CallSyntax:
     if key < 0 or value < key:
         return syntax
     key_close = region[key + len(KEY) : value]
-    return (
-        syntax
-        if key_close == syntax.key_close
-        else replace(syntax, json_key_close=_either(key_close, syntax.key_close))
-    )
+    if key_close == syntax.key_close:
+        return syntax
+    if syntax.key_open.strip() and f'{key_close}"' == syntax.key_close and syntax.value_close.startswith('"'):
+        # The quotes are the value's: text is written as JSON too.
+        return replace(syntax, key_close=key_close, json_key_close=key_close, value_close=syntax.value_close[1:])
+    return replace(syntax, json_key_close=_either(key_close, syntax.key_close))
 
 
 def _tell_quoted_text(syntax: CallSyntax, region: str) -> CallSyntax:

@@ -11,26 +11,48 @@ from tokentape.chat.json_text import decode, standard
 from tokentape.types import Tool
 
 _PYTHON_WORDS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
+_NULLS = ("null", "None")
 _LONGEST_LITERAL = 100_000
 """Characters. A longer list in Python's notation stays text: reading it takes some hundred bytes each."""
 
 
-def value_json(raw: str, schema: Any, *, is_text: bool) -> str:
-    """The JSON text of a tagged value.
+def value_json(raw: str, schema: Any, *, is_text: bool | None = None) -> str:
+    """Return the JSON text of a tagged value.
 
-    `schema` is the parameter's JSON schema, if there is one. `is_text`: the model's own tags say that it is text.
+    `schema` is the parameter's JSON schema, if there is one. `is_text` is what the model's own tags or quotes say; None
+    where they say nothing. A null that they tell from text is one whatever the schema says.
 
-    >>> value_json("7", {"type": "string"}, is_text=False), value_json("7", None, is_text=False)
+    >>> value_json("7", {"type": "string"}), value_json("7", None)
     ('"7"', '7')
+    >>> value_json("null", {"type": "string"}), value_json("null", {"type": "string"}, is_text=False)
+    ('"null"', 'null')
     """
     types = _types(schema)
     core = raw.strip()
-    if is_text or (types and types <= {"string", "null"} and not (core == "null" and "null" in types)):
+    if not is_text and core in _NULLS and (is_text is not None or "null" in types):
+        return "null"
+    if is_text or (types and types <= {"string", "null"}):
         return json.dumps(raw, ensure_ascii=False)
     try:
         decode(core)
     except ValueError:
         return _PYTHON_WORDS.get(core) or _python_literal(core) or json.dumps(raw, ensure_ascii=False)
+    return standard(core)
+
+
+def quoted_json(raw: str, schema: Any) -> str:
+    """Return the JSON text of a tagged value where text stands in quotes and nothing else does.
+
+    >>> quoted_json('"7"', None), quoted_json("a word", None), quoted_json('"a "b" c"', None)
+    ('"7"', '"a word"', '"a \\\\"b\\\\" c"')
+    """
+    core = raw.strip()
+    if not (len(core) > 1 and core[0] == core[-1] == '"'):
+        return value_json(raw, schema, is_text=False)
+    try:
+        decode(core)
+    except ValueError:
+        return json.dumps(core[1:-1], ensure_ascii=False)
     return standard(core)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -16,8 +17,10 @@ from tokentape.types import Message
 
 Strategy = Literal["local", "contextual", "fork", "refused"]
 
-FORMAT = 3
+FORMAT = 4
 """Version of the certificate's JSON."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 FEATURES: Mapping[str, tuple[str, ...]] = {
     "reasoning": ("reasoning",),
@@ -85,6 +88,12 @@ class Certificate:
     dropped: tuple[str, ...]
     """What the template silently leaves out."""
     injection_safe: bool
+    control_tokens: tuple[str, ...] = ()
+    """Added tokens that the text of callers never becomes."""
+    text_tokens: tuple[str, ...] = ()
+    """Added tokens that are ordinary text, such as HTML tags: callers' text becomes them, as it does without us."""
+    replaced_ids: tuple[tuple[str, int, int], ...] = ()
+    """Added tokens that the library gives another id than tokenizer.json declares: token, declared id, id in use."""
 
     def continuation(self, name: str) -> Continuation | None:
         """What was found for the continuation of this name; see `grammar.continuation_name`."""
@@ -93,16 +102,16 @@ class Certificate:
     def shortfalls(self, required: Sequence[str]) -> Iterator[str]:
         """Yield a line for each of `required`, names from `REQUIRABLE`, that is not certified.
 
-        A continuation is certified unless it is refused. A feature is certified if each of its parse checks was made
-        and holds, see `FEATURES`; `injection` if control tokens in callers' text stay text.
+        A continuation is certified unless it is refused. One that begins with a tool's result also needs the checks of
+        `calls`: an agent that gets its calls as content never sends a result. A feature is certified if each of its
+        parse checks was made and holds, see `FEATURES`; `injection` if control tokens in callers' text stay text.
         """
-        checks = {check.name: check for check in self.parsing}
         for name in dict.fromkeys(required):
             if name == "injection":
                 if not self.injection_safe:
                     yield f"{name}: text of callers can become control tokens"
             elif name in FEATURES:
-                failed = [checks[check] for check in FEATURES[name] if checks[check].holds is not True]
+                failed = self._failed(name)
                 if name == "reasoning" and self.reasoning is None:
                     yield f"{name}: the template shows none"
                 elif failed:
@@ -111,6 +120,16 @@ class Certificate:
                 found = self.continuation(name)
                 if found is None or found.strategy == "refused":
                     yield f"{name}: {'not tried' if found is None else found.reason}"
+                elif name.startswith("tool") and (failed := self._failed("calls")):
+                    what = "calls are not parsed, so agents get them as content"
+                    if failed[0].name != "call":
+                        what = "not every call is parsed as it was written"
+                    yield f"{name}: the continuation is exact, but {what}: {failed[0].name}: {failed[0].detail}"
+
+    def _failed(self, feature: str) -> list[ParseCheck]:
+        """Return the parse checks of a feature that were not made or do not hold."""
+        checks = {check.name: check for check in self.parsing}
+        return [checks[name] for name in FEATURES[feature] if checks[name].holds is not True]
 
     def _repr_html_(self) -> str:
         # By its name, for what draws lies above this room, and is needed in notebooks only.
@@ -118,8 +137,9 @@ class Certificate:
         return drawn
 
     def to_json(self) -> str:
-        """One JSON object, keys sorted."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1, ensure_ascii=False)
+        """Return one JSON object, keys sorted. It is valid UTF-8: a lone surrogate is written as `U+XXXX`."""
+        text = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1, ensure_ascii=False)
+        return _SURROGATE.sub(lambda match: f"U+{ord(match[0]):04X}", text)
 
     @classmethod
     def from_json(cls, text: str) -> Certificate:
@@ -134,8 +154,9 @@ class Certificate:
                 for one in fields["continuations"]
             )
             fields["parsing"] = tuple(ParseCheck(**one) for one in fields["parsing"])
-            for key in ("stop_tokens", "dropped"):
+            for key in ("stop_tokens", "dropped", "control_tokens", "text_tokens"):
                 fields[key] = tuple(fields[key])
+            fields["replaced_ids"] = tuple(map(tuple, fields["replaced_ids"]))
             fields["reasoning"] = tuple(fields["reasoning"]) if fields["reasoning"] else None
             return cls(**fields)
         except (ValueError, TypeError, LookupError, AttributeError) as error:

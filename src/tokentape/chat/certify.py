@@ -7,6 +7,7 @@ conversation tried that proves it.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -64,6 +65,9 @@ def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None
         date_dependent=_depends_on_date(renderer, setup),
         dropped=tuple(_dropped(renderer, setup)),
         injection_safe=_injection_safe(renderer, setup),
+        control_tokens=tuple(control.content for control in tokenizer.controls),
+        text_tokens=tuple(token.content for token in tokenizer.text_tokens),
+        replaced_ids=tuple((t.content, t.declared_id, t.id) for t in tokenizer.added_tokens if t.id != t.declared_id),
     )
 
 
@@ -106,11 +110,67 @@ def _continuation(renderer: Renderer, setup: Setup, name: str) -> Continuation:
                 rewritten[clean] = reason, (*history, reply, *new)
     if not tried:
         return Continuation(name, "refused", append_only="no", tried=0, reason=refusal)
+    if True not in rewritten:
+        for reply in _replies_that_merge(renderer, setup):
+            rewritten.setdefault(grammar.is_clean(reply), (_MERGES, (grammar.QUESTION, reply)))
+    if strategy in ("local", "contextual"):
+        depends, found_rewritten = _under_words(renderer, setup, name)
+        strategy = "contextual" if depends else strategy
+        if found_rewritten is not None:
+            rewritten.setdefault(True, found_rewritten)
     if not rewritten:
         return Continuation(name, strategy, append_only="yes", tried=tried, reason="", ends=tuple(ends))
     clean = True in rewritten
     reason, counterexample = rewritten[clean]
     return Continuation(name, strategy, "no" if clean else "clean text", tried, reason, counterexample, tuple(ends))
+
+
+def _under_words(renderer: Renderer, setup: Setup, name: str) -> tuple[bool, tuple[str, tuple[Message, ...]] | None]:
+    """Try histories with words that the template compares with texts, such as `/no_think`.
+
+    Return whether the tail depends on them, and how such a conversation is rewritten, with the conversation.
+    """
+    replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
+    reply, depends = replies[0], False
+    rewritten: tuple[str, tuple[Message, ...]] | None = None
+    usual = functools.cache(lambda: renderer.tail(reply, new, setup))
+    for words in renderer.template.compared_strings:
+        for history in grammar.histories_with(words):
+            if grammar.NO_SYSTEM in name and history[0]["role"] == "system":
+                continue
+            try:
+                tail = renderer.tail(reply, new, setup, history)
+                said = {**reply, "content": words}
+                depends = depends or tail != usual() or tail != renderer.tail(said, new, setup, history)
+                full = renderer.marked([*history, reply, *new], setup, generate=True)
+                reason = _rewrites(renderer, setup, history, reply, full, tail) if rewritten is None else None
+            except TemplateRefused:
+                continue
+            if reason is not None:
+                rewritten = reason, (*history, reply, *new)
+            if depends and rewritten is not None:
+                return depends, rewritten
+    return depends, rewritten
+
+
+_MERGES = "the text stays, but it encodes to other ids where the turn meets its prompt"
+
+
+def _replies_that_merge(renderer: Renderer, setup: Setup) -> Iterator[Message]:
+    """Yield replies that share a token with the end of the generation prompt, where nothing stands in between.
+
+    Their first characters are the rest of entries of the vocabulary that begin like the prompt ends.
+    """
+    tokenizer = renderer.tokenizer
+    if renderer.format(setup).content_open:
+        return
+    prompt = renderer.marked([grammar.QUESTION], setup, generate=True)
+    ends = [prompt[-n:] for n in range(1, 4) if not MARK.search(prompt[-n - 1 :])]
+    ids = tokenizer.encode_marked(prompt).ids
+    for end in ends:
+        for rest in tokenizer.continuations(end):
+            if tokenizer.encode_marked(prompt + rest).ids[: len(ids)] != ids:
+                yield {"role": "assistant", "content": rest}
 
 
 def _worse(one: Strategy, other: Strategy) -> Strategy:
@@ -162,14 +222,14 @@ def _rewrites(
     context = tokenizer.encode_marked(prompt).ids
     pieces = context + tokenizer.encode_after_control(turn).ids + tokenizer.encode_after_control(behind.text).ids
     if pieces != tokenizer.encode_marked(full).ids:
-        return "the text stays, but it encodes to other ids where the turn meets its prompt"
+        return _MERGES
     return None
 
 
 def _behind_turn(renderer: Renderer, setup: Setup, reply: Message, tail: str) -> Tail:
     form, tokenizer = renderer.format(setup), renderer.tokenizer
-    close = form.calls_close if reply.get("tool_calls") else form.content_close
-    return cut_tail(tail, close, form.content_close, tokenizer, tokenizer.eos_ids)
+    close = renderer.turn_close(reply, setup)
+    return cut_tail(tail, close, form, tokenizer, tokenizer.eos_ids)
 
 
 def _ends(renderer: Renderer, setup: Setup, reply: Message, tail: str | None) -> Iterator[str]:
@@ -409,7 +469,7 @@ def _try_out(
         for tool in setup.tools
     )
     told = [_telling(message) if message["role"] != "assistant" else message for message in history]
-    telling = replace(setup, tools=tools, digest=f"telling {setup.digest}")
+    telling = replace(setup, tools=tools)
     if _TELLING in renderer.tail(reply, new_messages, telling, told):
         return "fork"
     return _local_or_contextual(renderer, setup, reply, new_messages, tail)

@@ -72,13 +72,20 @@ class ChannelScanner:
                 reader.take(end.end())
             return end is not None
         self._header_at = reader.at
-        lead, *named = MARK.split(reader.take(end.start()))
+        named = MARK.split(reader.take(end.start()))
         reader.take(end.end())
-        if not self._names(lead):
-            self._say("content", lead)
-            self._parts.interrupt()
-            lead = ""
-        header = " ".join([lead, *named])
+        for n, text in enumerate(named):
+            found = self._recipient.search(text)
+            before, behind = (text[: found.start()], text[found.end() :]) if found else (text, "")
+            # A channel may have a name that the template never writes.
+            named_so = 0 < n == len(named) - 1 and self._type_at_most(before)
+            unknown = ["" if named_so or self._names(before) else before]
+            unknown.append("" if self._type_at_most(behind) else behind)
+            for words in filter(None, unknown):
+                self._say("content", words)
+                self._parts.interrupt()
+                named[n] = named[n].replace(words, " ")
+        header = " ".join(named)
         recipient = self._recipient.search(header)
         if recipient is not None and self._tools:
             self._region, self._name = "call", recipient[1]
@@ -108,12 +115,20 @@ class ChannelScanner:
         return True
 
     def _names(self, text: str, *, cut_off: bool = False) -> bool:
-        """Whether a text is what a header is made of: known words, a recipient; `cut_off`: or the beginning of one."""
-        if self._recipient.search(text):
-            return True
+        """Return whether a text is what a header is made of: known words, a recipient with a type behind it.
+
+        `cut_off`: or the beginning of one.
+        """
+        found = self._recipient.search(text)
+        if found is not None:
+            return self._type_at_most(text[found.end() :]) and self._names(text[: found.start()])
         *before, last = text.split() or [""]
         whole = self._words.issuperset(before) and (not last or last in self._words)
         return whole or (cut_off and any(word.startswith(last) for word in self._words))
+
+    def _type_at_most(self, behind: str) -> bool:
+        """Return whether this is no more than known words and one other: a type behind a recipient, say."""
+        return len([word for word in behind.split() if word not in self._words]) <= 1
 
     def _say(self, region: str, text: str) -> None:
         self._parts.add("reasoning" if region == "reasoning" else "content", self._tokenizer.spell_marks(text))

@@ -14,7 +14,11 @@ ANY = SENTINELS[-1]
 
 _BETWEEN_PIECES = re.compile(rf"({MARK.pattern})|\s+|(?<=>)(?=<)")
 
-_SPACE = re.compile(r"\s{0,1000}")
+SPACE = r"\s{0,1000}"
+"""White space around a delimiter. There is a limit because what is looked for behind it is looked for again with every
+token; whole completions have the same limit, or their reply would be another one."""
+
+_SPACE = re.compile(SPACE)
 
 
 @lru_cache(1024)
@@ -29,13 +33,13 @@ def pieces(delimiter: str) -> tuple[str, ...]:
 
 def pattern(delimiter: str) -> str:
     """A regular expression for all pieces of a delimiter in their order."""
-    return r"\s*".join(map(_escaped, pieces(delimiter)))
+    return SPACE.join(map(_escaped, pieces(delimiter)))
 
 
 def optional(delimiters: Iterable[str]) -> str:
     """A regular expression for the pieces of these delimiters in their order, of which any may be missing."""
     found = [piece for delimiter in delimiters for piece in pieces(delimiter)]
-    return "".join(rf"(?:\s*{_whole(piece)})?" for piece in found)
+    return "".join(rf"(?:{SPACE}{_whole(piece)})?" for piece in found)
 
 
 def any_of(delimiters: Iterable[str]) -> str:
@@ -84,10 +88,7 @@ def before_ends(delimiters: tuple[str, ...]) -> frozenset[str]:
 
 
 def skip_space(text: str, at: int) -> int:
-    """Position of the first character at or behind `at` that is no white space, or 1000 characters on.
-
-    There is a limit because what is looked for behind white space is looked for again with every token.
-    """
+    """Position of the first character at or behind `at` that is no white space, or 1000 characters on."""
     space = _SPACE.match(text, at)
     return space.end() if space else at
 

@@ -5,7 +5,6 @@ Every text holds a word of its own, so that a template which says something twic
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -47,16 +46,16 @@ QUESTION: Message = {"role": "user", "content": "What is a questionword?"}
 EARLIER: Message = {"role": "user", "content": "And an earlierword?"}
 NEXT: Message = {"role": "user", "content": "  then a nextword\n\n"}
 
+DATE = "2024-07-26"
+
 _WORDS = ("toolword", "systemword", "questionword", "earlierword")
 
 
 def setup(
-    fingerprint: str, template_kwargs: Mapping[str, Any], *, tools: tuple[Tool, ...] = (TOOL,), date: str = "2024-07-26"
+    fingerprint: str, template_kwargs: Mapping[str, Any], *, tools: tuple[Tool, ...] = (TOOL,), date: str = DATE
 ) -> Setup:
     """The setup that certificates are made under: one tool with a parameter of each type, or none."""
-    parts = [fingerprint, template_kwargs, tools, date]
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return Setup(tools, template_kwargs, date, fingerprint, f"certificate {digest}")
+    return Setup(tools, template_kwargs, date, fingerprint)
 
 
 def call(n: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +90,7 @@ _EVERY_TYPE = {
 
 TURNS: Mapping[str, Message] = {
     "content": _turn("An answerword."),
+    "leading newline": _turn("\n\nAn answerword."),
     "white space": _turn("  an answerword\n\nwith  space \n"),
     "unicode": _turn("réponse 日本語 🫠 é́ \u200b end"),
     "code": _turn('```python\nif a < b and "x" in {1: [2]}:\n\tpass\n```'),
@@ -101,12 +101,14 @@ TURNS: Mapping[str, Message] = {
     "parallel calls": _turn("", [_ONE, _TWO]),
     "no arguments": _turn("", [call(1, {})]),
     "typed arguments": _turn("", [call(1, _EVERY_TYPE)]),
+    "null argument": _turn("", [call(1, {"place": None, "count": 3})]),
+    "null as text": _turn("", [call(1, {"place": "null"})]),
     "multi-line argument": _turn("", [call(1, {"place": 'line one\n\n  "two" \\ <three>\n'})]),
 }
 
-_ANSWERS = (TURNS["content"], TURNS["reasoning"], TURNS["white space"], _turn(""))
+_ANSWERS = (TURNS["content"], TURNS["reasoning"], TURNS["white space"], TURNS["leading newline"], _turn(""))
 _CALLING = (TURNS["call"], TURNS["content and call"], TURNS["reasoning and call"])
-_CALLING_TWICE = (TURNS["parallel calls"],)
+_CALLING_TWICE = (TURNS["parallel calls"], _turn("An answerword.", [_ONE, _TWO], "A thoughtword."))
 
 _RESULT, _SECOND = result(1, " a resultword\n"), result(2, "another {resultword}")
 
@@ -156,13 +158,69 @@ def continuation_name(new_messages: Sequence[Message], *, tools: bool = True, sy
     return name
 
 
+def _past_call(call_id: str, city: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "look_up", "arguments": {"city": city}}}
+
+
+def _past_result(call_id: str, content: str) -> Message:
+    return {"role": "tool", "name": "look_up", "tool_call_id": call_id, "content": content}
+
+
+def _past(call_id: str, *others: str) -> tuple[Message, ...]:
+    """Return a user's message, one or more calls with these ids, their results and an answer."""
+    return (
+        {"role": "user", "content": "Look a pastword up."},
+        _turn("", [_past_call(call_id, "Bern")], "A pastthought."),
+        _past_result(call_id, "Rain over a pastresult."),
+        *(
+            message
+            for n, other in enumerate(others)
+            for message in (
+                _turn("", [_past_call(other, f"Oslo {n}"), _past_call(other[::-1], f"Lima {n}")]),
+                _past_result(other, f"Sun {n}"),
+                _past_result(other[::-1], f"Snow {n}"),
+            )
+        ),
+        _turn("A pastanswer.", reasoning="Another pastthought."),
+    )
+
+
+# No id, name or text of a history stands in the turn that follows it: a template that looks one up, or counts, would
+# find the same with and without a history. Ids are of several shapes, since some templates take one shape only.
 _HISTORIES: tuple[tuple[Message, ...], ...] = (
     (QUESTION,),
     (SYSTEM, QUESTION),
-    (SYSTEM, EARLIER, TURNS["content"], QUESTION),
-    (EARLIER, TURNS["call"], _RESULT, TURNS["reasoning"], QUESTION),
-    (QUESTION, TURNS["reasoning and call"], _RESULT),
+    (SYSTEM, EARLIER, _turn("A pastanswer."), QUESTION),
+    (*_past("Xq3vT8nLw"), QUESTION),
+    (SYSTEM, *_past("Rk2dY7mPz", "Hc5bJ9sGf"), QUESTION),
+    (QUESTION, _turn("", [_past_call("Wn6gK4tBd", "Rome")], "A pastthought."), _past_result("Wn6gK4tBd", "Hail")),
 )
+
+
+_OTHER_IDS = tuple((*_past(call_id), QUESTION) for call_id in ("call_7f0e1b9d2c", "functions.look_up:0", "0"))
+"""Histories with ids that some templates refuse, tried with one turn each."""
+
+
+def histories_with(words: str) -> Iterator[tuple[Message, ...]]:
+    """Yield histories in which `words`, which a template compares with texts, are said: by the system, by the others.
+
+    They are all of a text, and its beginning and its end.
+    """
+    around = f"{words} pastword {words}"
+    for text in (words, around):
+        yield ({"role": "system", "content": text}, EARLIER, _turn("A pastanswer."), QUESTION)
+        yield ({"role": "user", "content": text}, _turn("A pastanswer."), QUESTION)
+        yield (EARLIER, _turn(text), QUESTION)
+        yield ({"role": "user", "content": text},)
+    yield (*_past("Xq3vT8nLw")[:2], _past_result("Xq3vT8nLw", around), _turn(around), QUESTION)
+
+
+SAMPLES: tuple[tuple[Message, ...], ...] = (
+    (SYSTEM, QUESTION, TURNS["reasoning"], EARLIER),
+    (QUESTION, TURNS["call"], _RESULT),
+    (QUESTION,),
+)
+"""Conversations whose renderings show which tokens a template writes."""
 
 
 def conversations(name: str) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
@@ -173,6 +231,8 @@ def conversations(name: str) -> Iterator[tuple[tuple[Message, ...], Message, tup
             continue
         for turn in turns:
             yield history, turn, new
+    for history in _OTHER_IDS:
+        yield history, turns[0], new
 
 
 def is_clean(turn: Message) -> bool:

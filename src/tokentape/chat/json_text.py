@@ -37,6 +37,8 @@ class ObjectEnd:
         self._at = start
         self._depth = 0
         self._in_string = False
+        self._longest_break = len(breaks)
+        """Characters of a break at most: it may arrive in pieces."""
         self._outside = re.compile(rf'["{{}}\[\]]|(?P<break>{breaks})')
 
     def find(self, text: str) -> int | None:
@@ -44,7 +46,8 @@ class ObjectEnd:
         while self.end is None and self.broken_at is None:
             found = (_IN_STRING if self._in_string else self._outside).search(text, self._at)
             if found is None or (found[0] == "\\" and found.end() == len(text)):
-                self._at = found.start() if found else len(text)
+                kept = 0 if self._in_string else self._longest_break
+                self._at = found.start() if found else max(self._at, len(text) - kept)
                 return None
             self._at = found.end()
             if self._in_string:

@@ -111,6 +111,8 @@ class RegionScanner:
                 end = self._before_space(end, self._end_space)
             self._say(end)
             return False
+        if not final and _may_be_longer(reader.text, found, self._held[self._speech][0]):
+            return False
         delimiter = leaves.get(found[0]) or _Delimiter(found[0], "call")
         if delimiter.enters == "call":
             return self._enter_call(found.start(), delimiter)
@@ -171,7 +173,10 @@ class RegionScanner:
         if call.name is None:
             return
         spell = self._tokenizer.spell_marks
-        span = self._reader.tokens(self._call_at, call.end)
+        start, end = self._reader.tokens(self._call_at, call.end)
+        if self._parts.tool_calls:
+            start = min(max(start, self._parts.tool_calls[-1].span[1]), end - 1)
+        span = start, end
         call_id = _valid(spell(call.id)) if call.id is not None else None
         self._parts.tool_calls.append(
             ToolCall(_valid(spell(call.name)), _valid(spell(call.arguments)), call.status, span, call_id)
@@ -288,6 +293,12 @@ def _search(leaves: list[_Delimiter], *, marks: bool) -> re.Pattern[str]:
     """An expression for the leftmost of these delimiters; `marks`: or of all control tokens."""
     cores = [re.escape(core) for core in sorted({leave.core for leave in leaves}, key=len, reverse=True)]
     return re.compile("|".join([*cores, *([MARK.pattern] if marks else [])]) or "(?!)")
+
+
+def _may_be_longer(text: str, found: re.Match[str], cores: Sequence[str]) -> bool:
+    """Return whether what was found may be the beginning of another delimiter, as far as the text goes."""
+    rest = len(text) - found.start()
+    return any(len(core) > rest and core.startswith(text[found.start() :]) for core in cores)
 
 
 def _valid(text: str) -> str:

@@ -7,12 +7,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from tokentape.chat import grammar
 from tokentape.chat.assistant_format import AssistantFormat, read_format
 from tokentape.chat.bridge import cut_tail, overlap
 from tokentape.chat.call_syntax import CONTENT, KEY, NAME, PROBE_ID, QUESTION, VALUE, CallShape
@@ -27,15 +29,21 @@ from tokentape.chat.foreign_renderer import foreign_bridge, foreign_parse, forei
 from tokentape.chat.media import ImageProcessor, image_parts, repeat_placeholders
 from tokentape.chat.overrides import Overrides, ReplyParser, find_overrides, parse_whole
 from tokentape.chat.parse import Parser
+from tokentape.chat.reader import Reader
+from tokentape.chat.safe_parser import SafeParser
 from tokentape.chat.splice import History, WrongStop, find_splices
 from tokentape.chat.surroundings import Surroundings, surroundings, texts_of
 from tokentape.chat.template import ChatTemplate, plain_message, read_source
 from tokentape.chat.tokenizer import MARK, Tokenizer
+from tokentape.chat.twin_proof import prove_twin
 from tokentape.errors import InvalidRequest, InvariantViolation, TemplateRefused
-from tokentape.types import Codes, Message, Provenance, Setup, TokenIds
+from tokentape.types import Codes, Message, Provenance, Setup, TokenIds, Tool, setup_key
 
 _KEPT_SETUPS = 256
 """For how many setups the format and the masked tools are kept."""
+
+_PROMPT_END = 96
+"""Ids at the end of a prompt in which its generation prompt is looked for."""
 
 _Key = TypeVar("_Key")
 _Kept = TypeVar("_Kept")
@@ -55,8 +63,10 @@ class Renderer:
     """Messages to ids and back, for one tokenizer and one chat template.
 
     >>> renderer = Renderer.load("path/to/model")              # doctest: +SKIP
-    >>> renderer.render([{"role": "user", "content": "hi"}], setup).ids     # doctest: +SKIP
+    >>> renderer.render([{"role": "user", "content": "hi"}], tools).ids     # doctest: +SKIP
     array([...], dtype=int32)
+
+    Methods that take a `Setup` take one that `setup` made. Of another renderer's, they use the tools, kwargs and date.
     """
 
     def __init__(
@@ -66,12 +76,14 @@ class Renderer:
         overrides: Overrides | None = None,
         images: ImageProcessor | None = None,
     ) -> None:
+        tokenizer = tokenizer.for_template(_spelled_by(template, tokenizer))
         self.tokenizer = tokenizer
         self.template = template
         self.overrides = overrides
         self.images = images
         self.fingerprint = _fingerprint(tokenizer, template, overrides, images)
         self._disarmer = Disarmer(tokenizer)
+        self._setups: dict[str, Setup] = {}
         self._formats: dict[str, AssistantFormat] = {}
         self._stops: dict[str, frozenset[int]] = {}
         self._tools: dict[str, list[Any]] = {}
@@ -85,26 +97,48 @@ class Renderer:
         chat_template: str | Path | None = None,
         overrides: Overrides | None = None,
         images: ImageProcessor | None = None,
+        *,
+        strict_text: bool = False,
     ) -> Renderer:
         """Load from a model folder; `chat_template` names a file to use in place of the model's own template.
 
         `overrides` replace what is read off the template; without, see `find_overrides`. Without `images`, messages
         with images are refused.
 
-        Raises `TokenizerUnusable` if tokenizer or template can't be loaded safely.
+        With `strict_text` no added token is text, see `Tokenizer.load`.
+
+        Raises `TokenizerUnusable` if tokenizer or template can't be loaded safely, or if text and control tokens cannot
+        be kept apart without changing ids (`prove_twin`; the proof is made once per machine).
         """
-        tokenizer = Tokenizer.load(folder)
+        tokenizer = Tokenizer.load(folder, strict_text=strict_text)
         if chat_template is not None:
             template = ChatTemplate(read_source(Path(chat_template)))
         else:
             template = ChatTemplate.load(folder, tokenizer.config)
-        overrides = overrides or find_overrides(cls(tokenizer, template))
-        return cls(tokenizer, template, overrides, images)
+        bare = cls(tokenizer, template)
+        prove_twin(bare.tokenizer)
+        return cls(bare.tokenizer, template, overrides or find_overrides(bare), images)
+
+    def setup(
+        self, tools: Sequence[Tool] = (), template_kwargs: Mapping[str, Any] | None = None, date: str | None = None
+    ) -> Setup:
+        """Return what rendering depends on besides the messages: make it once and use it for many calls.
+
+        `date` is what the template takes for today, ISO 8601; without, it is today's in UTC. Raises `InvalidRequest`
+        if tools or kwargs are not JSON.
+        """
+        kwargs, date = template_kwargs or {}, date or datetime.now(UTC).date().isoformat()
+        key = setup_key(tools, kwargs, date, self.fingerprint)
+        found = self._setups.get(key)
+        return _keep(self._setups, key, Setup(tuple(tools), kwargs, date, self.fingerprint)) if found is None else found
 
     def render(
         self,
         messages: Sequence[Message],
-        setup: Setup,
+        tools: Sequence[Tool] | Setup = (),
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        date: str | None = None,
         sampled: Mapping[int, TokenIds] | None = None,
         history: History = "sampled",
         wrong_stop: WrongStop = "keep",
@@ -112,7 +146,8 @@ class Renderer:
         """Ids of a conversation, ending with the generation prompt.
 
         On conversations that spell no control token these are the ids of `transformers.apply_chat_template`. A control
-        token that a caller's text spells is encoded as text.
+        token that a caller's text spells is encoded as text. `tools`, `template_kwargs` and `date` are as for `setup`;
+        a `Setup` in place of the tools stands for all three.
 
         `sampled` maps indices of assistant messages to the completions they were parsed from, whose exact ids then
         stand in the rendering, with provenance ASSISTANT: all of them (`history` "sampled"), or as far as the template
@@ -122,6 +157,12 @@ class Renderer:
 
         Raises `TemplateRefused` if the template refuses the conversation or does not know one of its roles.
         """
+        if not isinstance(tools, Setup):
+            setup = self.setup(tools, template_kwargs, date)
+        elif template_kwargs is None and date is None:
+            setup = tools
+        else:
+            raise InvalidRequest("a setup has its own template kwargs and date; give one or the other", "setup")
         self._refuse_images(messages)
         if self.overrides is not None and self.overrides.renderer is not None:
             return self._foreign(foreign_render(self.overrides.renderer, messages, setup))
@@ -190,7 +231,8 @@ class Renderer:
         depend on what came before. With `history`, the messages before `reply`, it is the real conversation
         (`contextual`). A certificate says which a template needs.
 
-        `context_ids` are all ids so far, the completion's included: an overriding renderer continues those.
+        `context_ids` are all ids so far, the completion's included: an overriding renderer continues those, and they
+        say whether the turn's prompt opened reasoning.
 
         Raises `TemplateRefused` if the template does not take these messages after such a turn, and
         `InvariantViolation` if an overriding renderer would change `context_ids`.
@@ -203,7 +245,9 @@ class Renderer:
             return self._foreign(foreign_bridge(foreign, context_ids, completion_ids, new_messages, setup))
         form = self.format(setup)
         tail, codes, close = self._tail(reply, new_messages, setup, form, history)
-        cut = cut_tail(tail, close, form.content_close, self.tokenizer, self.tokenizer.eos_ids)
+        last_id = int(completion_ids[-1]) if len(completion_ids) else None
+        eos_ids = self.tokenizer.eos_ids
+        cut = cut_tail(tail, close, form, self.tokenizer, eos_ids, last_id)
         encoded = self.tokenizer.encode_after_control(cut.text)
         ids = self.tokenizer.array(encoded.ids)
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
@@ -216,7 +260,8 @@ class Renderer:
             skip = 1 if cut.ends_turn else 0
             added = self._with_images(_rest(ids, provenance, skip), new_messages)
             return replace(added, behind_other_stop=True)
-        closing = self._close_reasoning(completion_ids, setup, form)
+        prompt_ids = None if context_ids is None else context_ids[: len(context_ids) - len(completion_ids)]
+        closing = self._close_reasoning(completion_ids, setup, form, prompt_ids)
         if cut.ends_turn:
             provenance[:1] = Provenance.CLOSE
         added = Added(
@@ -229,8 +274,19 @@ class Renderer:
         # It does not say whose text a token is.
         return Added(ids, np.full(len(ids), Provenance.TEMPLATE, dtype=np.uint8))
 
-    def parser(self, setup: Setup, stop_strings: Sequence[str] = ()) -> ReplyParser:
-        """A parser for one completion sampled under `setup`."""
+    def parser(self, setup: Setup, stop_strings: Sequence[str] = (), prompt_ids: TokenIds | None = None) -> SafeParser:
+        """Return a parser for one completion sampled under `setup`. It never raises, see `SafeParser`.
+
+        `prompt_ids` are the ids that the completion continues, or the last of them. They say whether this prompt opens
+        reasoning, which it may do after a question and not after a tool's result. Without them it does what the
+        generation prompt after a question does.
+        """
+        parser = self._unsafe_parser(setup, stop_strings, prompt_ids)
+        return SafeParser(parser, self.tokenizer, self.stop_ids(setup), stop_strings)
+
+    def _unsafe_parser(
+        self, setup: Setup, stop_strings: Sequence[str], prompt_ids: TokenIds | None = None
+    ) -> ReplyParser:
         overrides = self.overrides
         if overrides is not None and overrides.parser is not None:
             return overrides.parser(setup, stop_strings)
@@ -239,13 +295,15 @@ class Renderer:
             return parse_whole(self, lambda completion: foreign_parse(foreign, completion.ids, setup))(
                 setup, stop_strings
             )
-        return self.derived_parser(setup, stop_strings)
+        return self.derived_parser(setup, stop_strings, prompt_ids)
 
-    def derived_parser(self, setup: Setup, stop_strings: Sequence[str] = ()) -> Parser:
+    def derived_parser(
+        self, setup: Setup, stop_strings: Sequence[str] = (), prompt_ids: TokenIds | None = None
+    ) -> Parser:
         """The parser that is read off the template, whatever overrides there are."""
         return Parser(
             self.tokenizer,
-            self.format(setup),
+            self._format_after(prompt_ids, self.format(setup)),
             stop_ids=self.stop_ids(setup),
             stop_strings=stop_strings,
             tools=setup.tools,
@@ -253,37 +311,49 @@ class Renderer:
 
     def stop_ids(self, setup: Setup) -> frozenset[int]:
         """Ids that end a turn: the model's end-of-sequence ids and what its template ends assistant turns with."""
-        found = self._stops.get(setup.digest)
-        return _keep(self._stops, setup.digest, self._stop_ids(self.format(setup))) if found is None else found
+        found = self._stops.get(setup.key)
+        return _keep(self._stops, setup.key, self._stop_ids(self.format(setup))) if found is None else found
 
     def _stop_ids(self, form: AssistantFormat) -> frozenset[int]:
         eos_ids = self.tokenizer.eos_ids
         found = set(eos_ids)
-        within = {self._mark_id(mark) for mark in MARK.findall(form.within_turns)}
-        opening = form.calls.section_open + form.calls.open if form.calls is not None and eos_ids else ""
-        before_calls = {self._mark_id(mark) for mark in MARK.findall(opening)} - eos_ids
+        # What stands within turns ends none: a part of the turn, or a second call, would never be sampled. Without any
+        # end-of-sequence id, the first of it is better than no end at all.
+        within = {self._mark_id(mark) for mark in MARK.findall(form.within_turns)} if eos_ids else set()
         for tail, close in ((form.content_tail, form.content_close), (form.calls_tail, form.calls_close)):
-            cut = cut_tail(tail, close, form.content_close, self.tokenizer, eos_ids)
+            cut = cut_tail(tail, close, form, self.tokenizer, eos_ids)
             mark = MARK.match(cut.text)
-            if mark is None or self._mark_id(mark[0]) in before_calls:
-                # What ends content in front of a call ends no turn: calls would never be sampled (GigaChat).
+            if mark is None or self._mark_id(mark[0]) in within:
                 continue
-            # Where the conversation ends with an end-of-sequence token, another one may end the turns within it (Phi).
-            # It is none if it also stands within turns (gpt-oss), nor is the next message's header one.
+            # Where the conversation ends with an end-of-sequence token, another one may end the turns within it (Phi),
+            # but the next message's header does not.
             ended = not eos_ids.isdisjoint(self._mark_id(m) for m in MARK.findall(close))
-            if not ended or (cut.ends_turn and self._mark_id(mark[0]) not in within):
+            if cut.ends_turn or not ended:
                 found.add(self._mark_id(mark[0]))
         return frozenset(found)
 
     def format(self, setup: Setup) -> AssistantFormat:
         """What the template writes around assistant turns under `setup`."""
-        found = self._formats.get(setup.digest)
+        found = self._formats.get(setup.key)
         if found is None:
             found = read_format(
                 lambda messages, generate: self._render(messages, setup, generate=generate), self.tokenizer
             )
-            found = _keep(self._formats, setup.digest, self._without_stops(found))
+            found = _keep(self._formats, setup.key, self._without_stops(found))
         return found
+
+    def _format_after(self, prompt_ids: TokenIds | None, form: AssistantFormat) -> AssistantFormat:
+        """Return the format for a turn after this prompt; one after a tool's result may not open reasoning (R1)."""
+        if prompt_ids is None or form.reasoning is None:
+            return form
+        reader = Reader(self.tokenizer, frozenset(), ())
+        reader.feed(prompt_ids[-_PROMPT_END:].tolist())
+        reader.finish()
+        text = reader.text.rstrip()
+        if text.endswith(form.generation_prompt.rstrip()):
+            return form
+        opened = text.endswith(form.reasoning.open.strip())
+        return replace(form, reasoning=replace(form.reasoning, opened_by_prompt=opened))
 
     def _without_stops(self, form: AssistantFormat) -> AssistantFormat:
         """The format with content and calls that close before the token that ends the turn."""
@@ -349,9 +419,9 @@ class Renderer:
 
     def _render(self, plain: Sequence[Message], setup: Setup, *, generate: bool) -> str:
         """Marked text of messages that are disarmed already."""
-        tools = self._tools.get(setup.digest)
+        tools = self._tools.get(setup.key)
         if tools is None:
-            tools = _keep(self._tools, setup.digest, self._disarmer.mask_all(setup.tools))
+            tools = _keep(self._tools, setup.key, self._disarmer.mask_all(setup.tools))
         rendered = self.template.render(
             plain,
             tools=tools,
@@ -388,14 +458,16 @@ class Renderer:
         plain = self._plain(new_messages, setup, reshape=True)
         texts = texts_of(plain, self._disarmer.unmask)
         refused = TemplateRefused("there is no new message to continue with")
-        for probe, sentinel, close in _probes(reply, new_messages, form):
-            kind = sentinel, setup.digest, *(message["role"] for message in plain)
+        said = self._disarmer.mask_all(plain_message(reply).get("content") or "") if history is not None else ""
+        for probe, sentinel, close in _probes(reply, new_messages, form, said):
+            kind = sentinel, setup.key, *(message["role"] for message in plain)
             try:
                 text = self._render([*before, probe, *plain], setup, generate=True)
                 if sentinel not in text:
                     continue
                 tail = _behind(text, sentinel)
                 written = MARK.sub("\0", tail)
+                close = self._close(probe, close, setup, form)
                 known = None if texts is None else self._surroundings.get(kind)
                 codes = None if known is None or texts is None else known.codes(written, texts)
                 if codes is not None:
@@ -413,19 +485,32 @@ class Renderer:
             return tail, codes, close
         raise refused
 
+    def _close(self, probe: Message, close: str, setup: Setup, form: AssistantFormat) -> str:
+        """Return what ends `probe` at the end of a conversation: `close`, with the ids of its own calls."""
+        if not probe.get("tool_calls") or PROBE_ID not in form.calls_close:
+            return close
+        return _behind(self._render([QUESTION, probe], setup, generate=False), VALUE)
+
+    def turn_close(self, reply: Message, setup: Setup) -> str:
+        """Return what the template writes after a turn like `reply` at the end of a conversation. For certificates."""
+        form = self.format(setup)
+        calls = [(call["id"], call["function"]["name"]) for call in reply.get("tool_calls") or ()]
+        if not calls or form.shape is None:
+            return form.content_close
+        return self._close(_calling(form.shape, calls), form.calls_close, setup, form)
+
     def _bridging_setup(self, setup: Setup) -> Setup:
         """The setup to think of a local bridge in: without tools, if what stands behind a turn is the same without.
 
         Tools stand in front of the conversation, where a bridge does not reach, and can be most of what is rendered.
         """
-        found = self._bridging.get(setup.digest)
+        found = self._bridging.get(setup.key)
         if found is None:
             found = setup
-            kwargs = json.dumps([setup.template_kwargs, setup.date], sort_keys=True, default=str)
-            bare = replace(setup, tools=(), digest=f"without tools {kwargs}")
+            bare = replace(setup, tools=())
             with contextlib.suppress(TemplateRefused):
                 found = bare if self.format(bare).behind_turns == self.format(setup).behind_turns else setup
-            found = _keep(self._bridging, setup.digest, found)
+            found = _keep(self._bridging, setup.key, found)
         return found
 
     def _refuse_unknown_roles(self, plain: Sequence[Message], edged: str, setup: Setup) -> None:
@@ -477,14 +562,31 @@ class Renderer:
             return completion_ids
         return np.concatenate([completion_ids, self._close_reasoning(completion_ids, setup, self.format(setup))])
 
-    def _close_reasoning(self, completion_ids: TokenIds, setup: Setup, form: AssistantFormat) -> TokenIds:
+    def _close_reasoning(
+        self, completion_ids: TokenIds, setup: Setup, form: AssistantFormat, prompt_ids: TokenIds | None = None
+    ) -> TokenIds:
         """Ids that close reasoning which a truncated completion left open."""
-        parser = self.parser(setup)
+        parser = self.parser(setup, prompt_ids=prompt_ids)
         parser.feed(completion_ids.tolist())
         _, reply = parser.finish()
         if form.reasoning is None or not reply.reasoning_open:
             return self.tokenizer.array([])
         return self.tokenizer.array(self.tokenizer.encode_after_control(form.reasoning.close).ids)
+
+
+def _spelled_by(template: ChatTemplate, tokenizer: Tokenizer) -> str:
+    """Return the template's source and, since it may put tokens together (`'[' + role + ']'`), some renderings."""
+    texts = [template.whole_source]
+    for messages in grammar.SAMPLES if tokenizer.text_tokens else ():
+        with contextlib.suppress(TemplateRefused):
+            plain = [plain_message(message) for message in messages]
+            variables = tokenizer.special_tokens
+            texts.append(
+                template.render(
+                    plain, tools=[grammar.TOOL], add_generation_prompt=True, date=grammar.DATE, variables=variables
+                )
+            )
+    return "\0".join(texts)
 
 
 def _keep(kept: dict[_Key, _Kept], key: _Key, value: _Kept) -> _Kept:
@@ -496,16 +598,19 @@ def _keep(kept: dict[_Key, _Kept], key: _Key, value: _Kept) -> _Kept:
 
 
 def _probes(
-    reply: Message, new_messages: Sequence[Message], form: AssistantFormat
+    reply: Message, new_messages: Sequence[Message], form: AssistantFormat, said: str
 ) -> Iterator[tuple[Message, str, str]]:
-    """Assistant messages to try as stand-ins for `reply`: message, sentinel in it, what ends it."""
+    """Yield assistant messages to try as stand-ins for `reply`: message, sentinel in it, what ends it.
+
+    `said` is content of the reply that a stand-in without calls repeats, since a template may look for words in it.
+    """
     calls = [(call["id"], call["function"]["name"]) for call in reply.get("tool_calls") or ()]
     answered = [
         (message.get("tool_call_id") or PROBE_ID, message.get("name") or NAME)
         for message in new_messages
         if message["role"] == "tool"
     ]
-    plain: tuple[Message, str, str] = ({"role": "assistant", "content": CONTENT}, CONTENT, form.content_close)
+    plain: tuple[Message, str, str] = ({"role": "assistant", "content": said + CONTENT}, CONTENT, form.content_close)
     if form.shape is not None and calls:
         yield _calling(form.shape, calls), VALUE, form.calls_close
     yield plain
@@ -543,6 +648,7 @@ def _fingerprint(
     parts = {
         "tokenizer": tokenizer.sha256,
         "special_tokens": tokenizer.special_tokens,
+        **({"text_tokens": [t.content for t in tokenizer.text_tokens]} if tokenizer.text_tokens else {}),
         "template": template.sha256,
         "tokenizers": version("tokenizers"),
         "jinja2": version("jinja2"),

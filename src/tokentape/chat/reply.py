@@ -18,7 +18,8 @@ class ToolCall:
     """JSON text of the arguments; with `bad_arguments` and `unclosed` whatever stood there."""
     status: CallStatus
     span: tuple[int, int]
-    """Half-open range of completion tokens, delimiters included."""
+    """Half-open range of completion tokens, delimiters included. A token that ends one call and begins the next is the
+    first one's."""
     id: str | None = None
     """The id the model gave it, in formats that have one."""
 
@@ -32,6 +33,8 @@ class Reply:
     tool_calls: tuple[ToolCall, ...]
     reasoning_open: bool
     """Sampling ended inside reasoning: a bridge has to close it first."""
+    problem: str = ""
+    """Why the completion was not parsed, or not as a parser said: its text is content then. Empty where it was."""
 
     @property
     def calls_for_client(self) -> tuple[ToolCall, ...]:

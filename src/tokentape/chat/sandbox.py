@@ -32,6 +32,8 @@ NODES_OF_A_STEP = 512
 _OF_DICTS = frozenset(dir(dict))
 _OF_STRINGS = METHODS[str] - {"format", "format_map"}
 _OF_LOOPS = frozenset({"first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"})
+_ABSENT = object()
+
 _VALUES = frozenset({str, int, bool, float, list, dict, type(None)})
 _COUNT = jinja2.nodes.EnvironmentAttribute("count")
 """What is called for a step, in the templates as they are parsed."""
@@ -190,7 +192,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if (kind is str and attribute in _OF_STRINGS) or (kind is LoopContext and attribute in _OF_LOOPS):
             return getattr(obj, attribute)
         if kind is Namespace and not attribute.startswith("_"):
-            value = getattr(obj, attribute, None)
+            value = getattr(obj, attribute, _ABSENT)
             if type(value) in _VALUES:
                 return value
         return super().getattr(obj, attribute)

@@ -21,6 +21,7 @@ import jinja2.nodes
 import jinja2.parser
 
 from tokentape.chat.budget import Budget
+from tokentape.chat.compared_strings import compared_strings
 from tokentape.chat.media import IMAGE, image_parts
 from tokentape.chat.operations import BUDGET
 from tokentape.chat.sandbox import Sandbox
@@ -37,7 +38,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, tool_use_source: str | None = None) -> None:
         self.source = source
-        self.sha256 = hashlib.sha256(f"{source}\0{tool_use_source or ''}".encode()).hexdigest()
+        self.whole_source = f"{source}\0{tool_use_source or ''}"
+        """With the `tool_use` variant."""
+        self.sha256 = hashlib.sha256(self.whole_source.encode()).hexdigest()
         self._default = _compile(source)
         self._tool_use = _compile(tool_use_source) if tool_use_source is not None else self._default
 
@@ -63,6 +66,11 @@ class ChatTemplate:
             f"no chat template in {folder}: neither chat_template.jinja nor `chat_template` in tokenizer_config.json. "
             "A base model has none; give one with `--chat-template FILE`."
         )
+
+    @cached_property
+    def compared_strings(self) -> tuple[str, ...]:
+        """String constants that the template compares with texts, or looks for in them, see `compared_strings`."""
+        return compared_strings(parse_template(self.whole_source.replace("\0", "\n")))
 
     def render(
         self,
@@ -200,8 +208,17 @@ def read_source(path: Path) -> str:
         raise TokenizerUnusable(f"{path} is no chat template: it is not UTF-8 text") from None
 
 
+def parse_template(source: str) -> jinja2.nodes.Template:
+    """Return the syntax tree of a template."""
+    return _environment().parse(source)
+
+
+def _environment() -> Sandbox:
+    return Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols])
+
+
 def _compile(source: str) -> jinja2.Template:
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols])
+    environment = _environment()
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["dict"] = _Dict()
     try:

@@ -12,9 +12,10 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
+from tokentape.chat.added_tokens import AddedToken, ids_in_config, is_control, read_added_tokens, strings_of
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.types import TokenIds
 
@@ -31,6 +33,8 @@ MARK = re.compile("[\ud800-\udb7f][\udc00-\udfff]")
 
 _BLOCKS = (0x100000, 0xF0000, 0x108000, 0xF8000)
 """Where the twin's one-character names may start: private-use planes, so that some block is free of any text."""
+
+_BLOCK_SIZE = 0x7FF0
 
 _SPECIAL_TOKEN_KEYS = (
     "bos_token",
@@ -46,9 +50,13 @@ _SPECIAL_TOKEN_KEYS = (
 )
 
 
+_NAMING_CONFIGS = ("config.json", "processor_config.json", "preprocessor_config.json", "special_tokens_map.json")
+"""Files that name image, audio and other control tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Control:
-    """An added token: one id that ordinary text must never produce."""
+    """A control token: one id that the text of callers must never produce."""
 
     id: int
     content: str
@@ -76,37 +84,80 @@ class Tokenizer:
     """
 
     def __init__(
-        self, source: bytes, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+        self,
+        source: bytes,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any] | None = None,
+        *,
+        other_configs: Sequence[Mapping[str, Any]] = (),
+        named_in: Sequence[str] = (),
+        strict_text: bool = False,
     ) -> None:
         self._spec = json.loads(source)
         self.config = config
         self.sha256 = hashlib.sha256(source).hexdigest()
-        added = self._spec.get("added_tokens", [])
-        # Runs of white space are added tokens in some vocabularies (Gemma). They forge nothing, and plain text must
-        # go on yielding them.
+        self.strict_text = strict_text
+        self.added_tokens = read_added_tokens(self._spec)
+        self._added_by_content = {token.content: token for token in self.added_tokens}
+        configs = (config, *other_configs)
+        self._named_in = (*named_in, *(text for one in configs for text in strings_of(one)))
+        self._named_ids = frozenset(token_id for one in configs for token_id in ids_in_config(one))
+        self.vocab_size = 1 + max(
+            max((token.id for token in self.added_tokens), default=-1),
+            _highest_id(self._spec["model"]["vocab"]),
+        )
+        self.special_tokens = {
+            key: text for key in _SPECIAL_TOKEN_KEYS if (text := _token_text(config.get(key))) is not None
+        }
+        self._set_controls()
+        self._generation_config = generation_config or {}
+        self.eos_ids = self._eos_ids(self._generation_config)
+
+    def _set_controls(self) -> None:
+        """Sort the added tokens into control tokens and text tokens."""
+        named = "\0".join(self._named_in)
+        controls = [
+            token
+            for token in self.added_tokens
+            if is_control(token, named, self._named_ids) or (self.strict_text and not token.is_space)
+        ]
         self.controls = tuple(
-            Control(token["id"], token["content"], token["special"], _mark(index))
-            for index, token in enumerate(t for t in added if t["content"].strip())
+            Control(token.id, token.content, token.special, _mark(index)) for index, token in enumerate(controls)
         )
         self._by_content = {control.content: control for control in self.controls}
         self._by_id = {control.id: control for control in self.controls}
         self._by_mark = {control.mark: control for control in self.controls}
-        self.control_pattern = _any_of(self._by_content)
-        self.vocab_size = 1 + max(
-            max((token["id"] for token in added), default=-1),
-            _highest_id(self._spec["model"]["vocab"]),
-        )
-        self._twins: dict[int, tuple[tokenizers.Tokenizer, Mapping[str, str]]] = {}
-        self._bytes: dict[int, bytes] = {}
-        self._breaks: dict[frozenset[int], frozenset[int]] = {}
-        self.special_tokens = {
-            key: text for key in _SPECIAL_TOKEN_KEYS if (text := _token_text(config.get(key))) is not None
+        self.text_tokens = tuple(token for token in self.added_tokens if token.content not in self._by_content)
+        """Added tokens that are ordinary text, such as HTML tags and runs of spaces: encoded where text spells them."""
+        self.control_pattern = _any_of(controls)
+        self._added_pattern = _any_of([*controls, *(token for token in self.text_tokens if not token.normalized)])
+        # The mark that text is encoded after must not swallow the text's own white space.
+        plain = (c for c, token in zip(self.controls, controls, strict=True) if not token.strips)
+        self._anchor = next((control.mark for control in plain), "")
+        vocab = self._spec["model"]["vocab"]
+        self._pieces = vocab.keys() if isinstance(vocab, Mapping) else {entry[0] for entry in vocab}
+        self._bytes: dict[int, bytes] = {
+            token.id: token.content.encode() for token in self.text_tokens if token.content not in self._pieces
         }
-        self.eos_ids = self._eos_ids(generation_config or {})
+        self._twins: dict[int, tuple[tokenizers.Tokenizer, Mapping[str, str]]] = {}
+        self._breaks: dict[frozenset[int], frozenset[int]] = {}
+
+    def for_template(self, source: str) -> Tokenizer:
+        """Return the tokenizer for a chat template: each added token that `source` spells is a control token."""
+        if not any(token.content in source for token in self.text_tokens if not token.is_words):
+            return self
+        made = copy(self)
+        made._named_in = (*self._named_in, source)
+        made._set_controls()
+        return made
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
-        """Load from a model folder: `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`.
+    def load(cls, folder: str | Path, *, strict_text: bool = False) -> Tokenizer:
+        """Load from a model folder: `tokenizer.json` and the configurations beside it.
+
+        Control tokens are the special tokens, those that the folder's chat templates and configurations name, and those
+        spelled between `<|` and `|>`. Other added tokens, such as HTML tags and runs of spaces, are text, unless
+        `strict_text` says that all added tokens but white space are control tokens.
 
         Raises `TokenizerUnusable` if there is no `tokenizer.json`, if it is damaged, or if the folder wants code of its
         own to run.
@@ -127,11 +178,26 @@ class Tokenizer:
             )
         generation_config = _read_json(folder / "generation_config.json")
         try:
-            return cls(path.read_bytes(), config, generation_config)
+            return cls(
+                path.read_bytes(),
+                config,
+                generation_config,
+                other_configs=[_read_json(folder / name) for name in _NAMING_CONFIGS],
+                named_in=[template.read_text("utf-8", "replace") for template in sorted(folder.glob("**/*.jinja"))],
+                strict_text=strict_text,
+            )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise TokenizerUnusable(
                 f"{path} is damaged or no tokenizer ({type(error).__name__}: {error}); copy the model folder anew"
             ) from error
+
+    def with_files(self, source: bytes, config: Mapping[str, Any]) -> Tokenizer:
+        """Return the tokenizer of another tokenizer.json and tokenizer_config.json, with control tokens named alike."""
+        return Tokenizer(source, config, self._generation_config, named_in=self._named_in, strict_text=self.strict_text)
+
+    def added_token(self, content: str) -> AddedToken | None:
+        """Return the added token spelled `content`, control token or text, if there is one."""
+        return self._added_by_content.get(content)
 
     def control(self, content: str) -> Control | None:
         """The control token spelled `content`, if there is one."""
@@ -143,7 +209,10 @@ class Tokenizer:
 
     def mark_controls(self, text: str) -> str:
         """Replace every spelled control token in `text` by its mark. For text that a template wrote itself."""
-        return self.control_pattern.sub(lambda match: self._by_content[match[0]].mark, text)
+        # Text tokens are matched too: where one overlaps a control token, the leftmost is the one that is there.
+        return self._added_pattern.sub(
+            lambda match: self._by_content[match[0]].mark if match[0] in self._by_content else match[0], text
+        )
 
     def spell_marks(self, marked: str) -> str:
         """Write marks out as the control tokens spell: for people to read, never to encode."""
@@ -176,14 +245,19 @@ class Tokenizer:
         spans = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
         return Encoded(ids, spans, text)
 
+    def encode_marked_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of `encode_marked` for many texts, several times as fast."""
+        twin, names = self._twin(self._free_block("".join(texts)))
+        named = [MARK.sub(lambda match: names.get(match[0], match[0]), text) for text in texts]
+        return [one.ids for one in twin.encode_batch_fast(named, add_special_tokens=False)]
+
     def encode_after_control(self, marked: str) -> Encoded:
         """Encode marked text as it is encoded behind a control token, not at the start of a text.
 
         SentencePiece-style tokenizers put a space in front of a text's first word only.
         """
-        anchor = self.controls[0].mark if self.controls else ""
-        encoded = self.encode_marked(anchor + marked)
-        if not anchor:
+        encoded = self.encode_marked(self._anchor + marked)
+        if not self._anchor:
             return encoded
         return Encoded(encoded.ids[1:], encoded.spans[1:] - 1, encoded.text[1:])
 
@@ -214,6 +288,19 @@ class Tokenizer:
             self._bytes[token_id] = found
         return found
 
+    def continuations(self, text: str, most: int = 64) -> list[str]:
+        """Return what is left of entries of the vocabulary that begin with `text`, the first `most` of them."""
+        spelled = text.encode()
+        written = (text, text.replace(" ", "\u2581"), "".join(_CHAR_OF[byte] for byte in spelled))
+        ids = (token_id for piece, token_id in self._entries() if piece.startswith(written) and piece not in written)
+        whole = (self.token_bytes(token_id) for token_id in islice(ids, most))
+        rests = (one[len(spelled) :].decode("utf-8", "ignore") for one in whole if one.startswith(spelled))
+        return [rest for rest in rests if rest]
+
+    def _entries(self) -> Iterable[tuple[str, int]]:
+        vocab = self._spec["model"]["vocab"]
+        return vocab.items() if isinstance(vocab, Mapping) else ((entry[0], n) for n, entry in enumerate(vocab))
+
     def pieces(self, ids: Iterable[int]) -> list[bytes]:
         """`token_bytes` of each id."""
         known = self._bytes
@@ -229,8 +316,7 @@ class Tokenizer:
 
     def _free_block(self, marked: str) -> int:
         for start in _BLOCKS:
-            end = start + len(self.controls)
-            if not re.search(f"[{chr(start)}-{chr(end)}]", marked):
+            if not re.search(f"[{chr(start)}-{chr(start + _BLOCK_SIZE - 1)}]", marked):
                 return start
         raise InvalidRequest(
             "the text uses private-use characters from all four blocks that control tokens could be named with; "
@@ -241,7 +327,9 @@ class Tokenizer:
         """The twin whose names begin there, and those names by mark."""
         found = self._twins.get(start)
         if found is None:
-            name = {c.content: chr(start + index) for index, c in enumerate(self.controls)}
+            # A vocabulary may hold private-use characters of its own (Gemma's does).
+            free = (char for char in map(chr, range(start, start + _BLOCK_SIZE)) if char not in self._pieces)
+            name = dict(zip((control.content for control in self.controls), free, strict=False))
             twin = from_text(json.dumps(_rename_controls(self._spec, name), ensure_ascii=False))
             for control in self.controls:
                 if twin.token_to_id(name[control.content]) != control.id:
@@ -300,9 +388,14 @@ def _mark(index: int) -> str:
     return chr(_HIGH + index // 1024) + chr(_LOW + index % 1024)
 
 
-def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    longest_first = sorted(strings, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+def _any_of(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
+    """Return an expression for any of these tokens, the longest first, as `tokenizers` finds them."""
+    longest_first = sorted(tokens, key=lambda token: len(token.content), reverse=True)
+    found = (
+        rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)
+        for token in longest_first
+    )
+    return re.compile("|".join(found) or "(?!)")
 
 
 def _token_text(value: Any) -> str | None:
@@ -327,27 +420,26 @@ def _highest_id(vocab: Mapping[str, int] | Sequence[Any]) -> int:
 
 
 def _rename_controls(spec: Mapping[str, Any], name: Mapping[str, str]) -> dict[str, Any]:
-    """A copy of a tokenizer.json in which control tokens have other names and the same ids."""
+    """Return a copy of a tokenizer.json in which control tokens have other names and the same ids.
+
+    Each name takes its token's place in the vocabulary or in the list of added tokens, so that ids which the library
+    assigns by position stay the same.
+    """
     model = dict(spec["model"])
-    ids = {token["content"]: token["id"] for token in spec["added_tokens"]}
     if isinstance(model["vocab"], Mapping):
-        kept = {piece: i for piece, i in model["vocab"].items() if piece not in name}
-        model["vocab"] = kept | {new: ids[old] for old, new in name.items()}
+        model["vocab"] = {name.get(piece, piece): token_id for piece, token_id in model["vocab"].items()}
         if "merges" in model:
-            model["merges"] = [merge for merge in model["merges"] if "".join(_pair(merge)) not in name]
+            pairs = map(_pair, model["merges"])
+            model["merges"] = [[a, b] for a, b in pairs if a not in name and b not in name and a + b not in name]
     else:
-        vocab = [list(entry) for entry in model["vocab"]]
-        for old, new in name.items():
-            if ids[old] < len(vocab):
-                vocab[ids[old]][0] = new
-        model["vocab"] = vocab
+        model["vocab"] = [[name.get(entry[0], entry[0]), *entry[1:]] for entry in model["vocab"]]
     if model.get("unk_token") in name:
         model["unk_token"] = name[model["unk_token"]]
     added = [
-        {**token, "content": name.get(token["content"], token["content"]), "normalized": False}
+        {**token, "content": name[token["content"]], "normalized": False, "single_word": False}
         if token["content"] in name
         else token
-        for token in spec["added_tokens"]
+        for token in spec.get("added_tokens", [])
     ]
     return {
         **spec,
@@ -371,3 +463,4 @@ def _byte_of() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_of()
+_CHAR_OF = {byte: char for char, byte in _BYTE_OF.items()}

@@ -79,9 +79,18 @@ def _header(certificate: Certificate, template_sha256: str) -> Table:
         "tool calls": f"{certificate.call_style} style" if certificate.call_style else "not written by this template",
         "date": "printed by the template: frozen per session" if certificate.date_dependent else "not printed",
         "control tokens": (
-            "spelled by callers stay text" if certificate.injection_safe else "CAN BE FORGED by text of callers"
+            f"{len(certificate.control_tokens)}, which stay text where callers spell them"
+            if certificate.injection_safe
+            else "CAN BE FORGED by text of callers"
         ),
+        "text tokens": _text_tokens(certificate),
     }
+    if certificate.replaced_ids:
+        token, declared, used = certificate.replaced_ids[0]
+        rows["other ids"] = (
+            f"{len(certificate.replaced_ids)} tokens do not have the id that tokenizer.json declares: {token!r} has "
+            f"{used}, declared is {declared}. Check that the server uses the same ids."
+        )
     for name, value in rows.items():
         table.add_row(name, Text(readable(value)))
     return table
@@ -91,6 +100,15 @@ def _ends(certificate: Certificate) -> str:
     own = "  ".join(dict.fromkeys(end for found in certificate.continuations for end in found.ends))
     others = set(certificate.stop_tokens) - {end for found in certificate.continuations for end in found.ends}
     return own + ("; behind another stop token the branch goes on, or a new one begins (wrong_stop)" if others else "")
+
+
+def _text_tokens(certificate: Certificate) -> str:
+    """Name the added tokens that callers' text becomes."""
+    if not certificate.text_tokens:
+        return "none: every added token is a control token"
+    shown = "  ".join(json.dumps(token, ensure_ascii=False) for token in certificate.text_tokens[:8])
+    more = f"  and {len(certificate.text_tokens) - 8} more" if len(certificate.text_tokens) > 8 else ""
+    return f"{shown}{more}; encoded as text, as the tokenizer does (--strict-text keeps them apart)"
 
 
 def _reasoning(certificate: Certificate) -> str:

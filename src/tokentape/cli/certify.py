@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 _REQUIRE_HELP = (
     "Exit with 1 unless all of these are certified: continuations by their roles joined with +, such as "
-    "user,tool,tools+user, and reasoning, calls, parallel, injection. Names separated by commas."
+    "user,tool,tools+user, and reasoning, calls, parallel, injection. What begins with a tool's result needs calls "
+    "too. Names separated by commas."
 )
 
 
@@ -26,6 +27,13 @@ def certify(
     chat_template: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template to use instead of the model's own.")
     ] = None,
+    strict_text: Annotated[
+        bool,
+        typer.Option(
+            help="Keep every added token out of the text of callers, HTML tags too. Default: no, text is encoded as "
+            "the tokenizer encodes it, and control tokens alone are kept out."
+        ),
+    ] = False,
     kwargs: Annotated[
         str, typer.Option("--kwargs", metavar="JSON", help="Template kwargs, such as '{\"enable_thinking\": false}'.")
     ] = "{}",
@@ -50,7 +58,7 @@ def certify(
     from tokentape.cli.certificate_report import print_certificate
 
     names = _names(required)
-    renderer = Renderer.load(path, chat_template)
+    renderer = Renderer.load(path, chat_template, strict_text=strict_text)
     with Console(stderr=True).status("trying out conversations"):
         certificate = (load_or_certify if cache else certify_anew)(renderer, template_kwargs)
     if as_json:

@@ -12,33 +12,29 @@ import sqlite3
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from tokentape.audit.served import Finding, same_template, serves_model
 from tokentape.chat.certificate import Certificate
 from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.renderer import Renderer
 from tokentape.config import ServeConfig, env_name, settings
-from tokentape.demo import MODEL
 from tokentape.engines.base import Engine, SampleDelta, SamplingParams
 from tokentape.engines.http import HttpClient
-from tokentape.engines.tokenizing import server_chat_ids, server_text_ids
-from tokentape.errors import EngineContractError, InvalidRequest, StoreLocked, TemplateRefused, TokentapeError
-from tokentape.opening import open_configured
-from tokentape.session.chain import setup_digest
+from tokentape.engines.identity import offered_routes
+from tokentape.errors import EngineContractError, EngineError, InvalidRequest, StoreLocked, TokentapeError
+from tokentape.opening import folder_model, model_folder, open_configured
 from tokentape.session.invariants import check_completion
 from tokentape.store import SqliteStore
 from tokentape.store.lock import LOCK_NAME, DirectoryLock
 from tokentape.store.postgres import PostgresStore, without_password
 from tokentape.store.sqlite import DATABASE_NAME
-from tokentape.types import Message, Setup, Tool
 from tokentape.version import __version__
 
 _LIBRARIES = ("tokenizers", "jinja2", "numpy", "sqlalchemy", "starlette", "uvicorn", "transformers", "torch")
@@ -47,46 +43,7 @@ _NO_SPACE = 2**28
 _SLOW_FSYNC = 0.05
 _PROBE_TOKENS = 8
 _ROUNDING = 1e-2
-_TEXTS = (
-    "Hello, world! How's it going?",
-    "  leading and trailing spaces  \n\n\ttabs",
-    "def f(x):\n    return {'a': [1, 2.5e-3, None]}",
-    "1234567890 12,345.67 2026-11-21",
-    "naïve café, Zürich, Ελληνικά, Русский, 中文字符, 日本語, العربية, हिन्दी, 🙂🇪🇺👩‍🚀",
-    "e\u0301 \u00e9 \ufb01 \u00a0 \u200b \ufeff",
-)
-_TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": "price_of",
-        "description": "Price of an item.",
-        "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
-    },
-}
-_QUESTION: tuple[Message, ...] = (
-    {"role": "system", "content": "You help in a shop."},
-    {"role": "user", "content": "What do pears cost?"},
-)
-_CONVERSATIONS: Mapping[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {
-    "a question": (_QUESTION, ()),
-    "a second question": (
-        (*_QUESTION, {"role": "assistant", "content": "12."}, {"role": "user", "content": "And plums?"}),
-        (),
-    ),
-    "a question with a tool": (_QUESTION, (_TOOL,)),
-}
 _OWN_VARIABLES = ("TOKENTAPE_CONFIG", "TOKENTAPE_CACHE")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What one check found."""
-
-    name: str
-    status: Literal["ok", "warn", "fail"]
-    found: str
-    advice: str = ""
-    """What to do; empty if nothing is to be done."""
 
 
 def examine(config: ServeConfig, progress: Callable[[str], None]) -> Iterator[Finding]:
@@ -100,8 +57,8 @@ def examine(config: ServeConfig, progress: Callable[[str], None]) -> Iterator[Fi
         yield database(config.store)
     yield from access(config)
     progress("trying out conversations")
-    model = config.model or MODEL
     try:
+        model = model_folder(config)
         renderer = Renderer.load(model, config.chat_template)
         certificate = load_or_certify(renderer, {})
     except (TokentapeError, OSError) as error:
@@ -110,7 +67,7 @@ def examine(config: ServeConfig, progress: Callable[[str], None]) -> Iterator[Fi
     yield Finding("model", "ok", f"{model}, vocabulary {renderer.tokenizer.vocab_size}")
     yield certified(certificate)
     progress("asking the engine")
-    yield from asyncio.run(_engine(config, model, renderer))
+    yield from asyncio.run(_engine(config, renderer))
 
 
 def versions() -> Finding:
@@ -239,9 +196,9 @@ def certified(certificate: Certificate) -> Finding:
     return Finding("certificate", "ok", f"{len(certificate.continuations)} continuations, all certified")
 
 
-async def _engine(config: ServeConfig, model: Path, renderer: Renderer) -> list[Finding]:
+async def _engine(config: ServeConfig, renderer: Renderer) -> list[Finding]:
     try:
-        engine = await open_configured(config.engine, model, renderer.tokenizer.vocab_size)
+        engine = await open_configured(config, renderer, check=False)
     except (TokentapeError, OSError, ImportError) as error:
         return [Finding("engine", "fail", str(error), "Check that it runs, and its address and API key.")]
     try:
@@ -249,8 +206,14 @@ async def _engine(config: ServeConfig, model: Path, renderer: Renderer) -> list[
         for url in config.engine.urls:
             http = HttpClient(url, api_key=config.engine.api_key, timeouts=config.engine.timeouts)
             try:
-                findings.append(await same_tokenizer(config.engine.kind, http, engine.info.model, renderer))
-                findings.append(await same_template(config.engine.kind, http, engine.info.model, renderer))
+                kind, expected = config.engine.kind, config.engine.model
+                findings += await serves_model(kind, http, engine.info, renderer, folder_model(config), expected)
+                if kind == "vllm":
+                    findings.append(Finding("routes", "ok", ", ".join(await offered_routes(http)) or "none"))
+                findings.append(await same_template(kind, http, engine.info.model, renderer))
+            except EngineError as error:
+                advice = "Look at its log; then run this again."
+                findings.append(Finding("engine", "fail", f"{url} did not answer what was asked: {error}", advice))
             finally:
                 await http.close()
         return findings
@@ -276,58 +239,6 @@ async def probe(engine: Engine, renderer: Renderer) -> Finding:
         advice = "Batching or kernels are not deterministic; trainers see it as noise in log-probabilities."
         return Finding("probe", "warn", f"{found}; greedy sampling gave something else the second time", advice)
     return Finding("probe", "ok", f"{found}, the same twice")
-
-
-async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Renderer) -> Finding:
-    """Compare the server's ids of plain texts with ours. Other ids are other words to the model: nothing works then."""
-    name = "tokenizer"
-    for text in _TEXTS:
-        try:
-            theirs = await server_text_ids(kind, http, model, text)
-        except TokentapeError as error:
-            return Finding(name, "warn", f"the server could not be asked how it tokenizes: {error}")
-        if theirs is None:
-            return Finding(name, "ok", "not compared: this server does not tell how it tokenizes")
-        ours = renderer.tokenizer.encode_plain(text)
-        if theirs != ours:
-            advice = (
-                "The model folder is not the one that the server serves, or the server loads its tokenizer wrongly."
-            )
-            return Finding(name, "fail", f"{text!r} has the ids {_around(ours, theirs)}", advice)
-    return Finding(name, "ok", f"the server's ids are ours for {len(_TEXTS)} texts")
-
-
-async def same_template(kind: str, http: HttpClient, model: str, renderer: Renderer) -> Finding:
-    """Compare the server's ids of conversations with ours. Other ids matter to whoever lets the server render."""
-    name, advice = "template", "Nothing is sampled from its rendering unless you capture; see `chat_template`."
-    compared = 0
-    for what, (messages, tools) in _CONVERSATIONS.items():
-        date = datetime.now(UTC).date().isoformat()
-        setup = Setup(tools, {}, date, renderer.fingerprint, setup_digest(tools, {}, date, renderer.fingerprint))
-        try:
-            ours = renderer.render(messages, setup).ids.tolist()
-            theirs = await server_chat_ids(kind, http, model, messages, tools)
-        except TemplateRefused:
-            continue
-        except TokentapeError as error:
-            return Finding(name, "warn", f"the server could not be asked how it renders: {error}")
-        if theirs is None:
-            continue
-        compared += 1
-        if theirs != ours:
-            return Finding(name, "warn", f"{what}: rendered, it has the ids {_around(ours, theirs)}", advice)
-    if not compared:
-        return Finding(name, "ok", "not compared: this server does not tell how it renders")
-    return Finding(name, "ok", f"the server's rendering is ours for {compared} conversations")
-
-
-def _around(ours: Sequence[int], theirs: Sequence[int]) -> str:
-    """Where two sequences begin to differ, in words."""
-    at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    return (
-        f"{list(ours[at : at + 4])} here and {list(theirs[at : at + 4])} at the server from token {at} on "
-        f"({len(ours)} and {len(theirs)} in all)"
-    )
 
 
 async def _sample(engine: Engine, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]) -> tuple[list[int], list[float]]:

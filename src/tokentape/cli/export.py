@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from enum import StrEnum
@@ -38,6 +39,12 @@ def export(
         str | None,
         typer.Option(metavar="LIST", help="Only these verdicts: exact, forked, forked:WHY, closed; commas between."),
     ] = None,
+    wait_checks: Annotated[
+        bool,
+        typer.Option(
+            help="Wait until the gateway beside has checked the bridges that are due, or has checked none for a minute."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write trajectories to a file for a trainer.
@@ -68,6 +75,8 @@ def export(
                 status.update(f"exporting session {number}")
                 yield stored
 
+        if wait_checks and (left := _wait(store, session)):
+            typer.echo(f"{left} bridges are still unchecked: is the gateway running?", err=True)
         try:
             extra = store.extra_names(session or None)
             found = exported(told(), extra, wanted, counts)
@@ -86,6 +95,21 @@ def export(
             f"with loss {counts.trained_tokens}",
             err=True,
         )
+
+
+_PATIENCE = 60.0
+
+
+def _wait(store: Store, wanted: Sequence[str] | None) -> int:
+    """Return how many checks are due once none is, or none was done for a minute."""
+    due, until = store.checks_due(wanted or None), time.monotonic() + _PATIENCE
+    while due and time.monotonic() < until:
+        time.sleep(0.1)
+        left = store.checks_due(wanted or None)
+        if left < due:
+            until = time.monotonic() + _PATIENCE
+        due = left
+    return due
 
 
 def _sessions(store: Store, wanted: Sequence[str] | None) -> Iterator[StoredSession]:

@@ -17,6 +17,8 @@ SETTINGS = {
     "chat_template": "chat_template",
     "engine": "engine.kind",
     "engine_url": "engine.urls",
+    "engine_model": "engine.model",
+    "unverified_model": "engine.unverified_model",
     "engine_api_key": "engine.api_key",
     "threads": "engine.threads",
     "path": "engine.path",
@@ -44,6 +46,7 @@ SETTINGS = {
     "log_format": "log.format",
     "tracing": "tracing",
     "drift_share": "drift_share",
+    "check_bridges": "check_bridges",
 }
 """The setting that each parameter of `serve` gives."""
 

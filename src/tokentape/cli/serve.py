@@ -47,6 +47,14 @@ class WrongStopName(StrEnum):
     FORK = "fork"
 
 
+class CheckName(StrEnum):
+    """Which bridges are checked."""
+
+    ALL = "all"
+    SAMPLE = "sample"
+    OFF = "off"
+
+
 class Synchronous(StrEnum):
     """How often the record is flushed to the disk."""
 
@@ -78,9 +86,8 @@ def serve(
         Path | None,
         typer.Argument(
             metavar="MODEL",
-            exists=True,
-            file_okay=False,
-            help="Model folder: tokenizer, chat template, weights if embedded. Default: the tiny model shipped.",
+            help="Model folder: tokenizer, chat template, weights if embedded; or its name on the Hub, if the cache "
+            "has it. Default if embedded: the tiny model shipped.",
         ),
     ] = None,
     config: Annotated[
@@ -117,6 +124,13 @@ def serve(
     ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template to use instead of the model's own.")
+    ] = None,
+    strict_text: Annotated[
+        bool | None,
+        typer.Option(
+            help="Keep every added token out of the text of callers, HTML tags too. Default: no, text is encoded as "
+            "the tokenizer encodes it, and control tokens alone are kept out."
+        ),
     ] = None,
     threads: Annotated[
         int | None,
@@ -166,6 +180,19 @@ def serve(
     model_id: Annotated[
         str | None, typer.Option(metavar="NAME", help="The model's name in replies. Default: the folder's.")
     ] = None,
+    engine_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The name by which the server serves the folder's model. Default: the first it lists."
+        ),
+    ] = None,
+    unverified_model: Annotated[
+        bool | None,
+        typer.Option(
+            help="Serve although the server may serve another model than the folder's; every verdict says so. "
+            "Default: no."
+        ),
+    ] = None,
     engine_api_key: Annotated[
         str | None,
         typer.Option(metavar="KEY", help="What the engine's server wants as API key; better in the environment."),
@@ -207,6 +234,13 @@ def serve(
         float | None,
         typer.Option(
             min=0, max=1, help="Share of the completions whose drift is counted, off the way of calls. Default: 0.01."
+        ),
+    ] = None,
+    check_bridges: Annotated[
+        CheckName | None,
+        typer.Option(
+            help="Which bridges are compared with the template's own rendering, off the way of calls: all; sample, the "
+            "default: the first of each kind on a branch, and some; off."
         ),
     ] = None,
 ) -> None:

@@ -189,6 +189,9 @@ class MediaEngine(Engine, Protocol):
         ...
 
 
+UNVERIFIED = "model-unverified"
+"""A capability of an engine that is not known to serve the model that it is asked as; see `GuardedEngine`."""
+
 CAPTURED = "captured"
 """The last word of the name of an engine whose context was made by the server, in `SampleDelta.engine`."""
 

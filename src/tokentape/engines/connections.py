@@ -50,11 +50,14 @@ class Connections:
         self._idle: deque[tuple[float, _Protocol]] = deque()
         self._busy: set[_Protocol] = set()
         self.closed = False
+        self.generation = 0
+        """How often a connection was opened when no other was alive: a server that restarts ends all of them."""
 
     async def connect(self) -> _Protocol:
         """A connection that is free, a new one if there is none. Raises OSError."""
         loop = asyncio.get_running_loop()
         expired = loop.time() - self._idle_seconds
+        alone = not any(one.alive for one in (*self._busy, *(free for _, free in self._idle)))
         while self._idle:
             since, free = self._idle.pop()
             if since > expired and free.usable:
@@ -64,6 +67,7 @@ class Connections:
         _, protocol = await loop.create_connection(_Protocol, self._host, self._port, ssl=self._tls)
         if self.closed:
             protocol.close()
+        self.generation += alone
         self._busy.add(protocol)
         return protocol
 
@@ -149,10 +153,15 @@ class _Protocol(asyncio.Protocol):
     # What is asked of it.
 
     @property
+    def alive(self) -> bool:
+        """Whether neither side has closed it."""
+        return self._broken is None and not self._transport.is_closing()
+
+    @property
     def usable(self) -> bool:
         """Whether another request can be sent."""
         whole = self._idle or (self._complete and not self._chunks)
-        return whole and self._keep and self._broken is None and not self._transport.is_closing()
+        return whole and self._keep and self.alive
 
     async def ask(self, pieces: Sequence[bytes]) -> int:
         """Send a request; returns the status of the reply."""

@@ -181,6 +181,11 @@ class HttpClient:
             headers["authorization"] = f"Bearer {header_value(api_key, 'api_key')}"
         self._connections = Connections(self._base, headers, idle_seconds=_KEEPALIVE_SECONDS, most_idle=256)
 
+    @property
+    def generation(self) -> int:
+        """Grows whenever a connection is opened while no other is alive, as after a restart of the server."""
+        return self._connections.generation
+
     async def get(self, path: str, *, stage: Stage = "first_token") -> bytes:
         """Body of a GET, within the timeout of `stage`.
 

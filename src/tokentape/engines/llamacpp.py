@@ -21,10 +21,11 @@ import msgspec
 import numpy as np
 
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
 from tokentape.engines.http import HttpClient, Timeouts, safe_name
+from tokentape.engines.identity import served_cards
+from tokentape.engines.remote import RemoteEngine
 from tokentape.engines.replies import Alternatives, Completion, alternatives, decode, joined
-from tokentape.errors import EngineContractError, EngineError, EngineUnavailable
+from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason, TokenIds
 
 PIECE = 32
@@ -45,7 +46,7 @@ _LIKELY = 256
 _UNLIKE = frozenset({"presence_penalty", "frequency_penalty"})
 
 
-class LlamaCppEngine:
+class LlamaCppEngine(RemoteEngine):
     """A llama-server, sampled from through exact token ids. Open it with `open`.
 
     A completion also ends at every id that the model file calls end-of-generation: the server can't be told
@@ -54,8 +55,7 @@ class LlamaCppEngine:
     """
 
     def __init__(self, http: HttpClient, info: EngineInfo, *, slots: int, plain_id: int) -> None:
-        self._http = http
-        self._info = info
+        super().__init__(http, info)
         self._plain_id = plain_id
         self._slots = _Slots(slots)
 
@@ -90,34 +90,30 @@ class LlamaCppEngine:
         http = HttpClient(base_url, api_key=api_key, timeouts=timeouts)
         try:
             props = decode(await http.get("/props"), _Props, "llama-server")
-            cards = decode(await http.get("/v1/models"), _Models, "llama-server").data
-            if not cards or cards[0].meta.n_vocab < vocab_size:
+            card = (await served_cards(http))[0]
+            rows = 0 if card.meta is None else card.meta.n_vocab
+            if rows < vocab_size:
                 raise EngineContractError(
-                    f"the engine's model has {cards[0].meta.n_vocab if cards else 0} ids, expected at least "
-                    f"{vocab_size}; was it converted from this tokenizer?"
+                    f"the engine's model has {rows} ids, expected at least {vocab_size}; was it converted "
+                    "from this tokenizer?"
                 )
             spelled = await http.post("/tokenize", msgspec.json.encode({"content": "a", "add_special": False}), {})
             plain = decode(spelled, _Tokens, "llama-server").tokens
             info = EngineInfo(
                 name="llamacpp",
                 version=props.build_info,
-                model=cards[0].id,
+                model=card.id,
                 vocab_size=vocab_size,
                 max_context=props.default_generation_settings.n_ctx,
                 logprobs_mode="raw_logprobs",
                 sampling=DISTRIBUTION - _UNLIKE,
             )
             engine = cls(http, info, slots=props.total_slots, plain_id=plain[-1] if plain else 0)
-            await engine._probe(cards[0].meta.n_vocab)
+            await engine._probe(rows)
         except BaseException:
             await http.close()
             raise
         return engine
-
-    @property
-    def info(self) -> EngineInfo:
-        """What the server said when it was opened."""
-        return self._info
 
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
@@ -128,19 +124,9 @@ class LlamaCppEngine:
         slots; further ones wait here, since otherwise they would drop the context of those between two pieces.
         `request_id` is not sent: the server has no use for it.
 
-        Raises:
-            InvalidRequest: the prompt is empty, too long or holds an unknown id; a parameter is out of range,
-                here or by the server's own limits.
-            UnsupportedParameter: this server would ignore a parameter that was set, or means something else by it.
-            EngineContractError: the reply lacks ids, log-probabilities or counts, or they disagree.
-            EngineUnavailable: the server can't be reached or takes no requests.
-            EngineTimeout: it was silent for too long.
-            EngineError: it failed, or the connection broke.
-
+        Raises as `RemoteEngine.sample`.
         """
-        refuse_prompt(prompt_ids, self._info)
-        refuse_params(params)
-        refuse_unhonoured(params, self._info)
+        self._refuse(prompt_ids, params)
         completion = Completion(params, self._info.vocab_size, own_stops=True)
         context: list[int] = np.asarray(prompt_ids).tolist()
         budget = min(params.max_tokens, self._info.max_context - len(context))
@@ -161,19 +147,6 @@ class LlamaCppEngine:
                 if delta.finish_reason is not None:
                     break
         yield joined(held)
-
-    async def check(self) -> None:
-        """Return if `/health` answers within `Timeouts.connect`, else raise `EngineUnavailable`."""
-        try:
-            await self._http.get("/health", stage="connect")
-        except EngineUnavailable:
-            raise
-        except EngineError as error:
-            raise EngineUnavailable(f"the engine is not healthy: {error}") from None
-
-    async def close(self) -> None:
-        """Close all connections, which aborts what runs on them. May be called again."""
-        await self._http.close()
 
     async def _piece(
         self, context: list[int], params: SamplingParams, completion: Completion, tokens: int, slot: int
@@ -281,19 +254,6 @@ class _Props(msgspec.Struct):
     default_generation_settings: _Settings
     total_slots: int
     build_info: str
-
-
-class _CardMeta(msgspec.Struct):
-    n_vocab: int
-
-
-class _Card(msgspec.Struct):
-    id: str
-    meta: _CardMeta
-
-
-class _Models(msgspec.Struct):
-    data: list[_Card]
 
 
 class _Tokens(msgspec.Struct):

@@ -7,7 +7,7 @@ but `/v1`. For another server, pass a row.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,16 +16,20 @@ import msgspec
 import numpy as np
 
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
 from tokentape.engines.http import HttpClient, Timeouts, header_value, safe_name, status_error
+from tokentape.engines.identity import chosen, served_cards
+from tokentape.engines.remote import RemoteEngine
 from tokentape.engines.replies import Completion, alternatives, decode, taken
-from tokentape.errors import EngineContractError, EngineError, EngineUnavailable, InvalidRequest
+from tokentape.errors import EngineContractError, EngineError, InvalidRequest
 from tokentape.types import FinishReason, TokenIds
 
 _COMPLETIONS = "/v1/completions"
 _DONE = b"[DONE]"
 _ID_PREFIX = "token_id:"
 _ANY_ID = 1 << 31
+
+_LEFT_OUT = frozenset({"spaces_between_special_tokens"})
+"""Fields that matter to the text only: left out where a server refuses them, as vLLM's Rust frontend does."""
 
 _PLAIN = {name: name for name in DISTRIBUTION - {"stop_strings", "top_logprobs"}}
 
@@ -95,12 +99,13 @@ DIALECTS = (
 """The kinds that are known. The last row was written from the schema alone; see docs/engines.md."""
 
 
-class OpenAiEngine:
+class OpenAiEngine(RemoteEngine):
     """A server with an OpenAI-style completions API, sampled from through exact token ids. Open it with `open`."""
 
+    _health = "/v1/models"
+
     def __init__(self, http: HttpClient, info: EngineInfo, dialect: Dialect) -> None:
-        self._http = http
-        self._info = info
+        super().__init__(http, info)
         self._dialect = dialect
 
     @classmethod
@@ -138,7 +143,7 @@ class OpenAiEngine:
         """
         http = HttpClient(base_url, api_key=api_key, timeouts=timeouts)
         try:
-            card = _chosen(decode(await http.get("/v1/models"), _Models, "an OpenAI-compatible server").data, model)
+            card = chosen(await served_cards(http), model)
             row = dialect or _known(card.owned_by)
             context = max_context or card.max_model_len
             if context is None:
@@ -153,22 +158,18 @@ class OpenAiEngine:
                 sampling=frozenset(row.fields),
             )
             # What a model says to one meaningless token may lie outside the tokenizer's vocabulary.
-            probe = cls(http, replace(info, vocab_size=_ANY_ID), row)
-            params = SamplingParams(max_tokens=1)
-            # SGLang takes a prompt of nothing but id 0 for an empty one.
-            prompt = np.ones(1, dtype=np.int32)
-            async with aclosing(probe.sample(prompt, params, stream=True, request_id="tokentape-probe")) as deltas:
-                async for _ in deltas:
-                    pass
+            any_id = replace(info, vocab_size=_ANY_ID)
+            try:
+                await cls(http, any_id, row)._probe()
+            except InvalidRequest as error:
+                if error.param not in _LEFT_OUT & row.constants.keys():
+                    raise
+                row = replace(row, constants={k: v for k, v in row.constants.items() if k not in _LEFT_OUT})
+                await cls(http, any_id, row)._probe()
         except BaseException:
             await http.close()
             raise
         return cls(http, info, row)
-
-    @property
-    def info(self) -> EngineInfo:
-        """What the server said when it was opened."""
-        return self._info
 
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
@@ -177,19 +178,9 @@ class OpenAiEngine:
 
         `request_id` is sent as `X-Request-Id`. Closing the connection is the only way to abort.
 
-        Raises:
-            InvalidRequest: the prompt is empty, too long or holds an unknown id; a parameter is out of range,
-                here or by the server's own limits.
-            UnsupportedParameter: this kind of server would ignore a parameter that was set.
-            EngineContractError: the reply lacks ids, log-probabilities or counts, or they disagree.
-            EngineUnavailable: the server can't be reached or takes no requests.
-            EngineTimeout: it was silent for too long.
-            EngineError: it failed, or the connection broke.
-
+        Raises as `RemoteEngine.sample`.
         """
-        refuse_prompt(prompt_ids, self._info)
-        refuse_params(params)
-        refuse_unhonoured(params, self._info)
+        self._refuse(prompt_ids, params)
         headers = {"x-request-id": header_value(request_id, "request_id")}
         stream = stream and self._dialect.streams
         budget = min(params.max_tokens, self._info.max_context - len(prompt_ids))
@@ -205,18 +196,14 @@ class OpenAiEngine:
             reply.take(_DONE)
         yield reply.last()
 
-    async def check(self) -> None:
-        """Return if `/v1/models` answers within `Timeouts.connect`, else raise `EngineUnavailable`."""
-        try:
-            await self._http.get("/v1/models", stage="connect")
-        except EngineUnavailable:
-            raise
-        except EngineError as error:
-            raise EngineUnavailable(f"the engine is not healthy: {error}") from None
-
-    async def close(self) -> None:
-        """Close all connections, which aborts what runs on them. May be called again."""
-        await self._http.close()
+    async def _probe(self) -> None:
+        """Sample one token."""
+        params = SamplingParams(max_tokens=1)
+        # SGLang takes a prompt of nothing but id 0 for an empty one.
+        prompt = np.ones(1, dtype=np.int32)
+        async with aclosing(self.sample(prompt, params, stream=True, request_id="tokentape-probe")) as deltas:
+            async for _ in deltas:
+                pass
 
     def _request_body(self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool) -> bytes:
         body: dict[str, object] = {
@@ -235,16 +222,6 @@ class OpenAiEngine:
         if stream:
             body["stream_options"] = {"include_usage": True}
         return msgspec.json.encode(body)
-
-
-class _Card(msgspec.Struct):
-    id: str
-    owned_by: str = ""
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Card]
 
 
 class _Logprobs(msgspec.Struct):
@@ -272,7 +249,8 @@ class _Body(msgspec.Struct):
 
 def _known(owned_by: str) -> Dialect:
     for row in DIALECTS:
-        if row.owned_by == owned_by:
+        # vLLM's Rust frontend adds its own name.
+        if owned_by.startswith(row.owned_by):
             return row
     known = ", ".join(row.owned_by for row in DIALECTS)
     raise InvalidRequest(
@@ -280,14 +258,6 @@ def _known(owned_by: str) -> Dialect:
         "Dialect",
         "dialect",
     )
-
-
-def _chosen(models: Sequence[_Card], name: str | None) -> _Card:
-    for model in models:
-        if name is None or model.id == name:
-            return model
-    served = ", ".join(model.id for model in models)
-    raise InvalidRequest(f"the engine does not serve that model; it serves {served or 'none'}", "model")
 
 
 class _Reply:

@@ -7,11 +7,12 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Self
 
-from tokentape.engines.base import Engine, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.base import UNVERIFIED, Engine, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.guarded import marked
 from tokentape.errors import EngineError, EngineTimeout, EngineUnavailable, InvalidRequest, TokentapeError
 from tokentape.types import TokenIds
 
@@ -54,7 +55,8 @@ class EnginePool:
 
     def __init__(self, replicas: list[_Replica], info: EngineInfo, recheck_seconds: float) -> None:
         self._replicas = replicas
-        self._info = info
+        self._info = marked(info, unverified=False)
+        self._unverified = marked(info, unverified=True)
         self._recheck_seconds = recheck_seconds
         self._rechecking: asyncio.Task[None] | None = None
 
@@ -62,8 +64,8 @@ class EnginePool:
     async def open(cls, openers: Mapping[str, Opener], *, recheck_seconds: float = 5.0) -> Self:
         """Open all replicas, by name. One is enough to begin with; the others are tried again.
 
-        Raises `InvalidRequest` if there are none or two of them differ in model, vocabulary or logprobs, and what the
-        first raised if none can be opened.
+        Raises `InvalidRequest` if there are none, if one may not be opened, as one that serves another model, or if two
+        of them differ in model, vocabulary or logprobs; and what the first raised if none can be opened.
         """
         replicas = [_Replica(name, opener) for name, opener in openers.items()]
         if not replicas:
@@ -78,9 +80,10 @@ class EnginePool:
                 replica.serving = _Serving(engine)
                 opened.append(engine)
         try:
-            if not opened:
-                failures = [failure for failure in found if isinstance(failure, BaseException)]
-                raise failures[0]
+            failures = [failure for failure in found if isinstance(failure, BaseException)]
+            wrong = [failure for failure in failures if isinstance(failure, InvalidRequest)]
+            if wrong or not opened:
+                raise (wrong or failures)[0]
             for replica in replicas:
                 if replica.serving is not None:
                     _refuse_different(replica.name, replica.serving.engine.info, opened[0].info)
@@ -96,7 +99,8 @@ class EnginePool:
     @property
     def info(self) -> EngineInfo:
         """What the replicas have in common."""
-        return self._info
+        serving = (one.serving.engine.info.capabilities for one in self._replicas if one.serving is not None)
+        return self._unverified if any(UNVERIFIED in one for one in serving) else self._info
 
     @property
     def available(self) -> Mapping[str, bool]:
@@ -177,16 +181,18 @@ class EnginePool:
                     await self._try_again(replica)
 
     async def _try_again(self, replica: _Replica) -> None:
-        with suppress(TokentapeError):
+        try:
             engine = await replica.open()
             try:
                 await engine.check()
                 _refuse_different(replica.name, engine.info, self._info)
-            except TokentapeError as error:
-                if isinstance(error, InvalidRequest):
-                    _log.error("%s", error)
+            except TokentapeError:
                 await engine.close()
-                return
+                raise
+        except TokentapeError as error:
+            if isinstance(error, InvalidRequest):
+                _log.error("engine replica %s: %s", replica.name, error)
+        else:
             replica.serving = _Serving(engine)
             _log.warning("engine replica %s is back after %.0f s", replica.name, time.monotonic() - replica.down_since)
 

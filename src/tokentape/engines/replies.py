@@ -140,8 +140,9 @@ class Completion:
         for token_id in ids:
             if not 0 <= token_id < self._vocab_size:
                 raise EngineContractError(
-                    f"the engine sampled id {token_id}; the vocabulary is 0 to {self._vocab_size - 1}. Rows of the "
-                    "embedding beyond the tokenizer can be sampled by a model that was not trained to avoid them"
+                    f"the engine sampled id {token_id}; the vocabulary is 0 to {self._vocab_size - 1}. Is "
+                    "the model folder that of another model? If not, a model that was not trained to avoid rows of the "
+                    "embedding beyond the tokenizer can sample them"
                 )
 
     def stop(self, reason: FinishReason, matched: int | str | None) -> int | str | None:

@@ -22,8 +22,9 @@ import msgspec
 import numpy as np
 
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
 from tokentape.engines.http import HttpClient, Timeouts, header_value, safe_name
+from tokentape.engines.identity import served_cards
+from tokentape.engines.remote import RemoteEngine
 from tokentape.engines.replies import Alternatives, decode, taken
 from tokentape.engines.sglang_reply import DONE, GENERATE, Reply
 from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
@@ -63,7 +64,7 @@ def _dialect(version: str) -> _Dialect:
     )
 
 
-class SglangEngine:
+class SglangEngine(RemoteEngine):
     """An SGLang server, sampled from through exact token ids. Open it with `open`.
 
     A completion also ends at the model's own end-of-sequence ids if there are `stop_token_ids`: the server has one
@@ -78,12 +79,10 @@ class SglangEngine:
         deterministic: bool = False,
         verify_prompt: bool = False,
     ) -> None:
-        self._http = http
-        self._info = info
+        super().__init__(http, info)
         self._dialect = _dialect(info.version)
         self._deterministic = deterministic
         self._verify_prompt = verify_prompt and self._dialect.prompt_ids
-        self._aborts: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def open(
@@ -120,16 +119,16 @@ class SglangEngine:
         try:
             server = decode(await _first(http, "/server_info", "/get_server_info"), _Server, "SGLang")
             model = decode(await _first(http, "/model_info", "/get_model_info"), _ModelInfo, "SGLang")
-            cards = decode(await http.get("/v1/models"), _Models, "SGLang").data
-            if not cards:
-                raise EngineContractError("the engine lists no model at /v1/models; expected one")
+            card = (await served_cards(http))[0]
+            if card.max_model_len is None:
+                raise EngineContractError("the engine does not say how long its context is (max_model_len)")
             _refuse_preferred(model.preferred_sampling_params)
             info = EngineInfo(
                 name="sglang",
                 version=server.version,
-                model=cards[0].id,
+                model=card.id,
                 vocab_size=vocab_size,
-                max_context=cards[0].max_model_len,
+                max_context=card.max_model_len,
                 logprobs_mode="scaled_logprobs",
                 sampling=_honoured(server),
             )
@@ -141,32 +140,17 @@ class SglangEngine:
             raise
         return cls(http, replace(info, logprobs_mode=mode), deterministic=deterministic, verify_prompt=verify_prompt)
 
-    @property
-    def info(self) -> EngineInfo:
-        """What the server said when it was opened."""
-        return self._info
-
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample a continuation of `prompt_ids`, int32 [tokens]; see `Engine`.
 
-        A completion that meets the end of the context ends with `length`. The delta with the finish_reason comes
-        only when the whole reply has been checked. The server's request id is `request_id` with a random ending.
+        A completion that meets the end of the context ends with `length`. The server's request id is `request_id`
+        with a random ending.
 
-        Raises:
-            InvalidRequest: the prompt is empty, too long or holds an unknown id; a parameter is out of range,
-                here or by the server's own limits.
-            UnsupportedParameter: this server would ignore a parameter that was set.
-            EngineContractError: the reply lacks ids, log-probabilities or counts, or they disagree.
-            EngineUnavailable: the server can't be reached or takes no requests.
-            EngineTimeout: it was silent for too long, as a paused server is.
-            EngineError: it failed, or the connection broke.
-
+        Raises as `RemoteEngine.sample`.
         """
-        refuse_prompt(prompt_ids, self._info)
-        refuse_params(params)
-        refuse_unhonoured(params, self._info)
+        self._refuse(prompt_ids, params)
         if 0 < params.temperature < _LOWEST_TEMPERATURE:
             raise InvalidRequest("SGLang would sample greedily at so low a temperature; use 0 for that", "temperature")
         if (params.payloads_from or 0) > len(prompt_ids):
@@ -195,24 +179,7 @@ class SglangEngine:
             raise
         finally:
             if left:
-                self._abort(rid)
-
-    async def check(self) -> None:
-        """Return if `/health` answers within `Timeouts.connect`, else raise `EngineUnavailable`.
-
-        The server samples one token for it where it is idle, which takes it a second.
-        """
-        try:
-            await self._http.get("/health", stage="connect")
-        except EngineUnavailable:
-            raise
-        except EngineError as error:
-            raise EngineUnavailable(f"the engine is not healthy: {error}") from None
-
-    async def close(self) -> None:
-        """Abort what was left and close all connections. May be called again."""
-        await asyncio.gather(*self._aborts)
-        await self._http.close()
+                self._in_background(self._tell_abort(rid))
 
     def _request_body(self, prompt: bytes, params: SamplingParams, stream: bool, rid: str) -> bytes:
         """The body of one call: every field that a server-side default could otherwise fill in."""
@@ -261,13 +228,8 @@ class SglangEngine:
             body["session_id"] = params.session_id
         return msgspec.json.encode(body)
 
-    def _abort(self, rid: str) -> None:
-        """Tell the server that nobody waits for this call any more, without waiting for its answer."""
-        task = asyncio.get_running_loop().create_task(self._tell_abort(rid))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
-
     async def _tell_abort(self, rid: str) -> None:
+        """Tell the server that nobody waits for this call any more."""
         body = msgspec.json.encode({"rid": rid, "abort_all": False})
         # The connection is closed already, which aborts the call too, only later.
         with suppress(EngineError, InvalidRequest, TimeoutError):
@@ -303,15 +265,6 @@ class _Server(msgspec.Struct):
 
 class _ModelInfo(msgspec.Struct):
     preferred_sampling_params: dict[str, object] | str | None = None
-
-
-class _Card(msgspec.Struct):
-    id: str
-    max_model_len: int
-
-
-class _Models(msgspec.Struct):
-    data: list[_Card]
 
 
 async def _first(http: HttpClient, path: str, older: str) -> bytes:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -24,9 +23,10 @@ import msgspec
 import numpy as np
 
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
 from tokentape.engines.http import Body, HttpClient, Timeouts, header_value
+from tokentape.engines.identity import chosen, served_cards
 from tokentape.engines.prompt_json import PromptWriter
+from tokentape.engines.remote import RemoteEngine
 from tokentape.engines.replies import ROUNDING, decode, taken
 from tokentape.engines.vllm_reply import DONE, Reply, alternatives_to_ask, logits_error
 from tokentape.errors import (
@@ -51,6 +51,14 @@ _SERVER_ID = "generate-tokens-"
 
 _ANY_ID = 1 << 31
 
+# Fields that are left out where a server refuses them, and the parameter that is then not honoured.
+_OPTIONAL = {
+    "return_weight_versions": "",
+    "spaces_between_special_tokens": "",
+    "include_stop_str_in_output": "stop_strings",
+    "routed_experts_prompt_start": "payloads_from",
+}
+
 _LOWEST_TEMPERATURE = 0.01
 
 _KEPT_FIELDS = 256
@@ -65,9 +73,13 @@ class _Server:
     """It takes aborts by id."""
     weight_versions: bool = False
     """Completions tell the versions of weights if asked to: 0.33. The other route always does."""
+    streams_only: bool = False
+    """Only the replies that it streams have all that a reply needs: 0.33's Rust frontend counts no tokens in others."""
+    without: frozenset[str] = frozenset()
+    """Fields of `_OPTIONAL` that it refuses."""
 
 
-class VllmEngine:
+class VllmEngine(RemoteEngine):
     """A vLLM server, sampled from through exact token ids. Open it with `open`.
 
     Sampling ends only as `SamplingParams` says: the server's own end-of-sequence ids are not applied unless they
@@ -75,14 +87,12 @@ class VllmEngine:
     """
 
     def __init__(self, http: HttpClient, info: EngineInfo, server: _Server, *, verify_prompt: bool = True) -> None:
-        self._http = http
-        self._info = info
+        super().__init__(http, info)
         self._server = server
         self._verify_prompt = verify_prompt
         # Prompts that come back are compared as they were sent, so they are sent as the server writes them.
         self._prompts = PromptWriter(info.vocab_size, compact=verify_prompt)
         self._kept_fields: dict[tuple[SamplingParams, int | None, bool], bytes] = {}
-        self._aborts: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def open(
@@ -121,17 +131,17 @@ class VllmEngine:
         """
         http = HttpClient(base_url, api_key=api_key, timeouts=timeouts)
         try:
-            version = decode(await http.get("/version"), _Version, "vLLM").version
-            card = _chosen(decode(await http.get("/v1/models"), _Models, "vLLM").data, model)
+            version = decode(await http.get("/version"), _Version, "vLLM")
+            card = chosen(await served_cards(http), model)
             sampling = DISTRIBUTION | {"min_tokens", "cache_salt", "session_id"}
             if await _has_priorities(http):
                 sampling |= {"priority"}
             info = EngineInfo(
                 name="vllm",
-                version=version,
+                version=version.version if version.rust_frontend_version is None else f"{version.version}+rust",
                 model=card.id,
                 vocab_size=vocab_size,
-                max_context=card.max_model_len,
+                max_context=card.max_model_len or await _context_length(http, card.id),
                 logprobs_mode="raw_logprobs",
                 sampling=sampling,
             )
@@ -140,11 +150,6 @@ class VllmEngine:
             await http.close()
             raise
         return cls(http, found, server, verify_prompt=verify_prompt)
-
-    @property
-    def info(self) -> EngineInfo:
-        """What the server said when it was opened."""
-        return self._info
 
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
@@ -155,19 +160,9 @@ class VllmEngine:
         finish_reason comes only when the whole reply has been checked. The server's request id is made of
         `request_id` and a random ending.
 
-        Raises:
-            InvalidRequest: the prompt is empty, too long or holds an unknown id; a parameter is out of range,
-                here or by the server's own limits.
-            UnsupportedParameter: this server would ignore a parameter that was set.
-            EngineContractError: the reply lacks ids, log-probabilities or counts, or they disagree.
-            EngineUnavailable: the server can't be reached or takes no requests.
-            EngineTimeout: it was silent for too long, as a paused server is.
-            EngineError: it failed, or the connection broke.
-
+        Raises as `RemoteEngine.sample`.
         """
-        refuse_prompt(prompt_ids, self._info)
-        refuse_params(params)
-        refuse_unhonoured(params, self._info)
+        self._refuse(prompt_ids, params)
         if 0 < params.temperature < _LOWEST_TEMPERATURE:
             raise InvalidRequest(
                 f"vLLM would sample at temperature {_LOWEST_TEMPERATURE} instead; use 0 for greedy sampling",
@@ -176,20 +171,6 @@ class VllmEngine:
         if (params.payloads_from or 0) > len(prompt_ids):
             raise InvalidRequest(f"payloads_from must be at most {len(prompt_ids)}, the prompt's end", "payloads_from")
         return self._ask(prompt_ids, params, stream=stream, request_id=request_id)[1]
-
-    async def check(self) -> None:
-        """Return if `/health` answers within `Timeouts.connect`, else raise `EngineUnavailable`."""
-        try:
-            await self._http.get("/health", stage="connect")
-        except EngineUnavailable:
-            raise
-        except EngineError as error:
-            raise EngineUnavailable(f"the engine is not healthy: {error}") from None
-
-    async def close(self) -> None:
-        """Close all connections, which aborts what runs on them. May be called again."""
-        await asyncio.gather(*self._aborts)
-        await self._http.close()
 
     def _ask(
         self,
@@ -213,6 +194,7 @@ class VllmEngine:
         if rows_from is None:
             # A server that has rows would else return those of the whole prompt, each time.
             rows_from = len(prompt_ids) if params.payloads_from is None else params.payloads_from
+        stream = stream or self._server.streams_only
         body = self._request_body(prompt, params, rows_from, stream=stream, request_id=unique)
         reply = Reply(
             _PATHS[self._server.route],
@@ -245,7 +227,7 @@ class VllmEngine:
             raise
         finally:
             if left and self._server.aborts:
-                self._abort(request_id)
+                self._in_background(self._tell_abort(request_id))
 
     def _request_body(
         self, prompt: bytes, params: SamplingParams, rows_from: int, *, stream: bool, request_id: str
@@ -311,6 +293,9 @@ class VllmEngine:
             }
             if self._server.weight_versions:
                 body["return_weight_versions"] = True
+        for name in self._server.without:
+            sampling.pop(name, None)
+            body.pop(name, None)
         if stream:
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": False}
         if params.priority:
@@ -319,32 +304,27 @@ class VllmEngine:
             body["cache_salt"] = params.cache_salt
         return msgspec.json.encode(body)
 
-    def _abort(self, request_id: str) -> None:
-        """Tell the server that nobody waits for this call any more, without waiting for its answer."""
-        task = asyncio.get_running_loop().create_task(self._tell_abort(request_id))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
-
     async def _tell_abort(self, request_id: str) -> None:
+        """Tell the server that nobody waits for this call any more."""
         # The connection is closed already, which aborts the call too.
         with suppress(EngineError, InvalidRequest, TimeoutError):
             async with asyncio.timeout(self._http.timeouts.connect):
                 await self._http.post(_ABORT, _abort_body(request_id), {})
 
-    async def _probe(self) -> tuple[str, frozenset[str]]:
-        """What `--logprobs-mode` the server has, which it does not tell, and what else its replies hold.
+    async def _probe(self, *, stream: bool) -> tuple[str, Reply]:
+        """What `--logprobs-mode` the server has, which it does not tell, and the reply that showed it.
 
         After top_k = 1 one token remains. Reported before (`raw_logprobs`) there are alternatives with a
         probability, after it there are none.
         """
         params = SamplingParams(max_tokens=1, top_k=1, top_logprobs=2)
         prompt = np.zeros(1, dtype=np.int32)
-        reply, sampled = self._ask(prompt, params, stream=True, request_id="tokentape-probe", rows_from=0)
+        reply, sampled = self._ask(prompt, params, stream=stream, request_id="tokentape-probe", rows_from=0)
         async with aclosing(sampled) as deltas:
             (alternatives,) = [top async for delta in deltas for top in delta.top_logprobs]
         if math.fsum(math.exp(logprob) for _, logprob in alternatives) > 1 + ROUNDING:
             raise logits_error()
-        return "raw_logprobs" if len(alternatives) > 1 else "processed_logprobs", frozenset(reply.offers)
+        return "raw_logprobs" if len(alternatives) > 1 else "processed_logprobs", reply
 
     @classmethod
     async def _asked_once(
@@ -353,10 +333,18 @@ class VllmEngine:
         """How to ask the server, and what is known of it after one token."""
         # What a model says to one meaningless token may lie outside the tokenizer's vocabulary.
         any_id = replace(info, vocab_size=_ANY_ID)
-        if route != "completions":
-            server = _Server("generate")
+
+        async def probed(server: _Server, *, stream: bool = True) -> tuple[_Server, str, Reply]:
             try:
-                mode, offers = await cls(http, any_id, server, verify_prompt=verify_prompt)._probe()
+                return server, *await cls(http, any_id, server, verify_prompt=verify_prompt)._probe(stream=stream)
+            except InvalidRequest as error:
+                if error.param not in _OPTIONAL.keys() - server.without:
+                    raise
+                return await probed(replace(server, without=server.without | {error.param}), stream=stream)
+
+        if route != "completions":
+            try:
+                server, mode, reply = await probed(_Server("generate"))
             except (EngineUnavailable, EngineTimeout):
                 raise
             except (EngineError, InvalidRequest) as error:
@@ -366,31 +354,36 @@ class VllmEngine:
                 level = logging.DEBUG if type(error) is EngineError and not error.retry else logging.WARNING
                 _log.log(level, "vLLM %s is asked at %s: %s", info.version, _PATHS["completions"], error)
             else:
-                return replace(server, aborts=await _takes_aborts(http)), _described(info, server, mode, offers)
-        server = _Server("completions", weight_versions=_tells_versions(info.version))
-        mode, offers = await cls(http, any_id, server, verify_prompt=verify_prompt)._probe()
-        return server, _described(info, server, mode, offers)
+                # The other route may do what this one refuses.
+                if route is not None or not any(_OPTIONAL[name] for name in server.without):
+                    try:
+                        await probed(server, stream=False)
+                    except EngineContractError:
+                        server = replace(server, streams_only=True)
+                    server = replace(server, aborts=await _takes_aborts(http))
+                    return server, _described(info, server, mode, reply.offers)
+        # What is not known is ignored or refused: whether it is, the reply shows.
+        server, mode, reply = await probed(_Server("completions", weight_versions=True))
+        server = replace(server, weight_versions="weight_versions" in reply.offers)
+        return server, _described(info, server, mode, reply.offers)
 
 
-def _described(info: EngineInfo, server: _Server, mode: str, offers: frozenset[str]) -> EngineInfo:
+def _described(info: EngineInfo, server: _Server, mode: str, offers: Collection[str]) -> EngineInfo:
     sampling = info.sampling
     if server.route == "generate" and "routed_experts" in offers:
         sampling |= {"payloads_from"}
+    sampling -= {_OPTIONAL[name] for name in server.without}
     capabilities = (server.route, *sorted(offers))
     return replace(info, logprobs_mode=mode, sampling=sampling, capabilities=capabilities)
 
 
 class _Version(msgspec.Struct):
     version: str
+    rust_frontend_version: str | None = None
 
 
-class _Model(msgspec.Struct):
-    id: str
+class _Tokenized(msgspec.Struct):
     max_model_len: int
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 class _Scheduler(msgspec.Struct):
@@ -405,23 +398,15 @@ class _ServerInfo(msgspec.Struct):
     vllm_config: _Config = msgspec.field(default_factory=_Config)
 
 
-def _chosen(models: list[_Model], name: str | None) -> _Model:
-    """The model of that name; the first if None, which is the base model where adapters are listed too."""
-    if not models:
-        raise EngineContractError("the engine lists no model at /v1/models; expected at least one")
-    if name is None:
-        return models[0]
-    for model in models:
-        if model.id == name:
-            return model
-    served = ", ".join(model.id for model in models)
-    raise InvalidRequest(f"the engine does not serve that model; it serves {served}", "model")
-
-
-def _tells_versions(version: str) -> bool:
-    """Whether this vLLM's completions know `return_weight_versions`; a development version without a number does."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) or (1,)
-    return numbers >= (0, 33)
+async def _context_length(http: HttpClient, model: str) -> int:
+    """How long the context is, where `/v1/models` does not say it."""
+    asked = msgspec.json.encode({"model": model, "prompt": "a"})
+    try:
+        return decode(await http.post("/tokenize", asked, {}), _Tokenized, "vLLM").max_model_len
+    except (EngineUnavailable, EngineTimeout):
+        raise
+    except EngineError:
+        raise EngineContractError("the engine does not say how long its context is (max_model_len)") from None
 
 
 async def _has_priorities(http: HttpClient) -> bool:

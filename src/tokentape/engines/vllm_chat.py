@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,8 @@ import msgspec
 
 from tokentape.engines.base import CAPTURED, ChatCall, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.checks import refuse_params, refuse_unhonoured
-from tokentape.engines.http import HttpClient, Timeouts, header_value
+from tokentape.engines.guarded import GuardedEngine
+from tokentape.engines.http import Timeouts, header_value
 from tokentape.engines.vllm import VllmEngine
 from tokentape.engines.vllm_reply import Reply, alternatives_to_ask
 from tokentape.errors import EngineContractError, InvalidRequest
@@ -29,9 +30,9 @@ _CHAT = "/v1/chat/completions"
 class VllmChatServer:
     """A vLLM server that is also asked in messages. Open it with `open`; it is a `ChatServer`, and so an `Engine`."""
 
-    def __init__(self, engine: VllmEngine, http: HttpClient) -> None:
+    def __init__(self, engine: VllmEngine | GuardedEngine) -> None:
         self._engine = engine
-        self._http = http
+        self._http = engine.http
 
     @classmethod
     async def open(
@@ -42,13 +43,14 @@ class VllmChatServer:
         model: str | None = None,
         api_key: str | None = None,
         timeouts: Timeouts | None = None,
+        guard: Callable[[VllmEngine], Awaitable[GuardedEngine]] | None = None,
     ) -> VllmChatServer:
-        """As `VllmEngine.open`, with one more token sampled to see that chats return ids.
+        """As `VllmEngine.open`, with one more token sampled to see that chats return ids. `guard` looks at it first.
 
         server = await VllmChatServer.open("http://127.0.0.1:8000", vocab_size=len(tokenizer))
         """
         engine = await VllmEngine.open(base_url, vocab_size=vocab_size, model=model, api_key=api_key, timeouts=timeouts)
-        server = cls(engine, HttpClient(base_url, api_key=api_key, timeouts=timeouts))
+        server = cls(engine if guard is None else await guard(engine))
         try:
             probe = SamplingParams(max_tokens=1, temperature=0)
             call = await server.begin(({"role": "user", "content": "?"},), (), {}, probe, request_id="tokentape-probe")
@@ -120,11 +122,9 @@ class VllmChatServer:
     async def close(self) -> None:
         """Close all connections, which aborts what runs on them. May be called again."""
         await self._engine.close()
-        await self._http.close()
 
     async def _deltas(self, reply: Reply, body: bytes, headers: dict[str, str]) -> AsyncGenerator[SampleDelta, None]:
         """An empty delta when the prompt is known, then those of the completion."""
-        name = f"{self.info} {CAPTURED}"
         told = False
         async with aclosing(self._http.events(_CHAT, body, headers)) as events:
             async for data in events:
@@ -133,8 +133,11 @@ class VllmChatServer:
                     told = True
                     yield SampleDelta((), ())
                 if delta:
-                    yield replace(delta, engine=name)
-        yield replace(reply.last(), engine=name)
+                    yield replace(delta, engine=f"{self.info} {CAPTURED}")
+        last = reply.last()
+        if isinstance(self._engine, GuardedEngine):
+            await self._engine.settle(last)
+        yield replace(last, engine=f"{self.info} {CAPTURED}")
 
     def _body(
         self,

@@ -244,8 +244,9 @@ class Reply:
         if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
             outside = min(ids) if min(ids) < 0 else max(ids)
             raise EngineContractError(
-                f"the engine sampled id {outside}; the vocabulary is 0 to {self._vocab_size - 1}. Rows of the "
-                "embedding beyond the tokenizer can be sampled by a model that was not trained to avoid them"
+                f"the engine sampled id {outside}; the vocabulary is 0 to {self._vocab_size - 1}. Is "
+                "the model folder that of another model? If not, a model that was not trained to avoid rows of the "
+                "embedding beyond the tokenizer can sample them"
             )
         return SampleDelta(
             token_ids=ids,

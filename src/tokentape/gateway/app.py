@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tokentape.engines.base import UNVERIFIED
 from tokentape.errors import Forbidden, NotFound, StoreError, TokentapeError
 from tokentape.gateway import engine_routes, feedback, openapi, sessions, snapshots, viewing
 from tokentape.gateway.access import Access, note
@@ -55,6 +56,8 @@ def create_app(
     drain.abort = turns.abort_all
     telemetry.metrics.follow(telemetry.metrics.open_sessions, lambda: turns.open_sessions)
     telemetry.metrics.follow(telemetry.metrics.store_healthy, lambda: turns.store.healthy)
+    verified = telemetry.metrics.model_verified
+    telemetry.metrics.follow(verified, lambda: UNVERIFIED not in turns.engine.info.capabilities)
     engine = turns.engine.info
     telemetry.metrics.build.labels(version("tokentape"), engine.name, engine.version, model_id).set(1)
     anthropic_messages = AnthropicMessages(model_id, turns.renderer.template)
@@ -74,6 +77,8 @@ def create_app(
         finally:
             await turns.abort_all()
             await turns.engine.close()
+            if turns.checks is not None:
+                await turns.checks.close()
             await asyncio.to_thread(turns.store.close)
             await asyncio.to_thread(telemetry.close)
 

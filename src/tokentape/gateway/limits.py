@@ -6,8 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from tokentape.errors import LimitReached
+
+CheckBridges: TypeAlias = Literal["all", "sample", "off"]
+"""Which bridges are checked: each; the first of each kind on a branch and a sample; none."""
 
 
 @dataclass(frozen=True, slots=True)

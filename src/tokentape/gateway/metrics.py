@@ -46,8 +46,12 @@ class Metrics:
         self.forks = self._counter("forks", "Committed turns that began a branch, and why.", "cause")
         self.verdicts = self._counter(
             "verdicts",
-            "Committed turns by what they make of their branch: exact (it goes on), closed, forked.",
+            "Committed turns by what they make of their branch: exact (it goes on), closed, forked; with model "
+            "unverified if the server is not known to serve the folder's model.",
             "verdict",
+        )
+        self.parse_problems = self._counter(
+            "parse_problems", "Committed turns with a completion that was not parsed: its text is content."
         )
         self.replays = self._counter("replays", "Calls answered with what had been recorded for them before.")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of contexts sent to the engine, once per turn.")
@@ -60,6 +64,15 @@ class Metrics:
         )
         self.drift_stretches = self._counter("drift_stretches", "Changed stretches of these, by artifact.", "artifact")
         self.drift_dropped = self._counter("drift_dropped", "Drawn completions that there was no time to measure.")
+        self.bridge_checks = self._counter(
+            "bridge_checks",
+            "Bridges compared with the template's own rendering: same, differs, unknown (it renders no such "
+            "conversation), or skipped (there was no room, or it is off).",
+            "outcome",
+        )
+        self.bridge_revocations = self._counter(
+            "bridge_revocations", "Differences found, by the strategy that bridges of the kind go on with.", "strategy"
+        )
         self.stages = self._histogram(
             "stage_seconds", "Seconds per stage of a call: prepare (match, render, bridge), engine, commit.", "stage"
         )
@@ -73,6 +86,9 @@ class Metrics:
         self.open_sessions = self._gauge("open_sessions", "Sessions in memory.")
         self.store_healthy = self._gauge(
             "store_healthy", "1 if turns can be recorded, 0 if not until a restart.", merged="livemin"
+        )
+        self.model_verified = self._gauge(
+            "engine_model_verified", "1 if what samples is known to be the folder's model.", merged="livemin"
         )
         self.build = self._gauge(
             "build_info", "Always 1.", "version", "engine", "engine_version", "model", merged="livemax"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -19,7 +19,7 @@ from tokentape.gateway.flights import Flight
 from tokentape.gateway.known_prefix import Known
 from tokentape.gateway.limits import Limits
 from tokentape.session.tree import Session
-from tokentape.store import Store
+from tokentape.store import Store, StoredSession
 from tokentape.store.custody import Custody
 from tokentape.types import Answer, SessionInfo
 
@@ -52,6 +52,8 @@ class OpenSession:
     """Deleted while somebody still works in it."""
     known: tuple[Known, ...] = ()
     """The beginnings of the last requests, newest last: a later one may begin with them."""
+    bridges: dict[int, tuple[int, frozenset[str]]] = field(default_factory=dict)
+    """Per turn the length of its branch, and the kinds of bridges on it that were drawn to be checked."""
     _answers: OrderedDict[str, Answer] = field(default_factory=OrderedDict)
 
     @property
@@ -103,8 +105,15 @@ def _repeats(attempt: Attempt, key: str | None, body_digest: str) -> bool:
 class OpenSessions:
     """Sessions by id. An unknown id and somebody else's session look the same. For one event loop."""
 
-    def __init__(self, store: Store, limits: Limits) -> None:
+    def __init__(
+        self,
+        store: Store,
+        limits: Limits,
+        loaded: Callable[[OpenSession, StoredSession, bool], None] = lambda *_: None,
+    ) -> None:
         self._store = store
+        self._loaded = loaded
+        """Called with what was read of a session, and whether that is all of it."""
         self._limits = limits
         self._open: OrderedDict[str, OpenSession] = OrderedDict()
         """Least recently used first."""
@@ -194,6 +203,7 @@ class OpenSessions:
         opened.setups |= newer.setups.keys()
         for answer in newer.answers:
             opened.remember(answer)
+        self._loaded(opened, newer, False)
         return True
 
     async def create(self, session_id: str, metadata: Mapping[str, Any], owner: str) -> SessionInfo:
@@ -247,6 +257,7 @@ class OpenSessions:
         )
         for answer in stored.answers:
             opened.remember(answer)
+        self._loaded(opened, stored, True)
         return self._open.setdefault(session_id, opened)
 
     async def _refuse_dropped(self, session_id: str, owner: str) -> None:

@@ -90,7 +90,7 @@ RESOURCES = (
         _SESSION + "/trajectories",
         "A session's trajectories",
         media=(_JSON, PARQUET),
-        query={"leaf": _WHOLE_NUMBER, "verdict": {"type": "string"}},
+        query={"leaf": _WHOLE_NUMBER, "verdict": {"type": "string"}, "wait_checks": _WHOLE_NUMBER},
     ),
     Operation(
         "get",

@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache, partial
-from sys import intern
 from typing import overload
 
 import numpy as np
 
+from tokentape.canonical import canonical_json
 from tokentape.chat.certificate import Certificate, Strategy
 from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.certify import choose
+from tokentape.chat.grammar import continuation_name
 from tokentape.chat.media import image_parts
 from tokentape.chat.renderer import Added, Renderer
 from tokentape.chat.splice import History, WrongStop
@@ -22,7 +23,6 @@ from tokentape.engines.base import Engine, PromptMedia, SamplingParams
 from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway.events import TurnRequest
 from tokentape.gateway.images import receive
-from tokentape.session.chain import canonical_json, setup_digest
 from tokentape.session.media import media_spans, path_media
 from tokentape.session.tree import NO_IDS, Continuation, Session
 from tokentape.types import Media, Message, Provenance, Setup, TokenIds, Turn
@@ -35,6 +35,15 @@ _QUICK = 4096
 """Characters of new messages that are rendered and tokenized between two events of other calls."""
 
 _KEPT_KINDS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """How a bridge was made."""
+
+    name: str
+    """Of the continuation; see `grammar.continuation_name`."""
+    strategy: Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,8 @@ class Prepared:
     sampling: SamplingParams
     noted: Mapping[str, object] = field(default_factory=dict)
     """What is recorded of how the context came about, beside the sampling parameters."""
+    bridge: Bridge | None = None
+    """None where nothing was bridged, or an overriding renderer did it."""
     media: tuple[PromptMedia, ...] = ()
     """The images of the prompt."""
     new_media: tuple[Media, ...] = ()
@@ -64,6 +75,12 @@ class Prepared:
 def _kind(setup: Setup, messages: Sequence[Message]) -> tuple[str, ...]:
     """What a bridge's strategy depends on, about: the setup and the roles that follow."""
     return (setup.digest, *(message["role"] for message in messages))
+
+
+def _least(*strategies: Strategy) -> Strategy:
+    """Return the strategy that claims least."""
+    order: tuple[Strategy, ...] = ("local", "contextual", "fork", "refused")
+    return max(strategies, key=order.index)
 
 
 class _History(Sequence[Message]):
@@ -117,19 +134,25 @@ class Preparer:
         """By template kwargs, as canonical JSON."""
         self._bridged: set[tuple[str, ...]] = set()
         """Kinds of continuations that were bridged locally before, so that all is at hand for another."""
+        self._revoked: dict[tuple[str, str], Strategy] = {}
+        """By setup and continuation, the least that is left of what the certificate allows."""
 
     def certify(self) -> None:
         """Make or load the certificate of requests without template kwargs. Raises `TemplateRefused`."""
         self._certificate(canonical_json({}))
 
+    def revoke(self, setup: str, name: str, strategy: Strategy) -> None:
+        """From now on bridge no other way than by `strategy` what is so called, under the setup of this digest."""
+        if len(self._revoked) >= _KEPT_KINDS:
+            self._revoked.pop(next(iter(self._revoked)))
+        self._revoked[setup, name] = _least(strategy, self._revoked.get((setup, name), "local"))
+        self._bridged.clear()
+
     def setup(self, session: Session, request: TurnRequest) -> Setup:
         """What rendering depends on besides the messages."""
         # The day the session began, on every turn: templates that print the date must not change overnight.
         date = datetime.fromtimestamp(session.info.created_at, UTC).date().isoformat()
-        fingerprint = self._renderer.fingerprint
-        # Every turn names it and is kept in memory: one text for all of them.
-        digest = intern(setup_digest(request.tools, request.template_kwargs, date, fingerprint))
-        return Setup(request.tools, request.template_kwargs, date, fingerprint, digest)
+        return self._renderer.setup(request.tools, request.template_kwargs, date)
 
     def receive(self, request: TurnRequest) -> TurnRequest:
         """The request with its images taken out of its messages. Raises `InvalidRequest` for what is none."""
@@ -167,6 +190,7 @@ class Preparer:
     def with_context(self, request: TurnRequest, session: Session, setup: Setup, found: Continuation) -> Prepared:
         """As `prepare`, but with the sampling parameters as requested and however long the context is."""
         parent, messages, context_ids, fork = found.parent, found.new_messages, found.context_ids, None
+        bridge: Bridge | None = None
         if request.prompt_ids is not None:
             own = request.prompt_ids[len(context_ids) :]
             added = Added(own, np.full(len(own), Provenance.USER, np.uint8))
@@ -185,19 +209,23 @@ class Preparer:
                 added = Added(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
             else:
                 parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "edited_history"
-        elif (strategy := self._strategy(request, found, parent, setup)) == "fork":
+        elif (bridge := self._bridge(request, found, parent, setup)).strategy == "fork":
+            bridge = None
             added = self._rendered(session, setup, request.whole().messages, parent)
             parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "template_rewrites"
         else:
-            history = _History(request, found) if strategy == "contextual" else None
+            history = _History(request, found) if bridge.strategy == "contextual" else None
             added = self._renderer.bridge(parent.completion_ids, parent.reply, messages, setup, history, context_ids)
             if added.behind_other_stop and self._wrong_stop == "fork":
                 added = self._rendered(session, setup, request.whole().messages, parent)
                 parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "other_stop"
-            elif strategy == "local" and len(self._bridged) < _KEPT_KINDS:
+                bridge = None
+            elif bridge.strategy == "local" and len(self._bridged) < _KEPT_KINDS:
                 self._bridged.add(_kind(setup, messages))
         prompt_ids = np.concatenate([context_ids, added.ids])
-        return Prepared(setup, parent, messages, context_ids, added, prompt_ids, fork, request.sampling)
+        if self._renderer.overrides is not None and self._renderer.overrides.renderer is not None:
+            bridge = None
+        return Prepared(setup, parent, messages, context_ids, added, prompt_ids, fork, request.sampling, bridge=bridge)
 
     def _with_media(self, prepared: Prepared, request: TurnRequest, session: Session) -> Prepared:
         """Add the images of the whole prompt, whose bytes may have come with an earlier request only."""
@@ -231,12 +259,17 @@ class Preparer:
             replies[at] = turn
             at += 1
         sampled = {n: turn.completion_ids for n, turn in replies.items() if turn is not None}
-        return self._renderer.render(messages, setup, sampled, self._history, self._wrong_stop)
+        return self._renderer.render(
+            messages, setup, sampled=sampled, history=self._history, wrong_stop=self._wrong_stop
+        )
 
-    def _strategy(self, request: TurnRequest, found: Continuation, parent: Turn, setup: Setup) -> Strategy:
+    def _bridge(self, request: TurnRequest, found: Continuation, parent: Turn, setup: Setup) -> Bridge:
         certificate = self._certificate(canonical_json(setup.template_kwargs))
         history = _History(request, found)
-        return choose(self._renderer, certificate, parent.reply, found.new_messages, setup, history, found.system)
+        new = found.new_messages
+        strategy = choose(self._renderer, certificate, parent.reply, new, setup, history, found.system)
+        name = continuation_name(new, tools=bool(setup.tools), system=found.system)
+        return Bridge(name, _least(strategy, self._revoked.get((setup.digest, name), "local")))
 
     def sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
         """How to sample behind a prompt: no more than fits, and not beyond the model's own stop ids.

@@ -17,6 +17,7 @@ import numpy as np
 from tokentape.chat.parse import Reply
 from tokentape.engines.base import Engine, SamplingParams
 from tokentape.errors import AnsweredElsewhere, Conflict, InvariantViolation, NotFound, TokentapeError
+from tokentape.gateway.bridge_checks import BridgeChecks
 from tokentape.gateway.choices import Choice
 from tokentape.gateway.events import Finish, TurnDone, TurnRequest, TurnStarted
 from tokentape.gateway.open_sessions import OpenSession, OpenSessions
@@ -42,6 +43,7 @@ class Recorder:
     engine: Engine
     vocab_size: int
     """Ids at or above this are not accepted."""
+    checks: BridgeChecks | None = None
 
     async def commit(
         self,
@@ -104,6 +106,9 @@ class Recorder:
             assert choice.finish_reason is not None
             assert choice.reply is not None
             sampling = _recorded_sampling(_values(choice.sampling))
+            notes = dict(prepared.noted)
+            if choice.reply.problem:
+                notes["parse_problem"] = choice.reply.problem
             turn = Turn(
                 session_id=session.info.session_id,
                 seq=len(session.turns) + choice.index,
@@ -118,7 +123,7 @@ class Recorder:
                 finish_reason=choice.finish_reason,
                 stop=choice.stop,
                 fork="sibling" if choice.index else fork,
-                sampling={**sampling, **prepared.noted} if prepared.noted else sampling,
+                sampling={**sampling, **notes} if notes else sampling,
                 # One text for all turns, which are kept in memory.
                 engine=intern(choice.engine or str(self.engine.info)),
                 weight_version=choice.weight_version,
@@ -145,6 +150,8 @@ class Recorder:
         """
         setup = prepared.setup
         records: list[Record] = [*prepared.new_media, *turns, *payloads]
+        due = [] if self.checks is None else self.checks.due(opened, prepared, turns)
+        records += due
         if answer is not None:
             records.append(answer)
         if setup.digest not in opened.setups:
@@ -164,6 +171,8 @@ class Recorder:
             opened.session.add(turn)
         if answer is not None:
             opened.remember(answer)
+        if self.checks is not None:
+            self.checks.recorded(opened, setup, turns, due)
         # Last: what fails here must not tear the record in memory from the one on disk.
         self.telemetry.recorded(turns, len(prepared.prompt_ids))
         return True

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-from tokentape.chat.parse import Reply, ReplyDelta
+from tokentape.chat.parse import Reply, ReplyDelta, ToolCall
 from tokentape.engines.base import SampleDelta
 from tokentape.gateway.choices import ReplyReader, name_calls
 from tokentape.gateway.events import TurnDelta, TurnDone, TurnEvent, TurnStarted
@@ -42,7 +42,18 @@ def replayed(session: Session, answer: Answer, reader_of: ReaderOf) -> list[Turn
 
 
 def _read_again(turn: Turn, reader: ReplyReader) -> Reply:
-    """A recorded completion's reply, its calls with the ids that the client was told."""
+    """Return a recorded completion's reply, its calls with the ids that the client has.
+
+    Where its parser had failed the reply is what was recorded: how far a parser came depends on how the stream was cut.
+    """
+    if problem := turn.sampling.get("parse_problem"):
+        message, span = turn.reply, (0, len(turn.completion_ids))
+        calls = [
+            ToolCall(call["function"]["name"], call["function"]["arguments"], "ok", span, call["id"])
+            for call in message.get("tool_calls", ())
+        ]
+        content, reasoning = message.get("content") or "", message.get("reasoning_content", "")
+        return Reply(content, reasoning, tuple(calls), reasoning_open=False, problem=problem)
     reader.feed(turn.completion_ids.tolist())
     _, reply = reader.finish()
     told = iter(turn.reply.get("tool_calls", ()))

@@ -88,6 +88,7 @@ def routes(gateway: Gateway) -> list[Route]:
         wanted = None if verdicts is None else [one.strip() for one in verdicts.split(",")]
         check_verdicts(wanted or ())
         _, session_id = await addressed(gateway, request)
+        await turns.wait_checks([session_id], query_number(request, "wait_checks", range(61)) or 0)
         found = await asyncio.to_thread(_trajectories, turns.store, session_id, leaf, wanted)
         return await asyncio.to_thread(_written, found, PARQUET in request.headers.get("accept", ""))
 
@@ -205,6 +206,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "weight_changes": turn.weight_changes,
         "abort_cause": turn.abort_cause,
         "engine": turn.engine,
+        "parse_problem": turn.sampling.get("parse_problem"),
         "created_at": turn.created_at,
         "digest": turn.digest,
     }

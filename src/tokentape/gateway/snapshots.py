@@ -35,6 +35,7 @@ class NewSnapshot(Struct, forbid_unknown_fields=True):
     since: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
     idle_seconds: Annotated[float, Meta(ge=0)] | None = None
     metadata: dict[str, Any] | None = None
+    wait_checks: Annotated[int, Meta(ge=0, le=60)] = 0
 
 
 class Confirmation(Struct, forbid_unknown_fields=True):
@@ -70,6 +71,7 @@ def routes(gateway: Gateway) -> list[Route]:
             idle_seconds=wanted.idle_seconds,
             metadata=wanted.metadata or {},
         )
+        await turns.wait_checks(selection.session_ids, wanted.wait_checks)
         snapshot = await custody.take(selection, caller.owner, caller.sees)
         return json_response(_manifest(snapshot), 201, {"Location": f"/snapshots/{snapshot.snapshot_id}"})
 

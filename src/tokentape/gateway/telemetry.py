@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -72,10 +73,12 @@ class Telemetry:
             self._turns("committed", "").inc()
             if self._drift is not None:
                 self._drift.offer(turn.completion_ids)
+            if "parse_problem" in turn.sampling:
+                metrics.parse_problems.inc()
             if turn.fork is not None:
                 metrics.forks.labels(turn.fork).inc()
             # By what this turn adds to its branch: the whole path would be looked through again on every turn.
-            self._verdict(verdict([turn]).partition(":")[0]).inc()
+            self._verdict(re.sub(": [^,]*", "", verdict([turn]))).inc()
 
     def close(self) -> None:
         """Measure what still waits to be measured."""

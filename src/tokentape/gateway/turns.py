@@ -27,6 +27,7 @@ from tokentape.errors import (
     EngineError,
     LimitReached,
 )
+from tokentape.gateway.bridge_checks import BridgeChecks
 from tokentape.gateway.capturing import Begun, Capture
 from tokentape.gateway.choices import Choice, ReplyReader, Sampler, sample_choices
 from tokentape.gateway.events import TurnEvent, TurnRequest, TurnStarted
@@ -34,7 +35,7 @@ from tokentape.gateway.flights import Flight
 from tokentape.gateway.gate import Gate
 from tokentape.gateway.images import ImageSampler
 from tokentape.gateway.known_prefix import Known
-from tokentape.gateway.limits import Limits
+from tokentape.gateway.limits import CheckBridges, Limits
 from tokentape.gateway.open_sessions import OpenSession, OpenSessions, not_found
 from tokentape.gateway.pausing import Pausing
 from tokentape.gateway.preparing import PROMPT, Prepared, Preparer
@@ -42,7 +43,7 @@ from tokentape.gateway.recording import Recorder
 from tokentape.gateway.replaying import replayed
 from tokentape.gateway.telemetry import Telemetry
 from tokentape.session.tree import Continuation, Session
-from tokentape.store import Store
+from tokentape.store import Store, StoredSession
 from tokentape.types import Message, SessionInfo, Setup, Turn
 
 _log = logging.getLogger("tokentape.gateway")
@@ -62,6 +63,9 @@ class Turns:
     With `payloads`, what an engine returns per token besides the logprob (routed experts) is asked for and recorded,
     each token's once. An engine that returns nothing of the kind is not asked.
 
+    `check_bridges` says which bridges are compared with the template's own rendering while the gateway runs; see
+    `BridgeChecks`. None: nothing is checked, and nothing is said about it.
+
     With `capture`, which is the engine again, it renders the messages, and its prompts are the contexts; see `Capture`.
 
     Where a method takes an `owner`, it is the name of the API key that asks, and None for one that may see all.
@@ -79,6 +83,7 @@ class Turns:
         telemetry: Telemetry | None = None,
         payloads: bool = False,
         capture: ChatServer | None = None,
+        check_bridges: CheckBridges | None = None,
     ) -> None:
         self.engine = engine
         self.renderer = renderer
@@ -90,8 +95,13 @@ class Turns:
         other_stop: WrongStop = "keep" if capture is not None else wrong_stop
         self._preparer = Preparer(renderer, engine, history, store.load_media, other_stop)
         self._capture = None if capture is None else Capture(capture, renderer, self._preparer)
-        self._sessions = OpenSessions(store, self.limits)
-        self._recorder = Recorder(store, self._sessions, self.telemetry, engine, self.vocab_size)
+        self.checks = (
+            None
+            if check_bridges is None or capture is not None
+            else BridgeChecks(check_bridges, renderer, store, self.telemetry.metrics, self._preparer.revoke)
+        )
+        self._sessions = OpenSessions(store, self.limits, self._loaded)
+        self._recorder = Recorder(store, self._sessions, self.telemetry, engine, self.vocab_size, self.checks)
         self._payloads = payloads and "payloads_from" in engine.info.sampling
         if payloads and not self._payloads:
             _log.warning("%s returns no payloads per token: none are recorded", engine.info)
@@ -102,6 +112,16 @@ class Turns:
         Raises `TemplateRefused` if the template renders not even a question and an answer.
         """
         await asyncio.to_thread(self._preparer.certify)
+
+    async def wait_checks(self, session_ids: Sequence[str] | None, seconds: float) -> None:
+        """Return when no bridge of these sessions, of any if None, is still to be checked, or after so many seconds."""
+        if self.checks is not None and seconds:
+            await self.checks.wait(session_ids, seconds)
+
+    def _loaded(self, opened: OpenSession, stored: StoredSession, whole: bool) -> None:
+        if self.checks is not None:
+            # Of a session that others go on with, they do the checks.
+            self.checks.loaded(opened, stored.turns, stored.events, stored.setups if whole else {})
 
     async def abort_all(self, cause: str = "shutdown") -> None:
         """End every call under way; what was sampled of it is recorded as aborted, because of `cause`."""
@@ -350,14 +370,15 @@ class Turns:
         sampling = prepared.sampling
         if request.prompt_ids is not None:
             return self._plain_reader(sampling.stop_token_ids, sampling.stop_strings)
-        return self.renderer.parser(prepared.setup, sampling.stop_strings)
+        return self.renderer.parser(prepared.setup, sampling.stop_strings, prepared.prompt_ids)
 
     def _reader_again(self, session: Session, request: TurnRequest, turn: Turn) -> ReplyReader:
         """What reads a recorded completion as it was read when it was sampled."""
         stop_strings = request.sampling.stop_strings
         if request.prompt_ids is not None:
             return self._plain_reader(turn.sampling["stop_token_ids"], stop_strings)
-        return self.renderer.parser(self._preparer.setup(session, request), stop_strings)
+        setup = self._preparer.setup(session, request)
+        return self.renderer.parser(setup, stop_strings, session.context_before(turn.seq))
 
     def _plain_reader(self, stop_ids: Iterable[int], stop_strings: Sequence[str]) -> ReplyReader:
         return PlainReader(self.renderer.tokenizer, stop_ids=frozenset(stop_ids), stop_strings=stop_strings)

@@ -24,8 +24,8 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tokentape.canonical import canonical_json
 from tokentape.errors import InvalidRequest
-from tokentape.session.chain import canonical_json
 from tokentape.session.payloads import rows_as_bytes, rows_from_bytes
 from tokentape.types import MediaSpan, Provenance, TokenRows, Trajectory
 

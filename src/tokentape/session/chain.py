@@ -19,17 +19,15 @@ float and has no negative zero: 1.0, never 1.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tokentape.errors import InvalidRequest, InvariantViolation
-from tokentape.types import Tool, Turn
+from tokentape.canonical import canonical_json, digest_of
+from tokentape.errors import InvariantViolation
+from tokentape.types import Turn
 
 _LITTLE_ENDIAN = {
     "added_ids": "<i4",
@@ -42,39 +40,9 @@ _DTYPES = {name: (np.dtype(code), np.dtype(code).newbyteorder("=")) for name, co
 """By array, as it is hashed and stored, and as it is in memory."""
 
 
-def canonical_json(value: Any) -> str:
-    """Return the one JSON text that the chain hashes for `value`: with the keys of objects sorted.
-
-    >>> canonical_json({"b": [1, 2.0], "a": "é"})
-    '{"a":"\\\\u00e9","b":[1,2.0]}'
-
-    Raises `InvalidRequest` for what JSON can't hold: NaN, bytes, keys of mixed types, cycles.
-    """
-    return _encoded(_CANONICAL, value)
-
-
-def json_in_order(value: Any) -> str:
-    """Return JSON with the keys of objects in the order given: a template writes tools and arguments in it.
-
-    Raises `InvalidRequest` as `canonical_json` does.
-    """
-    return _encoded(_IN_ORDER, value)
-
-
 def session_digest(session_id: str) -> str:
     """Return the digest that stands in for the parent of a session's root turns."""
-    return _digest(b"tokentape session 1", canonical_json(session_id).encode("ascii"))
-
-
-def setup_digest(tools: Sequence[Tool], template_kwargs: Mapping[str, Any], date: str, fingerprint: str) -> str:
-    """Return the digest of a `Setup` with these fields: the key under which it is kept once."""
-    fields = {
-        "tools": list(tools),
-        "template_kwargs": template_kwargs,
-        "date": date,
-        "fingerprint": fingerprint,
-    }
-    return _digest(b"tokentape setup 1", canonical_json(fields).encode("ascii"))
+    return digest_of(b"tokentape session 1", canonical_json(session_id).encode("ascii"))
 
 
 def turn_digest(turn: Turn, parent_digest: str | None) -> str:
@@ -122,7 +90,7 @@ def turn_digest(turn: Turn, parent_digest: str | None) -> str:
     ]
     for name, array in arrays.items():
         fields += name.encode("ascii"), _LITTLE_ENDIAN[name].encode("ascii"), array_bytes(name, array)
-    return _digest(*fields)
+    return digest_of(*fields)
 
 
 def seal(turn: Turn, parent_digest: str | None) -> Turn:
@@ -150,28 +118,3 @@ def array_from_bytes(name: str, data: bytes) -> npt.NDArray[Any]:
     """
     dtype, native = _DTYPES[name]
     return np.frombuffer(data, dtype).astype(native, copy=False)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} is not JSON")
-
-
-_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
-_IN_ORDER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_plain)
-
-
-def _encoded(encoder: json.JSONEncoder, value: Any) -> str:
-    try:
-        return encoder.encode(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"a value to be recorded is not JSON ({type(error).__name__})") from None
-
-
-def _digest(*fields: bytes) -> str:
-    hasher = hashlib.sha256()
-    for field in fields:
-        hasher.update(len(field).to_bytes(8, "little"))
-        hasher.update(field)
-    return hasher.hexdigest()

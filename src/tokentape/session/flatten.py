@@ -9,8 +9,9 @@ import numpy.typing as npt
 
 from tokentape.session.media import path_media
 from tokentape.session.tree import Session
-from tokentape.session.verdict import verdict
+from tokentape.session.verdict import bridge_states, verdict
 from tokentape.types import (
+    Event,
     Provenance,
     Reward,
     TokenRows,
@@ -27,13 +28,14 @@ def trajectories(
     rewards: Iterable[Reward] = (),
     columns: Iterable[TurnColumn] = (),
     payloads: Iterable[TurnPayload] = (),
+    events: Iterable[Event] = (),
 ) -> list[Trajectory]:
     """One trajectory per leaf, in order of commits. What was given is in order of arrival: the last one counts.
 
     Over all of them every sampled token has `loss_mask` True exactly once, in the first trajectory that holds it;
     elsewhere it is context. Columns and payloads belong to turns, so each branch that holds a turn has them.
     """
-    given = _Given(rewards, columns, payloads)
+    given = _Given(rewards, columns, payloads, events)
     trained: set[int] = set()
     out = []
     for leaf in session.leaves():
@@ -53,8 +55,13 @@ class _Given:
     """What others said of a session's turns, by turn."""
 
     def __init__(
-        self, rewards: Iterable[Reward], columns: Iterable[TurnColumn], payloads: Iterable[TurnPayload]
+        self,
+        rewards: Iterable[Reward],
+        columns: Iterable[TurnColumn],
+        payloads: Iterable[TurnPayload],
+        events: Iterable[Event],
     ) -> None:
+        self.bridges = bridge_states(events)
         self.of_session: float | None = None
         self.of_leaf: dict[int, float] = {}
         self.of_turn: dict[int, float] = {}
@@ -105,7 +112,7 @@ def _flatten(session: Session, path: Sequence[Turn], trained: set[int], given: _
         completion_ends=ends[:, 1],
         weight_versions=tuple(turn.weight_version for turn in path),
         reward=given.of_leaf.get(leaf, given.of_session),
-        verdict=verdict(path),
+        verdict=verdict(path, given.bridges),
         metadata=session.info.metadata,
         turn_rewards=np.array([given.of_turn.get(turn.seq, np.nan) for turn in path], np.float64),
         weight_spans=_weight_spans(path, ends[:, 0].tolist()),

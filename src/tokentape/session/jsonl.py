@@ -17,9 +17,9 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from tokentape.canonical import canonical_json
 from tokentape.errors import InvalidRequest
 from tokentape.session.arrow import COLUMN_PREFIX, PAYLOAD_PREFIX, SCHEMA_VERSION, no_rewards, spans_of_turns
-from tokentape.session.chain import canonical_json
 from tokentape.session.payloads import rows_as_bytes, rows_from_bytes
 from tokentape.types import MediaSpan, TokenRows, Trajectory
 

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from tokentape.engines.base import CAPTURED
+from tokentape.engines.base import CAPTURED, UNVERIFIED
 from tokentape.errors import InvalidRequest
-from tokentape.types import Provenance, Turn
+from tokentape.types import Event, Provenance, Turn
 
 VERDICTS = ("exact", "forked", "closed", "captured", "captured with drift")
 """The words that a verdict begins with."""
 
+RESERVATIONS = ("model unverified", "bridge unchecked", "bridge differs")
+"""What may follow after a comma: what was not known when a turn of the path was sampled, or found out later."""
 
-def verdict(path: Sequence[Turn]) -> str:
+BRIDGE_DUE, BRIDGE_SKIPPED, BRIDGE_CHECKED = "bridge_due", "bridge_skipped", "bridge_checked"
+"""Kinds of events: the template's own rendering is to be compared with a turn's bridge; it is not; it was."""
+
+
+def bridge_states(events: Iterable[Event]) -> dict[int, str]:
+    """Return by turn what its events leave to say of its bridge: one of `RESERVATIONS`, or nothing."""
+    states: dict[int, str] = {}
+    for event in events:
+        if event.turn is None:
+            continue
+        if event.kind in (BRIDGE_DUE, BRIDGE_SKIPPED):
+            states.setdefault(event.turn, RESERVATIONS[1])
+        elif event.kind == BRIDGE_CHECKED:
+            found = {"same": "", "differs": RESERVATIONS[2]}.get(event.body.get("outcome", ""), RESERVATIONS[1])
+            states[event.turn] = found
+    return states
+
+
+def verdict(path: Sequence[Turn], bridges: Mapping[int, str] | None = None) -> str:
     """`forked: WHY` (the last fork), `closed`, or `exact`, of the turns from a root to a leaf.
 
     With a context that the server made, `captured` in place of `exact`; `captured with drift` if the path begins where
@@ -20,7 +40,20 @@ def verdict(path: Sequence[Turn]) -> str:
 
     Every path is exact in its ids. A fork says that the agent's history did not simply go on; closed, that a turn
     before the last was ended by us and not by the model. A path that is both is forked.
+
+    `, model unverified` follows if a turn was sampled by a server that was not known to serve the folder's model.
+
+    With `bridges`, from `bridge_states`: `, bridge unchecked` follows while a bridge of the path was to be compared
+    with the template's own rendering and has not been; `, bridge differs` if one was and is not what the template
+    writes. Nothing follows for turns recorded before there were such checks: nothing is known of them.
     """
+    found = {bridges.get(turn.seq, "") for turn in path} if bridges else set()
+    if any(UNVERIFIED in turn.engine.split() for turn in path):
+        found.add(RESERVATIONS[0])
+    return ", ".join([_verdict(path), *(one for one in RESERVATIONS if one in found)])
+
+
+def _verdict(path: Sequence[Turn]) -> str:
     forks = [turn.fork for turn in path if turn.fork is not None]
     if "drift" in forks:
         return "captured with drift"
@@ -32,8 +65,15 @@ def verdict(path: Sequence[Turn]) -> str:
 
 
 def check_verdicts(wanted: Collection[str]) -> None:
-    """Raise `InvalidRequest` for a filter that can match nothing: each is one of `VERDICTS` or `forked:WHY`."""
+    """Raise `InvalidRequest` for a filter that can match nothing.
+
+    Each is one of `VERDICTS`, `forked:WHY` or, beside one of these, one of `RESERVATIONS`.
+    """
+    if wanted and all(one in RESERVATIONS for one in wanted):
+        raise InvalidRequest(f"{', '.join(wanted)} goes with a verdict, such as exact", "verdict")
     for one in wanted:
+        if one in RESERVATIONS:
+            continue
         word, colon, why = one.partition(":")
         if word not in VERDICTS or (colon and (word != "forked" or not why.strip())):
             raise InvalidRequest(
@@ -44,9 +84,18 @@ def check_verdicts(wanted: Collection[str]) -> None:
 def wanted_verdict(verdict: str, wanted: Collection[str]) -> bool:
     """Whether one of the verdicts `wanted` is this one. `forked` matches every fork, `forked:sibling` that cause.
 
+    What follows after a comma has to be wanted too.
+
     >>> wanted_verdict("forked: sibling", ["exact", "forked"])
     True
+    >>> wanted_verdict("exact, model unverified", ["exact"])
+    False
+    >>> wanted_verdict("exact, model unverified", ["exact", "model unverified"])
+    True
     """
+    verdict, *reservations = verdict.split(", ")
+    if not set(reservations) <= set(wanted):
+        return False
     word, _, why = verdict.partition(": ")
     for one in wanted:
         wanted_word, colon, wanted_why = one.partition(":")

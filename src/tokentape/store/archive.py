@@ -51,6 +51,7 @@ _OF_SESSION = (
     schema.turns,
     schema.answers,
     schema.rewards,
+    schema.events,
     schema.token_columns,
     schema.token_payloads,
     schema.turn_media,
@@ -202,6 +203,7 @@ def session_rows(connection: Connection, entry: Entry) -> Rows:
         schema.turns: schema.turns.c.seq < extent.turns,
         schema.answers: schema.answers.c.first_turn < extent.turns,
         schema.rewards: schema.rewards.c.position <= extent.last_reward,
+        schema.events: schema.events.c.position <= extent.last_event,
         schema.token_columns: schema.token_columns.c.position <= extent.last_column,
         schema.token_payloads: schema.token_payloads.c.turn < extent.turns,
         schema.turn_media: schema.turn_media.c.turn < extent.turns,
@@ -320,6 +322,8 @@ def _make_database(directory: Path, parts: Sequence[tuple[Folder, int, set[str]]
             with connection.begin():
                 files = {one["name"].rpartition("/")[2]: one for one in _part_manifest(run, number)["files"]}
                 for table in TABLES:
+                    if table is schema.events and f"{table.name}.parquet" not in files:
+                        continue  # archived before there were any
                     rows = _rows(run, files[f"{table.name}.parquet"])
                     if table in _SHARED:
                         (key,) = table.primary_key

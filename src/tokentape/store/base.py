@@ -103,7 +103,7 @@ class Store:
             return reads.session_state(connection, session_id, newest)
 
     def load_newer(self, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
-        """Return a session's turns behind those that are `known`, with their answers and setups; nothing else of it.
+        """Return a session's turns behind those that are `known`, with their answers, setups and events; nothing else.
 
         Raises as `load_session`: `StoreCorrupt` too if the known turns are not those that are recorded.
         """
@@ -114,6 +114,11 @@ class Store:
         """The session in which a call without a key was answered last, not before `since`; None if there is none."""
         with self.reading_once() as connection:
             return reads.session_of_call(connection, owner, body_digest, since)
+
+    def checks_due(self, session_ids: Collection[str] | None = None) -> int:
+        """Return how many bridges of these sessions, of all if None, are to be checked and were not."""
+        with self.reading() as connection:
+            return reads.checks_due(connection, session_ids)
 
     def load_media(self, session_id: str, sha256: str) -> Media:
         """Return media that a session refers to: an image, or how images were processed.

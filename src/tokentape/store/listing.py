@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, case, exists, func, or_, select
+from sqlalchemy import ColumnElement, Connection, case, exists, func, literal, or_, select
 from sqlalchemy.sql.expression import ScalarSelect
 
 from tokentape.errors import NotFound
@@ -108,7 +108,10 @@ def list_page(connection: Connection, wanted: Listing) -> ListedPage:
 
 def session_extent(connection: Connection, session_id: str) -> tuple[str, Extent]:
     """Return whose a session is and how much is recorded of it, at the cost of a few look-ups. Raises `NotFound`."""
-    rewards, columns, table = schema.rewards, schema.token_columns, schema.sessions
+    rewards, columns, events, table = schema.rewards, schema.token_columns, schema.events, schema.sessions
+    last_event: ColumnElement[int] = literal(0)
+    if schema.has_events(connection):
+        last_event = select(func.max(events.c.position)).where(events.c.session_id == session_id).scalar_subquery()
     statement = select(
         table.c.owner,
         table.c.position,
@@ -121,11 +124,12 @@ def session_extent(connection: Connection, session_id: str) -> tuple[str, Extent
         .where(columns.c.session_id == session_id)
         .scalar_subquery()
         .label("column"),
+        last_event.label("event"),
     ).where(table.c.session_id == session_id)
     row = connection.execute(statement).one_or_none()
     if row is None:
         raise NotFound(f"there is no session {session_id!r}")
-    return row.owner, Extent(row.position, row.turns, row.reward or 0, row.column or 0)
+    return row.owner, Extent(row.position, row.turns, row.reward or 0, row.column or 0, row.event or 0)
 
 
 def _conditions(wanted: Listing) -> list[ColumnElement[bool]]:

@@ -12,11 +12,13 @@ from sqlalchemy import Column, Connection, CursorResult, Row, Table, bindparam, 
 from tokentape.errors import NotFound, StoreCorrupt
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
+from tokentape.session.verdict import BRIDGE_CHECKED, BRIDGE_DUE
 from tokentape.store import schema
 from tokentape.store.checks import chained
 from tokentape.store.rows import (
     decode_answer,
     decode_column,
+    decode_event,
     decode_media,
     decode_payload,
     decode_reward,
@@ -24,7 +26,7 @@ from tokentape.store.rows import (
     decode_setup,
     decode_turn,
 )
-from tokentape.types import Answer, Media, Reward, SessionInfo, Setup, Trajectory, Turn, TurnColumn, TurnPayload
+from tokentape.types import Answer, Event, Media, Reward, SessionInfo, Setup, Trajectory, Turn, TurnColumn, TurnPayload
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class StoredSession:
     """In order of arrival."""
     answers: tuple[Answer, ...]
     """In order of their turns."""
+    events: tuple[Event, ...] = ()
+    """In order of arrival."""
     columns: tuple[TurnColumn, ...] = ()
     """In order of arrival; empty unless they were asked for."""
     payloads: tuple[TurnPayload, ...] = ()
@@ -64,7 +68,7 @@ class StoredSession:
 
     def trajectories(self) -> list[Trajectory]:
         """One trajectory per leaf, with columns and payloads if they were asked for. See `session.flatten`."""
-        return trajectories(self.tree(), self.rewards, self.columns, self.payloads)
+        return trajectories(self.tree(), self.rewards, self.columns, self.payloads, self.events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,8 @@ class Extent:
     """Rewards up to this position."""
     last_column: int
     """Columns up to this position."""
+    last_event: int = 0
+    """Events up to this position."""
 
 
 def list_sessions(connection: Connection, limit: int, after: int, owner: str | None) -> list[SessionSummary]:
@@ -148,14 +154,17 @@ def load_session(
         of_session = [table.c.session_id == session_id, *([] if last is None else [order <= last])]
         return connection.execute(select(table).where(*of_session).order_by(order))
 
-    last_turn, last_reward, last_column = (
-        (None, None, None) if extent is None else (extent.turns - 1, extent.last_reward, extent.last_column)
+    last_turn, last_reward, last_column, last_event = (
+        (None, None, None, None)
+        if extent is None
+        else (extent.turns - 1, extent.last_reward, extent.last_column, extent.last_event)
     )
     turns = _chained_turns(session_id, rows_of(schema.turns, schema.turns.c.seq, last_turn))
     digests = {turn.setup for turn in turns}
     setups = map(decode_setup, connection.execute(select(schema.setups).where(schema.setups.c.digest.in_(digests))))
     rewards = rows_of(schema.rewards, schema.rewards.c.position, last_reward)
     answers = rows_of(schema.answers, schema.answers.c.first_turn, last_turn)
+    events = rows_of(schema.events, schema.events.c.position, last_event) if schema.has_events(connection) else ()
     columns: tuple[TurnColumn, ...] = ()
     payloads: tuple[TurnPayload, ...] = ()
     if per_token:
@@ -167,6 +176,7 @@ def load_session(
         turns=turns,
         rewards=tuple(map(decode_reward, rewards)),
         answers=tuple(map(decode_answer, answers)),
+        events=tuple(map(decode_event, events)),
         columns=columns,
         payloads=payloads,
     )
@@ -179,7 +189,7 @@ def session_state(connection: Connection, session_id: str, newest: int) -> Sessi
 
 
 def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
-    """Return a session's turns behind those that are `known`, with their answers and setups; nothing else of it.
+    """Return a session's turns behind those that are `known`, with their answers, setups and events; nothing else.
 
     Raises as `load_session`.
     """
@@ -200,6 +210,7 @@ def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...])
         turns=turns,
         rewards=(),
         answers=tuple(map(decode_answer, newer(schema.answers, schema.answers.c.first_turn))),
+        events=tuple(map(decode_event, newer(schema.events, schema.events.c.turn))),
     )
 
 
@@ -216,6 +227,20 @@ def session_of_call(connection: Connection, owner: str, body_digest: str, since:
     )
     found: str | None = connection.execute(statement).scalar()
     return found
+
+
+def checks_due(connection: Connection, session_ids: Collection[str] | None) -> int:
+    """Return how many turns of these sessions, of all if None, have a bridge that is to be checked and was not."""
+    if not schema.has_events(connection):
+        return 0
+    event, other = schema.events.c, schema.events.alias().c
+    checked = exists().where(
+        other.session_id == event.session_id, other.turn == event.turn, other.kind == BRIDGE_CHECKED
+    )
+    statement = select(func.count()).where(event.kind == BRIDGE_DUE, ~checked)
+    groups = [None] if session_ids is None else batched(session_ids, 500)
+    of = (statement if some is None else statement.where(event.session_id.in_(some)) for some in groups)
+    return sum(connection.execute(one).scalar_one() for one in of)
 
 
 def load_media(connection: Connection, session_id: str, sha256: str) -> Media:

@@ -14,13 +14,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from sqlalchemy import Row, Table
 
+from tokentape.canonical import canonical_json, json_in_order
 from tokentape.errors import InvalidRequest, InvariantViolation, StoreCorrupt
-from tokentape.session.chain import array_bytes, array_from_bytes, canonical_json, json_in_order, setup_digest
+from tokentape.session.chain import array_bytes, array_from_bytes
 from tokentape.session.payloads import ROW_DTYPES, narrowest, rows_as_bytes, rows_from_bytes
 from tokentape.store import schema
-from tokentape.types import Answer, Media, Reward, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
+from tokentape.types import Answer, Event, Media, Reward, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
 
-Record: TypeAlias = SessionInfo | Setup | Media | Turn | Answer | Reward | TurnColumn | TurnPayload
+Record: TypeAlias = SessionInfo | Setup | Media | Turn | Answer | Reward | Event | TurnColumn | TurnPayload
 """What a store takes."""
 
 Values: TypeAlias = dict[str, Any]
@@ -35,7 +36,7 @@ def encode(record: Record) -> tuple[Table, Values]:
     """Return the table that holds `record` and its row there. Later changes to `record` don't reach the row.
 
     Raises `InvalidRequest` if a field can't be written as JSON or text, and `InvariantViolation` if an array has
-    the wrong dtype or a setup's digest is not that of its fields.
+    the wrong dtype.
     """
     match record:
         case SessionInfo():
@@ -55,6 +56,14 @@ def encode(record: Record) -> tuple[Table, Values]:
             return schema.answers, _encode_answer(record)
         case Reward():
             return schema.rewards, _encode_reward(record)
+        case Event():
+            return schema.events, {
+                "session_id": _text(record.session_id),
+                "turn": record.turn,
+                "kind": _text(record.kind),
+                "body": canonical_json(record.body),
+                "created_at": _real(record.created_at),
+            }
         case TurnColumn():
             return schema.token_columns, _encode_column(record)
         case TurnPayload():
@@ -80,13 +89,12 @@ def decode_setup(row: Row[Any]) -> Setup:
             template_kwargs=json.loads(row.template_kwargs),
             date=row.date,
             fingerprint=row.fingerprint,
-            digest=row.digest,
         )
-        digest = setup_digest(setup.tools, setup.template_kwargs, setup.date, setup.fingerprint)
+        digest = setup.digest
     except _UNDECODABLE as error:
         raise StoreCorrupt(f"setup {row.digest!r} can't be read ({type(error).__name__})") from error
-    if digest != setup.digest:
-        raise StoreCorrupt(f"setup {setup.digest!r} has the contents of {digest!r}")
+    if digest != row.digest:
+        raise StoreCorrupt(f"setup {row.digest!r} has the contents of {digest!r}")
     return setup
 
 
@@ -160,6 +168,14 @@ def decode_reward(row: Row[Any]) -> Reward:
         raise StoreCorrupt(f"a reward of session {row.session_id!r} can't be read ({type(error).__name__})") from error
 
 
+def decode_event(row: Row[Any]) -> Event:
+    """Return the event of a row of `schema.events`. Raises `StoreCorrupt` if it can't be one."""
+    try:
+        return Event(row.session_id, row.turn, row.kind, dict(json.loads(row.body)), float(row.created_at))
+    except _UNDECODABLE as error:
+        raise StoreCorrupt(f"an event of session {row.session_id!r} can't be read ({type(error).__name__})") from error
+
+
 def decode_column(row: Row[Any]) -> TurnColumn:
     """Return the column of a row of `schema.token_columns`. Raises `StoreCorrupt` if it can't be one."""
     try:
@@ -193,11 +209,8 @@ def _sampling(text: str) -> Mapping[str, Any]:
 
 
 def _encode_setup(setup: Setup) -> Values:
-    digest = setup_digest(setup.tools, setup.template_kwargs, setup.date, setup.fingerprint)
-    if setup.digest != digest:
-        raise InvariantViolation(f"a setup claims digest {setup.digest!r}, its fields have {digest!r}")
     return {
-        "digest": digest,
+        "digest": setup.digest,
         "tools": json_in_order(setup.tools),
         "template_kwargs": json_in_order(setup.template_kwargs),
         "date": _text(setup.date),

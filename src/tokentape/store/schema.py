@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import (
     BigInteger,
     Column,
     Connection,
     Double,
+    Engine,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
@@ -141,6 +143,22 @@ token_columns = Table(
     sqlite_autoincrement=True,
 )
 
+events = Table(
+    "events",
+    metadata,
+    # Order of arrival.
+    Column("position", _Position, primary_key=True, autoincrement=True),
+    Column("session_id", ForeignKey("sessions.session_id", ondelete="CASCADE"), nullable=False),
+    Column("turn", Integer),
+    Column("kind", Text, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
+    Index("events_of_turn", "session_id", "turn", "kind"),
+    sqlite_autoincrement=True,
+)
+"""What was found out about sessions and turns after they were recorded. Only ever appended to."""
+
 token_payloads = Table(
     "token_payloads",
     metadata,
@@ -201,10 +219,11 @@ snapshot_sessions = Table(
     # Of the session; a later session of the same id has another.
     Column("position", _Position, primary_key=True),
     Column("session_id", Text, nullable=False, index=True),
-    # What belongs to the snapshot: so many turns, and rewards and columns up to these positions.
+    # What belongs to the snapshot: so many turns, and rewards, columns and events up to these positions.
     Column("turns", Integer, nullable=False),
     Column("last_reward", _Position, nullable=False),
     Column("last_column", _Position, nullable=False),
+    Column("last_event", _Position, nullable=False, server_default="0"),
 )
 
 tombstones = Table(
@@ -271,7 +290,15 @@ def _to_3(connection: Connection) -> None:
         index.create(connection, checkfirst=True)
 
 
-MIGRATIONS: tuple[Migration, ...] = (_to_2, _to_3)
+def _to_4(connection: Connection) -> None:
+    """Events, and how many of them belong to a snapshot."""
+    events.create(connection)
+    # There already where the second step has just made the table.
+    if "last_event" not in {column["name"] for column in inspect(connection).get_columns(snapshot_sessions.name)}:
+        connection.exec_driver_sql("ALTER TABLE snapshot_sessions ADD COLUMN last_event BIGINT NOT NULL DEFAULT 0")
+
+
+MIGRATIONS: tuple[Migration, ...] = (_to_2, _to_3, _to_4)
 """`MIGRATIONS[i]` turns schema version i + 1 into i + 2. Only ever appended to."""
 
 
@@ -294,6 +321,17 @@ def prepare(connection: Connection) -> None:
         connection.execute(meta.update().where(meta.c.key == "schema_version").values(value=str(current)))
 
 
+_has_events: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
+
+
+def has_events(connection: Connection) -> bool:
+    """Return whether there are events; not in a database of version 3, which can be read without being migrated."""
+    found = _has_events.get(connection.engine)
+    if found is None:
+        found = _has_events[connection.engine] = inspect(connection).has_table(events.name)
+    return found
+
+
 def check(connection: Connection) -> None:
     """Raise `StoreError` unless the database can be read as it is, `StoreCorrupt` if it isn't ours."""
     current = len(MIGRATIONS) + 1
@@ -301,7 +339,7 @@ def check(connection: Connection) -> None:
     if version is None:
         raise StoreCorrupt("the database is empty; a Tokentape database was expected")
     _refuse_newer(version, current)
-    if version < current:
+    if any(migration is not _to_4 for migration in MIGRATIONS[version - 1 :]):
         raise StoreError(
             f"the database has schema version {version}, this Tokentape reads {current}; "
             "open it for writing once to migrate it"

@@ -1,6 +1,6 @@
 """What reads and writes of snapshots do inside their transaction: freezing, confirming, dropping.
 
-A snapshot names, per session, how many turns and which rewards and columns belong to it. Records are only ever
+A snapshot names, per session, how many turns and which rewards, columns and events belong to it. Records are only ever
 appended, so that is enough to show the same contents again, however much the sessions grow.
 """
 
@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeAlias
 
 from sqlalchemy import Connection, Row, Select, func, insert, literal, select, update
 
+from tokentape.canonical import canonical_json
 from tokentape.errors import Conflict, NotFound, StoreCorrupt
-from tokentape.session.chain import canonical_json
 from tokentape.store import schema
 from tokentape.store.reads import Extent, batched
 from tokentape.store.writes import delete_rows
@@ -98,7 +98,7 @@ def freeze(connection: Connection, session_ids: Iterable[str], owner: str, since
         state = _now(None).where(schema.sessions.c.session_id.in_(some)).subquery()
         rows = select(
             literal(snapshot_id),
-            *(state.c[name] for name in ("position", "session_id", "turns", "last_reward", "last_column")),
+            *(state.c[name] for name in schema.snapshot_sessions.c.keys()[1:]),
         )
         connection.execute(insert(schema.snapshot_sessions).from_select(schema.snapshot_sessions.c.keys(), rows))
     return snapshot_id
@@ -144,7 +144,8 @@ def decode_snapshot(row: Row[Any]) -> Snapshot:
 def entries(connection: Connection, snapshot_id: int) -> list[Entry]:
     """Return the sessions of a snapshot in order of creation."""
     table = schema.snapshot_sessions
-    rows = connection.execute(select(table).where(table.c.snapshot_id == snapshot_id).order_by(table.c.position))
+    known = table.columns if schema.has_events(connection) else [c for c in table.columns if c.name != "last_event"]
+    rows = connection.execute(select(*known).where(table.c.snapshot_id == snapshot_id).order_by(table.c.position))
     return [Entry(row.session_id, _extent(row)) for row in rows]
 
 
@@ -208,7 +209,7 @@ def _set_state(connection: Connection, snapshot_id: int, state: State) -> None:
 def _now(owner: str | None) -> Select[Any]:
     """Sessions with what is recorded of them by now."""
     sessions, turns = schema.sessions.c, schema.turns.c
-    rewards, columns = schema.rewards.c, schema.token_columns.c
+    rewards, columns, events = schema.rewards.c, schema.token_columns.c, schema.events.c
 
     def of_session(what: Any, other: Any, name: str) -> Any:
         return select(what).where(other == sessions.session_id).scalar_subquery().label(name)
@@ -219,12 +220,13 @@ def _now(owner: str | None) -> Select[Any]:
         of_session(func.max(turns.created_at), turns.session_id, "newest_turn"),
         of_session(func.coalesce(func.max(rewards.position), 0), rewards.session_id, "last_reward"),
         of_session(func.coalesce(func.max(columns.position), 0), columns.session_id, "last_column"),
+        of_session(func.coalesce(func.max(events.position), 0), events.session_id, "last_event"),
     ).order_by(sessions.position)
     return statement if owner is None else statement.where(sessions.owner == owner)
 
 
 def _extent(row: Row[Any]) -> Extent:
-    return Extent(row.position, row.turns, row.last_reward, row.last_column)
+    return Extent(row.position, row.turns, row.last_reward, row.last_column, getattr(row, "last_event", 0))
 
 
 def _newest_extents(connection: Connection, snapshot_id: int, owner: str | None) -> dict[int, Extent]:

@@ -17,6 +17,7 @@ from tokentape.store.checks import chained, column_faults, payload_faults, turn_
 from tokentape.store.driver import explained, reading_engine
 from tokentape.store.rows import (
     decode_column,
+    decode_event,
     decode_media,
     decode_payload,
     decode_reward,
@@ -67,7 +68,7 @@ def verify(location: str | Path) -> Report:
     SQLite's own integrity check; every setup's and turn's digest recomputed, every turn chained to its parent;
     turns numbered from 0 without gaps, each parent before its child; `checks.turn_faults`; columns and payloads
     that fit their turns; the hash of every image, and that turns refer to those there are; snapshots whose sessions are
-    there. A digest does not cover rewards, columns, payloads and
+    there. A digest does not cover rewards, events, columns, payloads and
     session metadata: of those only the form is checked. Nor can a chain tell that its newest turns were cut off.
 
     An archive is put into a database for that, its files' hashes checked on the way. Raises `StoreError` if there is
@@ -156,6 +157,9 @@ class _Check:
         with self._damage_found(session_id):
             for reward in connection.execute(_REWARDS, of_session):
                 decode_reward(reward)
+        with self._damage_found(session_id):
+            for event in connection.execute(_EVENTS, of_session) if schema.has_events(connection) else ():
+                decode_event(event)
         for each in connection.execute(_COLUMN_KEYS, of_session).scalars().all():
             with self._damage_found(session_id):
                 column = decode_column(connection.execute(_COLUMN, {"position": each}).one())
@@ -237,6 +241,7 @@ def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[st
 
 _SESSION = select(schema.sessions).where(schema.sessions.c.session_id == bindparam("session_id"))
 _REWARDS = select(schema.rewards).where(schema.rewards.c.session_id == bindparam("session_id"))
+_EVENTS = select(schema.events).where(schema.events.c.session_id == bindparam("session_id"))
 _COLUMNS, _PAYLOADS = schema.token_columns, schema.token_payloads
 _COLUMN_KEYS = select(_COLUMNS.c.position).where(_COLUMNS.c.session_id == bindparam("session_id"))
 _COLUMN = select(_COLUMNS).where(_COLUMNS.c.position == bindparam("position"))

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from tokentape.canonical import canonical_json
 from tokentape.errors import InvalidRequest
 from tokentape.session.arrow import (
     COLUMN_PREFIX,
@@ -43,7 +44,6 @@ from tokentape.session.arrow import (
     iter_parquet,
     trajectories_table,
 )
-from tokentape.session.chain import canonical_json
 from tokentape.session.jsonl import trajectory_from_json, trajectory_to_json
 from tokentape.training.samples import Sample
 from tokentape.types import MediaSpan, TokenRows, Trajectory

@@ -23,8 +23,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tokentape.canonical import canonical_json
 from tokentape.errors import InvalidRequest
-from tokentape.session.chain import canonical_json
 from tokentape.session.verdict import check_verdicts, wanted_verdict
 from tokentape.types import TokenRows, TokenValues, Trajectory
 

@@ -143,7 +143,7 @@ class TrainingTokenizer:
         source = json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()
         made = replace(
             self,
-            tokenizer=Tokenizer(source, self.tokenizer.config, _read_json(self.folder / _GENERATION)),
+            tokenizer=self.tokenizer.with_files(source, self.tokenizer.config),
             source=source,
             known=_known(spec, self.multiple_of),
             blocks=(*self.blocks, Block(name, first, tuple(tokens))),
@@ -209,26 +209,26 @@ class TrainingTokenizer:
                 f"the tokenizer in {self.folder} names no padding token: give one with `pad`, such as '<|pad|>'", "pad"
             )
         made = self
-        if self.tokenizer.control(pad) is None:
+        if self.tokenizer.added_token(pad) is None:
             made = self.with_block("pad", [pad], special=True)
-        control = made.tokenizer.control(pad)
-        if control is None:
+        token = made.tokenizer.added_token(pad)
+        if token is None or token.is_space:
             raise InvalidRequest(f"{pad!r} can't be a padding token: it is white space", "pad")
-        if control.id in self.tokenizer.eos_ids and not pad_is_eos:
+        if token.id in self.tokenizer.eos_ids and not pad_is_eos:
             raise InvalidRequest(
                 f"the padding token {pad!r} ends sequences too: masks that are made from padding would leave the end "
                 "untrained. Give another `pad`, such as '<|pad|>', or `pad_is_eos=True` if your masks are not made so",
                 "pad",
             )
         config = {**made.tokenizer.config, "pad_token": pad}
-        tokenizer = Tokenizer(made.source, config, _read_json(self.folder / _GENERATION))
-        return replace(made, tokenizer=tokenizer, pad_token=pad, pad_id=control.id)
+        tokenizer = made.tokenizer.with_files(made.source, config)
+        return replace(made, tokenizer=tokenizer, pad_token=pad, pad_id=token.id)
 
     def _check_blocks(self) -> None:
         """Raise unless every new token has the id that it was given."""
         for block in self.blocks:
             for token_id, token in zip(block.ids, block.tokens, strict=True):
-                found = self.tokenizer.control(token)
+                found = self.tokenizer.added_token(token)
                 ids = self.tokenizer.encode_plain(token)
                 if found is None or found.id != token_id or ids != [token_id]:
                     raise TokenizerUnusable(
@@ -265,9 +265,9 @@ def _check_new(tokens: Sequence[str], spec: Mapping[str, Any], tokenizer: Tokeni
     vocab = spec["model"]["vocab"]
     pieces = vocab if isinstance(vocab, Mapping) else {entry[0] for entry in vocab}
     for token in tokens:
-        if tokenizer.control(token) is not None or token in pieces:
+        if tokenizer.added_token(token) is not None or token in pieces:
             raise InvalidRequest(f"token {token!r} is in the vocabulary already")
-        if tokenizer.control_pattern.search(token):
+        if any(known.content in token for known in tokenizer.added_tokens if not known.is_space):
             raise InvalidRequest(f"token {token!r} holds another control token: texts with that one would change")
         if all(char.isalnum() or char.isspace() for char in token):
             raise InvalidRequest(

@@ -164,7 +164,7 @@ def _row_groups(path: Path) -> int:
 
 
 def _cause(verdict: str) -> str | None:
-    word, _, why = verdict.partition(": ")
+    word, _, why = verdict.split(", ")[0].partition(": ")
     return why if word == "forked" else None
 
 

@@ -103,7 +103,7 @@ class StoreSource:
         """Whose a session is, and its version."""
         with self._store.reading() as connection:
             owner, extent = session_extent(connection, session_id)
-        return owner, f"{extent.position}-{extent.turns}-{extent.last_reward}-{extent.last_column}"
+        return owner, f"{extent.position}-{extent.turns}-{extent.last_reward}-{extent.last_column}-{extent.last_event}"
 
     def load(self, session_id: str) -> SessionView:
         """A session as it is recorded, its hash chain checked."""

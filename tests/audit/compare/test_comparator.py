@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chat.conftest import load_tokenizer, needs_tokenizers
+from tests.chat.conftest import load_tokenizer
 from tokentape.audit.compare import comparator as compare_module
 from tokentape.audit.compare.comparator import Comparison, compare
 from tokentape.audit.compare.kinds import KINDS
@@ -65,7 +65,6 @@ def test_other_ids_of_the_same_text_are_found_outside_of_the_assistant_too(token
     assert (one.severity, one.assistant) == ("error", True)
 
 
-@needs_tokenizers
 def test_bytes_that_are_shown_as_the_same_replacement_character_are_told_apart() -> None:
     """Paired U+FFFD: both decode to the same text, so whoever compares text sees nothing."""
     tokenizer = load_tokenizer("qwen3")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chat.conftest import load_tokenizer, needs_tokenizers
+from tests.chat.conftest import load_tokenizer
 from tokentape.audit.drift import meter as drift
 from tokentape.audit.drift.meter import DriftMeter, measure_drift
 from tokentape.audit.drift.page import drift_page
@@ -77,7 +77,6 @@ def test_a_completion_that_begins_within_a_token_of_the_joined_text_has_no_seam(
     assert (counted(report.seams), report.tokens.changed) == ((1, 2), 0)
 
 
-@needs_tokenizers
 def test_half_a_character_at_an_end_is_unknown_and_in_the_middle_drift() -> None:
     tokenizer = load_tokenizer("qwen3")
     by_bytes = {tokenizer.token_bytes(i): i for i in range(256)}
@@ -90,7 +89,6 @@ def test_half_a_character_at_an_end_is_unknown_and_in_the_middle_drift() -> None
     assert {one.name for one in within.artifacts} == {"partial-utf8"}
 
 
-@needs_tokenizers
 @pytest.mark.parametrize("text", ["Hello there", " Hello there", "      indented"])
 def test_a_space_that_the_tokenizer_adds_is_no_drift(text: str) -> None:
     tokenizer = load_tokenizer("mistral_v3_spm")
@@ -99,7 +97,6 @@ def test_a_space_that_the_tokenizer_adds_is_no_drift(text: str) -> None:
     assert counted(report.completions) == (0, 2)
 
 
-@needs_tokenizers
 def test_another_normal_form_is_told() -> None:
     tokenizer = load_tokenizer("qwen3")
     ids = tokenizer.encode_plain("caf") + tokenizer.encode_plain("e") + split_bytes(tokenizer, "\u0301")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.searching import examples
 from tokentape.audit.drift import meter as drift
 from tokentape.audit.drift.meter import DriftMeter, measure_drift
 from tokentape.audit.id_rows import IdRow, Span, iter_rows, parquet_rows
@@ -44,7 +45,7 @@ def row_of(number: int, made: tuple[list[list[str]], list[str]], tokenizer: Toke
 
 
 @given(made=st.lists(texts(), max_size=12), cuts=st.lists(st.integers(0, 12), max_size=3))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_parts_merged_in_order_are_the_whole(
     tokenizer: Tokenizer, made: list[tuple[list[list[str]], list[str]]], cuts: list[int]
 ) -> None:

@@ -10,15 +10,13 @@ import pytest
 from tests.records import make_turn
 from tokentape.audit.drift.rerender import Rerendered, RerenderMeter
 from tokentape.chat.renderer import Renderer
-from tokentape.session.chain import setup_digest
 from tokentape.store import StoredSession
 from tokentape.types import Message, SessionInfo, Setup
 
 
 @pytest.fixture
 def setup(renderer: Renderer) -> Setup:
-    digest = setup_digest((), {}, "2026-01-01", renderer.fingerprint)
-    return Setup((), {}, "2026-01-01", renderer.fingerprint, digest)
+    return renderer.setup(date="2026-01-01")
 
 
 def two_turns(renderer: Renderer, setup: Setup, completion: list[int], reply: Message) -> StoredSession:

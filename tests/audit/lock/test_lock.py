@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tokentape
-from tests.chat.conftest import ROOT, needs_tokenizers
+from tests.chat.conftest import FAMILIES, REAL_FAMILIES, SMALL, model_path, slow_unless
 from tokentape.audit.lock import Lock, LockReport, examine, make_lock, read_lock, write_lock
 from tokentape.errors import InvalidRequest, TokenizationChanged
 
@@ -20,11 +20,11 @@ Edit = Callable[[dict[str, Any]], None]
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with Qwen3's tokenizer and template."""
+    """A folder with Qwen3's added tokens and template."""
     folder = tmp_path_factory.mktemp("qwen3")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ROOT / "qwen3" / name, folder / name)
-    template = next(path for path in sorted((ROOT / "qwen3" / "templates").glob("*.jinja")))
+        shutil.copy(SMALL / "qwen3" / name, folder / name)
+    template = next(path for path in sorted((SMALL / "qwen3" / "templates").glob("*.jinja")))
     shutil.copy(template, folder / "chat_template.jinja")
     return folder
 
@@ -216,7 +216,7 @@ def test_check_without_anything_to_compare_is_refused(tiny_lock: Lock, tmp_path:
         tokentape.check(path, 3)
 
 
-@needs_tokenizers
+@pytest.mark.slow
 def test_a_dropped_normalizer_is_told_with_the_text_that_shows_it(lock: Lock, qwen: Path, tmp_path: Path) -> None:
     report = examine(lock, edited(copy_of(qwen, tmp_path), lambda spec: spec.update(normalizer=None)))
     part, shown = (next(c for c in report.changes if c.what == what) for what in ("normalizer", "golden ids"))
@@ -226,7 +226,7 @@ def test_a_dropped_normalizer_is_told_with_the_text_that_shows_it(lock: Lock, qw
     assert "normalizer" in shown.cause
 
 
-@needs_tokenizers
+@pytest.mark.slow
 def test_another_pattern_of_the_pre_tokenizer_is_told(lock: Lock, qwen: Path, tmp_path: Path) -> None:
     def three_digits(spec: dict[str, Any]) -> None:
         step = spec["pre_tokenizer"]["pretokenizers"][0]
@@ -237,11 +237,9 @@ def test_another_pattern_of_the_pre_tokenizer_is_told(lock: Lock, qwen: Path, tm
     assert ".pretokenizers[0].pattern.Regex" in report.changes[0].found
 
 
-@needs_tokenizers
-@pytest.mark.slow
 def test_another_models_tokenizer_is_told(lock: Lock, qwen: Path, tmp_path: Path) -> None:
     folder = copy_of(qwen, tmp_path)
-    shutil.copy(ROOT / "glm4_5" / "tokenizer.json", folder / "tokenizer.json")
+    shutil.copy(SMALL / "glm4_5" / "tokenizer.json", folder / "tokenizer.json")
     report = examine(lock, folder)
     assert {"vocabulary", "merges", "added tokens", "golden ids"} <= set(changed(report))
 
@@ -274,14 +272,15 @@ def test_a_processor_is_compared_by_its_tokenizer(tiny_lock: Lock, model_dir: Pa
     assert examine(tiny_lock, Processor()).ok
 
 
-@needs_tokenizers
-@pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(path.parent.name for path in ROOT.glob("*/tokenizer.json")))
+@pytest.mark.parametrize(
+    "family",
+    [slow_unless(name, "qwen2_5") for name in FAMILIES + REAL_FAMILIES],
+)
 def test_every_family_is_as_locked_in_its_folder_and_in_transformers(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ROOT / family / name, tmp_path / name)
-    for template in sorted((ROOT / family / "templates").glob("*.jinja")):
+        shutil.copy(model_path(family) / name, tmp_path / name)
+    for template in sorted((model_path(family) / "templates").glob("*.jinja")):
         shutil.copy(template, tmp_path / "chat_template.jinja")
         made = make_lock(tmp_path)
         assert len(made.to_text()) < 100_000

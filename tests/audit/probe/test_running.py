@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result as CliResult
 from typer.testing import CliRunner
 
-from tests.chat.conftest import load_tokenizer, needs_tokenizers
+from tests.chat.conftest import load_tokenizer
 from tokentape.audit.lock.goldens import DATE
 from tokentape.audit.probe.outcomes import outcome
 from tokentape.audit.probe.record import ProbeFile, header, read_results
@@ -100,7 +100,6 @@ SPLIT = ("The law protects the", " ", "rights", " of people.")
 REPLACED = ("The law protects the", " lives", " of people.")
 
 
-@needs_tokenizers
 def test_a_phantom_edit_is_found_and_nothing_banned_unasked(qwen: Renderer) -> None:
     engine = written(qwen, PHANTOM, REPLACED)
     (result,) = run(engine, qwen, Settings(), RIGHTS)
@@ -108,7 +107,6 @@ def test_a_phantom_edit_is_found_and_nothing_banned_unasked(qwen: Renderer) -> N
     assert list(result.completion) == ids_of(qwen, *PHANTOM)
 
 
-@needs_tokenizers
 def test_with_its_ids_banned_decoding_goes_on_with_the_likeliest_other_id(qwen: Renderer) -> None:
     engine = written(qwen, PHANTOM, REPLACED)
     (result,) = run(engine, qwen, Settings(ban=True), RIGHTS)
@@ -120,7 +118,6 @@ def test_with_its_ids_banned_decoding_goes_on_with_the_likeliest_other_id(qwen: 
     assert engine.calls == 2
 
 
-@needs_tokenizers
 def test_bans_at_one_place_add_up(qwen: Renderer) -> None:
     (result,) = run(written(qwen, PHANTOM, SPLIT, REPLACED), qwen, Settings(ban=True), RIGHTS)
     assert result.banned is not None
@@ -129,14 +126,12 @@ def test_bans_at_one_place_add_up(qwen: Renderer) -> None:
     assert len({at for at, _ in result.bans}) == 1
 
 
-@needs_tokenizers
 def test_a_phantom_edit_without_another_way_stays_one(qwen: Renderer) -> None:
     (result,) = run(written(qwen, PHANTOM), qwen, Settings(ban=True), RIGHTS)
     assert result.banned is not None
     assert result.banned.kind == "phantom"
 
 
-@needs_tokenizers
 def test_a_ban_on_an_engine_without_alternatives_is_refused(qwen: Renderer) -> None:
     engine = written(qwen, PHANTOM, alternatives=False)
     with pytest.raises(InvalidRequest, match="no alternatives per token"):
@@ -145,7 +140,6 @@ def test_a_ban_on_an_engine_without_alternatives_is_refused(qwen: Renderer) -> N
         run(engine, qwen, Settings(ban=True, temperature=1.0), RIGHTS)
 
 
-@needs_tokenizers
 def test_the_summary_counts_with_intervals_and_the_page_shows_the_ids(qwen: Renderer) -> None:
     engine = written(qwen, PHANTOM, REPLACED)
     results = run(engine, qwen, Settings(ban=True), RIGHTS)
@@ -159,7 +153,6 @@ def test_the_summary_counts_with_intervals_and_the_page_shows_the_ids(qwen: Rend
     assert str(list(results[0].outcome.found)) in shown
 
 
-@needs_tokenizers
 def test_a_probe_goes_on_where_it_was_cut_off(qwen: Renderer, tmp_path: Path) -> None:
     asked = list(trials(built_in()[:3]))
     engine = written(qwen, REPLACED)
@@ -201,7 +194,6 @@ def test_a_line_that_is_no_head_of_results_is_not_written_over(tmp_path: Path, c
     assert path.read_text() == content
 
 
-@needs_tokenizers
 def test_what_was_sampled_before_an_engine_failed_is_kept(qwen: Renderer) -> None:
     engine = written(qwen, REPLACED)
     sample = engine.sample

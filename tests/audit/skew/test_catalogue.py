@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from tests.audit.skew.cases import CASES, TINY, Case, base, healthy
-from tests.chat.conftest import TEMPLATES
 from tokentape.audit.skew.auditor import audit
 from tokentape.audit.skew.findings import Finding
 from tokentape.audit.skew.sides.base import Conversation, Side
 
-FAST = (TINY, "mistral_v3_spm")
-"""Small tokenizers; the others take seconds each to load and to exchange parts of."""
+OF_MODELS = [case for case in CASES if case.family != TINY or case.template]
 
 
-def needed(family: str, template: str | None) -> None:
-    if not TEMPLATES and (family != TINY or template):
-        pytest.skip("set TOKENTAPE_TOKENIZERS to a folder of real tokenizers")
+def on_real_models(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks that run a test with the tokenizers and templates of models: seconds each, to load and to exchange."""
+    return pytest.mark.real(pytest.mark.slow(pytest.mark.parametrize("source", ["real"], indirect=True)(test)))
 
 
-def marks(family: str, template: str | None = None) -> tuple[pytest.MarkDecorator, ...]:
-    quick = family == TINY or (family in FAST and not template)
-    return () if quick else (pytest.mark.slow,)
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=marks(case.family, case.template)) for case in CASES]
-)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.real], ids=str)
 def test_a_known_bug_is_found_named_and_shown(case: Case) -> None:
-    needed(case.family, case.template)
+    check(case)
+
+
+@on_real_models
+@pytest.mark.parametrize("case", OF_MODELS, ids=str)
+def test_a_known_bug_of_a_real_model_is_found_named_and_shown(case: Case, source: str) -> None:
+    check(case)
+
+
+def check(case: Case) -> None:
     a, b = healthy(case.family, case.template), case.make(base(case.family, case.template))
     report = audit(a, b)
     found = [finding for finding in report.findings if finding.kind == case.kind]
@@ -63,11 +64,21 @@ def check_smallest(a: Side, b: Side, finding: Finding) -> None:
         assert len(finding.example.messages) <= 4
 
 
-TWINS = sorted({(case.family, case.template or "") for case in CASES})
+def twins(cases: Sequence[Case]) -> list[tuple[str, str]]:
+    return sorted({(case.family, case.template or "") for case in cases})
 
 
-@pytest.mark.parametrize(("family", "template"), [pytest.param(*twin, marks=marks(*twin)) for twin in TWINS])
+@pytest.mark.parametrize(("family", "template"), twins(CASES))
 def test_the_healthy_twin_is_clean(family: str, template: str) -> None:
-    needed(family, template)
+    check_twin(family, template)
+
+
+@on_real_models
+@pytest.mark.parametrize(("family", "template"), twins(OF_MODELS))
+def test_the_healthy_twin_of_a_real_model_is_clean(family: str, template: str, source: str) -> None:
+    check_twin(family, template)
+
+
+def check_twin(family: str, template: str) -> None:
     report = audit(healthy(family, template or None), base(family, template or None).side())
     assert not report.skewed, [(one.kind, one.cause) for one in report.findings]

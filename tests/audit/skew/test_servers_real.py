@@ -21,13 +21,13 @@ LLAMA = os.environ.get("TOKENTAPE_LLAMA_SERVER_BIN")
 SGLANG = os.environ.get("TOKENTAPE_SGLANG_SERVER")
 GGUF = os.environ.get("TOKENTAPE_LLAMA_GGUF")
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.engines
 
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if VLLM is None:
-        pytest.skip("set TOKENTAPE_VLLM_BIN to the vllm executable of an environment")
+        pytest.skip("needs the vllm executable of an environment: TOKENTAPE_VLLM_BIN")
     options = f"serve {MODEL} --dtype float32 --enforce-eager --max-model-len 1024 --host 127.0.0.1 --port"
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     log = tmp_path_factory.mktemp("vllm") / "log"
@@ -38,7 +38,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if LLAMA is None or GGUF is None:
-        pytest.skip("set TOKENTAPE_LLAMA_SERVER_BIN and TOKENTAPE_LLAMA_GGUF")
+        pytest.skip("needs TOKENTAPE_LLAMA_SERVER_BIN and TOKENTAPE_LLAMA_GGUF")
     template = f"--jinja --chat-template-file {MODEL / 'chat_template.jinja'}"
     options = f"-m {GGUF} {template} -t 1 -tb 1 --parallel 2 -c 2048 --host 127.0.0.1 --port"
     log = tmp_path_factory.mktemp("llama") / "log"
@@ -49,7 +49,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if SGLANG is None:
-        pytest.skip("set TOKENTAPE_SGLANG_SERVER to a command that starts an SGLang server")
+        pytest.skip("needs a command that starts an SGLang server: TOKENTAPE_SGLANG_SERVER")
     options = (
         f"--model-path {MODEL} --device cpu --attention-backend torch_native --sampling-backend pytorch "
         "--dtype float32 --context-length 1024 --max-total-tokens 8192 --max-running-requests 8 "

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.audit.skew.cases import TINY, base, healthy, model_folder
-from tests.chat.conftest import ROOT, needs_tokenizers
+from tests.audit.skew.cases import TINY, base, healthy
+from tests.data import REAL
 from tokentape.audit.skew.auditor import audit
 from tokentape.audit.skew.findings import AuditReport
 from tokentape.audit.skew.known_parts import SPLITS
@@ -211,12 +211,12 @@ def test_mistral_common_is_asked_through_its_own_library() -> None:
     assert not {"normalizer", "vocabulary", "pre-tokenizer"} & set(skews(report))
 
 
-@needs_tokenizers
+@pytest.mark.real
 @pytest.mark.slow
 def test_mistral_common_and_the_tokenizer_json_of_nemo_give_the_same_ids_of_texts() -> None:
     mistral_common = pytest.importorskip("mistral_common")
     data = Path(mistral_common.__file__).parent / "data"
-    report = audit(ROOT / "mistral_nemo", f"mistral:{data}/tekken_240718.json")
+    report = audit(REAL / "mistral_nemo", f"mistral:{data}/tekken_240718.json")
     assert {one.probe for one in report.findings if one.severity == "skew"} <= {"render"}
 
 
@@ -285,17 +285,17 @@ def test_a_side_without_a_template_refuses_conversations() -> None:
 FAMILIES = ("qwen3", "qwen2_5", "llama3", "deepseek_v3", "deepseek_v31", "gpt_oss", "mistral_nemo", "mistral_v3_spm")
 
 
-@needs_tokenizers
+@pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "glm4_5", "nemotron3"])
 @pytest.mark.filterwarnings("ignore")
 def test_auto_tokenizer_and_tokenizer_json_agree_on_every_healthy_folder(family: str) -> None:
-    report = audit(model_folder(family), f"auto:{model_folder(family)}")
+    report = audit(REAL / family, f"auto:{REAL / family}")
     assert skews(report) == {}
     assert report.tried["encode"] > 300
 
 
-@needs_tokenizers
+@pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kinds"),
@@ -304,8 +304,8 @@ def test_auto_tokenizer_and_tokenizer_json_agree_on_every_healthy_folder(family:
 @pytest.mark.filterwarnings("ignore")
 def test_auto_tokenizer_that_builds_gpt2_from_its_class_is_found(family: str, kinds: set[str], tmp_path: Path) -> None:
     """Row 3, by transformers itself: 5.23.0 puts GPT-2's split in place of the one in tokenizer.json."""
-    config = {**base(family).config, "tokenizer_class": "GPT2Tokenizer", "chat_template": None}
-    (tmp_path / "tokenizer.json").symlink_to(model_folder(family) / "tokenizer.json")
+    config = {**base(f"real/{family}").config, "tokenizer_class": "GPT2Tokenizer", "chat_template": None}
+    (tmp_path / "tokenizer.json").symlink_to(REAL / family / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert set(skews(audit(tmp_path, f"auto:{tmp_path}"))) == kinds
 

@@ -17,6 +17,7 @@ from openai import OpenAI
 
 from tests.conftest import SharedEngine
 from tests.gateway.scripted import ScriptedEngine
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, Task, call_tool, sample_tasks
 from tokentape.engines.base import Engine
@@ -303,7 +304,7 @@ def test_stream_arrives_as_it_is_sampled(serve: Serve, renderer: Renderer, conne
             if said.startswith("Pear"):
                 break
         assert not engine.aborted.is_set()
-    assert engine.aborted.wait(10), "the engine went on sampling for nobody"
+    assert engine.aborted.wait(PATIENCE), "the engine went on sampling for nobody"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -486,12 +487,12 @@ def test_client_that_leaves_aborts_the_engine(
         body = {"model": "any", "messages": [QUESTION], "max_tokens": 99, "stream": stream}
         async with httpx2.AsyncClient() as client:
             request = asyncio.create_task(client.post(f"{url}/v1/messages", json=body))
-            assert await asyncio.to_thread(engine.stalled.wait, 10)
+            assert await asyncio.to_thread(engine.stalled.wait, PATIENCE)
             request.cancel()
             await asyncio.wait([request])
 
     asyncio.run(leave())
-    assert engine.aborted.wait(10), "the engine went on sampling for nobody"
+    assert engine.aborted.wait(PATIENCE), "the engine went on sampling for nobody"
     engine.stall_after = None
     ask(connect(url), [QUESTION])
     assert only_trajectory(store).verdict == "exact"

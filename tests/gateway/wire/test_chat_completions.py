@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import httpx2
@@ -17,10 +16,11 @@ from openai.types.chat import ChatCompletionChunk
 
 from tests.conftest import SharedEngine
 from tests.gateway.scripted import ScriptedEngine
+from tests.waiting import PATIENCE, until
 from tokentape.chat.renderer import Renderer
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, call_tool, sample_tasks
 from tokentape.engines.base import Engine
-from tokentape.errors import EngineError, EngineTimeout, NotFound
+from tokentape.errors import EngineError, EngineTimeout
 from tokentape.gateway.app import create_app
 from tokentape.gateway.limits import Limits
 from tokentape.gateway.serve import running
@@ -400,13 +400,7 @@ def test_client_sees_an_error_in_a_stream(serve: Serve, renderer: Renderer, open
 
 def wait_for_turns(store: SqliteStore, count: int) -> None:
     """Wait until the session has as many turns: aborted ones are recorded when nobody listens any more."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        with suppress(NotFound):
-            if len(store.load_session("s").turns) >= count:
-                return
-        time.sleep(0.01)
-    raise AssertionError(f"the session has not come to {count} turns")
+    until(lambda: store.sessions(limit=1) and len(store.load_session("s").turns) >= count)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -421,12 +415,12 @@ def test_client_that_leaves_aborts_the_engine_and_its_turn_is_kept_as_aborted(
         body = {"messages": [QUESTION], "stream": stream}
         async with httpx2.AsyncClient() as client:
             request = asyncio.create_task(client.post(f"{base_url}/chat/completions", json=body))
-            assert await asyncio.to_thread(engine.stalled.wait, 10)
+            assert await asyncio.to_thread(engine.stalled.wait, PATIENCE)
             request.cancel()
             await asyncio.wait([request])
 
     asyncio.run(leave())
-    assert engine.aborted.wait(10), "the engine went on sampling for nobody"
+    assert engine.aborted.wait(PATIENCE), "the engine went on sampling for nobody"
     engine.stall_after = None
     wait_for_turns(store, 1)
     answer = httpx2.post(f"{base_url}/chat/completions", json={"messages": [QUESTION]})

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import tokentape.demo
 from tests.gateway.asking import FixedAsking
+from tests.searching import examples
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway.endpoint import Asked
@@ -295,7 +296,7 @@ BODY = st.fixed_dictionaries(
     keep=st.booleans(),
 )
 @example(body={"messages": [USER]}, changed="x", value=None, keep=True)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_body_is_a_server_error(
     gateway_url: str, body: dict[str, Any], changed: str, value: Any, keep: bool
 ) -> None:

@@ -120,11 +120,24 @@ def test_stream_equals_non_stream(client: OpenAI) -> None:
     random = {"id": ..., "created_at": ..., "completed_at": ..., "tokentape": ..., "output": ...}
     assert {**streamed.model_dump(), **random} == {**whole.model_dump(), **random}
     for one, other in zip(streamed.output, whole.output, strict=True):
-        assert {**one.model_dump(), "id": ...} == {**other.model_dump(), "id": ...}
+        assert alike({**one.model_dump(), "id": ...}, {**other.model_dump(), "id": ...})
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("reasoning", [False, True])
+def alike(one: Any, other: Any) -> bool:
+    """Return whether two values are equal, logprobs up to rounding: in another batch their last digits differ."""
+    if isinstance(one, float) and isinstance(other, float):
+        return one == pytest.approx(other, abs=1e-4)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize(
+    ("stream", "reasoning"),
+    [(True, True), (False, False), *(pytest.param(one, not one, marks=pytest.mark.slow) for one in (True, False))],
+)
 def test_real_model_works_through_tasks_with_tools(
     gateway_url: str, engine: SharedEngine, store: SqliteStore, stream: bool, reasoning: bool
 ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chat.conftest import load_tokenizer, needs_tokenizers
+from tests.chat.conftest import load_tokenizer
 from tests.gateway.asking import FixedAsking
 from tests.records import make_turn
 from tokentape.chat.parse import Reply, ReplyDelta, ToolCall
@@ -19,8 +19,6 @@ from tokentape.engines.base import SampleDelta
 from tokentape.gateway.events import TurnDelta, TurnDone, TurnEvent, TurnStarted
 from tokentape.gateway.wire.chat_completions import ChatCompletions
 from tokentape.gateway.wire.openai_fields import logprob_entries
-
-pytestmark = needs_tokenizers
 
 STARTED = TurnStarted("0" * 24, 1700000000.5, np.array([5, 6, 7], np.int32))
 TEXT = st.sampled_from(["", "", " fox", 'say "so"\n', "\u00e9\u4e2d\U0001f642", "\\u0000\x00</script>\u2028"])

@@ -78,7 +78,7 @@ export function drawTree(place, tree, chosen, address) {
 
 /** A verdict as a badge. */
 export function verdictBadge(verdict) {
-  const word = verdict.split(":")[0];
-  const kind = { exact: "good", captured: "good", closed: "warn", forked: "fork" }[word] ?? "bad";
-  return h("span", { class: `badge ${kind}` }, verdict);
+  const [known, ...reservations] = verdict.split(", ");
+  const kind = { exact: "good", captured: "good", closed: "warn", forked: "fork" }[known.split(":")[0]] ?? "bad";
+  return h("span", { class: `badge ${reservations.length && kind === "good" ? "warn" : kind}` }, verdict);
 }

@@ -1,0 +1,273 @@
+"""Whether a server serves the model of a folder: its ids of texts, the likelihood of a text, its names.
+
+`tokentape doctor` prints what is found here, and a gateway samples from no server that fails it. What a server does
+not tell is a warning, never ok.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tokentape.chat.renderer import Renderer
+from tokentape.engines.base import EngineInfo
+from tokentape.engines.http import HttpClient
+from tokentape.engines.identity import ServedAs, prompt_logprobs, served_as
+from tokentape.engines.tokenizing import server_chat_ids, server_text, server_text_ids
+from tokentape.errors import EngineError, EngineTimeout, EngineUnavailable, TemplateRefused, TokentapeError
+from tokentape.types import Message, TokenIds, Tool
+
+MARGIN = 4.0
+"""Nats per token by which the scored text has to be likelier than other ids of the same rank. See docs/engines.md for
+how it was measured: by models of each of ten tokenizers, true pairs and crossed ones."""
+
+SCORED_TOKENS = 64
+
+_MORE_IDS = 16
+_SAMPLES = 4
+"""Sets of other ids that the text is compared with; their mean counts."""
+
+_TEXTS = (
+    "Hello, world! How's it going?",
+    "  leading and trailing spaces  \n\n\ttabs",
+    "def f(x):\n    return {'a': [1, 2.5e-3, None]}",
+    "1234567890 12,345.67 2026-11-21",
+    "naïve café, Zürich, Ελληνικά, Русский, 中文字符, 日本語, العربية, हिन्दी, 🙂🇪🇺👩‍🚀",
+    "e\u0301 \u00e9 \ufb01 \u00a0 \u200b \ufeff",
+)
+_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "price_of",
+        "description": "Price of an item.",
+        "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
+    },
+}
+_QUESTION: tuple[Message, ...] = (
+    {"role": "system", "content": "You help in a shop."},
+    {"role": "user", "content": "What do pears cost?"},
+)
+_SCORED: tuple[Message, ...] = (
+    {"role": "user", "content": "What is the capital of France, and what can one see there?"},
+    {
+        "role": "assistant",
+        "content": "The capital of France is Paris. It lies on both sides of a river in the north of the country, and "
+        "about two million people live in the city. Many visitors go there to see the tower that was built at the end "
+        "of the nineteenth century, and to look at paintings in one of the largest museums in the world.",
+    },
+    {"role": "user", "content": "Thank you. How long does it take to get there by train from London?"},
+)
+_CONVERSATIONS: Mapping[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {
+    "a question": (_QUESTION, ()),
+    "a second question": (
+        (*_QUESTION, {"role": "assistant", "content": "12."}, {"role": "user", "content": "And plums?"}),
+        (),
+    ),
+    "a question with a tool": (_QUESTION, (_TOOL,)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    found: str
+    advice: str = ""
+    """What to do; empty if nothing is to be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderModel:
+    """What a model folder says of itself. What it does not say is empty or None."""
+
+    names: frozenset[str]
+    """Its absolute path, and its name on the Hub where it was given by that."""
+    config: Mapping[str, Any]
+    """What config.json holds."""
+
+    @classmethod
+    def read(cls, folder: Path, *names: str) -> FolderModel:
+        """Read `folder`, which is also known by `names`."""
+        try:
+            config = json.loads((folder / "config.json").read_bytes())
+        except (OSError, ValueError):
+            config = {}
+        found = {str(folder.absolute()), str(folder.resolve()), *names}
+        return cls(frozenset(found), config if isinstance(config, dict) else {})
+
+
+async def serves_model(
+    kind: str, http: HttpClient, info: EngineInfo, renderer: Renderer, folder: FolderModel, expected: str | None = None
+) -> list[Finding]:
+    """Compare the server with the folder in every way that it answers. `expected` is a name that it has to serve.
+
+    Raises `EngineUnavailable` and `EngineTimeout`.
+    """
+    tokenizer = await same_tokenizer(kind, http, info.model, renderer)
+    findings = [tokenizer, same_name(await served_as(kind, http), folder, expected)]
+    # An id outside the model's vocabulary ends some servers: only what is the tokenizer's own is sent.
+    if tokenizer.status != "fail":
+        findings.append(await likely_text(http, info, renderer))
+    return findings
+
+
+async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Renderer) -> Finding:
+    """Compare the server's ids of plain texts and of all control tokens with ours.
+
+    Other ids are other words to the model: nothing works then.
+    """
+    name = "tokenizer"
+    controls = "\n".join(control.content for control in renderer.tokenizer.controls)
+    texts = [text for text in (*_TEXTS, controls) if text]
+    try:
+        asked = (server_text_ids(kind, http, model, text, controls=text is controls) for text in texts)
+        answers = await asyncio.gather(*asked)
+        more = None if None in answers else await _more_text(kind, http, model, renderer.tokenizer.vocab_size)
+    except TokentapeError as error:
+        return Finding(name, "warn", f"the server could not be asked how it tokenizes: {error}")
+    if None in answers:
+        return Finding(name, "warn", "not compared: this server does not tell how it tokenizes")
+    for text, theirs in zip(texts, answers, strict=True):
+        ours = renderer.tokenizer.encode_plain(text)
+        if theirs is not None and theirs != ours:
+            advice = (
+                "The model folder is not the one that the server serves, or the server loads its tokenizer wrongly."
+            )
+            shown = "the text of all control tokens" if text is controls else repr(text)
+            return Finding(name, "fail", f"{shown} has the ids {_around(ours, theirs)}", advice)
+    if more:
+        found = f"the server has text for ids from {renderer.tokenizer.vocab_size} on, which the folder does not have"
+        return Finding(name, "fail", found, "The model folder is that of another model or of an older revision.")
+    return Finding(name, "ok", f"the server's ids are ours for {len(_TEXTS)} texts and all control tokens")
+
+
+async def _more_text(kind: str, http: HttpClient, model: str, vocab_size: int) -> str | None:
+    """The text of the ids after the last one here: a tokenizer that begins alike may have more tokens."""
+    if kind not in ("vllm", "sglang"):
+        return None
+    try:
+        return await server_text(kind, http, model, range(vocab_size, vocab_size + _MORE_IDS))
+    except (EngineUnavailable, EngineTimeout):
+        raise
+    except EngineError:
+        return None
+
+
+async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) -> Finding:
+    """Whether a plain text, rendered by the folder's template, is likely to the model that the server serves.
+
+    It is compared with other ids of about the same rank that repeat where the text's own do: to a model of other ids,
+    both are noise, however well it copies and whatever it thinks of frequent ids. Raises `EngineUnavailable` and
+    `EngineTimeout`.
+    """
+    name = "text"
+    try:
+        ids = renderer.render(_SCORED).ids
+    except TokentapeError as error:
+        return Finding(name, "warn", f"not scored: {error}")
+    if len(ids) >= info.max_context:
+        return Finding(name, "warn", f"not scored: {len(ids)} tokens are too many for this server")
+    others = [other_ids(ids, renderer.tokenizer.vocab_size, seed) for seed in range(_SAMPLES)]
+    scored = await asyncio.gather(
+        *(prompt_logprobs(info.name, http, info.model, one.tolist()) for one in (ids, *others))
+    )
+    means = [float(np.mean(one[-SCORED_TOKENS:])) for one in scored if one is not None]
+    if len(means) != len(scored):
+        return Finding(name, "warn", "not scored: this server does not tell the likelihood of a prompt")
+    margin = means[0] - float(np.mean(means[1:]))
+    found = f"{margin:.1f} nats per token likelier than other ids of the same rank (at least {MARGIN} expected)"
+    if not margin >= MARGIN:
+        return Finding(name, "fail", f"a plain text is {found}", "These ids are no text to the model: it is another.")
+    return Finding(name, "ok", found)
+
+
+def other_ids(ids: TokenIds, vocab_size: int, seed: int) -> TokenIds:
+    """Other ids of about the same rank in the last `SCORED_TOKENS` places, the same one wherever an id repeats."""
+    random = np.random.default_rng(seed)
+    tail = ids[-SCORED_TOKENS:].astype(np.int64)
+    own, places = np.unique(tail, return_inverse=True)
+    low, high = np.maximum(own * 4 // 5 - 50, 0), np.minimum(own * 5 // 4 + 50, vocab_size)
+    return np.concatenate([ids[:-SCORED_TOKENS], random.integers(low, high)[places]]).astype(np.int32)
+
+
+def same_name(served: ServedAs, folder: FolderModel, expected: str | None = None) -> Finding:
+    """Compare what the server calls its model, and says of it, with the folder."""
+    name, config = "name", folder.config
+    says = f"the server says that it serves {', '.join(sorted(served.names)) or 'nothing'}"
+    advice = "Name the server's own model folder; or say with --engine-model NAME that NAME is the folder's model."
+    told = (("model_type", served.model_type), ("hidden_size", served.hidden_size))
+    for field, value in told:
+        if value is not None and config.get(field, value) != value:
+            return Finding(name, "fail", f"{says}: its {field} is {value}, the folder's {config[field]}", advice)
+    if expected is not None:
+        if expected in served.ids:
+            return Finding(name, "ok", f"the server serves {expected}, as it has to")
+        return Finding(name, "fail", f"{says}, not {expected}", advice)
+    if {_short(one) for one in served.names} & {_short(one) for one in folder.names}:
+        return Finding(name, "ok", says)
+    found = f"{says}; the folder is {min(folder.names, key=len)}"
+    if any(map(_telling, served.names)) and any(map(_telling, folder.names)):
+        return Finding(name, "fail", found, advice)
+    room = config.get("max_position_embeddings")
+    if isinstance(room, int) and served.max_model_len is not None and served.max_model_len > room:
+        return Finding(name, "fail", f"{found}; its context of {served.max_model_len} exceeds {room}", advice)
+    return Finding(name, "warn", f"{found}: the names do not tell whether that is the same", advice)
+
+
+def _hub_name(name: str) -> str:
+    """The Hub name in a path of the Hub's cache; any other name as it is."""
+    cached = re.search(r"models--([^/]+?)--([^/]+)", name)
+    return f"{cached[1]}/{cached[2]}" if cached else name
+
+
+def _short(name: str) -> str:
+    """The last part of a path or Hub name."""
+    return re.split(r"[/\\]", _hub_name(name).rstrip("/\\"))[-1].lower()
+
+
+def _telling(name: str) -> bool:
+    """Whether a name says which model it is: a Hub name, or one with a number of parameters in it."""
+    return bool(
+        re.fullmatch(r"[\w.-]+/[\w.-]+", _hub_name(name))
+        or re.search(r"(?<![a-z\d])\d+(\.\d+)?b(?![a-z\d])", _short(name))
+    )
+
+
+async def same_template(kind: str, http: HttpClient, model: str, renderer: Renderer) -> Finding:
+    """Compare the server's ids of conversations with ours. Other ids matter to whoever lets the server render."""
+    name, advice = "template", "Nothing is sampled from its rendering unless you capture; see `chat_template`."
+    compared = 0
+    for what, (messages, tools) in _CONVERSATIONS.items():
+        try:
+            ours = renderer.render(messages, tools).ids.tolist()
+            theirs = await server_chat_ids(kind, http, model, messages, tools)
+        except TemplateRefused:
+            continue
+        except TokentapeError as error:
+            return Finding(name, "warn", f"the server could not be asked how it renders: {error}")
+        if theirs is None:
+            continue
+        compared += 1
+        if theirs != ours:
+            return Finding(name, "warn", f"{what}: rendered, it has the ids {_around(ours, theirs)}", advice)
+    if not compared:
+        return Finding(name, "warn", "not compared: this server does not tell how it renders")
+    return Finding(name, "ok", f"the server's rendering is ours for {compared} conversations")
+
+
+def _around(ours: Sequence[int], theirs: Sequence[int]) -> str:
+    """Where two sequences begin to differ, in words."""
+    at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    return (
+        f"{list(ours[at : at + 4])} here and {list(theirs[at : at + 4])} at the server from token {at} on "
+        f"({len(ours)} and {len(theirs)} in all)"
+    )

@@ -1,0 +1,106 @@
+"""Added tokens of a tokenizer.json: the ids that the library gives them, and which of them are control tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_SPACE = "\u2581"
+"""What SentencePiece vocabularies write a space with."""
+
+_BARS = (("<|", "|>"), ("<\uff5c", "\uff5c>"))
+"""Spellings that are kept for control tokens, with the full-width form that DeepSeek uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """One entry of `added_tokens`."""
+
+    id: int
+    """The id that `tokenizers` gives it, which may differ from the declared one."""
+    declared_id: int
+    content: str
+    special: bool
+    normalized: bool
+    single_word: bool
+    strips: bool
+    """It takes white space next to it, or matches only beside certain characters."""
+
+    @property
+    def is_space(self) -> bool:
+        """Whether it is nothing but white space."""
+        return not self.content.replace(_SPACE, " ").strip()
+
+    @property
+    def is_words(self) -> bool:
+        """Whether it is made of letters, digits and white space only, as ordinary text is."""
+        return all(char.isalnum() or char.isspace() or char == _SPACE for char in self.content)
+
+
+def read_added_tokens(spec: Mapping[str, Any]) -> tuple[AddedToken, ...]:
+    """Return the added tokens of a tokenizer.json with the ids that `tokenizers` 0.21 to 0.23 gives them.
+
+    The library ignores a declared id: a token that is in the model's vocabulary keeps its id there, and any other one
+    takes the next free id. A token listed twice counts once.
+    """
+    vocab = spec["model"]["vocab"]
+    ids = vocab if isinstance(vocab, Mapping) else {entry[0]: n for n, entry in enumerate(vocab)}
+    found: dict[str, AddedToken] = {}
+    next_id = len(ids)
+    for token in spec.get("added_tokens", []):
+        content = token["content"]
+        if not content or content in found:
+            continue
+        token_id = ids.get(content, next_id)
+        next_id = max(next_id, token_id + 1)
+        strips = any(token.get(flag, False) for flag in ("lstrip", "rstrip", "single_word"))
+        found[content] = AddedToken(
+            token_id,
+            token["id"],
+            content,
+            token.get("special", False),
+            token.get("normalized", not token.get("special", False)),
+            token.get("single_word", False),
+            strips,
+        )
+    return tuple(found.values())
+
+
+def is_control(token: AddedToken, named: str, named_ids: frozenset[int]) -> bool:
+    """Return whether text must never become this token.
+
+    `named` holds the texts that name control tokens: chat templates and the strings of configurations.
+    """
+    if token.special:
+        return True
+    if token.is_words:
+        return False
+    bars = any(token.content.startswith(opening) or token.content.endswith(end) for opening, end in _BARS)
+    return bars or token.id in named_ids or token.content in named
+
+
+def strings_of(config: Any) -> Iterator[str]:
+    """Yield the strings of a configuration, without the list of all added tokens that some configurations repeat."""
+    if isinstance(config, str):
+        yield config
+    elif isinstance(config, Mapping):
+        for key, value in config.items():
+            if key != "added_tokens_decoder":
+                yield from strings_of(value)
+    elif isinstance(config, list):
+        for value in config:
+            yield from strings_of(value)
+
+
+def ids_in_config(config: Any) -> Iterator[int]:
+    """Yield the ids that a configuration gives as `..._token_id` or `..._token_index`, at any depth."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            if key.endswith(("_token_id", "_token_index")):
+                yield from (one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int))
+            else:
+                yield from ids_in_config(value)
+    elif isinstance(config, list):
+        for value in config:
+            yield from ids_in_config(value)

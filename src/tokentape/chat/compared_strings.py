@@ -1,0 +1,60 @@
+"""String constants that a chat template compares with the texts of messages: words that switch something in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from jinja2 import nodes
+
+_MOST = 32
+"""Constants that are tried; a template with more is one that was made to cost time."""
+
+_LONGEST = 200
+_METHODS = ("startswith", "endswith", "find", "rfind", "index", "count", "split", "rsplit", "partition", "rpartition")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_NOT_TEXT = ("role", "type", "name", "format", "arguments")
+"""Keys of messages and schemas that hold no text of a caller."""
+
+
+def compared_strings(template: nodes.Template) -> tuple[str, ...]:
+    """Return the constants that a template compares with other values, or passes to a method that looks for them.
+
+    A constant that was assigned to a variable first counts where the variable is compared. Roles and types are left
+    out: no text of a message is compared with those.
+    """
+    assigned = {
+        one.target.name: one.node
+        for one in template.find_all(nodes.Assign)
+        if isinstance(one.target, nodes.Name) and isinstance(one.node, nodes.Const | nodes.List | nodes.Tuple)
+    }
+    found: dict[str, None] = {}
+    for compare in template.find_all(nodes.Compare):
+        sides = [compare.expr, *(operand.expr for operand in compare.ops)]
+        if not any(map(_holds_no_text, sides)):
+            found |= dict.fromkeys(text for side in sides for text in _strings(side, assigned))
+    for call in template.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _METHODS:
+            found |= dict.fromkeys(text for argument in call.args for text in _strings(argument, assigned))
+    for test in template.find_all(nodes.Test):
+        if not _holds_no_text(test.node):
+            found |= dict.fromkeys(text for argument in test.args or () for text in _strings(argument, assigned))
+    return tuple(text for text in found if text.strip() and len(text) <= _LONGEST and text not in _ROLES)[:_MOST]
+
+
+def _strings(node: nodes.Node, assigned: Mapping[str, nodes.Expr]) -> Iterator[str]:
+    if isinstance(node, nodes.Name):
+        node = assigned.get(node.name, node)
+    if isinstance(node, nodes.Const) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, nodes.List | nodes.Tuple):
+        for item in node.items:
+            yield from _strings(item, {})
+
+
+def _holds_no_text(node: nodes.Node) -> bool:
+    """Return whether it is a role, a type or a name: `message.role`, `message["role"]`."""
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    if isinstance(node, nodes.Getattr):
+        return node.attr in _NOT_TEXT
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value in _NOT_TEXT

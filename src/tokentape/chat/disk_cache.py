@@ -1,0 +1,61 @@
+"""A folder of small files that save time: certificates and proofs, made once per machine.
+
+What cannot be read is made again, and what cannot be written is not kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+_MOST = 512
+"""Files kept. Template kwargs come from clients, who must not fill the disk."""
+
+_log = logging.getLogger("tokentape.chat")
+
+
+def cache_directory(kind: str) -> Path:
+    """Return `$TOKENTAPE_CACHE/KIND`, else `tokentape/KIND` in the user's cache directory of this system."""
+    chosen = os.environ.get("TOKENTAPE_CACHE")
+    return (Path(chosen) if chosen else _user_cache() / "tokentape") / kind
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a small file of the cache; log once, and go on, where the cache cannot be written."""
+    try:
+        _write(path, text)
+    except OSError as error:
+        _tell_unwritable(path.parent, error.strerror or type(error).__name__)
+
+
+def _user_cache() -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    name, fallback = ("LOCALAPPDATA", "AppData/Local") if sys.platform == "win32" else ("XDG_CACHE_HOME", ".cache")
+    # The XDG specification has relative paths ignored.
+    found = os.environ.get(name, "")
+    return Path(found) if os.path.isabs(found) else Path.home() / fallback
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as part:
+        try:
+            part.write(text)
+            part.close()
+            os.replace(part.name, path)
+        except OSError:
+            Path(part.name).unlink(missing_ok=True)
+            raise
+    kept = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime, reverse=True)
+    for old in kept[_MOST:]:
+        old.unlink(missing_ok=True)
+
+
+@cache
+def _tell_unwritable(folder: Path, reason: str) -> None:
+    _log.warning("the cache is not written: %s: %s. Name another place with TOKENTAPE_CACHE.", folder, reason)

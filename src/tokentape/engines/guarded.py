@@ -1,0 +1,200 @@
+"""An engine over HTTP that is sampled from only as long as its server is known to serve the right model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from tokentape.engines.base import UNVERIFIED, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.http import HttpClient
+from tokentape.engines.identity import ServedAs, served_as
+from tokentape.engines.remote import RemoteEngine
+from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
+from tokentape.types import TokenIds
+
+_log = logging.getLogger("tokentape.engines")
+
+LOOK_SECONDS = 10.0
+"""How long finding out may take; after it nothing is known."""
+
+NAMES_SECONDS = 30.0
+"""How old what `/v1/models` says may be when a call ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCheck:
+    """What is known of the model that a server serves."""
+
+    status: Literal["ok", "unverified", "refused"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What sampled when the server was looked at."""
+
+    generation: int
+    """`HttpClient.generation`."""
+    told: str | None
+    """Version of the weights, as the server tells it."""
+    named: str | None
+    """The same, as the gateway was told."""
+
+
+Look = Callable[[HttpClient, EngineInfo], Awaitable[ModelCheck]]
+"""Finds out whether a server serves the right model."""
+
+
+class GuardedEngine:
+    """A `RemoteEngine` of a server that was looked at. Open it with `open`; it is an `Engine`.
+
+    The server is looked at again when it may have been restarted, when it samples with other weights and when it
+    serves other models: before a completion ends, so that none is told whose model nobody knows. If it then serves
+    another model, calls fail as long as it does. If it can't be found out, and with `refuse` off in any case, calls go
+    on and `info` has the capability `UNVERIFIED`.
+    """
+
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        kind: str,
+        look: Look,
+        *,
+        refuse: bool = True,
+        weights_now: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._engine = engine
+        self._kind = kind
+        self._look = look
+        self._refuse = refuse
+        self._weights_now = weights_now
+        self._found = ModelCheck("unverified", "nothing is known yet")
+        self._infos = {known: marked(engine.info, unverified=not known) for known in (True, False)}
+        self._seen = _Seen(0, None, None)
+        self._served: ServedAs | None = None
+        self._named_at = 0.0
+        self._looking: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, engine: RemoteEngine, kind: str, look: Look, **options: Any) -> Self:
+        """Look at the server first. Raises `InvalidRequest` if it serves another model; the engine is closed then."""
+        guarded = cls(engine, kind, look, **options)
+        try:
+            await guarded._look_again(guarded._seen)
+            if guarded._refused:
+                raise InvalidRequest(_refusal(guarded._found), "model")
+        except BaseException:
+            await engine.close()
+            raise
+        return guarded
+
+    @property
+    def http(self) -> HttpClient:
+        """The connections to the server."""
+        return self._engine.http
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the server said when it was opened, with `UNVERIFIED` as long as its model is not known."""
+        return self._infos[self._found.status == "ok"]
+
+    async def sample(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+    ) -> AsyncGenerator[SampleDelta, None]:
+        """As the engine's own. Raises `EngineUnavailable` if the server serves another model."""
+        if self._refused:
+            await self._look_again(self._seen)
+            self._raise_if_refused()
+        sampled = self._engine.sample(prompt_ids, params, stream=stream, request_id=request_id)
+        async with aclosing(sampled) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason is not None:
+                    await self.settle(delta)
+                    delta = replace(delta, engine=str(self.info))
+                yield delta
+
+    async def settle(self, last: SampleDelta) -> None:
+        """Look at the server again if what sampled a completion may be another than was looked at.
+
+        Raises `EngineUnavailable` if it is.
+        """
+        told = last.weight_spans[-1].version if last.weight_spans else last.weight_version
+        # The first version that the server tells is that of the weights that were looked at.
+        now = _Seen(self.http.generation, told or self._seen.told, self._weights_now())
+        before = self._seen if self._seen.told is not None else replace(self._seen, told=now.told)
+        if now != before or await self._serves_others(NAMES_SECONDS):
+            await self._look_again(now)
+        else:
+            self._seen = now
+        self._raise_if_refused()
+
+    async def check(self) -> None:
+        """As the engine's own. Raises `EngineUnavailable` also if the server serves another model."""
+        await self._engine.check()
+        if self._refused or await self._serves_others(0.0):
+            await self._look_again(self._seen)
+        self._raise_if_refused()
+
+    async def close(self) -> None:
+        """As the engine's own."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
+        await self._engine.close()
+
+    @property
+    def _refused(self) -> bool:
+        return self._refuse and self._found.status == "refused"
+
+    def _raise_if_refused(self) -> None:
+        if self._refused:
+            raise EngineUnavailable(_refusal(self._found))
+
+    async def _serves_others(self, seconds: float) -> bool:
+        """Whether the server names other models than when it was looked at, if it was not asked for so long."""
+        now = asyncio.get_running_loop().time()
+        if now - self._named_at < seconds:
+            return False
+        self._named_at = now
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                return await served_as(self._kind, self.http) != self._served
+        except (EngineError, TimeoutError):
+            return True
+
+    async def _look_again(self, now: _Seen) -> None:
+        """Find out what the server serves; who comes while that is under way waits for the same."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._find_out(now))
+        await asyncio.shield(self._looking)
+
+    async def _find_out(self, now: _Seen) -> None:
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                self._served = await served_as(self._kind, self.http)
+                found = await self._look(self.http, self._engine.info)
+            self._seen = replace(now, generation=self.http.generation)
+            self._named_at = asyncio.get_running_loop().time()
+        except (EngineError, InvalidRequest, TimeoutError) as error:
+            found = ModelCheck("unverified", f"the server could not be asked ({type(error).__name__})")
+        if found != self._found:
+            level = logging.INFO if found.status == "ok" else logging.WARNING
+            _log.log(level, "the model of the %s server is %s: %s", self._kind, _WORDS[found.status], found.reason)
+        self._found = found
+
+
+_WORDS = {"ok": "verified", "unverified": "unverified", "refused": "not the folder's"}
+
+
+def _refusal(found: ModelCheck) -> str:
+    return f"the server does not serve the model folder's model: {found.reason} --unverified-model serves it anyway."
+
+
+def marked(info: EngineInfo, *, unverified: bool) -> EngineInfo:
+    """`info` with or without the capability `UNVERIFIED`."""
+    rest = tuple(one for one in info.capabilities if one != UNVERIFIED)
+    return replace(info, capabilities=(*rest, UNVERIFIED) if unverified else rest)

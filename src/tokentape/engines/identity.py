@@ -1,0 +1,181 @@
+"""What a server says of the model that it serves, and how likely that model finds a text: never to sample from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from tokentape.engines.http import HttpClient
+from tokentape.engines.replies import decode
+from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
+
+_ROUTES = (
+    "/v1/completions",
+    "/inference/v1/generate",
+    "/v1/chat/completions/render",
+    "/v1/chat/completions/derender",
+)
+
+_Shape = TypeVar("_Shape", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAs:
+    """What a server says of its model. What it does not say is empty or None."""
+
+    ids: frozenset[str]
+    """Names that requests may use."""
+    names: frozenset[str]
+    """The same without adapters, and the paths or Hub names that its weights came from."""
+    max_model_len: int | None = None
+    model_type: str | None = None
+    """As in config.json."""
+    hidden_size: int | None = None
+
+
+class _Meta(msgspec.Struct):
+    n_vocab: int = 0
+    n_embd: int | None = None
+
+
+class Card(msgspec.Struct):
+    """A model that a server lists."""
+
+    id: str
+    owned_by: str = ""
+    root: str | None = None
+    parent: str | None = None
+    """Of an adapter: the model that it is for."""
+    max_model_len: int | None = None
+    meta: _Meta | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[Card]
+
+
+class _ModelInfo(msgspec.Struct):
+    model_path: str | None = None
+    model_type: str | None = None
+
+
+class _Prompt(msgspec.Struct):
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
+
+
+class _Choices(_Prompt):
+    choices: list[_Prompt] = []
+
+
+class _Input(msgspec.Struct):
+    input_token_logprobs: list[tuple[float | None, int, Any]] = []
+
+
+class _Generated(msgspec.Struct):
+    meta_info: _Input
+
+
+async def served_cards(http: HttpClient) -> list[Card]:
+    """What `/v1/models` lists, at least one. Raises `EngineError` and kinds."""
+    cards = decode(await http.get("/v1/models"), _Cards, "an engine").data
+    if not cards:
+        raise EngineContractError("the engine lists no model at /v1/models; expected at least one")
+    return cards
+
+
+def chosen(cards: Sequence[Card], name: str | None) -> Card:
+    """The model of that name; the first if None, which is the base model where adapters are listed too.
+
+    Raises `InvalidRequest` if there is none.
+    """
+    for card in cards:
+        if name in (None, card.id):
+            return card
+    served = ", ".join(card.id for card in cards)
+    raise InvalidRequest(f"the engine does not serve that model; it serves {served}", "model")
+
+
+async def served_as(kind: str, http: HttpClient) -> ServedAs:
+    """What `/v1/models` says, and SGLang's `/model_info`. Raises `EngineError` and kinds."""
+    listed = await served_cards(http)
+    cards = [card for card in listed if card.parent is None]
+    more = _ModelInfo()
+    if kind == "sglang":
+        for path in ("/model_info", "/get_model_info"):
+            try:
+                more = decode(await http.get(path), _ModelInfo, "SGLang")
+                break
+            except (EngineUnavailable, EngineTimeout):
+                raise
+            except EngineError:
+                continue
+    names = {card.id for card in cards} | {card.root for card in cards} | {more.model_path}
+    return ServedAs(
+        ids=frozenset(card.id for card in listed),
+        names=frozenset(name for name in names if name),
+        max_model_len=next((card.max_model_len for card in cards if card.max_model_len), None),
+        model_type=more.model_type,
+        hidden_size=next((card.meta.n_embd for card in cards if card.meta is not None), None),
+    )
+
+
+async def offered_routes(http: HttpClient) -> list[str]:
+    """Which of vLLM's routes from ids to ids and messages to ids the server has: it refuses an empty body there."""
+    found = []
+    for path in _ROUTES:
+        try:
+            await http.post(path, b"{}", {})
+        except InvalidRequest:
+            found.append(path)
+        except (EngineUnavailable, EngineTimeout):
+            raise
+        except EngineError:
+            continue
+    return found
+
+
+async def prompt_logprobs(name: str, http: HttpClient, model: str, ids: Sequence[int]) -> list[float] | None:
+    """Log-probabilities of all `ids` but the first by the server's model; None if it does not tell them.
+
+    `name` is an `EngineInfo.name`. Raises `EngineUnavailable` and `EngineTimeout`.
+    """
+    given = list(ids)
+    if name in ("vllm", "openai:vllm"):
+        sampling: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body = {"model": model, "prompt": given, "add_special_tokens": False}
+        completion = await _asked(http, "/v1/completions", body | sampling, _Choices)
+        found = _of_rows(given, completion.choices[0] if completion is not None and completion.choices else None)
+        if name == "vllm" and None in found[1:]:
+            body = {"model": model, "token_ids": given, "sampling_params": sampling}
+            found = _of_rows(given, await _asked(http, "/inference/v1/generate", body, _Prompt))
+    elif name == "sglang":
+        sampling = {"max_new_tokens": 1, "temperature": 1.0}
+        body = {"input_ids": given, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        told = await _asked(http, "/generate", body, _Generated)
+        entries = told.meta_info.input_token_logprobs if told is not None else []
+        found = [entry[0] for entry in entries] if [entry[1] for entry in entries] == given else []
+    else:
+        return None
+    logprobs = [value for value in found[1:] if isinstance(value, float | int)]
+    return logprobs if len(logprobs) == len(given) - 1 else None
+
+
+def _of_rows(ids: Sequence[int], prompt: _Prompt | None) -> list[float | None]:
+    """The log-probability of each id in vLLM's rows."""
+    rows = prompt.prompt_logprobs if prompt is not None else None
+    return [
+        (row or {}).get(str(one), {}).get("logprob") for one, row in zip(ids, rows or [None] * len(ids), strict=False)
+    ]
+
+
+async def _asked(http: HttpClient, path: str, body: Mapping[str, Any], shape: type[_Shape]) -> _Shape | None:
+    """The answer; None if the server does not take this."""
+    try:
+        return decode(await http.post(path, msgspec.json.encode(body), {}), shape, "an engine")
+    except (EngineUnavailable, EngineTimeout):
+        raise
+    except (EngineError, InvalidRequest):
+        return None

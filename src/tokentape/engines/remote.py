@@ -1,0 +1,79 @@
+"""What the engines over HTTP share: connections to one server, what it said of itself, whether it answers, its end."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Coroutine
+
+from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
+from tokentape.engines.http import HttpClient
+from tokentape.errors import EngineError, EngineUnavailable
+from tokentape.types import TokenIds
+
+
+class RemoteEngine(ABC):
+    """The parts of an `Engine` that do not depend on the kind of server."""
+
+    _health = "/health"
+
+    def __init__(self, http: HttpClient, info: EngineInfo) -> None:
+        self._http = http
+        self._info = info
+        self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def http(self) -> HttpClient:
+        """The connections to the server."""
+        return self._http
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the server said when it was opened."""
+        return self._info
+
+    @abstractmethod
+    def sample(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+    ) -> AsyncGenerator[SampleDelta, None]:
+        """Sample a continuation of `prompt_ids`, int32 [tokens]; see `Engine`.
+
+        The delta with the finish_reason comes only when the whole reply has been checked.
+
+        Raises:
+            InvalidRequest: the prompt is empty, too long or holds an unknown id; a parameter is out of range, here or
+                by the server's own limits.
+            UnsupportedParameter: this server would ignore a parameter that was set, or means something else by it.
+            EngineContractError: the reply lacks ids, log-probabilities or counts, or they disagree.
+            EngineUnavailable: the server can't be reached or takes no requests.
+            EngineTimeout: it was silent for too long, as a paused server is.
+            EngineError: it failed, or the connection broke.
+
+        """
+
+    def _refuse(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
+        """Raise for what no server is asked."""
+        refuse_prompt(prompt_ids, self._info)
+        refuse_params(params)
+        refuse_unhonoured(params, self._info)
+
+    async def check(self) -> None:
+        """Return if the server says within `Timeouts.connect` that it is healthy, else raise `EngineUnavailable`."""
+        try:
+            await self._http.get(self._health, stage="connect")
+        except EngineUnavailable:
+            raise
+        except EngineError as error:
+            raise EngineUnavailable(f"the engine is not healthy: {error}") from None
+
+    async def close(self) -> None:
+        """Close all connections, which aborts what runs on them. May be called again."""
+        await asyncio.gather(*self._background)
+        await self._http.close()
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        """Do something that no call waits for; `close` does."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,0 +1,200 @@
+"""Golden sessions: what was sampled, and what a loss has to see of it, found turn by turn.
+
+The expected values come from the lists of turns alone, by walking from each leaf to its root; nothing that makes
+samples is called for them. The token that ends a turn is also the padding id, prompts repeat sampled ids, and logprobs
+have no short form, so that masks made by id and rounded logprobs show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import exp, log, sin
+from typing import Any
+
+import numpy as np
+
+from tokentape.session.flatten import trajectories
+from tokentape.session.tree import Session
+from tokentape.types import FinishReason, Provenance, Reward, SessionInfo, Trajectory, Turn
+
+VOCAB_SIZE = 128
+PAD = 2
+"""The padding id, which also ends every turn that stops by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A sampled token."""
+
+    session: str
+    turn: int
+    offset: int
+    id: int
+    version: str
+    """Of the weights that sampled it."""
+    temperature: float
+    """At which it was sampled."""
+
+    def logprob(self, temperature: float | None = None) -> float:
+        """Return its log-probability under the golden model, at its own temperature or another."""
+        return _logprob(self.id, 11 * ord(self.session) + 7 * self.turn + self.offset, temperature or self.temperature)
+
+
+@cache
+def _logprob(token_id: int, place: int, temperature: float) -> float:
+    logits = [3 * sin(1.7 * n * n + place) / temperature for n in range(VOCAB_SIZE)]
+    return logits[token_id] - log(sum(map(exp, logits)))
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenTurn:
+    """What a turn added to its parent's context, and what was sampled."""
+
+    parent: int | None
+    added: tuple[int, ...]
+    sampled: tuple[Token, ...]
+    finish: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenSession:
+    """A session. `recorded_at` is the temperature of its recorded logprobs, None for the one it was sampled at."""
+
+    name: str
+    group: str
+    reward: float | None
+    turns: tuple[GoldenTurn, ...]
+    recorded_at: float | None
+
+    def tokens(self) -> list[Token]:
+        """Return every token to be trained, once."""
+        return [token for turn in self.turns if turn.finish != "abort" for token in turn.sampled]
+
+    def paths(self) -> list[list[int | Token]]:
+        """Return each root-to-leaf path: ids of the context, and sampled tokens. Aborted turns are in none."""
+        kept = [seq for seq, turn in enumerate(self.turns) if turn.finish != "abort"]
+        leaves = [seq for seq in kept if all(self.turns[other].parent != seq for other in kept)]
+        found: list[list[int | Token]] = []
+        for leaf in leaves:
+            path: list[int | Token] = []
+            at: int | None = leaf
+            while at is not None:
+                path[:0] = [*self.turns[at].added, *self.turns[at].sampled]
+                at = self.turns[at].parent
+            found.append(path)
+        return found
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return the session as Tokentape hands it out."""
+        session = Session(SessionInfo(self.name, 0.0, {"group": self.group}), map(self._turn, range(len(self.turns))))
+        return trajectories(session, [] if self.reward is None else [Reward(self.name, None, self.reward, 0.0)])
+
+    def _turn(self, seq: int) -> Turn:
+        turn = self.turns[seq]
+        versions = [token.version for token in turn.sampled]
+        codes = [Provenance.CLOSE if one == PAD else Provenance.TEMPLATE for one in turn.added]
+        sibling = any(one.parent == turn.parent and one.finish != "abort" for one in self.turns[:seq])
+        return Turn(
+            session_id=self.name,
+            seq=seq,
+            parent=turn.parent,
+            setup="",
+            messages=({"role": "user", "content": f"{seq}"},),
+            reply={"role": "assistant", "content": f"{seq}"},
+            added_ids=np.array(turn.added, np.int32),
+            added_provenance=np.array(codes, np.uint8),
+            completion_ids=np.array([token.id for token in turn.sampled], np.int32),
+            logprobs=np.array([token.logprob(self.recorded_at) for token in turn.sampled], np.float32),
+            finish_reason=turn.finish,
+            stop=PAD if turn.finish == "stop" else None,
+            fork="sibling" if sibling else None,
+            sampling={"temperature": turn.sampled[0].temperature},
+            engine=f"golden 1 {'processed' if self.recorded_at is None else 'raw'}_logprobs",
+            weight_version=versions[0],
+            created_at=0.0,
+            digest="",
+            weight_changes=tuple((n, versions[n]) for n in range(1, len(versions)) if versions[n] != versions[n - 1]),
+            abort_cause="engine_unavailable" if turn.finish == "abort" else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """Sessions that make one batch. One that is `refusable` may be refused, since its loss may not be computable."""
+
+    name: str
+    sessions: tuple[GoldenSession, ...]
+    refusable: bool = False
+
+    def advantages(self, counted: Iterable[str] | None = None) -> dict[str, float]:
+        """Return each session's reward minus the mean of its group; of sessions without reward there is none.
+
+        The mean is over sessions, or, to show that error, over `counted`, names as often as they come.
+        """
+        rewards = {one.name: one.reward for one in self.sessions if one.reward is not None}
+        groups = {one.name: one.group for one in self.sessions}
+        names = [name for name in counted or rewards if name in rewards]
+        alike = {name: [rewards[other] for other in names if groups[other] == groups[name]] for name in rewards}
+        return {name: reward - sum(alike[name]) / max(1, len(alike[name])) for name, reward in rewards.items()}
+
+
+def _session(
+    name: str,
+    reward: float | None,
+    parents: Sequence[int | None],
+    *,
+    group: int = 0,
+    ends: Mapping[int, FinishReason] | None = None,
+    new_weights: tuple[int, int] = (99, 0),
+    temperature: float = 1.0,
+    recorded_at: float | None = None,
+) -> GoldenSession:
+    """Make a session of so many turns. Tokens from `new_weights`, a turn and an offset, on are of version 8, not 7."""
+    turns: list[GoldenTurn] = []
+    number = ord(name) - ord("a")
+    for seq, parent in enumerate(parents):
+        finish: FinishReason = (ends or {}).get(seq, "stop")
+        # The first id is that of no other turn, so that a row says which turns it holds.
+        place = 8 * number + seq
+        ids = [64 + place, *(3 + (7 * place + 11 * n) % 40 for n in range(3 + place % 3)), *[PAD] * (finish == "stop")]
+        versions = ["8" if (seq, n) >= new_weights else "7" for n in range(len(ids))]
+        sampled = [Token(name, seq, n, ids[n], versions[n], temperature) for n in range(len(ids))]
+        close = [] if parent is None or turns[parent].finish == "stop" else [PAD]
+        added = [50, 10, 51 + group, 12] if parent is None else [*close, 55, 10 + seq, 56]
+        turns.append(GoldenTurn(parent, tuple(added), tuple(sampled), finish))
+    return GoldenSession(name, f"g{group}", reward, tuple(turns), recorded_at)
+
+
+def _with_a_short_one(name: str, parents: Sequence[int | None] = (None, 0, 1), **changed: Any) -> Golden:
+    both = {key: value for key, value in changed.items() if key in ("temperature", "recorded_at")}
+    sessions = _session("a", 1.0, parents, **changed), _session("b", 0.3, [None], **both)
+    return Golden(name, sessions, refusable="recorded_at" in changed)
+
+
+GOLDEN = (
+    _with_a_short_one("exact"),
+    _with_a_short_one("forked", (None, 0, 0, 2)),
+    _with_a_short_one("truncated at the end", ends={2: "length"}),
+    _with_a_short_one("truncated in the middle", ends={0: "length"}),
+    _with_a_short_one("aborted", (None, 0, 0, 2), ends={1: "abort"}),
+    _with_a_short_one("two weight versions", new_weights=(1, 2)),
+    Golden(
+        "groups of unequal branches",
+        (
+            _session("a", 1.0, (None, 0, 0, 0, 3)),
+            _session("b", 0.0, (None, 0, 1)),
+            _session("c", 0.35, (None, 0, None)),
+            _session("d", 0.0, (None,), group=1),
+            _session("e", 0.75, (None, None, 1), group=1),
+        ),
+    ),
+    Golden(
+        "no reward",
+        (_session("a", 1.0, (None, 0, 1)), _session("b", None, (None, 0)), _session("c", 0.3, (None,))),
+        refusable=True,
+    ),
+    _with_a_short_one("sampled at 1.4, recorded at 1.4", temperature=1.4),
+    _with_a_short_one("sampled at 1.4, recorded at 1", temperature=1.4, recorded_at=1.0),
+)

@@ -1,0 +1,293 @@
+"""Rows as a loss sees them, and what is wrong with them, measured by golden sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tokentape.testing.golden import PAD, Golden, GoldenSession, Token
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sequence as the loss sees it. Values per token are sequences or arrays, each value at its own token.
+
+    What stays None is not checked, and the report says so.
+    """
+
+    token_ids: Any
+    """Of one sample, with or without padding; a packed row is given as several."""
+    weights: Any
+    """The factor of each token's term in the loss, up to one above 0 for the whole batch; a loss mask will do."""
+    logprobs: Any = None
+    """Per token what the policy that sampled it is taken to have given it. Read where `weights` is not 0."""
+    advantages: Any = None
+    """Per token, read where `weights` is not 0: reward minus the group's mean, times any factor per group."""
+    reward: float | None = None
+    """Of a session that became several rows at least one has it."""
+    truncated: bool | None = None
+    """Whether the row ends where sampling ran out of tokens."""
+    weight_versions: Any = None
+    """Which weights sampled: one version per token, or a set for the row."""
+    temperature: float | None = None
+    """What the trainer divides its logits by, where the row says that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it has to be. `kind` is a name that docs/reference/samples.md lists."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A row, and the golden tokens that it consists of."""
+
+    row: Row
+    session: GoldenSession
+    cells: list[Token | None]
+    """Per position the sampled token; None for context and padding."""
+    start: int
+    end: int
+    """Where padding ends, and where it begins again."""
+
+    @property
+    def trained(self) -> dict[int, Token]:
+        """Sampled tokens with weight, by position."""
+        return {at: cell for at, cell in enumerate(self.cells) if cell is not None and self.row.weights[at]}
+
+    @property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        """Which positions are of sampled tokens."""
+        return np.array([cell is not None for cell in self.cells])
+
+    @property
+    def real(self) -> npt.NDArray[np.bool_]:
+        """Which positions are no padding."""
+        return (np.arange(len(self.cells)) >= self.start) & (np.arange(len(self.cells)) < self.end)
+
+    @property
+    def prompt(self) -> npt.NDArray[np.bool_]:
+        """Which positions stand before the first sampled token."""
+        return self.real & (np.arange(len(self.cells)) < self.sampled.argmax())
+
+    @property
+    def scored(self) -> bool:
+        """Whether the session has a reward."""
+        return self.session.reward is not None
+
+
+def _plain(row: Row) -> Row:
+    versions = row.weight_versions
+    return replace(
+        row,
+        token_ids=np.asarray(row.token_ids),
+        weights=np.asarray(row.weights, np.float64),
+        logprobs=None if row.logprobs is None else np.asarray(row.logprobs),
+        advantages=None if row.advantages is None else np.asarray(row.advantages, np.float64),
+        reward=None if row.reward is None or np.isnan(row.reward) else float(row.reward),
+        weight_versions=versions if isinstance(versions, set | frozenset | None) else np.asarray(versions),
+    )
+
+
+def findings(golden: Golden, rows: Sequence[Row]) -> list[Finding]:
+    """Compare rows with what the golden turns say."""
+    placed, found = place(golden, rows)
+    for one in placed:
+        found += [*_mask(one), *_logprobs(one), *_labels(one)]
+    return [*found, *_weights(golden, placed), *_rewards(golden, placed), *_advantages(golden, placed)]
+
+
+def place(golden: Golden, rows: Sequence[Row]) -> tuple[list[Placed], list[Finding]]:
+    """Find the path that each row is the beginning of, and which rows are of none."""
+    paths = [(session, path) for session in golden.sessions for path in session.paths()]
+    placed, found = [], []
+    for n, row in enumerate(map(_plain, rows)):
+        ids, size = row.token_ids.tolist(), len(row.token_ids)
+        arrays = [getattr(row, one.name) for one in fields(Row)]
+        if any(isinstance(values, np.ndarray) and values.shape != (size,) for values in arrays):
+            found.append(Finding("lengths differ", f"row {n} has {size} tokens, and values of another shape"))
+            continue
+        longest, best = 0, None
+        for session, path in paths:
+            own = [cell.id if isinstance(cell, Token) else cell for cell in path]
+            for start in range(size):
+                if ids[:start] != [PAD] * start:
+                    break
+                same = next((i for i in range(len(own)) if i + start >= size or ids[start + i] != own[i]), len(own))
+                longest = max(longest, same)
+                if {*ids[start + same :]} <= {PAD} and (best is None or same > best.end - best.start):
+                    cells = [cell if isinstance(cell, Token) else None for cell in path[:same]]
+                    cells = [*[None] * start, *cells, *[None] * (size - start - same)]
+                    best = Placed(row, session, cells, start, start + same)
+        if best is None or not any(best.cells):
+            found.append(Finding("ids not as recorded", f"row {n}: no session has these ids after {longest} tokens"))
+        else:
+            placed.append(best)
+    return placed, found
+
+
+def _mask(one: Placed) -> Iterator[Finding]:
+    on = one.row.weights != 0
+    wrong = on & ~one.sampled
+    context = one.real & ~one.sampled
+    # A trainer that has a mask of the response only leaves the prompt out when it inverts that.
+    inner = context & ~one.prompt if (context & ~one.prompt).any() else context
+    last_turn = max(cell.turn for cell in one.cells if cell is not None)
+    to_left = not on[-1] and _of_whole_turns(one, np.append(0, on[:-1]))
+    to_right = _of_whole_turns(one, np.append(on[1:], 0)) and not _of_whole_turns(one, on)
+    if wrong.any() and on[inner].all() and all(cell.turn != last_turn for cell in one.trained.values()):
+        kind = "mask inverted"
+    elif on.any() and ((wrong.any() and to_left) or to_right):
+        kind = "mask shifted"
+    elif not wrong.any():
+        return
+    elif not (wrong & one.real).any():
+        kind = "padding trained"
+    else:
+        kind = "prompt trained" if (wrong & one.prompt).any() else "context trained"
+    yield Finding(kind, f"a row of session {one.session.name} trains {np.flatnonzero(on).tolist()}")
+
+
+def _of_whole_turns(one: Placed, on: npt.NDArray[Any]) -> bool:
+    """Whether a mask is that of whole turns; the row's last position may be missing."""
+    turns = {cell.turn for cell, is_on in zip(one.cells, on, strict=True) if is_on and cell is not None}
+    whole = np.array([cell is not None and cell.turn in turns for cell in one.cells])
+    return bool((on[:-1] == whole[:-1]).all() and on[-1] <= whole[-1])
+
+
+def _weights(golden: Golden, placed: Sequence[Placed]) -> Iterator[Finding]:
+    """Each token once; then all tokens, or all sessions, count alike."""
+    where: dict[Token, list[tuple[float, int]]] = {}
+    for one in placed:
+        for at, token in one.trained.items():
+            where.setdefault(token, []).append((one.row.weights[at], len(one.trained)))
+    by_reward = any(one.row.reward is not None or one.row.advantages is not None for one in placed)
+    wanted = {s.name: s for s in golden.sessions if s.reward is not None or not by_reward}
+    missing = [token for session in wanted.values() for token in session.tokens() if token not in where]
+    if missing:
+        last = all(token == wanted[token.session].turns[token.turn].sampled[-1] for token in missing)
+        kind = "last token not trained" if last else "not trained"
+        yield Finding(kind, f"{len(missing)} sampled tokens, the first in session {missing[0].session}")
+    twice = [token for token, rows in where.items() if len(rows) > 1]
+    if twice:
+        yield Finding("trained twice", f"{len(twice)} tokens, the first in session {twice[0].session}")
+    once = [(t.session, *rows[0]) for t, rows in where.items() if len(rows) == 1 and t.session in wanted]
+    by_session = [weight * len(wanted[name].tokens()) for name, weight, _ in once]
+    if _alike([weight for _, weight, _ in once]) or _alike(by_session):
+        return
+    by_row = [[weight * size for name, weight, size in once if name == session] for session in wanted]
+    kind = "siblings counted as sessions" if all(map(_alike, by_row)) else "weights out of proportion"
+    yield Finding(kind, "neither all tokens nor all sessions count alike in the loss")
+
+
+def _alike(values: Sequence[float]) -> bool:
+    return not values or (min(values) > 0 and max(values) <= 1.0001 * min(values))
+
+
+def _logprobs(one: Placed) -> Iterator[Finding]:
+    if one.row.logprobs is None:
+        return
+    trained, given = one.trained, one.row.logprobs.astype(np.float64).tolist()
+    recorded = [0.0 if cell is None else cell.logprob() for cell in one.cells]
+
+    def fits(expected: Callable[[int], float], within: float = 1e-5) -> bool:
+        return all(abs(given[at] - expected(at)) <= within for at in trained)
+
+    def moved(by: int) -> Callable[[int], float]:
+        return lambda at: recorded[at + by] if 0 <= at + by < len(recorded) else 0.0
+
+    def at_temperature(value: float) -> Callable[[int], float]:
+        return lambda at: trained[at].logprob(value)
+
+    if fits(moved(0)) and one.row.logprobs.dtype != np.float16:
+        return
+    if all(abs(given[at] - recorded[at]) <= 2**-8 * abs(recorded[at]) for at in trained):
+        kind, text = "logprobs rounded", f"fewer digits than float32 has, in {one.row.logprobs.dtype}"
+    elif (by := next((by for by in range(-len(given), len(given)) if fits(moved(by))), None)) is not None:
+        kind, text = "logprobs shifted", f"those of {by:+} positions on"
+    elif (other := next((n / 100 for n in range(5, 301) if fits(at_temperature(n / 100), 1e-4)), None)) is not None:
+        own = next(iter(trained.values())).temperature
+        kind, text = "logprobs of another temperature", f"those of {other:g}, sampled at {own:g}"
+    else:
+        kind, text = "logprobs differ", "others than it was sampled with"
+    yield Finding(kind, f"a row of session {one.session.name} has {text}")
+
+
+def _labels(one: Placed) -> Iterator[Finding]:
+    """What a row says of itself besides numbers per token."""
+    row, where = one.row, f"a row of session {one.session.name}"
+    last = next(cell for cell in reversed(one.cells) if cell is not None)
+    turn = one.session.turns[last.turn]
+    cut = turn.finish == "length" and last == turn.sampled[-1]
+    if row.truncated is not None and row.truncated != cut:
+        yield Finding("truncation hidden" if cut else "truncation claimed", f"{where} ended by {turn.finish}")
+    versions = row.weight_versions
+    of_row, of_trained = {cell.version for cell in one.cells if cell}, {cell.version for cell in one.trained.values()}
+    if isinstance(versions, np.ndarray):
+        right = all(versions[at] == token.version for at, token in one.trained.items())
+    else:
+        right = versions is None or of_trained <= versions <= of_row
+    if not right:
+        yield Finding("version of other weights", f"{where} was sampled by {sorted(of_trained)}")
+    if row.temperature is not None and abs(row.temperature - last.temperature) > 1e-6:
+        yield Finding("temperature differs", f"{where} says {row.temperature:g}, sampled at {last.temperature:g}")
+
+
+def _rewards(golden: Golden, placed: Sequence[Placed]) -> Iterator[Finding]:
+    given = [(one.session, one.row.reward) for one in placed if one.row.reward is not None]
+    for session in golden.sessions if given else ():
+        if session.reward is not None and session not in [one for one, _ in given]:
+            yield Finding("reward missing", f"session {session.name} has {session.reward:g}, and no row says so")
+    for session, value in given:
+        own, others = session.reward, [one.reward for one in golden.sessions if one.reward is not None]
+        if own is not None and abs(value - own) <= 1e-6:
+            continue
+        if any(abs(value - other) <= 1e-6 for other in others):
+            kind = "reward of another session"
+        elif own is None:
+            kind = "reward invented"
+        else:
+            several = own and abs(value / own - round(value / own)) < 1e-6
+            kind = "reward counted several times" if several else "reward differs"
+        yield Finding(kind, f"a row of session {session.name} has {value:g}, the session {own}")
+
+
+def _advantages(golden: Golden, placed: Sequence[Placed]) -> Iterator[Finding]:
+    """Per group: rewards minus their mean over sessions, times any positive factor."""
+    by_session, by_row = golden.advantages(), golden.advantages([one.session.name for one in placed if one.trained])
+    groups: dict[str, list[tuple[float, float, float]]] = {}
+    for one in placed:
+        name, given = one.session.name, one.row.advantages
+        values = set() if given is None else {float(given[at]) for at in one.trained}
+        if one.scored:
+            groups.setdefault(one.session.group, []).extend((v, by_session[name], by_row[name]) for v in values)
+        elif np.isfinite(list(values)).any():
+            yield Finding("reward invented", f"session {name} has none, and its tokens have an advantage")
+    for group, found in groups.items():
+        given, wanted, of_rows = np.array(found).reshape(-1, 3).T
+        if not found or _proportional(given, wanted):
+            continue
+        times = given / wanted
+        least = times.min()
+        if _proportional(given, of_rows):
+            kind = "siblings counted as sessions"
+        elif least < 0:
+            kind = "reward of another session"
+        else:
+            whole = least > 0 and np.allclose(times / least, np.round(times / least), atol=1e-4)
+            kind = "reward counted several times" if whole else "advantages differ"
+        shown = f"{given.round(4).tolist()}, expected in proportion to {wanted.round(4).tolist()}"
+        yield Finding(kind, f"group {group} has advantages {shown}")
+
+
+def _proportional(values: npt.NDArray[Any], to: npt.NDArray[Any]) -> bool:
+    largest = np.abs(to).argmax()
+    factor = values[largest] / to[largest] if to[largest] and np.isfinite(values).all() else 0.0
+    return bool(factor > 0 and np.allclose(values, factor * to, rtol=0, atol=1e-4 * np.abs(values).max()))

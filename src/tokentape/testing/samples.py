@@ -1,0 +1,124 @@
+"""A conformance kit for what a trainer makes of samples: each sampled token has to reach the loss as it was sampled.
+
+Write one function, from `Sample`s to the rows that your loss sees, and run it:
+
+    python -m tokentape.testing.samples my_trainer.data:rows
+
+The kit gives it golden sessions and compares each row with what their turns say. Then it plants errors in the rows and
+looks for each. The exit code is 1 if a golden session is not as it has to be, or a planted error goes unnoticed.
+
+>>> def rows(samples):                                                              # doctest: +SKIP
+...     for one in my_data_path(samples):
+...         yield Row(one.input_ids, one.loss_mask, one.old_logprobs, advantages=one.advantages)
+>>> print(check_samples(rows))                                                      # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
+
+import numpy as np
+
+from tokentape.errors import InvalidRequest
+from tokentape.testing.golden import GOLDEN
+from tokentape.testing.planted import ERRORS
+from tokentape.testing.rows import Finding, Row, findings, place
+from tokentape.training.samples import Sample, assemble
+from tokentape.types import Trajectory
+
+__all__ = ["Finding", "Report", "Row", "check_samples", "findings", "golden_samples", "main"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What held. `str(report)` is a table."""
+
+    goldens: dict[str, list[Finding]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Golden sessions that the data path refused and may refuse, with its words."""
+    planted: dict[str, dict[str, bool]] = field(default_factory=dict)
+    """Whether each planted error was caught, by the golden sessions in which it changes anything."""
+    not_given: tuple[str, ...] = ()
+    """Fields of `Row` that no row had."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every golden session holds and no planted error went unnoticed."""
+        return not any(self.goldens.values()) and all(all(one.values()) for one in self.planted.values())
+
+    def __str__(self) -> str:
+        lines = []
+        for name, found in self.goldens.items():
+            text = {one.kind: one.text for one in reversed(found)}
+            shown = [f"{kind} ({number}): {text[kind]}" for kind, number in Counter(one.kind for one in found).items()]
+            shown = shown or [f"refused: {self.refused[name]}" if name in self.refused else "held"]
+            lines += [f"{'' if n else name:34}{line}" for n, line in enumerate(shown)]
+        for name, caught in self.planted.items():
+            missed = [golden for golden, was_caught in caught.items() if not was_caught]
+            tried = f"caught in {sum(caught.values())} of {len(caught)}" if caught else "not tried: changes nothing"
+            lines.append(f"{name:34}{tried}" + (f", unnoticed in: {'; '.join(missed)}" if missed else ""))
+        return "\n".join([*lines, f"{'not given, so not checked':34}{', '.join(self.not_given) or 'nothing'}"])
+
+
+def golden_samples(paths: Sequence[Trajectory]) -> Sequence[Sample]:
+    """Make samples as `assemble` does by default, grouped by the sessions' metadata."""
+    return assemble(paths, group="group").samples
+
+
+def check_samples(
+    adapter: Callable[[Sequence[Sample]], Iterable[Row]],
+    *,
+    samples: Callable[[Sequence[Trajectory]], Sequence[Sample]] = golden_samples,
+) -> Report:
+    """Run a data path on the golden sessions, then look for every planted error in what it made of them.
+
+    `samples` makes what `adapter` gets. An exception of the data path is a finding, but for an `InvalidRequest` where a
+    golden session may be refused.
+    """
+    report = Report(planted={error.name: {} for error in ERRORS})
+    given: set[str] = set()
+    for golden in GOLDEN:
+        try:
+            rows = list(adapter(samples([one for session in golden.sessions for one in session.trajectories()])))
+        except Exception as raised:
+            refused = golden.refusable and isinstance(raised, InvalidRequest)
+            report.goldens[golden.name] = [] if refused else [Finding("failed", f"{type(raised).__name__}: {raised}")]
+            report.refused.update({golden.name: str(raised)} if refused else {})
+            continue
+        given.update(one.name for row in rows for one in fields(Row) if getattr(row, one.name) is not None)
+        found = report.goldens[golden.name] = findings(golden, rows)
+        placed, _ = place(golden, rows)
+        trained = [one for one in placed if one.trained]
+        others = [one.row for one in placed if not one.trained]
+        for error in ERRORS:
+            wrong = error.plant(golden, trained)
+            if any(map(_differ, wrong, [one.row for one in trained])):
+                kinds = {one.kind for one in findings(golden, wrong + others)} - {one.kind for one in found}
+                # What is wrong already may hide an error; then this golden session has failed anyway.
+                if error.kind in kinds or not found:
+                    report.planted[error.name][golden.name] = error.kind in kinds
+    return replace(report, not_given=tuple(one.name for one in fields(Row) if one.name not in given))
+
+
+def _differ(row: Row, other: Row) -> bool:
+    pairs = [(np.asarray(getattr(row, one.name)), np.asarray(getattr(other, one.name))) for one in fields(Row)]
+    return any(a.dtype != b.dtype or a.shape != b.shape or repr(a.tolist()) != repr(b.tolist()) for a, b in pairs)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the adapter that `module.path:name` names, print the report, and return the exit code."""
+    if len(arguments) != 1 or ":" not in arguments[0]:
+        print("usage: python -m tokentape.testing.samples MODULE:FUNCTION", file=sys.stderr)
+        return 2
+    module, _, name = arguments[0].partition(":")
+    report = check_samples(getattr(import_module(module), name))
+    print(report)
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

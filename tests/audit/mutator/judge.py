@@ -1,0 +1,264 @@
+"""What an audit and a lock say of two folders, held against what the oracle found: complaints, where they are wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tests.audit.mutator.files import CONFIG, GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, Model, write
+from tests.audit.mutator.harmless import NOT_AS_LOCKED
+from tests.audit.mutator.oracle import Effect, Refused, View, attempt, effects
+from tests.audit.mutator.texts import about
+from tests.audit.mutator.undo import AREAS, AREAS_OF_KIND, areas_between, exchange
+from tokentape.audit.lock import examine, make_lock
+from tokentape.audit.skew.auditor import audit
+from tokentape.audit.skew.findings import AuditReport, Finding
+from tokentape.audit.skew.sides.base import Conversation, Side
+from tokentape.audit.skew.sides.opening import open_side
+from tokentape.errors import TokentapeError
+
+Audit: TypeAlias = Callable[[str | Side, str | Side], AuditReport]
+
+CLEAN = "called clean"
+ALARM = "false alarm"
+NOT_UNDONE = "cause does not hold"
+SHOWS_NOTHING = "input shows no difference"
+NO_INPUT = "no input shown"
+CRASH = "audit crashes"
+PASSES = "check passes"
+CHECK_ALARM = "check alarms"
+CHECK_CRASH = "check crashes"
+
+_BY_TRANSFORMERS = {"auto ids", "auto refused"}
+_BY_TEXT = {"ids", "special ids", "unstable", "text of ids", "rendering"}
+_FILES_OF_EFFECT = {
+    "ids": {TOKENIZER},
+    "special ids": {TOKENIZER},
+    "unstable": {TOKENIZER},
+    "cut or padded": {TOKENIZER},
+    "stop ids": {CONFIG, GENERATION},
+    "other ids of config": {CONFIG, GENERATION},
+    "rows": {CONFIG, TOKENIZER},
+    "special tokens": {TOKENIZER_CONFIG},
+    "rendering": {TEMPLATE, TOKENIZER_CONFIG},
+}
+
+
+@dataclass
+class Verdict:
+    """What was found of one pair of folders."""
+
+    areas: tuple[str, ...]
+    """Where the files differ."""
+    effects: list[Effect]
+    """What the oracle found; empty says that it found nothing."""
+    findings: list[tuple[str, str, str]] = field(default_factory=list)
+    """Kind, severity and cause of what the audit found."""
+    skewed: bool | None = None
+    """None: the audit refused a folder."""
+    checked: bool | None = None
+    """Whether `check` passed; None: it refused the folder."""
+    complaints: list[str] = field(default_factory=list)
+    """Each as `complaint: area: effect`, or `complaint: area` where there is no effect."""
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.effects)
+
+    @property
+    def by_transformers(self) -> bool:
+        """Whether only what transformers makes of the folders differs, so that it is what audit and check load."""
+        return self.differs and {one.what for one in self.effects} <= _BY_TRANSFORMERS
+
+
+class Base:
+    """A healthy folder, with what is made of it once."""
+
+    def __init__(self, model: Model, root: Path) -> None:
+        self.model, self.root = model, root
+        self.folder = write(model, root / model.name / "healthy")
+        self.view = View(model, self.folder)
+        self.lock = make_lock(self.folder)
+        self.side = open_side(str(self.folder))
+        self.prefix = ""
+        self.last = self.folder
+        self._written = 0
+
+    def written(self, model: Model) -> Path:
+        """Write a folder like this one with other files."""
+        self._written += 1
+        folder = self.root / self.model.name / f"{self.prefix}{self._written}"
+        return write(model, folder, (self.model, self.folder))
+
+    def warm(self) -> None:
+        """Make what every mutant needs."""
+        self.view.encode(self.view.texts)
+        _ = self.view.auto, self.view.renderings
+
+
+def judge_mutant(
+    base: Base,
+    mutant: Model,
+    changes: Sequence[Any],
+    run: Audit | None = None,
+    *,
+    check: bool = True,
+    flipped: bool = False,
+) -> Verdict:
+    """Compare a changed model with its base by the oracle, the audit and, with `check`, the lock.
+
+    With `flipped` the changed model is side A of the audit.
+    """
+    folder = base.last = base.written(mutant)
+    view = View(mutant, folder)
+    areas = areas_between(base.model, mutant)
+    verdict = Verdict(areas, effects(base.view, view, about(base.model, mutant, changes)))
+    report = _audited(base, folder, verdict, run, flipped=flipped)
+    if report is not None:
+        if verdict.differs and not report.skewed:
+            verdict.complaints += [f"{CLEAN}: {_area(areas, effect)}: {effect.what}" for effect in verdict.effects]
+        for finding in report.findings:
+            verdict.complaints += _of_finding(base, view, finding, report, verdict)
+    if check:
+        _checked(base, folder, verdict)
+    if verdict.checked and verdict.differs:
+        verdict.complaints += [f"{PASSES}: {_area(areas, effect)}: {effect.what}" for effect in verdict.effects]
+    verdict.complaints = list(dict.fromkeys(verdict.complaints))
+    return verdict
+
+
+def judge_harmless(base: Base, name: str, rewritten: Model, run: Audit | None = None) -> Verdict:
+    """Compare a model with one that is written differently and does the same."""
+    folder = base.last = base.written(rewritten)
+    verdict = Verdict(areas_between(base.model, rewritten), effects(base.view, View(rewritten, folder)))
+    assert not verdict.effects, f"{name} is not harmless: {verdict.effects[0]}"
+    _audited(base, folder, verdict, run)
+    if verdict.skewed is not False:
+        verdict.complaints.append(f"{ALARM}: {name}")
+    _checked(base, folder, verdict)
+    if not verdict.checked and name not in NOT_AS_LOCKED:
+        verdict.complaints.append(f"{CHECK_ALARM}: {name}")
+    return verdict
+
+
+def _area(areas: Sequence[str], effect: Effect | None = None) -> str:
+    """The areas in words; those that may have this effect, if one is given."""
+    files = _FILES_OF_EFFECT.get(effect.what) if effect else None
+    able = [area for area in areas if files is None or any(file in files for file, _ in AREAS[area])]
+    return "+".join(sorted(able or areas))
+
+
+def _audited(
+    base: Base, folder: Path, verdict: Verdict, run: Audit | None, *, flipped: bool = False
+) -> AuditReport | None:
+    """Audit two folders as tokenizer.json, or by transformers where the oracle found only what transformers does."""
+    by_auto = verdict.by_transformers
+    sides = (f"auto:{base.folder}", f"auto:{folder}") if by_auto else (base.side, str(folder))
+    try:
+        report = (run or audit)(*(reversed(sides) if flipped else sides))
+    except TokentapeError:
+        return None
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of Rust's is no `Exception`
+        verdict.complaints.append(f"{CRASH}: {_area(verdict.areas)}: {type(error).__name__}")
+        return None
+    verdict.skewed = report.skewed
+    verdict.findings = [(one.kind, one.severity, one.cause) for one in report.findings]
+    return report
+
+
+def _checked(base: Base, folder: Path, verdict: Verdict) -> None:
+    """Check the folder against the lock of the base, as transformers loads it where only that differs."""
+    try:
+        given = View(base.model, folder).auto if verdict.by_transformers else folder
+        verdict.checked = examine(base.lock, given).ok
+    except (TokentapeError, Refused):
+        return
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of Rust's is no `Exception`
+        verdict.complaints.append(f"{CHECK_CRASH}: {_area(verdict.areas)}: {type(error).__name__}")
+
+
+def _of_finding(base: Base, view: View, finding: Finding, report: AuditReport, verdict: Verdict) -> list[str]:
+    """Undo the part that a finding names, and see whether the sides then agree on the input that it shows."""
+    if finding.severity != "skew" or finding.kind == "unknown":
+        return []
+    about_it = f"{finding.kind} for {_area(verdict.areas)}"
+    blamed = _blamed(finding)
+    if any(one.what == "unstable" for one in verdict.effects):
+        # The kinds of false causes are a matter of chance here.
+        false = not blamed & set(verdict.areas)
+        return [f"{NOT_UNDONE}: a side that disagrees with itself, for {_area(verdict.areas)}"] if false else []
+    if finding.example is None:
+        complaints = [] if blamed & set(verdict.areas) else [f"{NOT_UNDONE}: {about_it}"]
+        if any(one.what in _BY_TEXT for one in verdict.effects) and blamed <= {"vocabulary", "added_tokens"}:
+            complaints.append(f"{NO_INPUT}: {about_it}")
+        return complaints
+    if verdict.by_transformers:  # parts are named that transformers made of another file
+        ours, theirs = (_made_by_transformers(one, finding.example) for one in (base.view, view))
+        return [f"{SHOWS_NOTHING}: {about_it}"] if ours == theirs else []
+    if _same(base.view, view, finding.example):
+        return [f"{SHOWS_NOTHING}: {about_it}"]
+    everything = set[str]().union(*map(_blamed, report.findings))
+    tried = [blamed] if len(verdict.areas) == 1 else [blamed, everything]
+    for areas in tried:
+        undone = exchange(view.model, base.model, areas)
+        if undone.docs != view.model.docs and _same(base.view, View(undone, base.written(undone)), finding.example):
+            return []
+    return [f"{NOT_UNDONE}: {about_it}"]
+
+
+def _blamed(finding: Finding) -> set[str]:
+    """The areas that a finding names by its kind, and by its words where a template writes a special token."""
+    named = {"special_tokens"} if re.search(r"\b(bos|eos|pad)_token is\b", finding.cause) else set()
+    return named | set(AREAS_OF_KIND.get(finding.kind, ()))
+
+
+def _same(a: View, b: View, example: str | tuple[int, ...] | Conversation) -> bool:
+    """Whether two folders do the same with an input."""
+    return all(_made(a, example, way) == _made(b, example, way) for way in (False, True))
+
+
+def _made(view: View, example: str | tuple[int, ...] | Conversation, way: bool) -> Any:
+    try:
+        match example:
+            case str():
+                ids = view.encode([example], special=way)
+                return ids, view.decode(ids, skip=way)
+            case tuple():
+                return view.decode([example], skip=way), view.auto_text(example)
+        tools = list(example.tools)
+        text = view.render(_plain(example, parsed=way), tools, example.generate)
+        return text, view.encode([text])
+    except Refused:
+        return "refused"
+
+
+def _made_by_transformers(view: View, example: str | tuple[int, ...] | Conversation) -> Any:
+    try:
+        match example:
+            case str():
+                return [view.auto_ids(example, special=way) for way in (False, True)]
+            case tuple():
+                return view.auto_text(example)
+        text = view.render(_plain(example, parsed=True), list(example.tools), example.generate)
+        return text, view.auto_ids(text, special=False)
+    except Refused:
+        return "refused"
+
+
+def _plain(example: Conversation, *, parsed: bool) -> list[Any]:
+    """Messages as transformers takes them, with the arguments of calls as text or as objects."""
+    messages = json.loads(json.dumps(example.messages))
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"].get("arguments")
+            if parsed and isinstance(arguments, str):
+                call["function"]["arguments"] = attempt(lambda text=arguments: json.loads(text))
+    return messages

@@ -1,0 +1,113 @@
+"""Wrong audits are caught: one that always says clean, one that always alarms, and ones that name another part."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from tests.audit.mutator import judge
+from tests.audit.mutator.changes import Change, apply
+from tests.audit.mutator.files import GENERATION, TEMPLATE, TOKENIZER
+from tests.audit.mutator.harmless import REWRITINGS
+from tests.audit.mutator.judge import Audit, Base, Verdict, judge_harmless, judge_mutant
+from tokentape.audit.skew.findings import AuditReport, Finding, Kind
+from tokentape.audit.skew.sides.base import Side, SideFacts
+from tokentape.errors import TokenizerUnusable
+
+NO_NORMALIZER = Change(TOKENIZER, "set", ("normalizer",), None)
+
+
+CLEAN = AuditReport(SideFacts("a", "planted", frozenset()), SideFacts("b", "planted", frozenset()), (), {}, {}, (), 0.0)
+
+
+def _judged(base: Base, change: Change, run: Audit | None = None, *, check: bool = False) -> Verdict:
+    return judge_mutant(base, apply(base.model, [change]), [change], run, check=check)
+
+
+def _says(*findings: Finding) -> Audit:
+    return lambda a, b: replace(CLEAN, findings=findings)
+
+
+def _finding(kind: Kind, example: str | None) -> Finding:
+    return Finding(kind, "encode", "planted", "none", 1, example=example)
+
+
+def test_an_audit_that_names_the_right_part_has_no_complaint(base: Base) -> None:
+    verdict = _judged(base, NO_NORMALIZER)
+    assert verdict.skewed
+    assert [kind for kind, _, _ in verdict.findings] == ["normalizer"]
+    assert verdict.complaints == []
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (NO_NORMALIZER, "called clean: normalizer: ids"),
+        (Change(TOKENIZER, "remove", ("model", "merges", 3000)), "called clean: merges: ids"),
+        (Change(GENERATION, "set", ("eos_token_id",), 3991), "called clean: generation_ids: stop ids"),
+        (Change(TEMPLATE, "splice", (), [0, "", "x"]), "called clean: template: rendering"),
+    ],
+)
+def test_an_audit_that_always_says_clean_is_caught(base: Base, change: Change, complaint: str) -> None:
+    assert complaint in _judged(base, change, _says()).complaints
+
+
+@pytest.mark.parametrize("name", ["copied", "wrapped", "offsets"])
+def test_an_audit_that_always_says_skewed_is_caught(base: Base, name: str) -> None:
+    made = REWRITINGS[name](base.model, random.Random(1))
+    assert made is not None
+    verdict = judge_harmless(base, name, made, _says(_finding("normalizer", "e\u0301")))
+    assert f"false alarm: {name}" in verdict.complaints
+
+
+def test_an_audit_that_refuses_a_healthy_folder_is_caught(base: Base) -> None:
+    def refuse(a: str | Side, b: str | Side) -> AuditReport:
+        raise TokenizerUnusable("planted")
+
+    verdict = judge_harmless(base, "copied", base.model, refuse)
+    assert "false alarm: copied" in verdict.complaints
+
+
+@pytest.mark.parametrize("kind", ["merges", "added token", "template", "library"])
+def test_a_cause_that_does_not_hold_when_undone_is_caught(base: Base, kind: Kind) -> None:
+    verdict = _judged(base, NO_NORMALIZER, _says(_finding(kind, "e\u0301")))
+    assert verdict.complaints == [f"cause does not hold: {kind} for normalizer"]
+
+
+def test_an_input_on_which_the_sides_agree_is_caught(base: Base) -> None:
+    verdict = _judged(base, NO_NORMALIZER, _says(_finding("normalizer", "plain")))
+    assert verdict.complaints == ["input shows no difference: normalizer for normalizer"]
+
+
+def test_a_vocabulary_that_differs_without_a_text_is_caught(base: Base) -> None:
+    swap = Change(TOKENIZER, "swap", ("model", "vocab"), ["Ġthe", "Ġa"])
+    verdict = _judged(base, swap, _says(_finding("vocabulary", None)))
+    assert verdict.complaints == ["no input shown: vocabulary for vocabulary"]
+
+
+def test_an_audit_that_raises_what_it_should_not_is_caught(base: Base) -> None:
+    def crash(a: str | Side, b: str | Side) -> AuditReport:
+        raise IndexError
+
+    assert _judged(base, NO_NORMALIZER, crash).complaints == ["audit crashes: normalizer: IndexError"]
+
+
+def test_a_check_that_always_passes_is_caught(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "examine", lambda lock, given: SimpleNamespace(ok=True))
+    assert _judged(base, NO_NORMALIZER, check=True).complaints == ["check passes: normalizer: ids"]
+
+
+def test_a_check_that_never_passes_is_caught(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "examine", lambda lock, given: SimpleNamespace(ok=False))
+    verdict = judge_harmless(base, "copied", base.model, _says())
+    assert verdict.complaints == ["check alarms: copied"]
+
+
+def test_two_changes_are_undone_together(base: Base) -> None:
+    changes = [NO_NORMALIZER, Change(TOKENIZER, "set", ("added_tokens", 3, "lstrip"), True)]
+    verdict = judge_mutant(base, apply(base.model, changes), changes, check=False)
+    assert {kind for kind, _, _ in verdict.findings} == {"normalizer", "added token"}
+    assert verdict.complaints == []

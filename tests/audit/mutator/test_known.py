@@ -1,0 +1,67 @@
+"""What the mutator finds on today's code: an expected failure for each complaint, and no complaint beside them.
+
+The list is `known.json`. A case that is mended fails here until it is taken out of the list.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.audit.mutator.__main__ import run
+from tests.audit.mutator.changes import Change, apply
+from tests.audit.mutator.drawing import draw
+from tests.audit.mutator.files import TINY, load, names
+from tests.audit.mutator.harmless import REWRITINGS
+from tests.audit.mutator.judge import CLEAN, Base, judge_harmless, judge_mutant
+from tests.audit.mutator.known import known, unknown
+
+MUTANTS = 500
+
+
+def _complaints(base: Base, case: dict[str, Any], *, check: bool) -> list[str]:
+    if "harmless" in case:
+        made = [REWRITINGS[case["harmless"]](base.model, random.Random(seed)) for seed in range(5)]
+        models = [model for model in made if model is not None]
+        return [one for model in models for one in judge_harmless(base, case["harmless"], model).complaints]
+    changes = [Change.from_json(one) for one in case["changes"]]
+    return judge_mutant(
+        base, apply(base.model, changes), changes, check=check, flipped=case.get("flipped", False)
+    ).complaints
+
+
+def _cases() -> Iterator[Any]:
+    here = set(names())
+    for complaint, case in known().items():
+        if case["model"] in here:
+            marks = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=complaint)]
+            if case["model"] != TINY or not complaint.startswith(CLEAN):
+                marks.append(pytest.mark.slow)
+            yield pytest.param(complaint, case, marks=marks, id=complaint)
+
+
+@pytest.mark.parametrize(("complaint", "case"), list(_cases()))
+def test_the_complaint_is_gone(
+    base: Base, tmp_path_factory: pytest.TempPathFactory, complaint: str, case: dict[str, Any]
+) -> None:
+    if case["model"] != TINY:
+        base = Base(load(case["model"]), tmp_path_factory.mktemp("models"))
+    assert complaint not in _complaints(base, case, check=complaint.startswith("check"))
+
+
+@pytest.mark.parametrize("seed", range(10_000, 10_006))
+def test_a_mutant_has_no_complaint_that_is_not_known(base: Base, seed: int) -> None:
+    model, changes = draw(TINY, seed)
+    assert unknown(judge_mutant(base, model, changes, check=False).complaints) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_complaint_of_many_mutants_is_unknown(tmp_path: Path) -> None:
+    lines = run(names(real=False), range(MUTANTS), tmp_path / "mutants.jsonl", seconds=300)
+    assert len(lines) == MUTANTS
+    assert unknown(complaint for line in lines for complaint in line["complaints"]) == []

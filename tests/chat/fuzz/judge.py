@@ -1,0 +1,132 @@
+"""What must hold of the reply to any completion, judged without looking at how a parser works."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.chat.fuzz.completions import WORD, cut
+from tokentape.chat.overrides import ReplyParser
+from tokentape.chat.renderer import Renderer
+from tokentape.chat.reply import Reply, ReplyDelta, ToolCall
+from tokentape.chat.tokenizer import MARK
+from tokentape.types import Setup
+
+
+def complaints(
+    renderer: Renderer, setup: Setup, ids: Sequence[int], rng: random.Random, stop_strings: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield what is wrong with the reply to a completion."""
+    try:
+        whole = parsed(renderer.derived_parser(setup, stop_strings), [ids])
+        streamed = parsed(renderer.derived_parser(setup, stop_strings), cut(ids, rng))
+        safe = renderer.parser(setup, stop_strings)
+        safe.feed(ids)
+        _, kept = safe.finish()
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        yield f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
+        return
+    if streamed != whole:
+        yield "another reply when the stream is cut elsewhere"
+    if kept != whole:
+        yield f"the safe parser: {kept.problem or 'another reply'}"
+    if any(MARK.search(text) for text in texts(whole)):
+        yield "a mark in the reply"
+    yield from _spans(whole, len(ids))
+    lost = lost_words(renderer, setup, ids, whole, stop_strings)
+    if lost:
+        yield f"lost text: {' '.join(lost)}"
+
+
+def parsed(parser: ReplyParser, runs: Iterator[Sequence[int]] | Sequence[Sequence[int]]) -> Reply:
+    """Return the reply to ids that come in runs. What was returned by and by has to be the reply."""
+    deltas = [parser.feed(run) for run in runs]
+    rest, reply = parser.finish()
+    content, reasoning, calls = joined([*deltas, rest])
+    assert (content, reasoning, calls) == (reply.content, reply.reasoning, list(reply.calls_for_client))
+    return reply
+
+
+def joined(deltas: Sequence[ReplyDelta]) -> tuple[str, str, list[ToolCall]]:
+    """Return what a client has of a stream."""
+    calls = [call for delta in deltas for call in delta.tool_calls]
+    return "".join(d.content for d in deltas), "".join(d.reasoning for d in deltas), calls
+
+
+def _spans(reply: Reply, count: int) -> Iterator[str]:
+    before = 0
+    for call in reply.tool_calls:
+        start, end = call.span
+        if not before <= start < end <= count:
+            yield f"the span {call.span} of a call, of {count} ids, behind {before}"
+        before = end
+
+
+def texts(reply: Reply) -> list[str]:
+    """Return all texts of a reply."""
+    calls = [text for call in reply.tool_calls for text in (call.name, call.arguments, call.id or "")]
+    return [reply.content, reply.reasoning, *calls]
+
+
+def lost_words(
+    renderer: Renderer, setup: Setup, ids: Sequence[int], reply: Reply, stop_strings: Sequence[str]
+) -> list[str]:
+    """Return the planted words that stand in the completion before what ends it, and nowhere in the reply."""
+    stop_ids = renderer.stop_ids(setup)
+    end = next((n for n, token_id in enumerate(ids) if token_id in stop_ids), len(ids))
+    text = renderer.tokenizer.decode(ids[:end])
+    form = renderer.format(setup)
+    if form.channels is not None:
+        # A header is a delimiter, whatever it says, and so is the type behind a call's recipient.
+        text = re.sub(r"(=\S+)\s+\w+\s*(?=<)", r"\1", text)
+        closing = renderer.tokenizer.spell_marks(form.channels.header_close)
+        marks = "|".join(re.escape(renderer.tokenizer.spell_marks(mark)) for mark in form.channels.marks)
+        text = re.sub(f"(?:{marks})(?:(?!{marks})[^\n])*{re.escape(closing)}", "", text)
+    close = form.content_close.strip()
+    for stop in [*stop_strings, *([close] if close and not MARK.search(close) else [])]:
+        text = text.partition(stop)[0]
+    found = "\n".join(texts(reply) + [one for call in reply.tool_calls for one in _strings(call.arguments)])
+    found += "\n".join(
+        member
+        for call in reply.tool_calls
+        for member in _other_members(renderer.tokenizer.decode(ids[slice(*call.span)]))
+        if call.status != "bad_arguments"
+    )
+    return [word for word in dict.fromkeys(WORD.findall(text)) if word not in found]
+
+
+def _other_members(call: str) -> list[str]:
+    """Return the members of a call's whole JSON object besides its arguments: they are no part of what it asks for."""
+    try:
+        value, _ = json.JSONDecoder(strict=False).raw_decode(call, call.find("{"))
+    except (ValueError, RecursionError):
+        return []
+    if not isinstance(value, dict) or not {"arguments", "parameters"} & value.keys():
+        return []
+    return [f"{key} {one}" for key, one in value.items() if key not in ("arguments", "parameters")]
+
+
+def _strings(raw: str) -> list[str]:
+    """Return all strings in a JSON text; none if it is not JSON."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return []
+    found: list[str] = []
+    waiting: list[Any] = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            found.append(one)
+        elif isinstance(one, list):
+            waiting += one
+        elif isinstance(one, dict):
+            found += one
+            waiting += one.values()
+    return found

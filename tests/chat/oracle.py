@@ -1,0 +1,47 @@
+"""Conversations, and what transformers' own rendering code makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jinja2
+
+from tests.chat.conftest import ADD, call, result
+from tokentape.chat.renderer import Renderer
+
+SYSTEM = {"role": "system", "content": "You are X.\n"}
+QUESTION = {"role": "user", "content": " hello  there é日本\n\nok"}
+ANSWER = {"role": "assistant", "content": "answer text", "reasoning_content": "some thinking"}
+CONVERSATIONS = {
+    "user": [QUESTION],
+    "system, user": [SYSTEM, QUESTION],
+    "several turns": [SYSTEM, QUESTION, ANSWER, {"role": "user", "content": "\n\nnext  q\n"}],
+    "tool": [SYSTEM, QUESTION, {**ANSWER, "tool_calls": [call(7, {"a": 7, "note": "x y"})]}, result(7)],
+    "string arguments": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call(7, '{"a":1}')]}, result(7)],
+    "parallel calls": [
+        SYSTEM,
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call(7, {"a": 7}), call(8, {"a": 8, "exact": False})]},
+        result(7),
+        result(8, "\nresult 8 "),
+        {"role": "user", "content": "go"},
+    ],
+}
+
+
+def by_transformers(renderer: Renderer, messages: list[dict[str, Any]], *, generate: bool = True) -> list[int] | None:
+    """Ids by transformers' own rendering code; None if the template refuses."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+        rendered, _ = render_jinja_template(
+            conversations=[kept],
+            tools=[ADD],
+            chat_template=renderer.template.source,
+            add_generation_prompt=generate,
+            **renderer.tokenizer.special_tokens,
+        )
+    except (jinja2.TemplateError, TypeError):
+        return None
+    return renderer.tokenizer.encode_plain(rendered[0])

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tokentape.chat import tokenizer as tokenizer_module
+from tokentape.chat.added_tokens import read_added_tokens
+from tokentape.chat.renderer import Renderer
+from tokentape.chat.template import ChatTemplate
+from tokentape.chat.tokenizer import Tokenizer, from_text
+from tokentape.chat.twin_proof import prove_twin, twin_difference
+from tokentape.demo import MODEL
+from tokentape.errors import TokenizerUnusable
+
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+
+
+def spec_with(*tokens: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """Return the tiny model's tokenizer.json with more added tokens, in the order given."""
+    spec = json.loads((MODEL / "tokenizer.json").read_bytes())
+    spec |= parts
+    next_id = 1 + max(token["id"] for token in spec["added_tokens"])
+    spec["added_tokens"] += [{"id": next_id + n, **FLAGS, **token} for n, token in enumerate(tokens)]
+    return spec
+
+
+def tokenizer_of(spec: dict[str, Any], *named: str, strict_text: bool = False) -> Tokenizer:
+    return Tokenizer(json.dumps(spec).encode(), {}, named_in=named, strict_text=strict_text)
+
+
+TAG, SPACES, CALL, BOX = ({"content": text} for text in ("<b>", "   ", "<call>", "<|box|>"))
+
+
+def test_html_tags_and_spaces_are_text() -> None:
+    tokenizer = tokenizer_of(spec_with(TAG, SPACES))
+    for text in ("<b>bold</b>", "def f():\n   return 1"):
+        assert tokenizer.encode_marked(text).ids == tokenizer.encode_plain(text)
+    assert {"<b>", "   "} <= {token.content for token in tokenizer.text_tokens}
+
+
+def test_a_token_that_the_template_writes_is_control() -> None:
+    tokenizer = tokenizer_of(spec_with(CALL)).for_template("{{ '<call>' }}")
+    call = tokenizer.control("<call>")
+    assert call is not None
+    assert call.id not in tokenizer.encode_marked("<call>").ids
+    assert tokenizer.encode_marked(call.mark).ids == [call.id]
+
+
+def test_a_token_that_the_template_puts_together_is_control() -> None:
+    source = "{% for m in messages %}{{ '[' + m.role | upper + ']' + m.content }}{% endfor %}"
+    tokenizer = Renderer(tokenizer_of(spec_with({"content": "[USER]"}, TAG)), ChatTemplate(source)).tokenizer
+    assert tokenizer.control("[USER]") is not None
+    assert tokenizer.control("<b>") is None
+
+
+def test_a_word_that_the_template_writes_stays_text() -> None:
+    spec = spec_with({"content": "weather"})
+    tokenizer = tokenizer_of(spec).for_template("Tools for the weather")
+    assert tokenizer.control("weather") is None
+    assert tokenizer.encode_marked("the weather").ids == tokenizer.encode_plain("the weather")
+
+
+@pytest.mark.parametrize("config", [{"image_token_id": 4001}, {"boi_token": "<image>"}])
+def test_a_token_that_a_configuration_names_is_control(config: dict[str, Any]) -> None:
+    spec = spec_with({"content": "<image>"})
+    token = read_added_tokens(spec)[-1]
+    named = {key: token.id if key.endswith("_id") else value for key, value in config.items()}
+    assert Tokenizer(json.dumps(spec).encode(), named).control("<image>") is not None
+
+
+def test_the_list_of_all_added_tokens_names_none() -> None:
+    spec = spec_with(TAG)
+    config = {"added_tokens_decoder": {"4000": {"content": "<b>"}}}
+    assert Tokenizer(json.dumps(spec).encode(), config).control("<b>") is None
+
+
+@pytest.mark.parametrize("content", ["<|box|>", "<\uff5cbox\uff5c>", "<|box>", "<box|>"])
+def test_tokens_between_bars_are_control(content: str) -> None:
+    assert tokenizer_of(spec_with({"content": content})).control(content) is not None
+
+
+def test_strict_text_makes_every_added_token_control_but_white_space() -> None:
+    tokenizer = tokenizer_of(spec_with(TAG, SPACES), strict_text=True)
+    tag = tokenizer.control("<b>")
+    assert tag is not None
+    assert tag.id not in tokenizer.encode_marked("<b>").ids
+    assert [token.content for token in tokenizer.text_tokens] == ["   "]
+
+
+def test_ids_are_those_that_the_library_gives() -> None:
+    spec = spec_with({"content": "<|far|>"}, {"content": "<|next|>"})
+    in_vocabulary = next(iter(spec["model"]["vocab"]))
+    spec["added_tokens"][-2]["id"] += 500
+    spec["added_tokens"].append({"id": 9000, **FLAGS, "content": in_vocabulary})
+    library = from_text(json.dumps(spec))
+    found = {token.content: token.id for token in read_added_tokens(spec)}
+    assert found == {content: library.token_to_id(content) for content in found}
+    assert found["<|far|>"] != spec["added_tokens"][-3]["id"]
+
+
+VARIANTS = {
+    "plain": {},
+    "normalized": {"normalized": True},
+    "special": {"special": True},
+    "single word": {"single_word": True},
+    "lstrip": {"lstrip": True},
+    "rstrip": {"rstrip": True},
+    "rstrip, normalized": {"rstrip": True, "normalized": True},
+}
+NORMALIZERS: dict[str, dict[str, Any]] = {
+    "NFC": {"type": "NFC"},
+    "Lowercase": {"type": "Lowercase"},
+    "Replace": {"type": "Replace", "pattern": {"String": "  "}, "content": " "},
+}
+
+
+@pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS)
+def test_the_twin_keeps_the_flags_of_tokens(flags: dict[str, bool]) -> None:
+    spec = spec_with(*({**token, **flags} for token in (TAG, CALL, BOX)), SPACES)
+    assert twin_difference(tokenizer_of(spec, "<call>"), cuts=500) is None
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS.values(), ids=NORMALIZERS)
+def test_the_twin_keeps_the_normalizer(normalizer: dict[str, Any]) -> None:
+    spec = spec_with(TAG, {**CALL, "normalized": True}, BOX, SPACES, normalizer=normalizer)
+    assert twin_difference(tokenizer_of(spec, "<call>"), cuts=500) is None
+
+
+@pytest.mark.parametrize("part", ["merges", "vocab", "normalizer", "added_tokens"])
+def test_a_twin_that_differs_in_one_part_is_refused(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    rename = tokenizer_module._rename_controls
+
+    def faulty(spec: Any, name: Any) -> dict[str, Any]:
+        twin = rename(spec, name)
+        match part:
+            case "merges":
+                twin["model"]["merges"] = [m for m in twin["model"]["merges"] if m != twin["model"]["merges"][-1]]
+            case "vocab":
+                vocab = twin["model"]["vocab"]
+                one, other = [piece for piece in vocab if piece.isascii() and piece.isalpha()][-2:]
+                vocab[one], vocab[other] = vocab[other], vocab[one]
+            case "normalizer":
+                twin["normalizer"] = {"type": "NFKC"}
+            case _:
+                twin["added_tokens"] = [token for token in twin["added_tokens"] if token["content"] != "<b>"]
+        return twin
+
+    monkeypatch.setattr(tokenizer_module, "_rename_controls", faulty)
+    with pytest.raises(TokenizerUnusable, match="encodes to"):
+        prove_twin(tokenizer_of(spec_with(TAG)))
+
+
+def test_a_proof_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path))
+    tokenizer = tokenizer_of(spec_with(TAG))
+    prove_twin(tokenizer)
+    monkeypatch.setattr("tokentape.chat.twin_proof.twin_difference", lambda _: pytest.fail("proved again"))
+    prove_twin(tokenizer)
+
+
+def test_no_file_is_kept_for_a_twin_that_differs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path))
+    monkeypatch.setattr(
+        tokenizer_module, "_rename_controls", lambda spec, name: {**spec, "normalizer": {"type": "NFD"}}
+    )
+    with pytest.raises(TokenizerUnusable):
+        prove_twin(tokenizer_of(spec_with(TAG)))
+    assert not list(tmp_path.rglob("*.json"))

@@ -1,0 +1,183 @@
+"""Separators, ends of names, quotes and types in calls, each read off a template written here."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.chat.conftest import ADD
+from tests.chat.test_unseen_templates import END, USERS, parsed, renderer_of
+from tokentape.chat.certify import certify
+from tokentape.chat.grammar import TURNS
+from tokentape.chat.json_text import ObjectEnd
+
+CALLS = ("call", "parallel calls", "no arguments")
+
+
+def calling(one: str) -> str:
+    """Return a template that writes each call of `c` as `one`."""
+    turn = "{% else %}<|im_start|>assistant\n{{ m.content or '' }}"
+    turn += "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+    return USERS + turn + one + "{% endfor %}<|im_end|>\n" + END
+
+
+def literal(value: str, separator: str, key_close: str = "=") -> str:
+    """Return a template with arguments as in a program, between these separators."""
+    items = "{% for k, v in f.arguments.items() %}{{ k }}" + key_close + "{{ " + value + " }}"
+    comma = "{% if not loop.last %}" + separator + "{% endif %}{% endfor %}"
+    return calling("<tool_call>{{ f.name }}(" + items + comma + ")</tool_call>")
+
+
+BARE = "v if v is string else v | tojson"
+JSON = "v | tojson"
+SEMICOLONS, QUOTED_SEMICOLONS = literal(BARE, "; "), literal(JSON, "; ")
+SPACES, QUOTED_SPACES = literal(BARE, " "), literal(JSON, " ")
+ARROWS = literal(JSON, " && ", " -> ")
+PIPE = calling("<tool_call>{{ f.name }}|{{ f.arguments | tojson }}</tool_call>")
+COLON = calling("<tool_call>{{ f.name }}: {{ f.arguments | tojson }}</tool_call>")
+SPACED = calling("[[call {{ f.name }} {{ f.arguments | tojson }}]]")
+TYPE = "'string' if v is string else 'null' if v is none else 'number' if v is number else 'json'"
+TYPED = calling(
+    '<call name="{{ f.name }}">{% for k, v in f.arguments.items() %}<arg name="{{ k }}" type="{{ '
+    + TYPE
+    + ' }}">{{ '
+    + BARE
+    + " }}</arg>{% endfor %}</call>"
+)
+JSON_TAGS = calling(
+    '<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg name="{{ k }}">{{ v | tojson }}</arg>\n'
+    "{% endfor %}</tool_call>"
+)
+TAGS = JSON_TAGS.replace(JSON, BARE)
+ALL = {
+    name: source
+    for name, source in globals().items()
+    if isinstance(source, str) and source.startswith(USERS) and name not in ("USERS", "END")
+}
+
+
+def held(source: str) -> dict[str, bool | None]:
+    return {check.name: check.holds for check in certify(renderer_of(source)).parsing}
+
+
+def arguments(source: str, text: str, step: int = 0) -> list[Any]:
+    """Return name and arguments of each call that is read as one."""
+    reply = parsed(renderer_of(source), f"{text}<|im_end|>", step)
+    assert (reply.content, reply.problem) == ("", "")
+    return [(call.name, json.loads(call.arguments)) for call in reply.tool_calls if call.status == "ok"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_calls_come_back(name: str) -> None:
+    checks = held(ALL[name])
+    assert {check: checks[check] for check in CALLS} == dict.fromkeys(CALLS, True)
+
+
+@pytest.mark.parametrize("source", [QUOTED_SEMICOLONS, QUOTED_SPACES, ARROWS, PIPE, COLON, SPACED, TYPED, JSON_TAGS])
+def test_every_call_comes_back_where_text_is_told_from_the_rest(source: str) -> None:
+    checks = held(source)
+    assert {name for name, turn in TURNS.items() if turn.get("tool_calls") and checks[name] is False} == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "missed"),
+    [(SEMICOLONS, "null as text"), (SPACES, "null as text"), (TAGS, "null argument")],
+    ids=["semicolons", "spaces", "tags"],
+)
+def test_a_certificate_says_that_null_and_its_text_look_alike(source: str, missed: str) -> None:
+    checks = held(source)
+    both = {"null argument", "null as text"}
+    assert {name: checks[name] for name in both} == {missed: False, (both - {missed}).pop(): True}
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("source", "text", "expected"),
+    [
+        (SEMICOLONS, "add(a=1; note=two words, b)", {"a": 1, "note": "two words, b"}),
+        (SEMICOLONS, "add(a=1;note=x;)", {"a": 1, "note": "x"}),
+        (SEMICOLONS, "add(note=a; b; a=2)", {"note": "a; b", "a": 2}),
+        (SEMICOLONS, "add(note=null)", {"note": None}),
+        (SEMICOLONS, "add(note='null')", {"note": "null"}),
+        (QUOTED_SEMICOLONS, 'add(note="x; y=1"; a=2)', {"note": "x; y=1", "a": 2}),
+        (QUOTED_SEMICOLONS, 'add(note="say \\"hi\\"; then"; a=2)', {"note": 'say "hi"; then', "a": 2}),
+        (QUOTED_SEMICOLONS, 'add(note="null"; a=None)', {"note": "null", "a": None}),
+        (SPACES, "add(a=1 note=two words)", {"a": 1, "note": "two words"}),
+        (QUOTED_SPACES, 'add(note="say "hi" then" a=2)', {"note": 'say "hi" then', "a": 2}),
+        (QUOTED_SPACES, 'add(note="x )] y" a=2)', {"note": "x )] y", "a": 2}),
+        (ARROWS, 'add(note -> "x && y" && a -> 2)', {"note": "x && y", "a": 2}),
+        (PIPE, 'add|{"a": 1}', {"a": 1}),
+        (PIPE, 'add {"a": 1}', {"a": 1}),
+        (PIPE, "add|", {}),
+        (COLON, 'add:{"a": 1}', {"a": 1}),
+    ],
+)
+def test_calls_are_read_as_models_write_them(source: str, text: str, expected: Any, step: int) -> None:
+    assert arguments(source, f"<tool_call>{text}</tool_call>", step) == [("add", expected)]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [('type="null">null', None), ('type="null">None', None), ('type="string">null', "null"), ('type="number">7', "7")],
+)
+def test_a_typed_null_stays_null_whatever_the_schema_says(value: str, expected: Any, step: int) -> None:
+    call = f'<call name="add"><arg name="note" {value}</arg></call>'
+    assert arguments(TYPED, call, step) == [("add", {"note": expected})]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ('"x"', "x"),
+        ("x", "x"),
+        ("null", None),
+        ('"null"', "null"),
+        ('"a\\nb"', "a\nb"),
+        ('"a "b" c"', 'a "b" c'),
+        ("7", "7"),
+    ],
+)
+def test_quotes_around_all_text_are_no_part_of_it(value: str, expected: Any, step: int) -> None:
+    call = f'<tool_call>add\n<arg name="note">{value}</arg>\n</tool_call>'
+    assert arguments(JSON_TAGS, call, step) == [("add", {"note": expected})]
+
+
+def test_an_argument_written_twice_is_kept_twice() -> None:
+    call = '<tool_call>add\n<arg name="note">one</arg>\n<arg name="note">two</arg>\n</tool_call><|im_end|>'
+    (found,) = parsed(renderer_of(TAGS), call).tool_calls
+    assert found.arguments == '{"note": "one", "note": "two"}'
+
+
+HERMES = calling("<tool_call>\n{{ f | tojson }}\n</tool_call>")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "add", "argumentz": {"a": 1}}',
+        '{"name": "add", "a": 1}',
+        '{"name": "add", but "arguments": {"a": 1}}',
+        '{"name": "add", "arguments" is {"a": 1}}',
+    ],
+)
+def test_a_call_with_its_arguments_elsewhere_is_not_one_without_arguments(body: str) -> None:
+    (call,) = parsed(renderer_of(HERMES), f"<tool_call>\n{body}\n</tool_call><|im_end|>", tools=(ADD,)).tool_calls
+    assert (call.name, call.status, call.arguments) == ("add", "bad_arguments", body)
+
+
+def test_what_ends_json_may_arrive_in_pieces() -> None:
+    object_end = ObjectEnd(0, re.escape("</call>"))
+    for text in ('{"a": <', '{"a": </ca', '{"a": </call>}'):
+        assert object_end.find(text) is None
+    assert object_end.broken_at == len('{"a": ')
+
+
+def test_a_token_between_two_calls_is_in_one_span_only() -> None:
+    call = '[[call add {"a": 1}]]'
+    one, two = parsed(renderer_of(SPACED), f"{call}{call}<|im_end|>").tool_calls
+    assert one.span[0] < one.span[1] <= two.span[0] < two.span[1]

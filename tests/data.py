@@ -1,0 +1,67 @@
+"""What data the tests found, how a run reports it, and what CI makes of a skip.
+
+Real tokenizers are other people's and stand beside the repository, if at all. A test that needs them is marked `real`:
+where they are not, it is left out, not skipped. Everything else runs in any clone. So a skip has one good reason,
+something that the machine lacks, and says so with `needs ...`; with the variable CI set, any other skip is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REAL = Path(os.environ.get("TOKENTAPE_TOKENIZERS", Path(__file__).parents[2] / "shared" / "tokenizers"))
+HAVE_REAL = any(REAL.glob("*/tokenizer.json"))
+
+TRIED: set[str] = set()
+"""Pairs of template and tokenizer that the running test has asked for: `small qwen3/Qwen3.jinja`."""
+
+ENVIRONMENT = re.compile("(Skipped: )?(needs |could not import )")
+"""How a skip begins that the machine is the reason of."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[Any]:
+    report = yield
+    if call.when == "call" and TRIED:
+        report.user_properties.append(("pairs", sorted(TRIED)))
+        TRIED.clear()
+    return judged(report)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[Any]:
+    return judged((yield))
+
+
+def judged(report: Any) -> Any:
+    """The report, failed if it is a skip that only a clone with other data would not have, and this is CI."""
+    if report.outcome == "skipped" and not hasattr(report, "wasxfail") and os.environ.get("CI"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not ENVIRONMENT.match(reason):
+            report.outcome = "failed"
+            report.longrepr = f"{reason}: in CI only what the machine lacks may be skipped, with a reason `needs ...`"
+    return report
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [] if HAVE_REAL else [item for item in items if item.get_closest_marker("real")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("real")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for kind in ("passed", "failed", "xfailed") for report in terminalreporter.stats.get(kind, [])]
+    pairs = {pair for report in reports for name, value in report.user_properties if name == "pairs" for pair in value}
+    if pairs:
+        real = sum(pair.startswith("real ") for pair in pairs)
+        where = f"real tokenizers: {REAL}" if HAVE_REAL else "no real tokenizers here (TOKENTAPE_TOKENIZERS)"
+        terminalreporter.write_line(
+            f"pairs of template and tokenizer tried: {len(pairs) - real} small, {real} real; {where}"
+        )

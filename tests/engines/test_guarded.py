@@ -1,0 +1,296 @@
+"""An engine whose server may come to serve another model: when it is looked at, and what becomes of calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from tests.engines.stand_in import StandIn
+
+from tokentape.chat.renderer import Renderer
+from tokentape.demo import MODEL
+from tokentape.engines import guarded
+from tokentape.engines.base import UNVERIFIED, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.guarded import GuardedEngine, ModelCheck
+from tokentape.engines.http import HttpClient
+from tokentape.engines.identity import served_as
+from tokentape.engines.pool import EnginePool
+from tokentape.engines.vllm import VllmEngine
+from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
+from tokentape.gateway.serve import running
+
+PROMPT = np.array([3, 4, 5], np.int32)
+PARAMS = SamplingParams(max_tokens=3)
+OK, OTHER = ModelCheck("ok"), ModelCheck("refused", "it has other ids")
+
+
+class Looked:
+    """Looks that find what they are told to, counted."""
+
+    def __init__(self) -> None:
+        self.found = OK
+        self.count = 0
+        self.hangs = False
+
+    async def look(self, http: HttpClient, info: EngineInfo) -> ModelCheck:
+        self.count += 1
+        if self.hangs:
+            await asyncio.Event().wait()
+        await served_as("vllm", http)
+        return self.found
+
+
+class Server(StandIn):
+    """A stand-in that may end each connection after one reply."""
+
+    hangs_up = False
+
+    async def handle(self, request: Request) -> Response:
+        response = await super().handle(request)
+        if self.hangs_up:
+            response.headers["connection"] = "close"
+        return response
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer.load(MODEL)
+
+
+@pytest.fixture
+def server(renderer: Renderer) -> Server:
+    return Server(renderer)
+
+
+@pytest.fixture
+def looked() -> Looked:
+    return Looked()
+
+
+async def open_one(url: str, looked: Looked, **options: Any) -> GuardedEngine:
+    return await GuardedEngine.open(await VllmEngine.open(url, vocab_size=4000), "vllm", looked.look, **options)
+
+
+@asynccontextmanager
+async def opened(url: str, looked: Looked, **options: Any) -> AsyncGenerator[GuardedEngine, None]:
+    engine = await open_one(url, looked, **options)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def call(engine: GuardedEngine) -> SampleDelta:
+    return [one async for one in engine.sample(PROMPT, PARAMS, stream=True, request_id="q")][-1]
+
+
+def test_a_server_is_looked_at_once_as_long_as_nothing_changes(server: Server, looked: Looked) -> None:
+    async def run() -> None:
+        async with opened(url, looked) as engine:
+            lasts = [await call(engine) for _ in range(3)]
+            assert looked.count == 1
+            assert UNVERIFIED not in engine.info.capabilities
+            assert {last.engine for last in lasts} == {str(engine.info)}
+
+    with running(server.app) as url:
+        asyncio.run(run())
+
+
+def test_a_server_of_another_model_is_refused(server: Server, looked: Looked) -> None:
+    looked.found = OTHER
+    with running(server.app) as url, pytest.raises(InvalidRequest, match="other ids --unverified-model"):
+        asyncio.run(open_one(url, looked))
+
+
+@pytest.mark.parametrize(
+    ("found", "options"), [(ModelCheck("unverified", "it does not say"), {}), (OTHER, {"refuse": False})]
+)
+def test_what_is_not_known_stands_in_the_name_of_the_engine(
+    server: Server, looked: Looked, found: ModelCheck, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    looked.found = found
+
+    async def run() -> None:
+        async with opened(url, looked, **options) as engine:
+            last = await call(engine)
+            assert last.engine is not None
+            assert last.engine.split()[-1] == UNVERIFIED
+
+    with running(server.app) as url:
+        asyncio.run(run())
+    assert found.reason in caplog.text
+
+
+def test_a_server_that_does_not_answer_in_time_is_not_known(
+    server: Server, looked: Looked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded, "LOOK_SECONDS", 0.05)
+    looked.hangs = True
+
+    async def run() -> None:
+        async with opened(url, looked) as engine:
+            assert UNVERIFIED in engine.info.capabilities
+            looked.hangs = False
+            monkeypatch.setattr(guarded, "LOOK_SECONDS", 10.0)
+            # What could not be found out is tried again, before the next completion ends.
+            last = await call(engine)
+            assert last.engine is not None
+            assert UNVERIFIED not in last.engine
+
+    with running(server.app) as url:
+        asyncio.run(run())
+
+
+def test_a_server_that_was_restarted_is_looked_at_again(server: Server, looked: Looked) -> None:
+    async def run() -> None:
+        with running(server.app) as url:
+            engine = await open_one(url, looked)
+            await call(engine)
+        port = int(url.rpartition(":")[2])
+        looked.found = OTHER
+        with running(server.app, port=port):
+            # The first may find out only by sending that its connection is gone.
+            with pytest.raises(EngineUnavailable):
+                await call(engine)
+            for ask in (call, call, GuardedEngine.check):
+                with pytest.raises(EngineUnavailable, match="other ids"):
+                    await ask(engine)
+            looked.found = OK
+            await call(engine)
+            await engine.check()
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_connections_made_anew_while_others_live_are_no_restart(server: Server, looked: Looked) -> None:
+    async def run() -> None:
+        async with opened(url, looked) as engine:
+            await asyncio.gather(*(call(engine) for _ in range(8)))
+
+    with running(server.app) as url:
+        asyncio.run(run())
+    assert looked.count == 1
+
+
+def test_a_server_that_keeps_no_connection_is_looked_at_each_time(server: Server, looked: Looked) -> None:
+    server.hangs_up = True
+
+    async def run() -> None:
+        async with opened(url, looked) as engine:
+            await call(engine)
+            await call(engine)
+
+    with running(server.app) as url:
+        asyncio.run(run())
+    assert looked.count == 3
+
+
+async def told_by_the_server(server: Server, engine: GuardedEngine, version: str) -> None:
+    server.weight_version = version
+    await call(engine)
+
+
+def test_other_weights_are_looked_at_before_their_first_completion_ends(server: Server, looked: Looked) -> None:
+    async def run() -> None:
+        async with opened(url, looked) as engine:
+            await told_by_the_server(server, engine, "1")
+            await told_by_the_server(server, engine, "1")
+            assert looked.count == 1
+            looked.found = OTHER
+            with pytest.raises(EngineUnavailable, match="other ids"):
+                await told_by_the_server(server, engine, "2")
+
+    with running(server.app) as url:
+        asyncio.run(run())
+
+
+def test_weights_that_only_the_trainer_names_are_looked_at_too(server: Server, looked: Looked) -> None:
+    version: list[str | None] = [None]
+
+    async def run() -> None:
+        async with opened(url, looked, weights_now=lambda: version[0]) as engine:
+            await call(engine)
+            version[0] = "1"
+            await call(engine)
+            await call(engine)
+
+    with running(server.app) as url:
+        asyncio.run(run())
+    assert looked.count == 2
+
+
+async def checked(engine: GuardedEngine) -> None:
+    await engine.check()
+
+
+async def called(engine: GuardedEngine) -> None:
+    await call(engine)
+
+
+@pytest.mark.parametrize("ask", [checked, called])
+def test_a_server_that_names_other_models_is_looked_at(
+    server: Server,
+    looked: Looked,
+    ask: Callable[[GuardedEngine], Coroutine[None, None, None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guarded, "NAMES_SECONDS", 0.0)
+
+    async def run() -> None:
+        async with opened(url, looked) as engine:
+            await ask(engine)
+            assert looked.count == 1
+            server.root, looked.found = "/models/other", OTHER
+            with pytest.raises(EngineError, match="other ids"):
+                await ask(engine)
+
+    with running(server.app) as url:
+        asyncio.run(run())
+
+
+def test_calls_that_end_together_wait_for_one_look(server: Server, looked: Looked) -> None:
+    server.weight_version = "1"
+
+    async def run() -> None:
+        async with opened(url, looked) as engine:
+            await call(engine)
+            server.weight_version = "2"
+            await asyncio.gather(*(call(engine) for _ in range(8)))
+
+    with running(server.app) as url:
+        asyncio.run(run())
+    assert looked.count == 2
+
+
+def test_one_replica_of_another_model_keeps_the_pool_from_opening(server: Server, looked: Looked) -> None:
+    wrong_one = Looked()
+    wrong_one.found = OTHER
+
+    with running(server.app) as url, pytest.raises(InvalidRequest, match="other ids"):
+        asyncio.run(EnginePool.open({"a": lambda: open_one(url, looked), "b": lambda: open_one(url, wrong_one)}))
+
+
+def test_a_pool_with_a_replica_that_is_not_known_says_so(server: Server, looked: Looked) -> None:
+    silent = Looked()
+    silent.found = ModelCheck("unverified")
+
+    async def run() -> None:
+        pool = await EnginePool.open({"a": lambda: open_one(url, looked), "b": lambda: open_one(url, silent)})
+        assert UNVERIFIED in pool.info.capabilities
+        names = set()
+        for session in range(16):
+            params = SamplingParams(max_tokens=3, session_id=f"s{session}")
+            deltas = [one async for one in pool.sample(PROMPT, params, stream=True, request_id="q")]
+            names.add(UNVERIFIED in str(deltas[-1].engine))
+        assert names == {True, False}
+        await pool.close()
+
+    with running(server.app) as url:
+        asyncio.run(run())

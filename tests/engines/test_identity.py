@@ -1,0 +1,108 @@
+"""What servers of each kind say of their model, and how likely they find a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+from starlette.responses import JSONResponse, Response
+from tests.engines import fake_server
+
+from tokentape.engines.http import HttpClient
+from tokentape.engines.identity import ServedAs, offered_routes, prompt_logprobs, served_as
+
+_T = TypeVar("_T")
+
+CARD = {"id": "policy", "root": "/runs/7/step_100", "parent": None, "max_model_len": 4096}
+ADAPTER = {"id": "adapter", "root": "/adapters/a", "parent": "policy", "max_model_len": 4096}
+ROWS = [None, {"4": {"logprob": -1.5, "rank": 1}, "9": {"logprob": -0.1, "rank": 1}}, {"5": {"logprob": -2.5}}]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[fake_server.FakeServer]:
+    with fake_server.running() as fake:
+        yield fake
+
+
+@pytest.fixture
+def server(running: fake_server.FakeServer) -> fake_server.FakeServer:
+    running.reset({"/v1/models": JSONResponse({"data": [CARD, ADAPTER]})})
+    return running
+
+
+def asked(server: fake_server.FakeServer, ask: Callable[[HttpClient], Awaitable[_T]]) -> _T:
+    async def run() -> _T:
+        http = HttpClient(server.url)
+        try:
+            return await ask(http)
+        finally:
+            await http.close()
+
+    return asyncio.run(run())
+
+
+def scores(server: fake_server.FakeServer, name: str) -> list[float] | None:
+    return asked(server, lambda http: prompt_logprobs(name, http, "policy", [3, 4, 5]))
+
+
+def test_adapters_are_not_the_model(server: fake_server.FakeServer) -> None:
+    found = asked(server, lambda http: served_as("vllm", http))
+    assert found == ServedAs(frozenset({"policy", "adapter"}), frozenset({"policy", "/runs/7/step_100"}), 4096)
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_sglang_is_asked_for_more(server: fake_server.FakeServer, path: str) -> None:
+    server.answers[path] = JSONResponse({"model_path": "Qwen/Qwen3-8B", "model_type": "qwen3"})
+    found = asked(server, lambda http: served_as("sglang", http))
+    assert (found.model_type, found.names) == ("qwen3", {"policy", "/runs/7/step_100", "Qwen/Qwen3-8B"})
+
+
+def test_llama_cpp_tells_the_size_of_its_embedding(server: fake_server.FakeServer) -> None:
+    server.answers["/v1/models"] = JSONResponse({"data": [{"id": "tiny.gguf", "meta": {"n_embd": 128}}]})
+    assert asked(server, lambda http: served_as("llamacpp", http)).hidden_size == 128
+
+
+@pytest.mark.parametrize("name", ["vllm", "openai:vllm"])
+def test_completions_tell_the_likelihood_of_a_prompt(server: fake_server.FakeServer, name: str) -> None:
+    server.answers["/v1/completions"] = JSONResponse({"choices": [{"prompt_logprobs": ROWS}]})
+    assert scores(server, name) == [-1.5, -2.5]
+
+
+def test_the_other_route_is_asked_where_completions_do_not_tell(server: fake_server.FakeServer) -> None:
+    server.answers["/v1/completions"] = JSONResponse({"choices": [{"prompt_logprobs": None}]})
+    assert scores(server, "vllm") is None
+    server.answers["/inference/v1/generate"] = JSONResponse({"choices": [], "prompt_logprobs": ROWS})
+    assert scores(server, "vllm") == [-1.5, -2.5]
+    assert scores(server, "openai:vllm") is None
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([[None, 3, None], [-1.5, 4, None], [-2.5, 5, None]], [-1.5, -2.5]),
+        ([[None, 3, None], [-1.5, 7, None], [-2.5, 5, None]], None),
+        ([[-1.5, 4, None], [-2.5, 5, None]], None),
+        ([], None),
+    ],
+)
+def test_sglang_tells_the_likelihood_of_the_very_ids(
+    server: fake_server.FakeServer, entries: list[Any], expected: list[float] | None
+) -> None:
+    server.answers["/generate"] = JSONResponse({"meta_info": {"input_token_logprobs": entries}})
+    assert scores(server, "sglang") == expected
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "llamacpp", "openai:tensorrt_llm"])
+def test_a_server_that_does_not_tell_is_no_error(server: fake_server.FakeServer, name: str) -> None:
+    assert scores(server, name) is None
+
+
+def test_routes_are_there_where_an_empty_body_is_refused(server: fake_server.FakeServer) -> None:
+    def refuse(status: int) -> Callable[[dict[str, Any]], Response]:
+        return lambda body: JSONResponse({"error": {"code": status}}, status)
+
+    server.answers |= {"/v1/completions": refuse(400), "/inference/v1/generate": refuse(422)}
+    server.answers |= {"/v1/chat/completions/render": refuse(403), "/v1/chat/completions/derender": refuse(501)}
+    assert asked(server, offered_routes) == ["/v1/completions", "/inference/v1/generate"]

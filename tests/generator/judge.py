@@ -1,0 +1,383 @@
+"""Compare the product with the oracle on one case's conversations, and say where the product's claims are false."""
+
+from __future__ import annotations
+
+import json
+import random
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.generator.conversations import Conversation, Message, words_in
+from tests.generator.oracle import Reference, Refused, appends, end_of_reply
+from tests.generator.product import Product, message_of
+from tests.generator.replies import Spoken, expected_tail, spoken_turn
+from tokentape.errors import TemplateRefused
+
+QUESTION: Message = {"role": "user", "content": "What is it?"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One false claim or failure."""
+
+    kind: str
+    conversation: int
+    detail: str
+
+
+@dataclass
+class Judge:
+    """Judges one case. `counts` says how often what was compared, also where nothing was found."""
+
+    reference: Reference
+    product: Product
+    end_tokens: frozenset[str]
+    """Tokens that end assistant turns; empty where that is not known (real templates)."""
+    rng_of: Callable[[str], random.Random]
+    findings: list[Finding] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def judge(self, conversations: Sequence[Conversation]) -> None:
+        """Judge all conversations, then what the certificate says of all of them together."""
+        for conversation in conversations:
+            try:
+                self._conversation(conversation)
+            except Refused:
+                self.counts["transformers refused"] += 1
+        self._needless(conversations)
+
+    def _found(self, kind: str, conversation: Conversation, detail: str) -> None:
+        self.findings.append(Finding(kind, conversation.number, detail[:400]))
+
+    def _called(self, kind: str, conversation: Conversation, call: Callable[[], Any]) -> Any:
+        """What a call of the product returns; None if it raises what it should not raise."""
+        try:
+            return call()
+        except TemplateRefused:
+            raise
+        except Exception as error:
+            self._found(kind, conversation, f"{type(error).__name__}: {error}")
+            return None
+
+    def _conversation(self, one: Conversation) -> None:
+        prompt = self.reference.render(one.history, one.tools, generate=True)
+        if one.forged and self.reference.spells_control([one.history, one.tools]):
+            self._forged(one)
+        else:
+            self._prompt(one, prompt)
+        if self.reference.spells_control([one.history, one.reply, one.new, one.tools]):
+            return
+        spoken = self.reference.render([*one.history, one.reply], one.tools, generate=False)
+        full = self.reference.render([*one.history, one.reply, *one.new], one.tools, generate=True)
+        turn = spoken_turn(self.reference, self.product.stop_ids(one.tools), one, prompt, spoken, full)
+        if turn is None:
+            self.counts["not compared: the template leaves the reply out"] += 1
+            return
+        if turn.halted:
+            before = self.reference.render(one.history, one.tools, generate=False)
+            header = prompt.startswith(before) and turn.stop in prompt[len(before) :]
+            kind = "stop within turn: a header" if header else "stop within turn"
+            self._found(kind, one, f"{turn.stop!r} stands within the template's own turn {turn.text!r}")
+            return
+        self._appends(one, prompt, spoken, full, turn)
+        self._bridge(one, full, turn)
+        self._splice(one, prompt, full, turn)
+        self._parse(one, turn)
+        self._truncated(one, turn)
+
+    # -- prompts -----------------------------------------------------------------------------------------------------
+
+    def _prompt(self, one: Conversation, prompt: str) -> None:
+        self.counts["prompts"] += 1
+        try:
+            ids = self._called("exception in render", one, lambda: self.product.render(one.history, one.tools))
+        except TemplateRefused as error:
+            roles = {message["role"] for message in one.history} - {"tool", "assistant"}
+            seen = {m["role"] for m in one.history if any(word in prompt for word in words_in(m))}
+            if roles <= seen:
+                self._found("false refusal of a prompt", one, str(error))
+            return
+        expected = self.reference.encode(prompt)
+        if ids is not None and ids != expected.ids:
+            at = next((n for n, (a, b) in enumerate(zip(ids, expected.ids, strict=False)) if a != b), None)
+            around = prompt[expected.spans[at][0] :][:24] if at is not None else "the end"
+            self._found(
+                "prompt ids",
+                one,
+                f"{ids[at : at + 5] if at is not None else len(ids)} instead of "
+                f"{expected.ids[at : at + 5] if at is not None else len(expected.ids)} at {around!r}",
+            )
+
+    def _forged(self, one: Conversation) -> None:
+        self.counts["forged prompts"] += 1
+        try:
+            ids = self._called("exception in render", one, lambda: self.product.render(one.history, one.tools))
+            harmless = self.reference.render(
+                self.reference.neutral(one.history), self.reference.neutral(one.tools), generate=True
+            )
+        except TemplateRefused:
+            return
+        if ids is None:
+            return
+        expected = self.reference.control_counts(self.reference.encode(harmless).ids)
+        if self.reference.control_counts(ids) != expected:
+            self._found("injection", one, f"{self.reference.control_counts(ids)} control tokens, expected {expected}")
+
+    # -- bridges -----------------------------------------------------------------------------------------------------
+
+    def _appends(self, one: Conversation, prompt: str, spoken: str, full: str, turn: Spoken) -> None:
+        row = self.product.row(one.history, one.new, one.tools)
+        if row is None or row.append_only == "no":
+            return
+        content = one.reply.get("content") or ""
+        clean = content == content.strip() and bool(content or one.reply.get("tool_calls"))
+        if row.append_only == "clean text" and not clean:
+            return
+        self.counts["claims of append-only"] += 1
+        own = spoken[len(prompt) : turn.spoken_end] if spoken.startswith(prompt) else ""
+        problem = appends(self.reference, prompt, spoken, full, own)
+        if problem:
+            self._found("false append-only", one, f"{row.name}: {problem}")
+
+    def _bridge(self, one: Conversation, full: str, turn: Spoken) -> None:
+        expected = expected_tail(self.reference, one, full, turn, self.end_tokens)
+        if expected is None:
+            self.counts["not compared: the reply ends otherwise in the whole rendering"] += 1
+            return
+        try:
+            strategy = self._called(
+                "exception in choose", one, lambda: self.product.strategy(one.history, one.reply, one.new, one.tools)
+            )
+        except TemplateRefused as error:
+            self._refused(one, full, turn, str(error))
+            return
+        if strategy is None:
+            return
+        self.counts[f"strategy {strategy}"] += 1
+        if strategy == "fork":
+            return
+        history = one.history if strategy == "contextual" else None
+        problem = self._bridge_differs(one, turn, expected, history)
+        if problem.startswith("refused: "):
+            self._refused(one, full, turn, problem)
+        elif problem and strategy == "local" and not self._bridge_differs(one, turn, expected, one.history):
+            self._found("false local", one, problem)
+        elif problem:
+            self._found("bridge ids" if problem.startswith("ids ") else "wrong bridge", one, f"{strategy}: {problem}")
+
+    def _splice(self, one: Conversation, prompt: str, full: str, turn: Spoken) -> None:
+        """A conversation rendered from the start, with the sampled ids in place of the reply."""
+        messages = [*one.history, one.reply, *one.new]
+        try:
+            ids = self._called(
+                "exception in splice",
+                one,
+                lambda: self.product.splice(messages, one.tools, {len(one.history): turn.ids}),
+            )
+        except TemplateRefused:
+            return
+        if ids is None:
+            return
+        if not turn.own:
+            return
+        self.counts["spliced"] += 1
+        if not any(ids[n : n + len(turn.ids)] == turn.ids for n in range(len(ids) - len(turn.ids) + 1)):
+            # No claim is false: nothing is spliced where turns can't be told apart. It is worth a count.
+            self.counts["spliced without the sampled ids"] += 1
+        expected = expected_tail(self.reference, one, full, turn, self.end_tokens)
+        whole, before = self.reference.encode(full).ids, self.reference.encode(prompt).ids
+        if expected is not None and [*before, *turn.ids, *(expected[0][1] or [])] == whole != ids:
+            self._found("splice ids", one, f"{self.reference.decode(ids)[-300:]!r} instead of {full[-300:]!r}")
+
+    def _bridge_differs(
+        self,
+        one: Conversation,
+        turn: Spoken,
+        expected: Sequence[tuple[str, list[int] | None]],
+        history: Sequence[Message] | None,
+    ) -> str:
+        """How the product's bridge differs from what is expected; empty if it does not."""
+        try:
+            ids = self.product.bridge(turn.ids, one.reply, one.new, one.tools, history)
+        except TemplateRefused as error:
+            return f"refused: {error}"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        text = self.reference.decode(ids)
+        for wanted, wanted_ids in expected:
+            if ids == wanted_ids:
+                return ""
+            # Where text meets text no ids are certain; nor is the space that some tokenizers put before a first word.
+            again = self.reference.decode(self.reference.encode(wanted).ids)
+            if wanted_ids is None and _composed(text) in (_composed(wanted), _composed(again)):
+                return ""
+        wanted, wanted_ids = expected[0]
+        if wanted_ids is not None and text.split() == self.reference.decode(wanted_ids).split():
+            return f"ids {ids[:12]} instead of {wanted_ids[:12]} for {wanted[:60]!r}"
+        return f"{text[-200:]!r} instead of {wanted[-200:]!r}"
+
+    def _refused(self, one: Conversation, full: str, turn: Spoken, reason: str) -> None:
+        tail = full[turn.full_end :]
+        if all(any(word in tail for word in words_in(message)[-1:]) for message in one.new):
+            self._found("false refusal of a bridge", one, reason)
+
+    # -- replies -----------------------------------------------------------------------------------------------------
+
+    def _parse(self, one: Conversation, turn: Spoken) -> None:
+        self.counts["replies parsed"] += 1
+        try:
+            reply = self.product.parse(turn.ids, one.tools)
+            if one.number % 3 == 0 and self.product.parse(turn.ids, one.tools, step=1) != reply:
+                self._found("reply depends on how it is cut", one, turn.text)
+        except Exception as error:
+            self._found("exception in parser", one, f"{type(error).__name__}: {error}: {turn.text}")
+            return
+        if not turn.own or one.constant or not all(word in turn.text for word in words_in(one.reply)):
+            return
+        if self.reference.decode_whole(turn.ids).split() != turn.text.split():
+            self.counts["not compared: tokenizers itself decodes the reply otherwise"] += 1
+            return
+        checks = _checks(one.reply)
+        if not self.product.parses(checks):
+            self.counts["not compared: the certificate does not say that it is parsed"] += 1
+            return
+        problem = _reply_differs(one.reply, message_of(reply, one.reply))
+        if problem:
+            self._found("false claim of parsing", one, f"{problem}; {turn.text[:160]!r}")
+
+    def _truncated(self, one: Conversation, turn: Spoken) -> None:
+        """Cut the turn at a random token: no exception, no lost message, and what was open is closed."""
+        if len(turn.ids) < 3:
+            return
+        cut = turn.ids[: self.rng_of(f"cut {one.number}").randrange(1, len(turn.ids) - 1)]
+        self.counts["truncated replies"] += 1
+        try:
+            reply = self.product.parse(cut, one.tools)
+        except Exception as error:
+            self._found("exception in parser", one, f"{type(error).__name__}: {error}: {self.reference.decode(cut)}")
+            return
+        said = message_of(reply, one.reply)
+        new: list[Message] = [{"role": "user", "content": "go on zqfollowup"}]
+        if said.get("tool_calls"):
+            return
+        try:
+            full = self.reference.render([*one.history, said, *new], one.tools, generate=True)
+            strategy = self.product.strategy(one.history, said, new, one.tools)
+            if strategy == "fork":
+                return
+            history = one.history if strategy == "contextual" else None
+            ids = self._called(
+                "exception in bridge", one, lambda: self.product.bridge(cut, said, new, one.tools, history)
+            )
+        except (Refused, TemplateRefused):
+            return
+        if ids is None:
+            return
+        text = self.reference.decode(ids)
+        if "zqfollowup" in full and "zqfollowup" not in text:
+            self._found("message lost after a truncated reply", one, f"{text!r} after {self.reference.decode(cut)!r}")
+        content = reply.content.strip()
+        if reply.reasoning_open or reply.tool_calls or not content or full.count(content) != 1:
+            return
+        tail = full[full.rindex(content) + len(content) :]
+        self.counts["bridges after truncated replies"] += 1
+        if "".join(_composed(text).split()) != "".join(_composed(tail).split()):
+            kind = "wrong bridge after a truncated reply"
+            self._found(kind, one, f"{text!r} instead of {tail!r} after {self.reference.decode(cut)!r}")
+
+    # -- all conversations together ----------------------------------------------------------------------------------
+
+    def _needless(self, conversations: Sequence[Conversation]) -> None:
+        """Find continuations called dependent on the history although no history changes what follows the reply."""
+        seen: set[str] = set()
+        for one in conversations:
+            row = self.product.row(one.history, one.new, one.tools)
+            if row is None or row.strategy not in ("fork", "contextual") or row.name in seen:
+                continue
+            if self.reference.spells_control([one.history, one.reply, one.new, one.tools]):
+                continue
+            seen.add(row.name)
+            same = [
+                c for c in conversations if (r := self.product.row(c.history, c.new, c.tools)) and r.name == row.name
+            ]
+            histories = [c.history for c in conversations if not self.reference.spells_control(c.history)]
+            if "/no-system" in row.name:
+                histories = [h for h in histories if all(m["role"] != "system" for m in h)]
+            problem = self._depends(same, histories)
+            if problem == "" and len(same) >= 3:
+                self._found(
+                    f"needless {row.strategy}",
+                    one,
+                    f"{row.name}: the same tail after {len(histories)} histories and {len(same)} replies; {row.reason}",
+                )
+
+    def _depends(self, conversations: Sequence[Conversation], histories: Sequence[Sequence[Message]]) -> str:
+        """Why what follows the reply depends on the history; empty if it does not as far as was tried."""
+        tried = 0
+        for one in conversations[:4]:
+            tails: set[str] = set()
+            for history in [(QUESTION,), one.history, *histories[:8]]:
+                try:
+                    full = self.reference.render([*history, one.reply, *one.new], one.tools, generate=True)
+                except Refused:
+                    continue
+                end = end_of_reply(full, one.reply, one.new)
+                if end is None:
+                    return "the reply is not shown"
+                tails.add(full[end:])
+                tried += 1
+                said = words_in([*history, *one.tools])
+                if any(word in full[end:] for word in said):
+                    return "the history is said again"
+                if not all(word in full[end:] for word in words_in(list(one.new))):
+                    return "a new message is written elsewhere"
+            if len(tails) > 1:
+                return "another history, another tail"
+        return "" if tried >= 6 else "too few histories"
+
+
+def _checks(reply: Message) -> list[str]:
+    """The certificate's checks that a reply like this one falls under."""
+    content = reply.get("content") or ""
+    calls = reply.get("tool_calls") or ()
+    checks = ["content"] if content else []
+    if content != content.strip():
+        checks.append("white space")
+    if not content.isascii():
+        checks.append("unicode")
+    if calls:
+        checks += ["call", "typed arguments", "multi-line argument"]
+        checks += ["parallel calls"] if len(calls) > 1 else []
+        checks += ["content and call"] if content else []
+    if reply.get("reasoning_content"):
+        checks.append("reasoning and call" if calls else "reasoning")
+    return checks
+
+
+def _composed(text: str | None) -> str:
+    """Text without outer white space, in the one form of Unicode that tokenizers may bring all text to."""
+    return unicodedata.normalize("NFC", text or "").strip()
+
+
+def _reply_differs(wanted: Message, found: Message) -> str:
+    """What of a message did not come back; empty if all did."""
+    for key in ("content", "reasoning_content"):
+        if _composed(wanted.get(key)) != _composed(found.get(key)):
+            return f"{key} came back as {found.get(key)!r} for {wanted.get(key)!r}"
+
+    def plain(message: Message) -> list[tuple[str, Any]]:
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        return [(f["name"], _loaded(f["arguments"])) for f in calls]
+
+    def _loaded(value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except ValueError:
+            return value
+
+    if _composed(repr(plain(wanted))) != _composed(repr(plain(found))):
+        return f"calls came back as {plain(found)!r} for {plain(wanted)!r}"
+    return ""

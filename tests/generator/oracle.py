@@ -1,0 +1,212 @@
+"""What is true of a conversation, by transformers' rendering and plain `tokenizers` encodings; no code of the product.
+
+A bridge is judged by the template's own rendering of the whole conversation: what stands there after the reply is what
+belongs after it. Append-only is taken literally: the ids of the prompt and of the turn begin the ids of the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import tokenizers
+from transformers.utils import chat_template_utils
+
+from tests.generator.conversations import Message, words_in
+
+DATE = "2026-07-26"
+
+
+class _Clock(datetime):
+    """A clock that stands still, for templates that ask for the date."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return datetime.fromisoformat(DATE)
+
+
+class Refused(Exception):
+    """The template does not render this conversation."""
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Ids of a text, each with the characters it covers."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+    def boundary(self, at: int) -> int | None:
+        """The index of the first token after character `at`; None if a token lies across it.
+
+        A token that takes the white space after it along is no obstacle: its id is complete.
+        """
+        index = next((n for n, (start, _) in enumerate(self.spans) if start >= at), len(self.ids))
+        return index if index == 0 or self.spans[index - 1][1] <= at else None
+
+
+class Reference:
+    """One model folder, seen by transformers and `tokenizers`."""
+
+    def __init__(self, folder: Path, kwargs: dict[str, bool], used: Sequence[str] = ()) -> None:
+        """`used`: tokens that the template is known to write, also those that it puts together."""
+        self._source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        self._variables = {k: v for k, v in config.items() if k in ("bos_token", "eos_token") and v} | kwargs
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        self.added = {token["content"]: token for token in spec["added_tokens"]}
+        self.eos_ids = set(json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"])
+        # What callers must not be able to make: special tokens, the template's own, and what is spelled like one.
+        self.controls = {
+            content
+            for content, token in self.added.items()
+            if token["special"]
+            or content in used
+            or content in self._source
+            or re.fullmatch(r"<[|｜].*[|｜]>", content)
+            if content.strip(" \n\t▁") and content != "<unk>"
+        }
+        self._any_control = re.compile("|".join(map(re.escape, sorted(self.controls, key=len, reverse=True))) or "(?!)")
+        self._rendered: dict[str, str | Refused] = {}
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message], *, generate: bool) -> str:
+        """The template's text. Raises `Refused` with what transformers raised."""
+        key = json.dumps([list(messages), list(tools), generate])
+        if key not in self._rendered:
+            self._rendered[key] = self._render(messages, tools, generate=generate)
+        found = self._rendered[key]
+        if isinstance(found, Refused):
+            raise found
+        return found
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Message], *, generate: bool) -> str | Refused:
+        try:
+            # For this rendering alone: other tests ask transformers what day it is.
+            with mock.patch.object(chat_template_utils, "datetime", _Clock):
+                texts, _ = chat_template_utils.render_jinja_template(
+                    conversations=[[_joined(message) for message in messages]],
+                    tools=list(tools) or None,
+                    chat_template=self._source,
+                    add_generation_prompt=generate,
+                    **self._variables,
+                )
+        except Exception as error:  # a template may raise anything
+            return Refused(f"{type(error).__name__}: {error}")
+        return str(texts[0])
+
+    @lru_cache(maxsize=512)  # noqa: B019 - one case's, dropped with it
+    def encode(self, text: str) -> Ids:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return Ids(encoding.ids, encoding.offsets)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids: added tokens as they are spelled, what stands between them as `tokenizers` decodes it."""
+        spelled = {token["id"]: content for content, token in self.added.items() if content.strip(" \n\t▁")}
+        texts: list[str] = []
+        run: list[int] = []
+        for token_id in ids:
+            if token_id in spelled:
+                texts += [self.decode_whole(run) if run else "", spelled[token_id]]
+                run = []
+            else:
+                run.append(token_id)
+        return "".join(texts) + (self.decode_whole(run) if run else "")
+
+    def decode_whole(self, ids: Sequence[int]) -> str:
+        """Text of ids as `tokenizers` decodes it."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def content_of(self, token_id: int) -> str | None:
+        """The spelling of an added token; None for any other id."""
+        return next((content for content, token in self.added.items() if token["id"] == token_id), None)
+
+    def first_control(self, text: str, at: int = 0) -> tuple[int, str] | None:
+        """Where the first control token from `at` on stands, and its spelling."""
+        found = self._any_control.search(text, at)
+        return (found.start(), found[0]) if found else None
+
+    def spells_control(self, value: Any) -> bool:
+        """Whether callers' texts spell a control token."""
+        return self._any_control.search(json.dumps(value, ensure_ascii=False)) is not None
+
+    def neutral(self, value: Any) -> Any:
+        """A copy of messages in which nothing spells a control token: the first character of each is a letter."""
+        if isinstance(value, str):
+            while self._any_control.search(value):
+                value = self._any_control.sub(lambda found: "q" + found[0][1:], value)
+            return value
+        if isinstance(value, dict):
+            return {key: self.neutral(item) for key, item in value.items()}
+        return [self.neutral(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def control_counts(self, ids: Sequence[int]) -> dict[str, int]:
+        """How often each control token occurs in ids."""
+        wanted = {self.added[content]["id"]: content for content in self.controls}
+        counts: dict[str, int] = {}
+        for token_id in ids:
+            if token_id in wanted:
+                counts[wanted[token_id]] = counts.get(wanted[token_id], 0) + 1
+        return counts
+
+
+def _joined(message: Message) -> Message:
+    """The message without None, as `apply_chat_template` gives it to the template, and text parts as one text."""
+    given = {key: value for key, value in message.items() if value is not None}
+    if isinstance(given.get("content"), list):
+        given["content"] = "".join(part["text"] for part in given["content"])
+    return given
+
+
+def main_words(reply: Message) -> list[str]:
+    """Words that show where a reply ends: of its last call, else of its content."""
+    calls = reply.get("tool_calls")
+    return words_in(calls[-1]["function"]["arguments"] if calls else reply.get("content"))
+
+
+def end_of_reply(text: str, reply: Message, new: Sequence[Message] = ()) -> int | None:
+    """Where in a rendering the last word of the reply ends; None if the template leaves it out.
+
+    What a template says of the reply after the new messages is not the reply.
+    """
+    if not any(word in text for word in main_words(reply)):
+        return None
+    words = [word for word in words_in(reply) if word in text]
+    first = min(map(text.find, words))
+    limit = min((at for at in map(text.find, words_in(list(new))) if at > first), default=len(text))
+    return max(text.rfind(word, 0, limit) + len(word) for word in words if text.find(word) < limit)
+
+
+def begins(whole: Ids, part: Ids) -> bool:
+    """Whether the ids of a part begin those of the whole."""
+    return whole.ids[: len(part.ids)] == part.ids
+
+
+def appends(reference: Reference, prompt: str, spoken: str, full: str, turn: str) -> str:
+    """Why the whole conversation does not append to prompt and turn; empty if it does.
+
+    `prompt` is the history's rendering with the generation prompt, `spoken` history and reply, `full` everything, and
+    `turn` the reply as the template wrote it, without the token that ends it.
+    """
+    if not spoken.startswith(prompt):
+        return "the generation prompt is not shown before the turn"
+    if not full.startswith(prompt):
+        return "what came before the turn changed"
+    if not full.startswith(prompt + turn):
+        return "the turn changed"
+    whole = reference.encode(full)
+    if not begins(whole, reference.encode(prompt)):
+        return "the prompt has other ids"
+    said = reference.encode(spoken)
+    end = len(prompt) + len(turn)
+    counts = [ids.boundary(end) for ids in (whole, said)]
+    if None not in counts and whole.ids[: counts[0]] != said.ids[: counts[1]]:
+        return "the turn has other ids"
+    return ""

@@ -1,0 +1,131 @@
+"""Replies as a model would sample them, and what belongs after them, by the template's own rendering."""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from tests.generator.conversations import Conversation, words_in
+from tests.generator.oracle import Reference, end_of_reply
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A sampled turn."""
+
+    text: str
+    ids: list[int]
+    stop: str
+    """The stop token that it ends with; empty if it has none."""
+    own: bool
+    """It is what the template itself writes after the prompt."""
+    halted: bool
+    """A stop token that the folder does not declare stands within what the template writes for the turn."""
+    after_word: str
+    """What of the text follows the reply's last word, the stop token included."""
+    spoken_end: int
+    """Where in the rendering of history and reply the turn ends, before its stop token."""
+    full_end: int
+    """Where in the whole rendering the reply's last word ends."""
+
+
+def spoken_turn(
+    reference: Reference, stop_ids: AbstractSet[int], one: Conversation, prompt: str, spoken: str, full: str
+) -> Spoken | None:
+    """The reply as the template writes it after the prompt, up to the first of the product's stop tokens.
+
+    Where the prompt is not what stands before turns later on, the model writes what it has in common with the turn.
+    None if the template does not write the reply, or nothing can be cut out.
+    """
+    spoken_word, full_word = end_of_reply(spoken, one.reply), end_of_reply(full, one.reply, one.new)
+    if spoken_word is None or full_word is None:
+        return None
+    own = spoken.startswith(prompt)
+    start = len(prompt) if own else len(os.path.commonprefix([prompt, spoken]))
+    if not own:
+        before = words_in(one.history)
+        if start < max((prompt.rfind(word) for word in before), default=0):
+            if one.reply.get("tool_calls"):
+                return None
+            start = spoken.rfind((one.reply["content"] or "").strip(), 0, spoken_word)
+            if start < 0:
+                return None
+        cut = reference.first_control(spoken, max(start - 40, 0))
+        while cut is not None and cut[0] < start:
+            if start < cut[0] + len(cut[1]):
+                return None
+            cut = reference.first_control(spoken, cut[0] + len(cut[1]))
+    stops = sorted(content for token_id in stop_ids if (content := reference.content_of(token_id)))
+    within = [stop for stop in stops if stop in spoken[start:spoken_word]]
+    if within:
+        declared = {reference.content_of(token_id) for token_id in reference.eos_ids}
+        if not own or any(stop in declared for stop in within):
+            return None
+        first = min(within, key=lambda stop: spoken.find(stop, start))
+        text = spoken[start:spoken_word]
+        return Spoken(text, [], first, own, True, "", spoken_word, full_word)
+    ended = _first(spoken, stops, spoken_word)
+    following = _first(full, stops, full_word)
+    if ended is not None:
+        at, stop = ended
+        after = spoken[spoken_word : at + len(stop)]
+        spoken_end = at
+    elif following is not None and not any(w in full[full_word : following[0]] for w in words_in(list(one.new))):
+        # No token of its own ends the turn: the model stops at the header of the next message.
+        at, stop = following
+        after = full[full_word : at + len(stop)]
+        spoken_end = spoken_word
+    else:
+        stop, after, spoken_end = "", "", spoken_word
+    text = spoken[start:spoken_word] + after
+    ids = reference.encode(text).ids
+    return Spoken(text, ids, stop, own, False, after, spoken_end, full_word)
+
+
+def _first(text: str, tokens: list[str], at: int) -> tuple[int, str] | None:
+    found = [(where, token) for token in tokens if (where := text.find(token, at)) >= 0]
+    return min(found) if found else None
+
+
+def expected_tail(
+    reference: Reference, one: Conversation, full: str, turn: Spoken, end_tokens: frozenset[str]
+) -> list[tuple[str, list[int] | None]] | None:
+    """What may follow the sampled turn: text, and ids where they are certain. None if nothing can be said.
+
+    Where the turn ended with another token than the template writes there, what follows depends on whether that one
+    ends turns or begins messages. `end_tokens` says which do; both are allowed if it is empty.
+    """
+    tail = full[turn.full_end :]
+    limit = min((at for word in words_in(list(one.new)) if (at := tail.find(word)) >= 0), default=len(tail))
+    if tail.startswith(turn.after_word):
+        return [_with_ids(reference, full, turn.full_end + len(turn.after_word))]
+    if not turn.stop:
+        return None
+    same = tail.find(turn.stop, 0, limit)
+    if same >= 0:
+        return [_with_ids(reference, full, turn.full_end + same + len(turn.stop))]
+    before_stop = turn.after_word[: len(turn.after_word) - len(turn.stop)]
+    at = len(before_stop) if tail.startswith(before_stop) else 0
+    other = reference.first_control(tail, at)
+    if other is None or other[0] > limit:
+        return None
+    where, token = turn.full_end + other[0], other[1]
+    after, from_it = (_with_ids(reference, full, at) for at in (where + len(token), where))
+    if not end_tokens:
+        return [after, from_it]
+    return [after if token in end_tokens else from_it]
+
+
+def _with_ids(reference: Reference, full: str, at: int) -> tuple[str, list[int] | None]:
+    """The text from there on, with its ids in the whole, if they begin at a control token or after one."""
+    encoded = reference.encode(full)
+    index = encoded.boundary(at)
+    ends_control = any(full.endswith(token, 0, at) for token in reference.added)
+    begins_control = any(full.startswith(token, at) for token in reference.added)
+    if index is None or not (ends_control or begins_control):
+        rstrip = next((n for n, (s, e) in enumerate(encoded.spans) if s < at < e), None)
+        if rstrip is None or reference.content_of(encoded.ids[rstrip]) is None:
+            return full[at:], None
+        index = rstrip + 1
+    return full[at:], encoded.ids[index:]

@@ -1,0 +1,125 @@
+"""Cases depend on their seed only, and every option makes a difference that renders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.generator.__main__ import run
+from tests.generator.causes import Cause, reduce
+from tests.generator.compose import compose
+from tests.generator.conversations import constants_of, conversations
+from tests.generator.examine import case_of, examine, template_of
+from tests.generator.mutate import MUTATIONS, mutate
+from tests.generator.options import FEATURES, TEMPLATE, TOKENIZER, Case, draw, only
+from tests.generator.oracle import Reference
+from tests.generator.vocabularies import tokenizer_json, write_model
+
+PLAIN = only(draw(1, 0), [])
+NEEDS = {
+    "switch_effect": ["switch=any_user", "thinking=kept"],
+    "think_tags": ["thinking=kept"],
+    "values": ["calls=tagged_parameters"],
+    "eos_list": ["end=calls_other"],
+    "trained_on": ["vocabulary=bpe_spaces"],
+}
+"""What a feature shows together with only."""
+RARE, MANY = ("strict", "result_label"), 100
+"""Conversations in which rare kinds of messages occur."""
+
+
+def test_a_seed_makes_the_same_case_template_tokenizer_and_conversations() -> None:
+    one, other = case_of(7, 3), case_of(7, 3)
+    assert one == other
+    assert template_of(one) == template_of(other)
+    assert tokenizer_json(one, template_of(one)) == tokenizer_json(other, template_of(other))
+    made = [conversations(case.random, template_of(case).source, ["<x>"], range(5)) for case in (one, other)]
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("feature", [name for name in TEMPLATE if name != "keyword"])
+def test_every_option_of_a_template_renders_something_else(feature: str, tmp_path: Path) -> None:
+    texts = []
+    for option in TEMPLATE[feature]:
+        case = only(PLAIN, [*NEEDS.get(feature, []), f"{feature}={option}"])
+        reference = Reference(write_model(case, compose(case), tmp_path / option), {})
+        made = conversations(
+            case.random, f"{{% if {case.word!r} in x %}}{{% endif %}}", [], range(MANY if feature in RARE else 30)
+        )
+        texts.append("".join(_rendered(reference, one) for one in made))
+    assert len(set(texts)) == len(texts)
+
+
+def _rendered(reference: Reference, one: object) -> str:
+    try:
+        return "".join(
+            reference.render([*one.history, *more], one.tools, generate=generate)  # type: ignore[attr-defined]
+            for more, generate in (((), True), ((), False), ((one.reply,), False), ((one.reply, *one.new), True))  # type: ignore[attr-defined]
+        )
+    except Exception as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("feature", TOKENIZER)
+def test_every_option_of_a_tokenizer_makes_other_files(feature: str, tmp_path: Path) -> None:
+    files = []
+    for option in TOKENIZER[feature]:
+        case = only(PLAIN, [*NEEDS.get(feature, []), f"{feature}={option}"])
+        folder = write_model(case, compose(case), tmp_path / option)
+        files.append("".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.json"))))
+    assert len(set(files)) == len(files)
+
+
+def test_there_are_more_features_than_fifteen_and_cases_differ_in_all() -> None:
+    cases = [draw(3, index) for index in range(800)]
+    assert len(TEMPLATE) >= 15
+    for feature, options in FEATURES.items():
+        assert {case.options[feature] for case in cases} == set(options)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_changes_a_template(name: str) -> None:
+    source = (
+        "{%- for message in messages %}{%- if loop.first %}{{- '<|im_start|>' }}{% endif %}{{ '<|im_end|>\\n' }}"
+        "{{ message.content }}{{ message.content | trim }}{%- for call in message.tool_calls %}{{ call }}{% endfor %}"
+        "{% endfor %}"
+    )
+    assert mutate(source, name, PLAIN.random(name)) != source
+
+
+def test_strings_that_a_template_looks_for_are_found() -> None:
+    source = "{% if '/no_think' in m.content or m.content.startswith('[fast]') or x == 'slow' %}{{ 'text' }}{% endif %}"
+    assert constants_of(source) == ["/no_think", "[fast]", "slow"]
+
+
+def test_a_finding_is_reduced_to_the_options_that_it_needs() -> None:
+    case = next(case for case in (draw(1, index) for index in range(100)) if len(case.cause) > 8)
+    needed = set(case.cause[:1] + case.cause[-1:])
+
+    def kinds_of(tried: Case) -> set[str]:
+        return {"fault"} if needed <= set(tried.cause) else set()
+
+    assert set(reduce(case, "fault", kinds_of)) == needed
+    assert Cause("fault", tuple(needed), 1, 1, "").explains("fault", case.cause)
+    assert not Cause("fault", ("numbering=never",), 1, 1, "").explains("fault", case.cause)
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
+    expected = run(5, 2, 1, whole, processes=1)
+    lines = whole.read_text(encoding="utf-8").splitlines()
+    stopped.write_text(lines[0] + "\n" + lines[1][:40] + "\n", encoding="utf-8")
+    again = run(5, 2, 1, stopped, processes=1)
+    assert [without_time(result) for result in again] == [without_time(result) for result in expected]
+    assert [json.loads(line)["index"] for line in lines] == [0, 1]
+
+
+def without_time(result: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in result.items() if key != "seconds"}
+
+
+def test_some_cases_are_examined() -> None:
+    for index in (0, 2):
+        assert examine(case_of(2, index), 4).counts

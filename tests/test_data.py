@@ -1,0 +1,42 @@
+"""A skip that the machine is not the reason of is a failure in CI, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.data import judged
+
+
+def report(outcome: Any, reason: str, **more: Any) -> pytest.TestReport:
+    longrepr = ("tests/test_x.py", 7, f"Skipped: {reason}")
+    made = pytest.TestReport("tests/test_x.py::test_x", ("tests/test_x.py", 6, "test_x"), {}, outcome, longrepr, "call")
+    made.__dict__.update(more)
+    return made
+
+
+@pytest.mark.parametrize(
+    "reason", ["x.json is not here", "set TOKENTAPE_TOKENIZERS to a folder", "got empty parameter set for (x)"]
+)
+def test_a_skip_for_missing_data_fails_in_ci(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    found = judged(report("skipped", reason))
+    assert found.outcome == "failed"
+    assert reason in found.longrepr
+
+
+@pytest.mark.parametrize("reason", ["needs Chromium", "could not import 'torch': No module named 'torch'"])
+def test_a_skip_for_what_the_machine_lacks_stays_one(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    assert judged(report("skipped", reason)).outcome == "skipped"
+
+
+def test_an_expected_failure_is_no_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    assert judged(report("skipped", "", wasxfail="a known fault")).outcome == "skipped"
+
+
+def test_elsewhere_a_skip_is_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    assert judged(report("skipped", "x.json is not here")).outcome == "skipped"

@@ -1,0 +1,102 @@
+"""`samples.schema.json` against what is written and what `Sample` has, and against the page that shows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from importlib.resources import files as package_files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pyarrow as pa
+import pytest
+
+from tokentape.session.arrow import trajectory_schema
+from tokentape.testing.golden import GOLDEN, GoldenSession
+from tokentape.testing.samples import golden_samples
+from tokentape.training.files import write_samples_jsonl
+from tokentape.training.samples import Sample, with_column
+
+SCHEMA = json.loads((package_files("tokentape.training") / "samples.schema.json").read_text())
+PROPERTIES = SCHEMA["properties"]
+NOT_KNOWN_YET = ["finish_reasons", "temperatures", "logprob_kinds"]
+SESSIONS = [session for golden in GOLDEN for session in golden.sessions]
+
+
+def lines(session: GoldenSession, folder: Path) -> list[dict[str, Any]]:
+    samples = [with_column(one, "advantages", 0.5) for one in golden_samples(session.trajectories())]
+    write_samples_jsonl(samples, folder / "samples.jsonl")
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> dict[str, Any]:
+    return lines(GOLDEN[1].sessions[0], tmp_path)[1]
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert SCHEMA["title"] == "tokentape.samples/1"
+
+
+def test_every_line_that_is_written_keeps_to_it(tmp_path: Path) -> None:
+    for session in SESSIONS:
+        for one in lines(session, tmp_path):
+            jsonschema.validate(one, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda line: line.pop("loss_mask"),
+        lambda line: line.update(loss_mask=[0, 1]),
+        lambda line: line.update(token_ids=["a"]),
+        lambda line: line.update(samples_version=2),
+        lambda line: line.update(mask=[True]),
+        lambda line: line["weight_spans"][0].pop("version"),
+        lambda line: line.update(finish_reasons=["eos"]),
+    ],
+)
+def test_what_does_not_keep_to_it_is_refused(line: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> None:
+    jsonschema.validate(line, SCHEMA)
+    change(line)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(line, SCHEMA)
+
+
+def test_it_names_every_field_of_a_sample() -> None:
+    versions = {"schema_version", "samples_version"}
+    assert {one.name for one in fields(Sample)} - {"columns", "payloads"} == {*PROPERTIES} - versions - {*NOT_KNOWN_YET}
+
+
+@pytest.mark.xfail(strict=True, reason="no sample says it yet")
+@pytest.mark.parametrize("name", NOT_KNOWN_YET)
+def test_a_sample_says_what_the_schema_has_room_for(name: str) -> None:
+    assert name in {one.name for one in fields(Sample)}
+
+
+def test_dtypes_are_those_of_parquet() -> None:
+    for column in trajectory_schema():
+        kind = column.type.value_type if pa.types.is_list(column.type) else column.type
+        named = {"double": "float64", "float": "float32", "bool": "bool"}.get(str(kind), str(kind).split("<")[0])
+        expected = PROPERTIES[column.name]["x-dtype"]
+        assert ("object" if column.name == "metadata" else named) == expected, column.name
+
+
+def test_lengths_are_what_it_says(tmp_path: Path) -> None:
+    for session in SESSIONS:
+        for one in lines(session, tmp_path):
+            for name, about in PROPERTIES.items():
+                if about.get("x-length") in ("tokens", "turns") and name in one:
+                    assert len(one[name]) == len(one["token_ids" if about["x-length"] == "tokens" else "turns"]), name
+
+
+def test_siblings_train_each_sampled_token_once(tmp_path: Path) -> None:
+    for session in SESSIONS:
+        made = lines(session, tmp_path)
+        assert sum(sum(one["loss_mask"]) for one in made) == len(session.tokens())
+        assert all(
+            code == 1 for one in made for code, on in zip(one["provenance"], one["loss_mask"], strict=True) if on
+        )
