@@ -300,8 +300,10 @@ def test_an_aborted_request_is_not_computed_any_more(
         return await collect(engine, prompt(5), WARM)
 
     asyncio.run(leave())
-    # One column per request and step.
-    assert forwards[1:] == [(1, 1)] * 19
+    # One column per request and step. The step that was under way during the abort may end after it.
+    begun = forwards.index((1, 5))
+    assert begun <= 1
+    assert forwards[begun + 1 :] == [(1, 1)] * 19
 
 
 def test_a_call_that_waits_can_be_given_up(model_dir: Path, path: ForwardPath) -> None:
