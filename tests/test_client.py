@@ -198,13 +198,13 @@ def test_a_pause_may_take_longer_than_other_calls(renderer: Renderer, store: Sql
     engine = ScriptedEngine(renderer, ["a reply of several tokens<|im_end|>"], pause_after=3)
     with (
         running(create_app(Turns(engine, renderer, store), model_id="m")) as url,
-        tokentape.Client(url, timeout=3.0) as client,
+        tokentape.Client(url, timeout=8.0) as client,
         ThreadPoolExecutor(1) as agent,
     ):
         under_way = agent.submit(talk, f"{url}/sessions/s/v1", 1)
         assert engine.called.wait(PATIENCE)
         try:
-            assert client.pause(timeout=3.5) is False
+            assert client.pause(timeout=8.5) is False
         finally:
             engine.go_on.set()
             client.resume()

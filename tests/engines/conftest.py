@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forwards import Forwards
+from tests.waiting import PATIENCE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 TEXT = ["the model samples tokens, the record keeps them; überall Ünïcödé 🙂 日本語 for (int i = 0; i < n; i++)"]
@@ -74,16 +76,17 @@ def model(model_dir: Path) -> Any:
 
 
 @pytest.fixture
-def forwards() -> Iterator[list[tuple[int, int]]]:
-    """The (rows, columns) of every forward pass of the engine. Its model is private; the class is not."""
+def forwards() -> Iterator[Forwards]:
+    """The forward passes of the engine. Its model is private; the class is not."""
     from transformers import Qwen3ForCausalLM
 
-    shapes: list[tuple[int, int]] = []
+    shapes = Forwards()
     original = Qwen3ForCausalLM.__call__
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "logits_to_keep" in kwargs:  # not a reference pass
             shapes.append(tuple(kwargs["input_ids"].shape))
+            assert shapes.go_on.wait(PATIENCE)
         return original(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 import pytest
+from tests.waiting import PATIENCE
 
 from tokentape.engines.connections import ConnectionBroken, Connections, Response
 
@@ -36,7 +37,7 @@ def asked(use: Callable[[Connections], Awaitable[_T]], *answers: bytes, close: b
         connections = Connections(f"http://127.0.0.1:{port}", {}, idle_seconds=60, most_idle=2)
         async with server:
             try:
-                return await asyncio.wait_for(use(connections), 10), connected
+                return await asyncio.wait_for(use(connections), PATIENCE), connected
             finally:
                 connections.close()
 

@@ -250,11 +250,11 @@ def test_a_reader_who_takes_time_between_events_does_not_use_up_the_timeout() ->
         async with aclosing(client.events("/sample", b"{}", {})) as stream:
             async for event in stream:
                 seen.append(event)
-                await asyncio.sleep(0.4)
+                await asyncio.sleep(2.5)
         return seen
 
     sent = [STREAM, b"data: 1\n\n", b"data: 2\n\n"]
-    assert call(answering(*sent), use, timeouts=Timeouts(between_tokens=0.2)) == [b"1", b"2"]
+    assert call(answering(*sent), use, timeouts=Timeouts(between_tokens=2.0)) == [b"1", b"2"]
 
 
 def test_a_stream_that_goes_on_does_not_use_up_the_timeout_between_its_events() -> None:
@@ -271,11 +271,21 @@ def test_a_stream_that_stalls_after_a_while_ends_in_the_timeout_between_its_even
 
 
 def test_events_that_arrive_together_come_together() -> None:
-    async def use(client: HttpClient, peer: Peer) -> list[list[bytes]]:
-        async with aclosing(client.arrivals("/sample", b"{}", {})) as arrivals:
-            return [several async for several in arrivals]
+    arrived = asyncio.Event()
 
-    script = answering(STREAM, b"data: 1\n\ndata: 2\n\n", b"data: 3\n\n", pause=0.1)
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + b"data: 1\n\ndata: 2\n\n")
+        await arrived.wait()
+        await answering(b"data: 3\n\n")(reader, writer)
+
+    async def use(client: HttpClient, peer: Peer) -> list[list[bytes]]:
+        together = []
+        async with aclosing(client.arrivals("/sample", b"{}", {})) as arrivals:
+            async for several in arrivals:
+                together.append(several)
+                arrived.set()
+        return together
+
     assert call(script, use) == [[b"1", b"2"], [b"3"]]
 
 

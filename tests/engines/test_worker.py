@@ -24,6 +24,7 @@ from embedded import (  # noqa: E402
     prompt,
     sample,
 )
+from forwards import Forwards  # noqa: E402
 from tests.waiting import until  # noqa: E402
 
 from tokentape.engines.base import SampleDelta, SamplingParams  # noqa: E402
@@ -47,19 +48,15 @@ def engine(model_dir: Path, log: Log) -> Iterator[TransformersEngine]:
 # Many at once
 
 
-def test_concurrent_requests_share_their_forward_passes(
-    engine: TransformersEngine, forwards: list[tuple[int, int]]
-) -> None:
-    async def all_at_once() -> None:
-        await asyncio.gather(*(collect(engine, prompt(40 + n), replace(WARM, max_tokens=30)) for n in range(16)))
-
-    asyncio.run(all_at_once())
-    # Alone each would take 30. All but the first, which may start before the others arrive, run in step.
+def test_concurrent_requests_share_their_forward_passes(engine: TransformersEngine, forwards: Forwards) -> None:
+    calls = [collect(engine, prompt(40 + n), replace(WARM, max_tokens=30)) for n in range(16)]
+    asyncio.run(forwards.together(*calls))
+    # Alone each would take 30. All but the first, which was begun before the others asked, run in step.
     assert len(forwards) < 2 * 30
     assert max(rows for rows, columns in forwards if columns == 1) == 16
 
 
-def test_more_requests_than_rows_wait_their_turn(model_dir: Path, model: Any, forwards: list[tuple[int, int]]) -> None:
+def test_more_requests_than_rows_wait_their_turn(model_dir: Path, model: Any, forwards: Forwards) -> None:
     engine = TransformersEngine.open(model_dir, max_batch=3)
     forwards.clear()
 
@@ -72,9 +69,7 @@ def test_more_requests_than_rows_wait_their_turn(model_dir: Path, model: Any, fo
     asyncio.run(engine.close())
 
 
-def test_long_prompts_are_prefilled_a_few_at_a_time(
-    engine: TransformersEngine, forwards: list[tuple[int, int]]
-) -> None:
+def test_long_prompts_are_prefilled_a_few_at_a_time(engine: TransformersEngine, forwards: Forwards) -> None:
     async def all_at_once() -> None:
         await asyncio.gather(*(collect(engine, prompt(500, seed=n), WARM) for n in range(8)))
 
@@ -141,9 +136,7 @@ def test_a_reader_that_stalls_does_not_hold_up_the_others(engine: TransformersEn
     assert (len(quick.ids), len(slow)) == (120, 100)
 
 
-def test_the_next_turn_of_a_session_computes_only_what_is_new(
-    model_dir: Path, model: Any, forwards: list[tuple[int, int]]
-) -> None:
+def test_the_next_turn_of_a_session_computes_only_what_is_new(model_dir: Path, model: Any, forwards: Forwards) -> None:
     engine = TransformersEngine.open(model_dir)
     first = sample(engine, prompt(50), WARM)
     context = np.concatenate([prompt(50), np.array(first.ids, dtype=np.int32), prompt(7)])
@@ -159,7 +152,7 @@ def test_the_next_turn_of_a_session_computes_only_what_is_new(
 
 
 def test_closing_the_iterator_takes_the_row_out_of_the_batch(
-    engine: TransformersEngine, log: Log, forwards: list[tuple[int, int]]
+    engine: TransformersEngine, log: Log, forwards: Forwards
 ) -> None:
     async def leave() -> Sampled:
         deltas = engine.sample(prompt(4), ENDLESS, stream=True, request_id="left")
@@ -174,10 +167,12 @@ def test_closing_the_iterator_takes_the_row_out_of_the_batch(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_cancelling_the_task_aborts_the_call(engine: TransformersEngine, log: Log, stream: bool) -> None:
+def test_cancelling_the_task_aborts_the_call(
+    engine: TransformersEngine, log: Log, forwards: Forwards, stream: bool
+) -> None:
     async def cancel() -> FinishedSample:
         task = asyncio.create_task(collect(engine, prompt(4), ENDLESS, stream=stream, request_id="cancelled"))
-        await asyncio.sleep(0.01)
+        await asyncio.to_thread(until, lambda: len(forwards) > 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -221,7 +216,7 @@ def test_close_ends_what_runs_with_abort_and_the_partial_ids(model_dir: Path, mo
 
 
 def test_a_failing_forward_pass_fails_its_requests_and_the_next_one_works(
-    engine: TransformersEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+    engine: TransformersEngine, model: Any, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import Qwen3ForCausalLM
 
@@ -233,14 +228,10 @@ def test_a_failing_forward_pass_fails_its_requests_and_the_next_one_works(
             raise MemoryError("no memory left")
         return original(self, *args, **kwargs)
 
-    async def two() -> list[Sampled | BaseException]:
-        return await asyncio.gather(
-            collect(engine, prompt(5), WARM), collect(engine, prompt(6), WARM), return_exceptions=True
-        )
-
     with monkeypatch.context() as patch:
         patch.setattr(Qwen3ForCausalLM, "__call__", fail_later)
-        outcomes = asyncio.run(two())
+        both = (collect(engine, prompt(length), WARM) for length in (5, 6))
+        outcomes = asyncio.run(forwards.together(*both))
     assert all(isinstance(outcome, EngineError) for outcome in outcomes)
     assert "MemoryError" in str(outcomes[0])
     assert_recomputable(model, prompt(5), sample(engine, prompt(5), WARM))
@@ -298,7 +289,7 @@ def test_new_weights_take_over_between_two_tokens(model_dir: Path, make_model: C
 
 
 def test_a_delta_never_mixes_weights_even_when_not_streaming(
-    model_dir: Path, make_model: Callable[..., Path], forwards: list[tuple[int, int]]
+    model_dir: Path, make_model: Callable[..., Path], forwards: Forwards
 ) -> None:
     engine = TransformersEngine.open(model_dir, weight_version="7")
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import openai
 import pytest
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 
 from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE, calls_of, until
@@ -219,11 +218,16 @@ def test_a_call_that_nobody_takes_up_is_aborted_after_the_grace(renderer: Render
     with SqliteStore.open(tmp_path) as store:
         turns = Turns(engine, renderer, store, limits=Limits(retry_grace=0.3))
         with running(create_app(turns, model_id="m")) as url:
-            client = OpenAI(base_url=f"{url}/sessions/s/v1", api_key="none", max_retries=0, timeout=0.5)
-            with pytest.raises(openai.APITimeoutError):
-                client.chat.completions.create(model="m", messages=[QUESTION])  # type: ignore[list-item]
+
+            async def leave() -> None:
+                async with AsyncOpenAI(base_url=f"{url}/sessions/s/v1", api_key="none", max_retries=0) as client:
+                    asking = asyncio.create_task(client.chat.completions.create(model="m", messages=[QUESTION]))  # type: ignore[list-item]
+                    assert await asyncio.to_thread(engine.called.wait, PATIENCE)
+                    asking.cancel()
+                    await asyncio.wait([asking])
+
+            asyncio.run(leave())
             assert engine.aborted.wait(PATIENCE)
-            client.close()
             until(lambda: store.sessions(limit=1))
         (orphan,) = store_turns(tmp_path)
     assert (orphan.finish_reason, orphan.abort_cause) == ("abort", "client_left")

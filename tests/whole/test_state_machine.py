@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from tests.gateway.scripted import ScriptedEngine
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import SamplingParams
 from tokentape.errors import Conflict, EngineError, EngineUnavailable, IdempotencyMismatch, NotFound
@@ -142,7 +143,7 @@ class Machine(RuleBasedStateMachine):
         self.turns = Turns(self.engine, self.renderer, self.store, limits=Limits(retry_grace=GRACE))
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 30))
+        return self.loop.run_until_complete(asyncio.wait_for(work, PATIENCE))
 
     async def hear(self, call: Call, *, retried: bool = False) -> Told:
         """Take a call and read its events to the end."""
