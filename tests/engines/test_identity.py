@@ -1,4 +1,4 @@
-"""What servers of each kind say of their model, and how likely they find a prompt."""
+"""What servers of each kind say of their model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from starlette.responses import JSONResponse, Response
 from tests.engines import fake_server
 
 from tokentape.engines.http import HttpClient
-from tokentape.engines.identity import ServedAs, offered_routes, prompt_logprobs, served_as
+from tokentape.engines.identity import ServedAs, offered_routes, served_as
 
 _T = TypeVar("_T")
 
 CARD = {"id": "policy", "root": "/runs/7/step_100", "parent": None, "max_model_len": 4096}
 ADAPTER = {"id": "adapter", "root": "/adapters/a", "parent": "policy", "max_model_len": 4096}
-ROWS = [None, {"4": {"logprob": -1.5, "rank": 1}, "9": {"logprob": -0.1, "rank": 1}}, {"5": {"logprob": -2.5}}]
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +42,6 @@ def asked(server: fake_server.FakeServer, ask: Callable[[HttpClient], Awaitable[
     return asyncio.run(run())
 
 
-def scores(server: fake_server.FakeServer, name: str) -> list[float] | None:
-    return asked(server, lambda http: prompt_logprobs(name, http, "policy", [3, 4, 5]))
-
-
 def test_adapters_are_not_the_model(server: fake_server.FakeServer) -> None:
     found = asked(server, lambda http: served_as("vllm", http))
     assert found == ServedAs(frozenset({"policy", "adapter"}), frozenset({"policy", "/runs/7/step_100"}), 4096)
@@ -62,41 +57,6 @@ def test_sglang_is_asked_for_more(server: fake_server.FakeServer, path: str) -> 
 def test_llama_cpp_tells_the_size_of_its_embedding(server: fake_server.FakeServer) -> None:
     server.answers["/v1/models"] = JSONResponse({"data": [{"id": "tiny.gguf", "meta": {"n_embd": 128}}]})
     assert asked(server, lambda http: served_as("llamacpp", http)).hidden_size == 128
-
-
-@pytest.mark.parametrize("name", ["vllm", "openai:vllm"])
-def test_completions_tell_the_likelihood_of_a_prompt(server: fake_server.FakeServer, name: str) -> None:
-    server.answers["/v1/completions"] = JSONResponse({"choices": [{"prompt_logprobs": ROWS}]})
-    assert scores(server, name) == [-1.5, -2.5]
-
-
-def test_the_other_route_is_asked_where_completions_do_not_tell(server: fake_server.FakeServer) -> None:
-    server.answers["/v1/completions"] = JSONResponse({"choices": [{"prompt_logprobs": None}]})
-    assert scores(server, "vllm") is None
-    server.answers["/inference/v1/generate"] = JSONResponse({"choices": [], "prompt_logprobs": ROWS})
-    assert scores(server, "vllm") == [-1.5, -2.5]
-    assert scores(server, "openai:vllm") is None
-
-
-@pytest.mark.parametrize(
-    ("entries", "expected"),
-    [
-        ([[None, 3, None], [-1.5, 4, None], [-2.5, 5, None]], [-1.5, -2.5]),
-        ([[None, 3, None], [-1.5, 7, None], [-2.5, 5, None]], None),
-        ([[-1.5, 4, None], [-2.5, 5, None]], None),
-        ([], None),
-    ],
-)
-def test_sglang_tells_the_likelihood_of_the_very_ids(
-    server: fake_server.FakeServer, entries: list[Any], expected: list[float] | None
-) -> None:
-    server.answers["/generate"] = JSONResponse({"meta_info": {"input_token_logprobs": entries}})
-    assert scores(server, "sglang") == expected
-
-
-@pytest.mark.parametrize("name", ["vllm", "sglang", "llamacpp", "openai:tensorrt_llm"])
-def test_a_server_that_does_not_tell_is_no_error(server: fake_server.FakeServer, name: str) -> None:
-    assert scores(server, name) is None
 
 
 def test_routes_are_there_where_an_empty_body_is_refused(server: fake_server.FakeServer) -> None:

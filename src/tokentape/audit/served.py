@@ -19,9 +19,18 @@ import numpy as np
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import EngineInfo
 from tokentape.engines.http import HttpClient
-from tokentape.engines.identity import ServedAs, prompt_logprobs, served_as
+from tokentape.engines.identity import ServedAs, served_as
+from tokentape.engines.scoring import server_scores
 from tokentape.engines.tokenizing import server_chat_ids, server_text, server_text_ids
-from tokentape.errors import EngineError, EngineTimeout, EngineUnavailable, TemplateRefused, TokentapeError
+from tokentape.errors import (
+    EngineContractError,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    InvalidRequest,
+    TemplateRefused,
+    TokentapeError,
+)
 from tokentape.types import Message, TokenIds, Tool
 
 MARGIN = 4.0
@@ -177,10 +186,12 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
     if len(ids) >= info.max_context:
         return Finding(name, "warn", f"not scored: {len(ids)} tokens are too many for this server")
     others = [other_ids(ids, renderer.tokenizer.vocab_size, seed) for seed in range(_SAMPLES)]
-    scored = await asyncio.gather(
-        *(prompt_logprobs(info.name, http, info.model, one.tolist()) for one in (ids, *others))
-    )
-    means = [float(np.mean(one[-SCORED_TOKENS:])) for one in scored if one is not None]
+    try:
+        asked = (server_scores(http, info, one, max(1, len(one) - SCORED_TOKENS)) for one in (ids, *others))
+        scored = await asyncio.gather(*asked)
+    except (EngineContractError, InvalidRequest) as error:
+        return Finding(name, "warn", f"not scored: {error}")
+    means = [float(one.logprobs.mean()) for one in scored if one is not None]
     if len(means) != len(scored):
         return Finding(name, "warn", "not scored: this server does not tell the likelihood of a prompt")
     margin = means[0] - float(np.mean(means[1:]))

@@ -363,19 +363,19 @@ def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRe
     if status == 413:
         return TooLarge(f"{found}: the request is larger than it takes")
     if status in (401, 403):
-        return _hopeless(f"{found}: check the api key")
+        return hopeless(f"{found}: check the api key")
     if status in (429, 502, 503):
         return EngineUnavailable(f"{found}: it takes no requests now; try again")
     if status in (408, 504):
         return EngineTimeout(f"{found}: it gave up waiting; try again")
     if 300 <= status < 400:
-        return _hopeless(f"{found}: redirects are not followed; give the address that it points to")
+        return hopeless(f"{found}: redirects are not followed; give the address that it points to")
     if 400 <= status < 500:
-        return _hopeless(f"{found}: check that the engine serves this path and this model")
+        return hopeless(f"{found}: check that the engine serves this path and this model")
     return EngineError(f"{found}; see its log")
 
 
-def _hopeless(text: str) -> EngineError:
+def hopeless(text: str) -> EngineError:
     """An error of how things are set up: sending the same request again can't help."""
     error = EngineError(text)
     error.retry = False

@@ -1,10 +1,9 @@
-"""What a server says of the model that it serves, and how likely that model finds a text: never to sample from."""
+"""What a server says of the model that it serves: never to sample from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,8 +17,6 @@ _ROUTES = (
     "/v1/chat/completions/render",
     "/v1/chat/completions/derender",
 )
-
-_Shape = TypeVar("_Shape", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +57,6 @@ class _Cards(msgspec.Struct):
 class _ModelInfo(msgspec.Struct):
     model_path: str | None = None
     model_type: str | None = None
-
-
-class _Prompt(msgspec.Struct):
-    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
-
-
-class _Choices(_Prompt):
-    choices: list[_Prompt] = []
-
-
-class _Input(msgspec.Struct):
-    input_token_logprobs: list[tuple[float | None, int, Any]] = []
-
-
-class _Generated(msgspec.Struct):
-    meta_info: _Input
 
 
 async def served_cards(http: HttpClient) -> list[Card]:
@@ -135,47 +116,3 @@ async def offered_routes(http: HttpClient) -> list[str]:
         except EngineError:
             continue
     return found
-
-
-async def prompt_logprobs(name: str, http: HttpClient, model: str, ids: Sequence[int]) -> list[float] | None:
-    """Log-probabilities of all `ids` but the first by the server's model; None if it does not tell them.
-
-    `name` is an `EngineInfo.name`. Raises `EngineUnavailable` and `EngineTimeout`.
-    """
-    given = list(ids)
-    if name in ("vllm", "openai:vllm"):
-        sampling: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        body = {"model": model, "prompt": given, "add_special_tokens": False}
-        completion = await _asked(http, "/v1/completions", body | sampling, _Choices)
-        found = _of_rows(given, completion.choices[0] if completion is not None and completion.choices else None)
-        if name == "vllm" and None in found[1:]:
-            body = {"model": model, "token_ids": given, "sampling_params": sampling}
-            found = _of_rows(given, await _asked(http, "/inference/v1/generate", body, _Prompt))
-    elif name == "sglang":
-        sampling = {"max_new_tokens": 1, "temperature": 1.0}
-        body = {"input_ids": given, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        told = await _asked(http, "/generate", body, _Generated)
-        entries = told.meta_info.input_token_logprobs if told is not None else []
-        found = [entry[0] for entry in entries] if [entry[1] for entry in entries] == given else []
-    else:
-        return None
-    logprobs = [value for value in found[1:] if isinstance(value, float | int)]
-    return logprobs if len(logprobs) == len(given) - 1 else None
-
-
-def _of_rows(ids: Sequence[int], prompt: _Prompt | None) -> list[float | None]:
-    """The log-probability of each id in vLLM's rows."""
-    rows = prompt.prompt_logprobs if prompt is not None else None
-    return [
-        (row or {}).get(str(one), {}).get("logprob") for one, row in zip(ids, rows or [None] * len(ids), strict=False)
-    ]
-
-
-async def _asked(http: HttpClient, path: str, body: Mapping[str, Any], shape: type[_Shape]) -> _Shape | None:
-    """The answer; None if the server does not take this."""
-    try:
-        return decode(await http.post(path, msgspec.json.encode(body), {}), shape, "an engine")
-    except (EngineUnavailable, EngineTimeout):
-        raise
-    except (EngineError, InvalidRequest):
-        return None

@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Coroutine
 
 from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
-from tokentape.engines.http import HttpClient
+from tokentape.engines.http import HttpClient, hopeless
+from tokentape.engines.scoring import Scores, refuse_unscorable, server_scores
 from tokentape.errors import EngineError, EngineUnavailable
 from tokentape.types import TokenIds
 
@@ -51,6 +52,25 @@ class RemoteEngine(ABC):
             EngineError: it failed, or the connection broke.
 
         """
+
+    async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:
+        """Score `ids[start:]`, each given all before it; see `Scorer`. One call, of the whole of `ids`.
+
+        Raises:
+            InvalidRequest: see `Scorer.score`.
+            EngineError: this server does not tell how likely a prompt is: only vLLM and SGLang do.
+            EngineUnavailable: the server can't be reached or takes no requests.
+            EngineTimeout: it gave no answer in time.
+
+        """
+        # vLLM samples at least one token.
+        refuse_unscorable(ids, start, self._info, room=1)
+        found = await server_scores(self._http, self._info, ids, start, top)
+        if found is None:
+            raise hopeless(
+                f"{self._info.name} does not tell how likely ids are: score with vLLM, SGLang or transformers"
+            )
+        return found
 
     def _refuse(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
         """Raise for what no server is asked."""

@@ -19,6 +19,7 @@ import numpy as np
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, PromptMedia, SampleDelta, SamplingParams
 from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
 from tokentape.engines.image_processor import QwenImageProcessor, find_image_processor
+from tokentape.engines.scoring import Scores, refuse_unscorable
 from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
 from tokentape.types import FinishReason, TokenIds
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
 
+    from tokentape.engines.forward import ForwardPass
     from tokentape.engines.requests import Request, Runner
 
 
@@ -82,6 +84,7 @@ class TransformersEngine:
         self._tokenizer = tokenizer
         self._load = load
         self._model = model
+        self._forward: ForwardPass | None = None
         self._closed = False
 
     @classmethod
@@ -259,6 +262,30 @@ class TransformersEngine:
                     return
         finally:
             self._runner.abandon(request)
+
+    async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:
+        """Score `ids[start:]` by a forward pass, each given all before it; see `Scorer`.
+
+        One call runs at a time, beside what is sampled. As many alternatives as `top` are returned, up to the whole
+        vocabulary.
+
+        Raises:
+            InvalidRequest: see `Scorer.score`; ids stand for parts of images.
+            EngineUnavailable: the engine is closed.
+            EngineError: the path is `paged`, where the model runs in no other way.
+
+        """
+        from tokentape.engines.forward import ForwardPass
+
+        refuse_unscorable(ids, start, self._info)
+        if self._media_ids and np.isin(ids, sorted(self._media_ids)).any():
+            raise InvalidRequest("ids that stand for parts of images are not scored", "ids")
+        if self._info.name == "transformers-paged":
+            raise EngineError("the path paged does not score: open the engine with another one")
+        await self.check()
+        if self._forward is None or self._forward.model is not self._model:
+            self._forward = ForwardPass(self._model)
+        return await asyncio.to_thread(self._forward.score, ids, start, top)
 
     def _seen(self, prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> dict[str, torch.Tensor]:
         """What the model takes of a prompt's images: `Request.images`."""

@@ -179,28 +179,17 @@ def forward_pass(folder: Path, *, dtype: str = "float32", device: str = "auto", 
     and transformers. Raises `EngineError` if there is no such model, and the function `InvalidRequest` for ids that the
     model has no embedding of.
     """
-    import torch
-    from transformers import DynamicCache
-
+    from tokentape.engines.forward import ForwardPass
     from tokentape.engines.loading import load_model
 
     model = load_model(folder, dtype=dtype, device=device)
     rows = model.get_input_embeddings().weight.shape[0]
+    scored = ForwardPass(model, chunk=chunk)
 
     def logprobs(ids: TokenIds) -> Logprobs:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
             raise InvalidRequest(f"ids from {ids.min()} to {ids.max()}: the model in {folder} has {rows} rows")
-        found = np.full(len(ids), np.nan, np.float32)
-        tensor = torch.from_numpy(ids.astype(np.int64)).to(model.device)
-        cache = DynamicCache(config=model.config)
-        with torch.inference_mode():
-            for start in range(0, len(ids) - 1, chunk):
-                end = min(start + chunk, len(ids) - 1)
-                logits = model(tensor[None, start:end], past_key_values=cache, use_cache=True).logits[0].float()
-                next_ids = tensor[start + 1 : end + 1, None]
-                values = logits.gather(1, next_ids)[:, 0] - logits.logsumexp(-1)
-                found[start + 1 : end + 1] = values.cpu().numpy()
-        return found
+        return np.concatenate([np.full(min(len(ids), 1), np.nan, np.float32), scored.score(ids, 1).logprobs])
 
     return logprobs
 
