@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tokentape.session.chain import seal
-from tokentape.types import Provenance, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
+from tokentape.types import Provenance, Resume, SessionInfo, Setup, TokenDistribution, Turn, TurnColumn, TurnPayload
 
 # Media codes need messages with images.
 ADDED_CODES = [code for code in Provenance if code not in (Provenance.SAMPLED, Provenance.MEDIA)]
@@ -80,6 +80,10 @@ names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
+distributions = st.builds(
+    TokenDistribution, *[st.none() | st.booleans(), st.none() | finite, *[st.none() | st.booleans()] * 2]
+)
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | finite | any_text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text, inner, max_size=3),
@@ -124,6 +128,10 @@ def turns(draw: st.DrawFn, session_id: str, seq: int, parents: list[Turn], setup
         digest="",
         weight_changes=tuple(draw(st.lists(st.tuples(st.integers(1, 100), names), max_size=2))),
         abort_cause=draw(st.none() | names),
+        sampled_from=draw(st.none() | distributions),
+        logprobs_of=draw(st.none() | distributions),
+        resumes=tuple(draw(st.lists(st.builds(Resume, st.integers(0, 99), names, st.none() | names), max_size=2))),
+        adapter=draw(st.none() | names),
     )
     return seal(turn, None if parent is None else parent.digest)
 

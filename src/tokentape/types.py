@@ -115,6 +115,40 @@ class SessionInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenDistribution:
+    """Which distribution over the next token a number belongs to: what was done to the model's logits, in this order.
+
+    None stands for not known. Two that are equal and have no None are the same distribution.
+    """
+
+    penalties: bool | None = None
+    """Presence, frequency or repetition penalties, or stop tokens ruled out by `min_tokens`."""
+    temperature: float | None = None
+    """The logits were divided by it. 1.0 changes nothing; 0.0 is greedy: the likeliest token has probability 1."""
+    truncation: bool | None = None
+    """Only the likeliest tokens were kept, by top-k, top-p or min-p, and their probabilities normalized."""
+    grammar: bool | None = None
+    """Tokens that a grammar or a schema forbids were ruled out."""
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None:
+            # One spelling of each number: digests are made of it.
+            object.__setattr__(self, "temperature", float(self.temperature) + 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where a completion was continued by another engine call, after the one before was aborted."""
+
+    start: int
+    """Offset in the completion of the first token of that call."""
+    cause: str
+    """Why the call before ended: `engine_abort`, `planned_pause`, `replica_lost`."""
+    engine: str | None = None
+    """The engine of that call, as `Turn.engine`; None if it is the turn's."""
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One engine call as it is recorded. Its context is its parent's context + completion + `added_ids`."""
 
@@ -157,6 +191,14 @@ class Turn:
     abort_cause: str | None = None
     """With finish_reason `abort`, why: `client_left`, `shutdown`, `paused`, `answered_elsewhere` (by another gateway),
     or the code of the engine's error."""
+    sampled_from: TokenDistribution | None = None
+    """The distribution that the completion was sampled from. None: recorded before this was known."""
+    logprobs_of: TokenDistribution | None = None
+    """The distribution that `logprobs` belong to. None: not known."""
+    resumes: tuple[Resume, ...] = ()
+    """Where other engine calls continued the completion, in order."""
+    adapter: str | None = None
+    """The adapter that sampled it, `NAME@VERSION`; None: the model itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +349,15 @@ class Trajectory:
     """By name: what the engine said of each token besides its logprob."""
     media: tuple[MediaSpan, ...] = ()
     """The images of the context, in order."""
+    sampled_from: tuple[TokenDistribution | None, ...] = ()
+    """One per turn: the distribution that it was sampled from, None where that is not known."""
+    logprobs_of: tuple[TokenDistribution | None, ...] = ()
+    """One per turn: the distribution that its `logprobs` belong to, None where that is not known."""
+
+    def __post_init__(self) -> None:
+        for name in ("sampled_from", "logprobs_of"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (None,) * len(self.turns))
 
     def _repr_html_(self) -> str:
         # By its name, for what draws lies far above this room, and is needed in notebooks only.

@@ -39,6 +39,7 @@ def test_parquet_gives_every_bit_back(tmp_path_factory: pytest.TempPathFactory, 
 
 def test_the_schema_is_pinned() -> None:
     """A change here is a change of the file format: see the module's docstring for what raises the version."""
+    distribution = "struct<penalties: bool, temperature: double, truncation: bool, grammar: bool>"
     assert trajectory_schema().remove_metadata().to_string(element_size_limit=200) == "\n".join(
         [
             "session_id: string not null",
@@ -78,6 +79,18 @@ def test_the_schema_is_pinned() -> None:
             "      child 1, length: int32 not null",
             "      child 2, sha256: string not null",
             "      child 3, settings: string not null",
+            *(
+                line
+                for name in ("sampled_from", "logprobs_of")
+                for line in (
+                    f"{name}: list<element: {distribution}> not null",
+                    f"  child 0, element: {distribution}",
+                    "      child 0, penalties: bool",
+                    "      child 1, temperature: double",
+                    "      child 2, truncation: bool",
+                    "      child 3, grammar: bool",
+                )
+            ),
         ]
     )
 

@@ -22,7 +22,7 @@ from tokentape.session.chain import (
     session_digest,
     turn_digest,
 )
-from tokentape.types import Setup, Turn
+from tokentape.types import Resume, Setup, TokenDistribution, Turn
 
 OTHER_VALUES: dict[str, Any] = {
     "session_id": "other",
@@ -44,7 +44,12 @@ OTHER_VALUES: dict[str, Any] = {
     "created_at": 1.0,
     "weight_changes": ((2, "other"),),
     "abort_cause": "client_left",
+    "sampled_from": TokenDistribution(temperature=0.6),
+    "logprobs_of": TokenDistribution(True, 1.0, None, False),
+    "resumes": (Resume(3, "engine_abort"),),
+    "adapter": "a@1",
 }
+YOUNGER = ("weight_changes", "abort_cause", "sampled_from", "logprobs_of", "resumes", "adapter")
 
 
 def plainly(turn: Turn, parent_digest: str) -> str:
@@ -57,11 +62,9 @@ def plainly(turn: Turn, parent_digest: str) -> str:
     scalars = {
         each.name: getattr(turn, each.name)
         for each in dataclasses.fields(turn)
-        if each.name not in arrays
-        and each.name != "digest"
-        and (each.name not in ("weight_changes", "abort_cause") or getattr(turn, each.name))
+        if each.name not in arrays and each.name != "digest" and (each.name not in YOUNGER or getattr(turn, each.name))
     }
-    text = json.dumps(scalars, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(scalars, sort_keys=True, separators=(",", ":"), default=dataclasses.asdict)
     encoded = field(b"tokentape turn 1") + field(parent_digest.encode()) + field(text.encode())
     for name, dtype in arrays.items():
         element = {"<i4": "<i", "|u1": "B", "<f4": "<f"}[dtype]
@@ -82,8 +85,8 @@ def test_a_digest_follows_the_written_encoding() -> None:
     child = make_turn("session", 3, root)
     assert root.digest == plainly(root, session_digest("session"))
     assert child.digest == plainly(child, root.digest)
-    aborted = make_turn("session", 3, root, weight_changes=((2, "b"), (3, "c")), abort_cause="client_left")
-    assert aborted.digest == plainly(aborted, root.digest)
+    full = make_turn("session", 3, root, **{name: OTHER_VALUES[name] for name in YOUNGER})
+    assert full.digest == plainly(full, root.digest)
 
 
 def test_every_field_of_a_turn_has_another_value_below() -> None:

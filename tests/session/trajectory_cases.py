@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tests.records import finite, json_objects, names
-from tokentape.types import MediaSpan, Provenance, TokenRows, Trajectory
+from tests.records import distributions, finite, json_objects, names
+from tokentape.types import MediaSpan, Provenance, TokenDistribution, TokenRows, Trajectory
 
 finite_logprobs = st.floats(allow_nan=False, allow_infinity=False, width=32)
 or_missing = st.just(np.nan)
@@ -54,6 +54,8 @@ def drawn_trajectories(draw: st.DrawFn) -> Trajectory:
         ),
         payloads=draw(st.dictionaries(extra_names, drawn_rows(tokens), max_size=2)),
         media=tuple(draw(st.lists(st.builds(MediaSpan, st.integers(0, 99), st.integers(1, 99), names, names)))),
+        sampled_from=tuple(draw(st.lists(st.none() | distributions, min_size=turns, max_size=turns))),
+        logprobs_of=tuple(draw(st.lists(st.none() | distributions, min_size=turns, max_size=turns))),
     )
 
 
@@ -76,5 +78,7 @@ def make_trajectory(number: int = 0, tokens: int = 6, reward: float | None = 1.0
         metadata={"task": number},
         turn_rewards=np.array([np.nan]),
         weight_spans=((prompt, tokens, "step-1"),),
+        sampled_from=(TokenDistribution(False, 0.6, False, False),),
+        logprobs_of=(TokenDistribution(False, 1.0, False, False),),
     )
     return replace(trajectory, **changes)

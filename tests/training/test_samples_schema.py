@@ -21,7 +21,7 @@ from tokentape.training.samples import Sample, with_column
 
 SCHEMA = json.loads((package_files("tokentape.training") / "samples.schema.json").read_text())
 PROPERTIES = SCHEMA["properties"]
-NOT_KNOWN_YET = ["finish_reasons", "temperatures", "logprob_kinds"]
+NOT_KNOWN_YET = ["finish_reasons"]
 SESSIONS = [session for golden in GOLDEN for session in golden.sessions]
 
 
@@ -57,6 +57,8 @@ def test_every_line_that_is_written_keeps_to_it(tmp_path: Path) -> None:
         lambda line: line.update(mask=[True]),
         lambda line: line["weight_spans"][0].pop("version"),
         lambda line: line.update(finish_reasons=["eos"]),
+        lambda line: line["sampled_from"][0].pop("temperature"),
+        lambda line: line["logprobs_of"][0].update(top_p=0.9),
     ],
 )
 def test_what_does_not_keep_to_it_is_refused(line: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> None:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from tokentape.engines.base import SampleDelta, SamplingParams
+from tokentape.engines.distributions import penalises
 from tokentape.engines.kv import Ids
-from tokentape.engines.sampling import choose, penalise, penalises
+from tokentape.engines.sampling import choose, penalise
 from tokentape.engines.stopping import StopStrings
 from tokentape.errors import EngineContractError, EngineError
 from tokentape.types import FinishReason

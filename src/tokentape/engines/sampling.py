@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from tokentape.engines.base import SamplingParams
-
-GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy: dividing by them only overflows."""
-
-
-def penalises(params: SamplingParams) -> bool:
-    """Whether any of the three penalties is on."""
-    return bool(params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty)
+from tokentape.engines.distributions import GREEDY_BELOW
 
 
 def penalise(logits: Tensor, prompt_ids: Tensor, completion_ids: Tensor, params: SamplingParams) -> Tensor:

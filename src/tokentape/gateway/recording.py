@@ -16,6 +16,7 @@ import numpy as np
 
 from tokentape.chat.parse import Reply
 from tokentape.engines.base import Engine, SamplingParams
+from tokentape.engines.distributions import logprobs_of, sampled_from
 from tokentape.errors import AnsweredElsewhere, Conflict, InvariantViolation, NotFound, TokentapeError
 from tokentape.gateway.bridge_checks import BridgeChecks
 from tokentape.gateway.choices import Choice
@@ -105,6 +106,8 @@ class Recorder:
         for choice in choices:
             assert choice.finish_reason is not None
             assert choice.reply is not None
+            # One text for all turns, which are kept in memory.
+            engine = intern(choice.engine or str(self.engine.info))
             sampling = _recorded_sampling(_values(choice.sampling))
             notes = dict(prepared.noted)
             if choice.reply.problem:
@@ -124,13 +127,14 @@ class Recorder:
                 stop=choice.stop,
                 fork="sibling" if choice.index else fork,
                 sampling={**sampling, **notes} if notes else sampling,
-                # One text for all turns, which are kept in memory.
-                engine=intern(choice.engine or str(self.engine.info)),
+                engine=engine,
                 weight_version=choice.weight_version,
                 created_at=time.time(),
                 digest="",
                 weight_changes=tuple(choice.weight_changes),
                 abort_cause=abort_cause,
+                sampled_from=sampled_from(choice.sampling),
+                logprobs_of=logprobs_of(engine, choice.sampling),
             )
             turns.append(seal(turn, None if parent is None else parent.digest))
         return turns

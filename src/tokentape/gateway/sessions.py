@@ -6,6 +6,7 @@ import asyncio
 import io
 import re
 from collections.abc import Collection
+from dataclasses import asdict
 from typing import Any
 
 from msgspec import Struct
@@ -206,6 +207,10 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "weight_changes": turn.weight_changes,
         "abort_cause": turn.abort_cause,
         "engine": turn.engine,
+        "sampled_from": turn.sampled_from and asdict(turn.sampled_from),
+        "logprobs_of": turn.logprobs_of and asdict(turn.logprobs_of),
+        "resumes": [asdict(one) for one in turn.resumes],
+        "adapter": turn.adapter,
         "parse_problem": turn.sampling.get("parse_problem"),
         "created_at": turn.created_at,
         "digest": turn.digest,

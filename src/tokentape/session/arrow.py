@@ -1,10 +1,10 @@
 """Trajectories as Arrow tables and Parquet files: the versioned columns that trainers read.
 
 One row per trajectory. The per-token columns `token_ids`, `provenance`, `loss_mask` and `logprobs` of a row are
-equally long; `turns`, `completion_starts`, `completion_ends`, `weight_versions` and `turn_rewards` have one entry per
-turn, `media` one per image. Then come, if any trajectory has them, per-token numbers of clients, each a list column
-`column_NAME`, and per-token arrays of engines, each a column `payload_NAME` of structs {dtype, shape, data, known}:
-`np.frombuffer(data, dtype).reshape(shape)`. They are null in rows without them.
+equally long; `turns`, `completion_starts`, `completion_ends`, `weight_versions`, `turn_rewards`, `sampled_from` and
+`logprobs_of` have one entry per turn, `media` one per image. Then come, if any trajectory has them, per-token numbers
+of clients, each a list column `column_NAME`, and per-token arrays of engines, each a column `payload_NAME` of structs
+{dtype, shape, data, known}: `np.frombuffer(data, dtype).reshape(shape)`. They are null in rows without them.
 `loss_mask` is boolean: it says what it is, costs a bit per token, and `datasets` hands it out as a bool tensor that
 multiplies a loss as it stands. Columns may be added under the same `SCHEMA_VERSION`; one that changes or goes away
 raises it. The version and the names of the provenance codes are in the file's key-value metadata.
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from tokentape.canonical import canonical_json
 from tokentape.errors import InvalidRequest
 from tokentape.session.payloads import rows_as_bytes, rows_from_bytes
-from tokentape.types import MediaSpan, Provenance, TokenRows, Trajectory
+from tokentape.types import MediaSpan, Provenance, TokenDistribution, TokenRows, Trajectory
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -98,6 +98,15 @@ def trajectory_schema(extra: ExtraNames = ExtraNames()) -> pa.Schema:
             column("settings", pa.string()),
         ]
     )
+    # Null where it is not known, as a whole or in part.
+    distribution = pa.struct(
+        [
+            pa.field("penalties", pa.bool_()),
+            pa.field("temperature", pa.float64()),
+            pa.field("truncation", pa.bool_()),
+            pa.field("grammar", pa.bool_()),
+        ]
+    )
     payload = pa.struct(
         [
             column("dtype", pa.string()),
@@ -124,6 +133,8 @@ def trajectory_schema(extra: ExtraNames = ExtraNames()) -> pa.Schema:
             column("turn_rewards", many(pa.float64())),
             column("weight_spans", many(span)),
             column("media", many(media)),
+            column("sampled_from", pa.list_(pa.field("element", distribution))),
+            column("logprobs_of", pa.list_(pa.field("element", distribution))),
             *(pa.field(COLUMN_PREFIX + name, many(pa.float32())) for name in extra.columns),
             *(pa.field(PAYLOAD_PREFIX + name, payload) for name in extra.payloads),
         ],
@@ -177,6 +188,8 @@ def trajectories_table(trajectories: Sequence[Trajectory], extra: ExtraNames | N
                 [[{"start": a, "end": b, "version": v} for a, b, v in t.weight_spans] for t in trajectories],
             ),
             plain("media", [[asdict(span) for span in t.media] for t in trajectories]),
+            plain("sampled_from", [[one and asdict(one) for one in t.sampled_from] for t in trajectories]),
+            plain("logprobs_of", [[one and asdict(one) for one in t.logprobs_of] for t in trajectories]),
             *(lists(COLUMN_PREFIX + name, [t.columns.get(name) for t in trajectories]) for name in extra.columns),
             *(
                 plain(PAYLOAD_PREFIX + name, [_struct(t.payloads.get(name)) for t in trajectories])
@@ -343,6 +356,8 @@ def _trajectories_of(batch: pa.RecordBatch) -> Iterator[Trajectory]:
                 if name.startswith(PAYLOAD_PREFIX) and value is not None
             },
             media=tuple(MediaSpan(**span) for span in scalars.get("media") or ()),
+            sampled_from=distributions(scalars.get("sampled_from"), scalars["turns"]),
+            logprobs_of=distributions(scalars.get("logprobs_of"), scalars["turns"]),
         )
 
 
@@ -356,6 +371,13 @@ def spans_of_turns(
 ) -> tuple[tuple[int, int, str], ...]:
     """What `weight_spans` is for such a trajectory: a span per turn."""
     return tuple((int(start), int(end), version) for start, end, version in zip(starts, ends, versions, strict=True))
+
+
+def distributions(
+    of_turns: Iterable[Mapping[str, Any] | None] | None, turns: Sequence[int]
+) -> tuple[TokenDistribution | None, ...]:
+    """What was written of each turn's distribution; None for each turn if nothing was."""
+    return tuple(TokenDistribution(**one) if one else None for one in of_turns or [None] * len(turns))
 
 
 _ARRAYS = frozenset(

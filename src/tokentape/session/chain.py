@@ -7,10 +7,10 @@ change under it. A digest is the hex SHA-256 of the concatenation of fields, eac
     session   "tokentape session 1", the session id as canonical JSON
     setup     "tokentape setup 1", canonical JSON of {tools, template_kwargs, date, fingerprint}
     turn      "tokentape turn 1", the parent's digest as hex (for a root the session's digest), canonical JSON of
-              the object of all fields that are neither an array nor the digest itself (`weight_changes` and
-              `abort_cause`, younger than the rest, only where there are any), then for `added_ids`,
-              `added_provenance`, `completion_ids` and `logprobs` in this order: its name, its dtype ("<i4", "|u1"
-              or "<f4") and its elements, little-endian
+              the object of all fields that are neither an array nor the digest itself (those younger than the
+              rest, `weight_changes`, `abort_cause`, `sampled_from`, `logprobs_of`, `resumes` and `adapter`, only
+              where there are any), then for `added_ids`, `added_provenance`, `completion_ids` and `logprobs` in
+              this order: its name, its dtype ("<i4", "|u1" or "<f4") and its elements, little-endian
 
 Canonical JSON has sorted keys, no spaces, only ASCII (everything else as \\u escapes, lone surrogates included),
 the shortest decimal that reads back as the same float, and neither NaN nor infinities. `created_at` is always a
@@ -19,7 +19,8 @@ float and has no negative zero: 1.0, never 1.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from tokentape.canonical import canonical_json, digest_of
 from tokentape.errors import InvariantViolation
-from tokentape.types import Turn
+from tokentape.types import TokenDistribution, Turn
 
 _LITTLE_ENDIAN = {
     "added_ids": "<i4",
@@ -77,6 +78,13 @@ def turn_digest(turn: Turn, parent_digest: str | None) -> str:
         scalars["weight_changes"] = turn.weight_changes
     if turn.abort_cause is not None:
         scalars["abort_cause"] = turn.abort_cause
+    for name, distribution in (("sampled_from", turn.sampled_from), ("logprobs_of", turn.logprobs_of)):
+        if distribution is not None:
+            scalars[name] = _fields(distribution)
+    if turn.resumes:
+        scalars["resumes"] = [asdict(one) for one in turn.resumes]
+    if turn.adapter is not None:
+        scalars["adapter"] = turn.adapter
     arrays: dict[str, npt.NDArray[Any]] = {
         "added_ids": turn.added_ids,
         "added_provenance": turn.added_provenance,
@@ -91,6 +99,11 @@ def turn_digest(turn: Turn, parent_digest: str | None) -> str:
     for name, array in arrays.items():
         fields += name.encode("ascii"), _LITTLE_ENDIAN[name].encode("ascii"), array_bytes(name, array)
     return digest_of(*fields)
+
+
+@lru_cache(maxsize=256)
+def _fields(distribution: TokenDistribution) -> dict[str, Any]:
+    return asdict(distribution)
 
 
 def seal(turn: Turn, parent_digest: str | None) -> Turn:

@@ -119,6 +119,8 @@ def _flatten(session: Session, path: Sequence[Turn], trained: set[int], given: _
         columns=_columns(path, ends[:, 1].tolist(), loss_mask, given.columns),
         payloads=_payloads(path, starts.tolist(), len(loss_mask), given.payloads),
         media=tuple(path_media(path)),
+        sampled_from=tuple(turn.sampled_from for turn in path),
+        logprobs_of=tuple(turn.logprobs_of for turn in path),
     )
 
 

@@ -1,8 +1,9 @@
 """Trajectories as JSON: the columns of `arrow` by the same names, an object per trajectory, in JSONL one per line.
 
-Each object also has `schema_version`, and its `metadata` is an object. Numbers keep every bit: a float32 logprob is
-written as the double it equals, and NaN, where a reward or value is missing, as null. The `data` of a payload is
-base64. The text is ASCII.
+Each object also has `schema_version`, and its `metadata` is an object. `sampled_from` and `logprobs_of` are left out
+where they are not known of any turn, so that lines of older records, and digests over them, stay what they were.
+Numbers keep every bit: a float32 logprob is written as the double it equals, and NaN, where a reward or value is
+missing, as null. The `data` of a payload is base64. The text is ASCII.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import numpy.typing as npt
 
 from tokentape.canonical import canonical_json
 from tokentape.errors import InvalidRequest
-from tokentape.session.arrow import COLUMN_PREFIX, PAYLOAD_PREFIX, SCHEMA_VERSION, no_rewards, spans_of_turns
+from tokentape.session.arrow import (
+    COLUMN_PREFIX,
+    PAYLOAD_PREFIX,
+    SCHEMA_VERSION,
+    distributions,
+    no_rewards,
+    spans_of_turns,
+)
 from tokentape.session.payloads import rows_as_bytes, rows_from_bytes
 from tokentape.types import MediaSpan, TokenRows, Trajectory
 
@@ -44,9 +52,16 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
         "turn_rewards": _nulled(trajectory.turn_rewards),
         "weight_spans": [{"start": start, "end": end, "version": one} for start, end, one in trajectory.weight_spans],
         "media": [asdict(span) for span in trajectory.media],
+        **distributions_to_json(trajectory),
         **{COLUMN_PREFIX + name: _nulled(values) for name, values in sorted(trajectory.columns.items())},
         **{PAYLOAD_PREFIX + name: _payload(rows) for name, rows in sorted(trajectory.payloads.items())},
     }
+
+
+def distributions_to_json(trajectory: Trajectory) -> dict[str, list[dict[str, Any] | None]]:
+    """`sampled_from` and `logprobs_of`, each unless it is not known of any turn."""
+    of_turns = {"sampled_from": trajectory.sampled_from, "logprobs_of": trajectory.logprobs_of}
+    return {name: [asdict(one) if one else None for one in found] for name, found in of_turns.items() if any(found)}
 
 
 def json_line(trajectory: Trajectory) -> bytes:
@@ -91,6 +106,8 @@ def trajectory_from_json(value: Mapping[str, Any]) -> Trajectory:
                 if name.startswith(PAYLOAD_PREFIX) and rows is not None
             },
             media=tuple(MediaSpan(**span) for span in value.get("media", ())),
+            sampled_from=distributions(value.get("sampled_from"), value["turns"]),
+            logprobs_of=distributions(value.get("logprobs_of"), value["turns"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise InvalidRequest(f"a trajectory is damaged ({type(error).__name__}: {error})") from None

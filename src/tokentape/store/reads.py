@@ -152,7 +152,7 @@ def load_session(
 
     def rows_of(table: Table, order: Column[int], last: int | None) -> CursorResult[Any]:
         of_session = [table.c.session_id == session_id, *([] if last is None else [order <= last])]
-        return connection.execute(select(table).where(*of_session).order_by(order))
+        return connection.execute(select(*schema.readable(connection, table)).where(*of_session).order_by(order))
 
     last_turn, last_reward, last_column, last_event = (
         (None, None, None, None)

@@ -7,6 +7,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import lru_cache
 from sys import intern
 from typing import Any, TypeAlias
@@ -19,7 +20,19 @@ from tokentape.errors import InvalidRequest, InvariantViolation, StoreCorrupt
 from tokentape.session.chain import array_bytes, array_from_bytes
 from tokentape.session.payloads import ROW_DTYPES, narrowest, rows_as_bytes, rows_from_bytes
 from tokentape.store import schema
-from tokentape.types import Answer, Event, Media, Reward, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
+from tokentape.types import (
+    Answer,
+    Event,
+    Media,
+    Resume,
+    Reward,
+    SessionInfo,
+    Setup,
+    TokenDistribution,
+    Turn,
+    TurnColumn,
+    TurnPayload,
+)
 
 Record: TypeAlias = SessionInfo | Setup | Media | Turn | Answer | Reward | Event | TurnColumn | TurnPayload
 """What a store takes."""
@@ -134,6 +147,10 @@ def decode_turn(row: Row[Any]) -> Turn:
             digest=row.digest,
             weight_changes=tuple((at, version) for at, version in json.loads(row.weight_changes or "[]")),
             abort_cause=row.abort_cause,
+            sampled_from=_distribution(row.sampled_from),
+            logprobs_of=_distribution(row.logprobs_of),
+            resumes=tuple(Resume(**one) for one in json.loads(row.resumes or "[]")),
+            adapter=row.adapter,
         )
     except _UNDECODABLE as error:
         raise StoreCorrupt(
@@ -208,6 +225,16 @@ def _sampling(text: str) -> Mapping[str, Any]:
     return parameters
 
 
+@lru_cache(maxsize=256)
+def _distribution(text: str | None) -> TokenDistribution | None:
+    return None if text is None else TokenDistribution(**json.loads(text))
+
+
+@lru_cache(maxsize=256)
+def _distribution_text(distribution: TokenDistribution | None) -> str | None:
+    return None if distribution is None else canonical_json(asdict(distribution))
+
+
 def _encode_setup(setup: Setup) -> Values:
     return {
         "digest": setup.digest,
@@ -240,6 +267,10 @@ def _encode_turn(turn: Turn) -> Values:
         "weight_changes": canonical_json(turn.weight_changes) if turn.weight_changes else None,
         "abort_cause": None if turn.abort_cause is None else _text(turn.abort_cause),
         "sampling": canonical_json(turn.sampling),
+        "sampled_from": _distribution_text(turn.sampled_from),
+        "logprobs_of": _distribution_text(turn.logprobs_of),
+        "resumes": canonical_json([asdict(one) for one in turn.resumes]) if turn.resumes else None,
+        "adapter": None if turn.adapter is None else _text(turn.adapter),
         "added_ids": array_bytes("added_ids", turn.added_ids),
         "added_provenance": zlib.compress(array_bytes("added_provenance", turn.added_provenance)),
         "completion_ids": array_bytes("completion_ids", turn.completion_ids),

@@ -9,12 +9,13 @@ Everything here is plain SQL that SQLite and PostgreSQL both take.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import (
     BigInteger,
     Column,
+    ColumnElement,
     Connection,
     Double,
     Engine,
@@ -27,6 +28,7 @@ from sqlalchemy import (
     Table,
     Text,
     inspect,
+    null,
     select,
 )
 
@@ -91,6 +93,10 @@ turns = Table(
     Column("reply", LargeBinary, nullable=False),
     Column("weight_changes", Text),
     Column("abort_cause", Text),
+    Column("sampled_from", Text),
+    Column("logprobs_of", Text),
+    Column("resumes", Text),
+    Column("adapter", Text),
     ForeignKeyConstraint(["session_id", "parent"], ["turns.session_id", "turns.seq"]),
 )
 """The primary key is the fence: of two writers of the same turn, one fails."""
@@ -168,7 +174,8 @@ token_payloads = Table(
     Column("start", Integer, nullable=False),
     Column("dtype", Text, nullable=False),
     Column("shape", Text, nullable=False),
-    # Of the elements in `data`: the narrowest integers that hold them all, if `dtype` are integers.
+    # How `data` is encoded. By a dtype: elements of it, the narrowest integers that hold them all if `dtype` are
+    # integers. Any other word is one that a later release may add, for rows of unequal length for example.
     Column("packed", Text, nullable=False),
     Column("data", LargeBinary, nullable=False),
     Column("crc32", BigInteger, nullable=False),
@@ -263,6 +270,20 @@ gateways = Table(
 )
 """The gateways over one record, those that died left in until another one notices."""
 
+record_log = Table(
+    "record_log",
+    metadata,
+    Column("position", _Position, primary_key=True, autoincrement=True),
+    Column("kind", Text, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    # Hex SHA-256 over this row and the digest of the one before.
+    Column("digest", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    sqlite_autoincrement=True,
+)
+"""What was done to the record as a whole: its contents were summed up in a digest, a session was deleted. Nothing
+writes it yet; docs/decisions/0014 says what it is for."""
+
 Migration: TypeAlias = Callable[[Connection], None]
 
 
@@ -291,11 +312,23 @@ def _to_3(connection: Connection) -> None:
 
 
 def _to_4(connection: Connection) -> None:
-    """Events, and how many of them belong to a snapshot."""
-    events.create(connection)
-    # There already where the second step has just made the table.
-    if "last_event" not in {column["name"] for column in inspect(connection).get_columns(snapshot_sessions.name)}:
-        connection.exec_driver_sql("ALTER TABLE snapshot_sessions ADD COLUMN last_event BIGINT NOT NULL DEFAULT 0")
+    """Events, what turns' numbers mean, resumed turns, adapters, the log of the record."""
+    for table in (events, record_log):
+        table.create(connection)
+    for column in _SINCE_4:
+        # There already where the second step has just made the table.
+        if column.name not in {one["name"] for one in inspect(connection).get_columns(column.table.name)}:
+            kind = "BIGINT NOT NULL DEFAULT 0" if column is snapshot_sessions.c.last_event else "TEXT"
+            connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {column.name} {kind}")
+
+
+_SINCE_4 = (
+    snapshot_sessions.c.last_event,
+    turns.c.sampled_from,
+    turns.c.logprobs_of,
+    turns.c.resumes,
+    turns.c.adapter,
+)
 
 
 MIGRATIONS: tuple[Migration, ...] = (_to_2, _to_3, _to_4)
@@ -330,6 +363,13 @@ def has_events(connection: Connection) -> bool:
     if found is None:
         found = _has_events[connection.engine] = inspect(connection).has_table(events.name)
     return found
+
+
+def readable(connection: Connection, table: Table) -> list[ColumnElement[Any]]:
+    """Return the columns of `table` to select, null for those that a database of version 3 does not have."""
+    if has_events(connection):
+        return list(table.c)
+    return [null().label(column.name) if column in _SINCE_4 else column for column in table.c]
 
 
 def check(connection: Connection) -> None:

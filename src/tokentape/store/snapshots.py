@@ -144,8 +144,8 @@ def decode_snapshot(row: Row[Any]) -> Snapshot:
 def entries(connection: Connection, snapshot_id: int) -> list[Entry]:
     """Return the sessions of a snapshot in order of creation."""
     table = schema.snapshot_sessions
-    known = table.columns if schema.has_events(connection) else [c for c in table.columns if c.name != "last_event"]
-    rows = connection.execute(select(*known).where(table.c.snapshot_id == snapshot_id).order_by(table.c.position))
+    columns = schema.readable(connection, table)
+    rows = connection.execute(select(*columns).where(table.c.snapshot_id == snapshot_id).order_by(table.c.position))
     return [Entry(row.session_id, _extent(row)) for row in rows]
 
 
@@ -226,7 +226,7 @@ def _now(owner: str | None) -> Select[Any]:
 
 
 def _extent(row: Row[Any]) -> Extent:
-    return Extent(row.position, row.turns, row.last_reward, row.last_column, getattr(row, "last_event", 0))
+    return Extent(row.position, row.turns, row.last_reward, row.last_column, row.last_event or 0)
 
 
 def _newest_extents(connection: Connection, snapshot_id: int, owner: str | None) -> dict[int, Extent]:

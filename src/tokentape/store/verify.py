@@ -174,7 +174,7 @@ class _Check:
                 if seq != before + 1:
                     self._found(f"the turn before it is {before}, not {seq - 1}", session_id, seq)
                 # Row by row, so that a damaged one doesn't hide the others.
-                turn = decode_turn(connection.execute(_TURN, {**of_session, "seq": seq}).one())
+                turn = _turn(connection, session_id, seq)
                 self.turns += 1
                 self.tokens += turn.added_ids.size + turn.completion_ids.size
                 for problem in _turn_problems(turn, digests):
@@ -184,8 +184,7 @@ class _Check:
                 self._check_references(connection, turn)
 
     def _check_per_token(self, connection: Connection, record: TurnColumn | TurnPayload) -> None:
-        row = connection.execute(_TURN, {"session_id": record.session_id, "seq": record.turn}).one()
-        turn = decode_turn(row)
+        turn = _turn(connection, record.session_id, record.turn)
         added, sampled = turn.added_ids.size, turn.completion_ids.size
         if isinstance(record, TurnColumn):
             faults = column_faults(record, added, sampled)
@@ -230,6 +229,12 @@ class _Check:
             self._found(f"it can't be read ({type(error).__name__})", session_id, turn)
 
 
+def _turn(connection: Connection, session_id: str, seq: int) -> Turn:
+    table = schema.turns
+    statement = select(*schema.readable(connection, table)).where(table.c.session_id == session_id, table.c.seq == seq)
+    return decode_turn(connection.execute(statement).one())
+
+
 def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[str]:
     """Yield what is wrong with a turn. `digests` has those of the turns before it."""
     yield from turn_faults(turn)
@@ -265,9 +270,6 @@ _RISEN = select(schema.tombstones.c.session_id).where(
 )
 _SEQS = (
     select(schema.turns.c.seq).where(schema.turns.c.session_id == bindparam("session_id")).order_by(schema.turns.c.seq)
-)
-_TURN = select(schema.turns).where(
-    schema.turns.c.session_id == bindparam("session_id"), schema.turns.c.seq == bindparam("seq")
 )
 _REFERENCES = select(schema.turn_media.c.sha256).where(
     schema.turn_media.c.session_id == bindparam("session_id"), schema.turn_media.c.turn == bindparam("seq")

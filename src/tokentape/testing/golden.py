@@ -17,7 +17,7 @@ import numpy as np
 
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
-from tokentape.types import FinishReason, Provenance, Reward, SessionInfo, Trajectory, Turn
+from tokentape.types import FinishReason, Provenance, Reward, SessionInfo, TokenDistribution, Trajectory, Turn
 
 VOCAB_SIZE = 128
 PAD = 2
@@ -94,6 +94,7 @@ class GoldenSession:
     def _turn(self, seq: int) -> Turn:
         turn = self.turns[seq]
         versions = [token.version for token in turn.sampled]
+        temperature = turn.sampled[0].temperature
         codes = [Provenance.CLOSE if one == PAD else Provenance.TEMPLATE for one in turn.added]
         sibling = any(one.parent == turn.parent and one.finish != "abort" for one in self.turns[:seq])
         return Turn(
@@ -110,13 +111,15 @@ class GoldenSession:
             finish_reason=turn.finish,
             stop=PAD if turn.finish == "stop" else None,
             fork="sibling" if sibling else None,
-            sampling={"temperature": turn.sampled[0].temperature},
+            sampling={"temperature": temperature},
             engine=f"golden 1 {'processed' if self.recorded_at is None else 'raw'}_logprobs",
             weight_version=versions[0],
             created_at=0.0,
             digest="",
             weight_changes=tuple((n, versions[n]) for n in range(1, len(versions)) if versions[n] != versions[n - 1]),
             abort_cause="engine_unavailable" if turn.finish == "abort" else None,
+            sampled_from=TokenDistribution(False, temperature, False, False),
+            logprobs_of=TokenDistribution(False, self.recorded_at or temperature, False, False),
         )
 
 

@@ -40,11 +40,12 @@ from tokentape.session.arrow import (
     PAYLOAD_PREFIX,
     ROW_GROUP_ROWS,
     ROW_GROUP_TOKENS,
+    distributions,
     extra_names,
     iter_parquet,
     trajectories_table,
 )
-from tokentape.session.jsonl import trajectory_from_json, trajectory_to_json
+from tokentape.session.jsonl import distributions_to_json, trajectory_from_json, trajectory_to_json
 from tokentape.training.samples import Sample
 from tokentape.types import MediaSpan, TokenRows, Trajectory
 
@@ -186,6 +187,10 @@ def read_samples_safetensors(path: str | Path) -> list[Sample]:
                     "weight_versions": tuple(rest["weight_versions"]),
                     "weight_spans": tuple((start, end, version) for start, end, version in rest["weight_spans"]),
                     "media": tuple(MediaSpan(**span) for span in rest["media"]),
+                    **{
+                        name: distributions(rest.get(name), per_turn["turns"])
+                        for name in ("sampled_from", "logprobs_of")
+                    },
                     "reward": None if np.isnan(reward) else reward,
                     "columns": {name: arrays[COLUMN_PREFIX + name][tokens] for name in columns},
                     "payloads": {
@@ -226,6 +231,7 @@ def _plain(sample: Sample) -> dict[str, Any]:
         "weight_versions": sample.weight_versions,
         "weight_spans": sample.weight_spans,
         "media": [asdict(span) for span in sample.media],
+        **distributions_to_json(sample),
     }
 
 

@@ -312,6 +312,8 @@ def _sample(
         },
         # A sample ends with a sampled token, so no image is cut in two.
         media=tuple(span for span in whole.media if span.start < length),
+        sampled_from=whole.sampled_from[:turns],
+        logprobs_of=whole.logprobs_of[:turns],
         group=group,
     )
 

@@ -107,6 +107,7 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
     spans = zip(shown.completion_starts.tolist(), shown.completion_ends.tolist(), strict=True)
     for n, (seq, (completion_start, end)) in enumerate(zip(shown.turns, spans, strict=True)):
         node = nodes[seq]
+        sampled, recorded = shown.sampled_from[n], shown.logprobs_of[n]
         logprobs = shown.logprobs[completion_start:end]
         # NaN where nothing was sampled, or nothing here: a sample of supervised fine-tuning. JSON has none.
         mean_logprob = float(logprobs.mean()) if len(logprobs) else math.nan
@@ -123,6 +124,8 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
                 "stop": node.stop,
                 "engine": node.engine,
                 "weight_version": node.weight_version,
+                "sampled_from": sampled and asdict(sampled),
+                "logprobs_of": recorded and asdict(recorded),
                 "created_at": node.created_at,
                 "reward": None if math.isnan(reward) else reward,
                 "trained": bool(shown.loss_mask[completion_start:end].any()),
