@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 import tokentape
 from tests.test_client import talk
-from tokentape.audit.compare.kinds import KINDS
-from tokentape.audit.drift.classes import ARTIFACTS
+from tokentape.audit.tokendiff import ARTIFACTS, KINDS
 from tokentape.chat.renderer import Renderer
 from tokentape.cli import app
 from tokentape.store.served_model import ServedModel, write_served_model

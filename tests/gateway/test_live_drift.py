@@ -9,7 +9,7 @@ import pytest
 
 from tests.gateway.scripted import ScriptedEngine
 from tests.gateway.test_metrics import ask, samples
-from tokentape.audit.drift.retokenize import Retokenizer
+from tokentape.audit.tokendiff import Retokenizer
 from tokentape.chat.renderer import Renderer
 from tokentape.gateway import live_drift
 from tokentape.gateway.app import create_app

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import tokentape
 from tests.test_client import talk
-from tokentape.audit.pairing import retokenized
+from tokentape.audit.tokendiff import retokenized
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.engines import loading

@@ -7,15 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.training.scripted_sessions import ASKED, THOUGHT, TOLD, played, user
-from tokentape.audit.compare.comparator import compare
 from tokentape.chat.renderer import Renderer
 from tokentape.store import SqliteStore
 from tokentape.training.logprob_check import Forward, forward_pass
-from tokentape.training.rerendering import _partners, check_rerendered
+from tokentape.training.rerendering import check_rerendered
 
 
 @pytest.fixture
@@ -98,24 +95,3 @@ def test_without_a_forward_pass_there_are_counts_and_no_numbers(renderer: Render
     found = check_rerendered([stored], renderer)
     assert found.id_drift.tokens >= 3
     assert found.numeric.tokens == found.behind_id_drift.tokens == 0
-
-
-WORDS = st.lists(st.sampled_from(["pears", " pe", "ars", "<|im_end|>", "12", " and", "\n", "é"]), max_size=8)
-
-
-@given(one=WORDS, other=WORDS)
-def test_partners_are_the_same_ids_in_the_same_order(renderer: Renderer, one: list[str], other: list[str]) -> None:
-    ids, others = (
-        np.array([i for word in words for i in renderer.tokenizer.encode_plain(word)], np.int32)
-        for words in (one, other)
-    )
-    differences = [
-        difference
-        for difference in compare(ids, others, renderer.tokenizer).differences
-        if difference.expected_start < len(ids)
-    ]
-    partner = _partners(len(ids), len(others), differences)
-    kept = np.flatnonzero(partner >= 0)
-    np.testing.assert_array_equal(ids[kept], others[partner[kept]])
-    assert (np.diff(partner[kept]) > 0).all()
-    assert len(kept) == len(ids) - sum(d.expected_end - d.expected_start for d in differences)

@@ -15,7 +15,8 @@ from tokentape.cli.arguments import ANY_RECORD, AsJson, there
 from tokentape.cli.source import Source, open_source
 
 if TYPE_CHECKING:
-    from tokentape.audit.pairing import Channel, Drift
+    from tokentape.audit.tokendiff import Channel
+    from tokentape.audit.tokendiff import TokenDrift as Drift
     from tokentape.chat.tokenizer import Tokenizer
     from tokentape.training.logprob_check import Forward, Numbers, Outlier, Report, TrainerRow
     from tokentape.training.rerendering import Changed, IfRerendered

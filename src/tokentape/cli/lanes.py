@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from tokentape.audit.compare.comparator import compare
-from tokentape.audit.drift.classes import ARTIFACTS
-from tokentape.audit.pairing import retokenized
+from tokentape.audit.tokendiff import ARTIFACTS, compare, retokenized
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.types import Provenance, Trajectory
 from tokentape.viewer.texts import whole_characters
@@ -30,7 +28,7 @@ class Drift:
     start: int
     end: int
     name: str
-    """One of `drift.classes.CLASSES` or `compare.kinds.KINDS`."""
+    """One of `tokendiff.CLASSES` or `tokendiff.KINDS`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,30 +1,30 @@
-"""What decoding and retokenizing recorded sessions would have changed, and whether the record changed anything.
+"""Measure what retokenizing and re-rendering would change in recorded sessions, and if the record changed anything.
 
-The first is what every pipeline does that stores messages and tokenizes them again for training: measured here on
-completions one by one, and on whole trajectories rendered again from their messages.
+Retokenizing is what a pipeline does that stores messages and tokenizes them again for training. It is measured on each
+completion, and on whole trajectories rendered again from their messages.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tokentape.audit.drift.rerender import through_messages
-from tokentape.audit.pairing import Pairing, pair_ids, retokenized
+from tokentape.audit.tokendiff import ARTIFACTS, compare, retokenized
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.transformers import FinishedSample
 from tokentape.errors import TemplateRefused
 from tokentape.session.tree import Session
 from tokentape.store import StoredSession
-from tokentape.types import Setup, TokenIds, Trajectory, Turn
+from tokentape.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ChangedText:
     """A stretch of text that was sampled as some ids and is retokenized to others."""
 
     session_id: str
@@ -36,50 +36,53 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Drift:
-    """What decode-and-retokenize changes: out of `completions`, `tokens` and `trajectories`, those that differ."""
+class RetokenizationDrift:
+    """The completions, tokens and trajectories that decoding and encoding would change."""
 
     completions: int
     changed_completions: int
     tokens: int
-    """Sampled ones."""
+    """Sampled tokens."""
     changed_tokens: int
     trajectories: int
     retokenized_trajectories: int
-    """Those whose own text has other ids."""
+    """Trajectories with other ids after encoding their own text."""
     rerendered_trajectories: int
-    """Those that have other ids after going through messages and template; templates rewrite history as well."""
-    longest: Change | None
-    """Of the changes that completions begin with, the one with the most sampled ids."""
+    """Trajectories with other ids after rendering their messages. Templates rewrite history, too."""
+    longest: ChangedText | None
+    """The change with the most sampled ids, of the first changes of completions."""
 
 
-def retokenization_drift(renderer: Renderer, sessions: Iterable[StoredSession]) -> Drift:
-    """Retokenize every completion and re-render every branch of `sessions`, and compare with the ids recorded."""
+def retokenization_drift(renderer: Renderer, sessions: Iterable[StoredSession]) -> RetokenizationDrift:
+    """Retokenize every completion, render every branch again, and compare with the recorded ids."""
     tokenizer = renderer.tokenizer
     counts: Counter[str] = Counter()
-    changes: list[Change] = []
+    changes: list[ChangedText] = []
     for stored in sessions:
         for turn in stored.turns:
-            sampled = turn.completion_ids
-            again = retokenized(tokenizer, sampled)
+            found = compare(turn.completion_ids, retokenized(tokenizer, turn.completion_ids), tokenizer)
             counts["completions"] += 1
-            counts["tokens"] += len(sampled)
-            if not np.array_equal(sampled, again):
-                found = pair_ids(sampled, again, tokenizer)
-                changes.append(_first_change(turn, again, found))
-                counts["changed_tokens"] += int((found.partner < 0).sum())
+            counts["tokens"] += found.expected_tokens
+            counts["changed tokens"] += int(found.changed().sum())
+            for first in found.differences[:1]:
+                kind = "cut off" if first.kind == "cut" else ARTIFACTS[first.change].kind
+                changes.append(ChangedText(turn.session_id, turn.seq, kind, first.expected, first.recorded))
         session = Session(stored.info, stored.turns)
         for leaf in session.leaves():
             path = session.path(leaf)
             ids = session.context_after(leaf)
             counts["trajectories"] += 1
             counts["retokenized"] += not np.array_equal(ids, retokenized(tokenizer, ids))
-            counts["rerendered"] += ids.tolist() != _rerendered(renderer, path, stored.setups[path[-1].setup])
-    return Drift(
+            try:
+                again = through_messages(renderer, path, stored.setups[path[-1].setup])
+                counts["rerendered"] += not np.array_equal(ids, again)
+            except TemplateRefused:
+                counts["rerendered"] += 1
+    return RetokenizationDrift(
         completions=counts["completions"],
         changed_completions=len(changes),
         tokens=counts["tokens"],
-        changed_tokens=counts["changed_tokens"],
+        changed_tokens=counts["changed tokens"],
         trajectories=counts["trajectories"],
         retokenized_trajectories=counts["retokenized"],
         rerendered_trajectories=counts["rerendered"],
@@ -88,10 +91,10 @@ def retokenization_drift(renderer: Renderer, sessions: Iterable[StoredSession]) 
 
 
 def turns_unlike_engine(trajectories: Iterable[Trajectory], log: Iterable[FinishedSample]) -> int:
-    """How many recorded turns are not, bit for bit, a call in the engine's own log: prompt, sampled ids, logprobs.
+    """Count the recorded turns that are not, bit for bit, a call in the engine's own log: prompt, ids, logprobs.
 
-    A turn's prompt is all of its trajectory before its first sampled token. So 0 also says that every context is the
-    one before it + what was sampled there + the bridge.
+    A turn's prompt is its whole trajectory before its first sampled token. So 0 also says that every context is the
+    context before it + what was sampled there + the bridge.
     """
     calls = Counter(_key(call.prompt_ids, call.token_ids, call.logprobs) for call in log)
     recorded: dict[tuple[str, int], bytes] = {}
@@ -104,32 +107,7 @@ def turns_unlike_engine(trajectories: Iterable[Trajectory], log: Iterable[Finish
 
 
 def _key(prompt_ids: Any, token_ids: Any, logprobs: Any) -> bytes:
-    prompt = np.asarray(prompt_ids, np.int32)
+    prompt, ids = np.asarray(prompt_ids, np.int32), np.asarray(token_ids, np.int32)
     return b"".join(
-        [
-            len(prompt).to_bytes(8, "little"),
-            prompt.tobytes(),
-            np.asarray(token_ids, np.int32).tobytes(),
-            np.asarray(logprobs, np.float32).tobytes(),
-        ]
+        [len(prompt).to_bytes(8, "little"), *(one.tobytes() for one in (prompt, ids, np.asarray(logprobs, np.float32)))]
     )
-
-
-def _first_change(turn: Turn, again: TokenIds, found: Pairing) -> Change:
-    """The first changed stretch; where retokenizing only left off the end, that."""
-    sampled, retokenized_to, kind = turn.completion_ids[len(again) :], again[:0], "cut off"
-    if found.changes:
-        first = found.changes[0]
-        kind = first.kind
-        sampled = turn.completion_ids[first.start : first.end]
-        retokenized_to = again[first.trainer_start : first.trainer_end]
-    return Change(turn.session_id, turn.seq, kind, tuple(sampled.tolist()), tuple(retokenized_to.tolist()))
-
-
-def _rerendered(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> list[int] | None:
-    """None if the template refuses the messages."""
-    try:
-        ids: list[int] = through_messages(renderer, path, setup).tolist()
-    except TemplateRefused:
-        return None
-    return ids

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.demo import MODEL
-from tokentape.demo.drift import Change
+from tokentape.demo.drift import ChangedText
 from tokentape.demo.run import DemoReport, Group
 
 
@@ -76,7 +76,7 @@ def _cell(part: int, whole: int | None) -> str:
     return f"{part:,}" if whole is None else f"{part:,} of {whole:,}"
 
 
-def _print_change(console: Console, change: Change, tokenizer: Tokenizer) -> None:
+def _print_change(console: Console, change: ChangedText, tokenizer: Tokenizer) -> None:
     console.print(
         f"For example turn {change.turn} of session {change.session_id}, the same text in other ids ({change.kind}):"
     )

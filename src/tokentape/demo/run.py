@@ -15,7 +15,7 @@ from tokentape.chat.renderer import Renderer
 from tokentape.client import Client
 from tokentape.demo import MODEL
 from tokentape.demo.agent import Conversation, solve
-from tokentape.demo.drift import Drift, retokenization_drift, turns_unlike_engine
+from tokentape.demo.drift import RetokenizationDrift, retokenization_drift, turns_unlike_engine
 from tokentape.demo.tasks import Task, is_solved, sample_tasks
 from tokentape.engines.transformers import FinishedSample, TransformersEngine
 from tokentape.errors import Conflict
@@ -39,7 +39,7 @@ class Group:
     sessions: int
     streamed: int
     solved: int
-    drift: Drift
+    drift: RetokenizationDrift
 
 
 @dataclass(frozen=True, slots=True)

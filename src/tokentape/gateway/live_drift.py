@@ -11,7 +11,7 @@ import queue
 import random
 import threading
 
-from tokentape.audit.drift.retokenize import Retokenizer
+from tokentape.audit.tokendiff import Retokenizer
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.gateway.metrics import Metrics
 from tokentape.types import TokenIds
@@ -75,10 +75,10 @@ class LiveDrift:
             metrics.drift_tokens.labels("unknown").inc(unknown)
         changed = 0
         if trip.drifted:
-            changes = retokenizer.changes(trip)
-            changed = int(changes.changed.sum())
-            for stretch in changes.stretches:
-                metrics.drift_stretches.labels(stretch.artifact).inc()
+            found = retokenizer.compare(trip)
+            changed = int(found.changed().sum())
+            for difference in found.differences:
+                metrics.drift_stretches.labels(difference.change).inc()
         metrics.drift_completions.labels("drifted" if trip.drifted else "same").inc()
         metrics.drift_tokens.labels("changed").inc(changed)
         metrics.drift_tokens.labels("same").inc(len(trip.ids) - changed)

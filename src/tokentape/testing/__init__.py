@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tokentape.audit.compare.comparator import compare
 from tokentape.audit.compare.formats import comparison_lines, summary
+from tokentape.audit.tokendiff import compare
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.types import Codes, TokenIds
 
@@ -25,7 +25,7 @@ def assert_same_tokens(
     """Fail with `AssertionError` unless both are the same ids.
 
     `tokenizer` is one, or a model folder with a `tokenizer.json`. Differences whose kinds are in `allow`
-    (`tokentape.audit.compare.kinds.KINDS`) are let pass. `provenance` as in `tokentape.audit.compare.compare`.
+    (`tokentape.audit.tokendiff.KINDS`) are let pass. `provenance` as in `tokentape.audit.tokendiff.compare`.
 
     >>> assert_same_tokens([1, 2], [1, 2], "path/to/model")          # doctest: +SKIP
     """

@@ -21,7 +21,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tokentape.audit.pairing import Channel, Drift, Pairing, pair_ids, retokenized
+from tokentape.audit.tokendiff import Channel, Pairing, pair_ids, retokenized
+from tokentape.audit.tokendiff import TokenDrift as Drift
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
 from tokentape.types import Logprobs, TokenIds, Trajectory

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.chat.conftest import load_tokenizer
 from tokentape.audit.byte_level import Spellings
-from tokentape.audit.drift.classes import ARTIFACTS
 from tokentape.audit.probe.outcomes import outcome
 from tokentape.audit.probe.trials import Trial, built_in
+from tokentape.audit.tokendiff import ARTIFACTS
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
 

@@ -8,11 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from tokentape.audit.compare.comparator import Comparison, Difference
-from tokentape.audit.compare.kinds import KINDS
 from tokentape.audit.compare.rows import RowComparison
-from tokentape.audit.drift.classes import ARTIFACTS
 from tokentape.audit.html import shown
+from tokentape.audit.tokendiff import ARTIFACTS, KINDS, Comparison, Difference
 from tokentape.version import __version__
 
 _TEXT = 60

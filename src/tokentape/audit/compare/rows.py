@@ -9,8 +9,8 @@ from itertools import zip_longest
 
 import numpy as np
 
-from tokentape.audit.compare.comparator import Comparison, compare
 from tokentape.audit.id_rows import IdRow
+from tokentape.audit.tokendiff import Comparison, compare
 from tokentape.chat.tokenizer import Tokenizer
 
 

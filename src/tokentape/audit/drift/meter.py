@@ -1,8 +1,8 @@
-"""The drift meter: how often sampled ids are not what encoding their text gives, where, and what that would cost.
+"""Measure how often encoding the text of sampled ids gives other ids, where, and what that would cost.
 
-P(encode(decode(ids)) != ids) over completions and over tokens, with confidence intervals; what kinds of stretches drift
-(`drift.classes`), how long they are, and how that depends on region, script, turn, temperature and weights. Reads rows
-one at a time and keeps sums, so memory does not grow with the data.
+Reports P(encode(decode(ids)) != ids) over completions and over tokens, with confidence intervals: which stretches drift
+(`tokendiff.ARTIFACTS`), how long they are, and how that depends on region, script, turn, temperature and weights. Reads
+rows one at a time and keeps sums, so memory does not grow with the data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tokentape.audit.drift.classes import ARTIFACTS
 from tokentape.audit.drift.regions import REGIONS, SCRIPTS, TokenScripts, token_regions
 from tokentape.audit.drift.report import (
     ArtifactCount,
@@ -26,9 +25,9 @@ from tokentape.audit.drift.report import (
     LogprobChange,
     Stratum,
 )
-from tokentape.audit.drift.retokenize import Changes, Retokenizer, RoundTrip, check_vocabulary
 from tokentape.audit.id_rows import IdRow, Span
 from tokentape.audit.intervals import Key, Rate, Sums, wilson
+from tokentape.audit.tokendiff import ARTIFACTS, Comparison, Retokenizer, RoundTrip, check_vocabulary
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.types import Logprobs, TokenIds
 
@@ -126,7 +125,7 @@ class DriftMeter:
                 if span.end == span.start:
                     continue
                 trip = next(trips)
-                changes = self._retokenizer.changes(trip) if trip.drifted else None
+                changes = self._retokenizer.compare(trip) if trip.drifted else None
                 self._count(row, span, trip, changes, counts, drifted)
                 seam = next(held)
                 if seam is not None:
@@ -143,7 +142,7 @@ class DriftMeter:
         row: IdRow,
         span: Span,
         trip: RoundTrip,
-        changes: Changes | None,
+        changes: Comparison | None,
         counts: Counter[Key],
         drifted: Counter[Key],
     ) -> None:
@@ -164,11 +163,12 @@ class DriftMeter:
             counts["region", REGIONS[0]] += len(trip.ids)
         if changes is None:
             return
-        changed = int(changes.changed.sum())
+        mask = changes.changed()
+        changed = int(mask.sum())
         for label in labels:
             drifted[label] += changed
         for dimension, names, codes in of_tokens:
-            for name, many in _by_name(names, None if codes is None else codes[changes.changed]):
+            for name, many in _by_name(names, None if codes is None else codes[mask]):
                 drifted[dimension, name] += many
         if regions is None:
             drifted["region", REGIONS[0]] += changed
@@ -200,7 +200,7 @@ class DriftMeter:
             found.append(bool((ends == one[0]).any()))
         return found
 
-    def _measure_logprobs(self, row: IdRow, span: Span, trip: RoundTrip, changes: Changes) -> None:
+    def _measure_logprobs(self, row: IdRow, span: Span, trip: RoundTrip, changes: Comparison) -> None:
         if self._forward is None or trip.head or len(self._tally.logprobs) >= self._forward_limit:
             return
         context = row.ids[: span.start]
@@ -208,7 +208,7 @@ class DriftMeter:
             float(np.nansum(self._forward(np.concatenate([context, ids]))[len(context) :].astype(np.float64)))
             for ids in (trip.ids, trip.again)
         )
-        self._tally.logprobs.append((sampled - again, int(changes.changed.sum())))
+        self._tally.logprobs.append((sampled - again, int(changes.changed().sum())))
 
 
 @dataclass(slots=True)
@@ -309,24 +309,28 @@ class DriftTally:
             tokens_if_forked=self.cost.tokens_if_forked + len(row.ids) + sum(forks),
         )
 
-    def add_changes(self, row: IdRow, span: Span, trip: RoundTrip, changes: Changes, retokenizer: Retokenizer) -> None:
+    def add_changes(
+        self, row: IdRow, span: Span, trip: RoundTrip, changes: Comparison, retokenizer: Retokenizer
+    ) -> None:
         """Count what changed in a completion."""
-        self.other_text += not changes.same_text
-        for one in changes.stretches:
-            sampled, again = trip.ids[one.start : one.end], trip.again[one.trainer_start : one.trainer_end]
-            self.stretches[one.artifact] += 1
-            self.stretch_tokens[one.artifact] += len(sampled)
+        self.other_text += not all(one.same_bytes for one in changes.differences)
+        for one in changes.differences:
+            name = one.change
+            sampled = trip.ids[one.expected_start : one.expected_end]
+            again = trip.again[one.recorded_start : one.recorded_end]
+            self.stretches[name] += 1
+            self.stretch_tokens[name] += len(sampled)
             self.shapes[int(np.sign(len(again) - len(sampled)))] += 1
             self.lengths[min(len(sampled), _LONGEST)] += 1
             pieces = retokenizer.pieces(sampled)
             self.resyncs[min(sum(map(len, pieces)), 16 * _LONGEST)] += 1
-            kept = self.examples.setdefault(one.artifact, [])
+            kept = self.examples.setdefault(name, [])
             if len(kept) < EXAMPLES:
                 kept.append(
                     Example(
-                        artifact=one.artifact,
+                        artifact=name,
                         row=row.name,
-                        position=span.start + trip.head + one.start,
+                        position=span.start + trip.head + one.expected_start,
                         sampled=tuple(sampled.tolist()),
                         retokenized=tuple(again.tolist()),
                         sampled_pieces=_shown(pieces),

@@ -25,7 +25,7 @@ class ArtifactCount:
     """Changed stretches of one artifact."""
 
     name: str
-    """One of `drift.classes.ARTIFACTS`."""
+    """One of `tokendiff.ARTIFACTS`."""
     meaning: str
     stretches: int
     tokens: int

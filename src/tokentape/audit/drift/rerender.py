@@ -1,8 +1,8 @@
-"""What becomes of contexts that are rendered from messages again, as stateless servers and trainers do on every turn.
+"""Render recorded conversations again from their messages, as stateless servers and trainers do.
 
-For each turn but the first of a branch: the context that the engine had, against the template's rendering of the
-messages that the client sent and was told. Every difference is located and told what it is: reasoning that the template
-drops, arguments written otherwise, a truth value that came back as a string.
+`RerenderMeter` does so for each turn but the first of a branch: the context that the engine had is compared with the
+template's rendering of the messages that the client sent and received. Differences are, for example, reasoning that the
+template drops, or tool arguments that it writes in another way.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from tokentape.audit.compare.comparator import Difference, compare
 from tokentape.audit.intervals import Rate, wilson
-from tokentape.audit.pairing import retokenized
+from tokentape.audit.tokendiff import Difference, compare, retokenized
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import TokentapeError
 from tokentape.store import StoredSession
 from tokentape.types import Message, Provenance, Setup, TokenIds, Trajectory, Turn
-
-_Place: TypeAlias = tuple[int, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +28,23 @@ class Rerendered:
     """Contexts of later turns, rendered again."""
 
     turns: Rate
-    """Those whose rendered context is not the recorded one."""
+    """Turns with a rendered context that is not the recorded one."""
     refused: int
-    """Turns whose messages the template does not take; in no other number."""
+    """Turns with messages that the template refuses. No other number includes them."""
     kinds: Mapping[str, int]
-    """Turns that have a difference of the kind, by `compare.kinds.KINDS`; a turn may have several."""
+    """Turns that have a difference of the kind, by `tokendiff.KINDS`. A turn may have several."""
     first_kinds: Mapping[str, int]
-    """The same of the first difference, which is where a cached prefix or a row ends."""
+    """The same for the first difference, which is where a cached prefix or a row ends."""
     sampled_tokens: int
-    """Of the contexts; a turn's tokens count in each later context."""
+    """Sampled tokens in the contexts. A turn's tokens count in each later context."""
     changed_sampled_tokens: int
     unlike_roots: int
-    """Branches whose first context is rendered otherwise already, because the renderer differs from what made it. That
-    is left out of all else here."""
+    """Branches with a first context that renders differently already, because the renderer is not the one that made the
+    record. Those differences count nowhere else here."""
 
 
 class RerenderMeter:
-    """Takes sessions with `add`, renders up to `most` of their turns, and keeps sums."""
+    """Renders up to `most` turns of the sessions that are added, and keeps sums."""
 
     def __init__(self, renderer: Renderer, most: int = 1000) -> None:
         self._renderer = renderer
@@ -57,10 +54,10 @@ class RerenderMeter:
         self._first: Counter[str] = Counter()
 
     def add(self, stored: StoredSession) -> None:
-        """Render the later turns of a session, those that branches share once."""
+        """Render the later turns of a session. A turn that branches share is rendered once."""
         session = stored.tree()
         seen: set[int] = set()
-        roots: dict[int, frozenset[_Place]] = {}
+        roots: dict[int, set[tuple[object, ...]]] = {}
         for one in stored.trajectories():
             messages: list[Message] = []
             for n, turn in enumerate(session.path(one.leaf)):
@@ -69,7 +66,7 @@ class RerenderMeter:
                     seen.add(turn.seq)
                     found = self._compared(one, n, messages, stored.setups[turn.setup])
                     if n == 0:
-                        roots[turn.seq] = frozenset(map(_place, found or ()))
+                        roots[turn.seq] = set(map(_place, found or ()))
                         self._counts["unlike roots"] += bool(found)
                     else:
                         self._left -= 1
@@ -77,7 +74,7 @@ class RerenderMeter:
                 messages.append(turn.reply)
 
     def report(self) -> Rerendered | None:
-        """What was found; None if no turn was rendered."""
+        """Return the sums so far; None if no turn was rendered."""
         counts = self._counts
         if not counts["turns"] + counts["refused"]:
             return None
@@ -92,9 +89,9 @@ class RerenderMeter:
         )
 
     def _compared(
-        self, one: Trajectory, n: int, messages: list[Message], setup: Setup
-    ) -> tuple[Difference, ...] | None:
-        """What of the context of turn n the messages give otherwise; None if the template does not take them."""
+        self, one: Trajectory, n: int, messages: Sequence[Message], setup: Setup
+    ) -> Sequence[Difference] | None:
+        """Compare the context of turn n with its messages rendered; None if the template refuses them."""
         try:
             ids = self._renderer.render([with_objects(message) for message in messages], setup).ids
         except TokentapeError:
@@ -103,43 +100,49 @@ class RerenderMeter:
         codes = one.provenance[:end]
         return compare(one.token_ids[:end], ids, self._renderer.tokenizer, provenance=codes).differences
 
-    def _count(self, one: Trajectory, n: int, found: tuple[Difference, ...] | None, known: frozenset[_Place]) -> None:
+    def _count(
+        self, one: Trajectory, n: int, found: Sequence[Difference] | None, known: set[tuple[object, ...]]
+    ) -> None:
         if found is None:
             self._counts["refused"] += 1
             return
-        found = tuple(difference for difference in found if _place(difference) not in known)
         sampled = one.provenance[: int(one.completion_starts[n])] == Provenance.SAMPLED
-        self._counts["turns"] += 1
-        self._counts["tokens"] += int(sampled.sum())
-        if not found:
-            return
-        changed = np.zeros(len(sampled), np.bool_)
-        for difference in found:
-            changed[difference.expected_start : difference.expected_end] = True
-        self._counts["changed"] += 1
-        self._counts["changed tokens"] += int((changed & sampled).sum())
-        self._kinds.update({difference.kind for difference in found})
-        self._first[found[0].kind] += 1
+        new = [difference for difference in found if _place(difference) not in known]
+        changed = sum(int(sampled[one.expected_start : one.expected_end].sum()) for one in new)
+        self._counts.update({"turns": 1, "tokens": int(sampled.sum()), "changed": bool(new), "changed tokens": changed})
+        self._kinds.update({difference.kind for difference in new})
+        self._first.update(difference.kind for difference in new[:1])
 
 
-def _place(difference: Difference) -> _Place:
+def _place(difference: Difference) -> tuple[object, ...]:
     return difference.expected_start, difference.expected_end, difference.recorded
 
 
 def through_messages(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> TokenIds:
-    """A branch as a stateless server would see it: the last prompt from messages, the last completion from text.
+    """Return a branch as a stateless server would see it: last prompt from messages, last completion from text.
 
     Raises `TemplateRefused`.
     """
     *before, last = path
-    messages = [message for turn in before for message in (*turn.messages, turn.reply)]
-    messages += last.messages
-    prompt = renderer.render([with_objects(message) for message in messages], setup).ids
-    return np.concatenate([prompt, retokenized(renderer.tokenizer, last.completion_ids)])
+    messages = [*_said(before), *map(with_objects, last.messages)]
+    return np.concatenate([renderer.render(messages, setup).ids, retokenized(renderer.tokenizer, last.completion_ids)])
+
+
+def whole_conversation(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> TokenIds | None:
+    """Return a branch as a trainer would render its messages and replies; None if the template refuses them."""
+    try:
+        text, _ = renderer.written(_said(path), setup, generate=False)
+    except TokentapeError:
+        return None
+    return renderer.tokenizer.array(renderer.tokenizer.encode_marked(text).ids)
+
+
+def _said(turns: Sequence[Turn]) -> list[Message]:
+    return [with_objects(message) for turn in turns for message in (*turn.messages, turn.reply)]
 
 
 def with_objects(message: Message) -> Message:
-    """The message with tool arguments as objects, which is how chat servers hand them to a template."""
+    """Return the message with tool arguments as objects, as chat servers give them to a template."""
     if not message.get("tool_calls"):
         return message
     return {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
@@ -148,7 +151,6 @@ def with_objects(message: Message) -> Message:
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call["function"]
     try:
-        arguments = json.loads(function["arguments"])
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
     except ValueError:
         return call
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
-from tokentape.audit.drift.classes import artifact, text_artifact
 from tokentape.audit.probe.trials import Trial
+from tokentape.audit.tokendiff import boundary_artifact, text_artifact
 from tokentape.chat.tokenizer import Tokenizer
 
 Kind: TypeAlias = Literal["replaced", "unchanged", "phantom", "spacing", "other"]
@@ -39,7 +39,7 @@ class Outcome:
 
     kind: Kind
     artifact: str | None = None
-    """With a phantom edit, strict or not, its class: one of `drift.classes.ARTIFACTS`."""
+    """With a phantom edit, strict or not, its class: one of `tokendiff.ARTIFACTS`."""
     source: tuple[int, ...] = ()
     """Ids of the word, and of what its tokens touch, as the prompt's text has them."""
     found: tuple[int, ...] = ()
@@ -82,7 +82,9 @@ def outcome(trial: Trial, completion: Sequence[int], tokenizer: Tokenizer) -> Ou
         return Outcome("unchanged", None, ids, found, canonical=canonical)
     if ours.spelled == theirs.spelled:
         before, behind = b"".join(source_pieces[: ours.first]), b"".join(source_pieces[ours.end :])
-        kind = artifact(source_pieces[ours.first : ours.end], pieces[theirs.first : theirs.end], before, behind)
+        kind = boundary_artifact(
+            source_pieces[ours.first : ours.end], pieces[theirs.first : theirs.end], before, behind
+        )
         return Outcome("phantom", kind, ids, found, at, canonical)
     if ours.spelled.split() == theirs.spelled.split():
         return Outcome("spacing", text_artifact(ours.spelled, theirs.spelled), ids, found, at, canonical)

@@ -10,11 +10,11 @@ from typing import Any
 from markupsafe import Markup
 
 from tokentape.audit import html, svg
-from tokentape.audit.drift.classes import ARTIFACTS
 from tokentape.audit.intervals import Rate, wilson
 from tokentape.audit.probe.outcomes import KINDS
 from tokentape.audit.probe.record import Header
 from tokentape.audit.probe.running import Result
+from tokentape.audit.tokendiff import ARTIFACTS
 from tokentape.chat.tokenizer import Tokenizer
 
 _EXAMPLES = 40

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokentape.audit.drift.classes import ARTIFACTS, CLASSES, artifact, text_artifact
+from tokentape.audit.tokendiff import ARTIFACTS, CLASSES, boundary_artifact, text_artifact
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,12 @@ from tokentape.audit.drift.classes import ARTIFACTS, CLASSES, artifact, text_art
 )
 def test_a_stretch_has_the_artifact_of_its_cut(before: str, one: str, other: str, name: str) -> None:
     sides = [[piece.encode() for piece in side.split("|")] for side in (one, other)]
-    assert artifact(sides[0], sides[1], before.encode()) == name
-    assert artifact(sides[1], sides[0], before.encode()) == name
+    assert boundary_artifact(sides[0], sides[1], before.encode()) == name
+    assert boundary_artifact(sides[1], sides[0], before.encode()) == name
 
 
 def test_a_character_that_is_cut_apart_is_told_before_all_else() -> None:
-    assert artifact([b" \xe2", b"\x82\xac"], [b" ", b"\xe2\x82\xac"]) == "partial-utf8"
+    assert boundary_artifact([b" \xe2", b"\x82\xac"], [b" ", b"\xe2\x82\xac"]) == "partial-utf8"
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
-"""What became of a stretch of tokens that is other ids now: where a boundary moved, and in what.
+"""Name where a token boundary moved in a stretch of text, and in what.
 
-Two levels. A *class* says between which characters a boundary moved. An *artifact* is finer, and is named after the
-eight of "phantom edits" (arXiv 2601.14658), with what that list lacks: digits, characters cut apart, control tokens.
-The paper's are told by name and example; the rules here are ours, and those for words look at English endings, capitals
-and sentence starts only. So compare artifacts with each other, not with the paper's numbers.
+There are two levels. A *class* says between which characters the boundary moved. An *artifact* is finer. Artifacts are
+named after the eight "phantom edits" of arXiv 2601.14658, plus what that list lacks: digits, split characters, special
+tokens. The paper gives names and examples only. The rules here are ours, and those for words look at English endings,
+capitals and sentence starts. So compare artifacts with each other, not with the paper's numbers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from unicodedata import normalize
 
 import numpy as np
@@ -25,18 +26,18 @@ CLASSES = {
     "spacing": "other white space, otherwise the same text",
     "text": "other text",
 }
-"""Of changed stretches; the last two are of text drift."""
+"""Classes of changed stretches. The last two are of text drift."""
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A finer class."""
+    """A finer class of change."""
 
     kind: str
     """One of `CLASSES`."""
     meaning: str
     phantom: int | None = None
-    """Number of the phantom-edit class that it is after."""
+    """The number of its phantom-edit class in the paper."""
 
 
 ARTIFACTS = {
@@ -57,12 +58,12 @@ ARTIFACTS = {
     "normal-form": Artifact("text", "another Unicode normal form of the same characters"),
     "text": Artifact("text", "other text"),
 }
-"""By name; of several that fit a stretch the first counts."""
+"""By name. If several fit a stretch, the first counts."""
 
 _ORDER = {name: n for n, name in enumerate(ARTIFACTS)}
 
 _AROUND = 64
-"""Bytes beside a stretch that are looked at, to see whole words."""
+"""Bytes on each side of a stretch that are read to see whole words."""
 
 _PREFIX = re.compile(
     "anti|auto|be|bi|co|counter|de|dis|en|ex|extra|fore|hyper|il|im|in|inter|ir|mega|micro|mid|mis|mono|multi|non|out|"
@@ -77,14 +78,14 @@ _ENDING = re.compile(
 _TAIL = re.compile(r"(?:'s|’s|s'|s’|es|s)(?!\w)")
 
 
-def artifact(one: Sequence[bytes], other: Sequence[bytes], before: bytes = b"", behind: bytes = b"") -> str:
-    """The artifact of a stretch that two tokenizations spell alike with other tokens.
+def boundary_artifact(one: Sequence[bytes], other: Sequence[bytes], before: bytes = b"", after: bytes = b"") -> str:
+    """Return the artifact of a stretch that two tokenizations spell alike with other tokens.
 
-    `one` and `other` are the bytes of the tokens of either side, `before` and `behind` the text around.
+    `one` and `other` are the bytes of the tokens of each sequence, `before` and `after` the text around the stretch.
 
-    >>> artifact([b" un", b"bel", b"ievable"], [b" unbelievable"])
+    >>> boundary_artifact([b" un", b"bel", b"ievable"], [b" unbelievable"])
     'morpheme'
-    >>> artifact([b"12", b"3"], [b"123"])
+    >>> boundary_artifact([b"12", b"3"], [b"123"])
     'digits'
     """
     text = b"".join(one)
@@ -92,14 +93,14 @@ def artifact(one: Sequence[bytes], other: Sequence[bytes], before: bytes = b"", 
     moved = sorted(ends[0] ^ ends[1])
     if not moved:
         return "intra-word"  # two ids that spell the same bytes
-    whole = before[-_AROUND:] + text + behind[:_AROUND]
+    whole = before[-_AROUND:] + text + after[:_AROUND]
     start = len(before[-_AROUND:])
     found = {_at_cut(whole, start + at, one, other) for at in moved}
     return min(found, key=_ORDER.__getitem__)
 
 
 def text_artifact(left: bytes, right: bytes) -> str:
-    """The artifact of a stretch that the two sides spell otherwise."""
+    """Return the artifact of a stretch that two sequences spell in two ways."""
     if b"".join(left.split()) != b"".join(right.split()):
         plain = [normalize("NFKC", side.decode("utf-8", "replace")) for side in (left, right)]
         return "normal-form" if plain[0] == plain[1] else "text"
@@ -112,46 +113,37 @@ def _at_cut(whole: bytes, at: int, one: Sequence[bytes], other: Sequence[bytes])
     if whole[at] & 0xC0 == 0x80:
         return "partial-utf8"
     left, right = whole[:at].decode("utf-8", "ignore"), whole[at:].decode("utf-8", "ignore")
-    before, behind = left[-1:], right[:1]
-    if before.isspace() or behind.isspace():
-        if before.isspace() and behind.isspace():
+    before, after = left[-1:], right[:1]
+    if before.isspace() or after.isspace():
+        if before.isspace() and after.isspace():
             return "whitespace-run"
         alone = any(piece.isspace() for side in (one, other) for piece in side)
         return "whitespace-detach" if alone else "whitespace-shift"
-    if before.isdigit() and behind.isdigit():
+    if before.isdigit() and after.isdigit():
         return "digits"
     if _TAIL.match(right) and before.isalpha():
         return "tail"
-    if before.isalnum() and behind.isalnum():
+    if before.isalnum() and after.isalnum():
         return _in_word(left, right)
     return "punctuation"
 
 
 def _in_word(left: str, right: str) -> str:
-    """Of a cut within a word, `left` and `right` of it."""
-    head = _last_word(left)
-    rest = _first_word(right)
+    """Return the artifact of a cut within a word, between `left` and `right`."""
+    head = left[len(left) - _letters(reversed(left)) :]
+    rest = right[: _letters(right)]
     word = head + rest
     if len(word) <= 8 and word.isalpha() and word.isupper():
         return "acronym"
     if (_PREFIX.fullmatch(head) and len(rest) >= 3) or (_ENDING.fullmatch(rest) and len(head) >= 3):
         return "morpheme"
     sentence = left[: len(left) - len(head)].rstrip()
-    # What stands at the start of a sentence, or of what is seen of the text, has a capital anyway.
+    # The first word of a sentence, or of the text that is read, has a capital anyway.
     if word[:1].isupper() and word[1:].islower() and sentence and sentence[-1] not in ".!?:\"'“":
         return "proper-noun"
     return "intra-word"
 
 
-def _last_word(text: str) -> str:
-    at = len(text)
-    while at and text[at - 1].isalnum():
-        at -= 1
-    return text[at:]
-
-
-def _first_word(text: str) -> str:
-    at = 0
-    while at < len(text) and text[at].isalnum():
-        at += 1
-    return text[:at]
+def _letters(text: Iterable[str]) -> int:
+    """Return the number of letters and digits that a text begins with."""
+    return sum(1 for _ in takewhile(str.isalnum, text))

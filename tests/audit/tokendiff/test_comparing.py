@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chat.conftest import load_tokenizer
-from tokentape.audit.compare import comparator as compare_module
-from tokentape.audit.compare.comparator import Comparison, compare
-from tokentape.audit.compare.kinds import KINDS
+from tokentape.audit.tokendiff import KINDS, Comparison, compare
+from tokentape.audit.tokendiff import comparing as compare_module
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
@@ -225,3 +226,67 @@ def test_a_retokenized_text_has_differences_of_ids_only_where_boundaries_moved(
     changed = {n for one in found.differences for n in range(one.expected_start, one.expected_end)}
     assert changed == {n for n, place in enumerate(places(expected)) if place not in places(recorded)}
     assert all(one.kind == "ids" for one in found.differences)
+
+
+PIECES = ("a", "b", "ab", " a", " ", "\n", "12", "1", "<|im_end|>", "{", "é")
+
+
+def slow_differences(
+    one: list[int], other: list[int], tokenizer: Tokenizer
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Of ids that spell the same bytes: between neighboring places where both have a boundary, what is not the same."""
+
+    def ends(ids: list[int]) -> list[int]:
+        return [len(b"".join(map(tokenizer.token_bytes, ids[:n]))) for n in range(len(ids) + 1)]
+
+    mine, theirs = ends(one), ends(other)
+    common = [place for place in mine if place in theirs]
+    found = []
+    for start, end in itertools.pairwise(common):
+        left, right = (mine.index(start), mine.index(end)), (theirs.index(start), theirs.index(end))
+        if one[slice(*left)] != other[slice(*right)]:
+            found.append((left, right))
+    return found
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12), st.data())
+def test_differences_of_the_same_bytes_are_the_shortest_stretches(
+    tokenizer: Tokenizer, pieces: list[str], data: st.DataObject
+) -> None:
+    """Against the slow and obvious: two random ways to cut a text into tokens."""
+    text = "".join(pieces)
+    cuts = [sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=4))) for _ in range(2)]
+    one, other = (
+        [
+            token_id
+            for start, end in itertools.pairwise([0, *cut, len(text)])
+            for token_id in tokenizer.encode_plain(text[start:end])
+        ]
+        for cut in cuts
+    )
+    found = compare(one, other, tokenizer)
+    places = [
+        ((each.expected_start, each.expected_end), (each.recorded_start, each.recorded_end))
+        for each in found.differences
+    ]
+    assert places == slow_differences(one, other, tokenizer)
+    assert all(each.same_bytes for each in found.differences)
+
+
+@given(edited())
+def test_segments_and_partners_follow_from_the_differences(
+    tokenizer: Tokenizer, sequences: tuple[list[int], list[int]]
+) -> None:
+    one, other = sequences
+    found = compare(one, other, tokenizer)
+    at = other_at = 0
+    for (start, end, other_start, other_end), difference in found.segments():
+        assert (start, other_start) == (at, other_at)
+        assert (one[start:end] == other[other_start:other_end]) == (difference is None)
+        at, other_at = end, other_end
+    assert (at, other_at) == (len(one), len(other))
+    partner = found.partners()
+    kept = np.flatnonzero(partner >= 0)
+    assert [one[n] for n in kept] == [other[n] for n in partner[kept]]
+    assert (np.diff(partner[kept]) > 0).all()
+    assert kept.tolist() == np.flatnonzero(~found.changed()).tolist()

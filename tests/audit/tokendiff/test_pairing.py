@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chat.conftest import load_tokenizer
-from tokentape.audit.drift.classes import CLASSES
-from tokentape.audit.pairing import pair_ids, retokenized
+from tokentape.audit.tokendiff import CLASSES, pair_ids, retokenized
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
 

@@ -1,0 +1,135 @@
+"""Align two sequences so that as little as possible is left over: the greedy algorithm of Myers (1986).
+
+Python's `difflib` takes the longest block first. That does not minimize what is left over, and it is quadratic where
+elements repeat, as special tokens do.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import takewhile
+from typing import NamedTuple, TypeAlias
+
+Block: TypeAlias = tuple[int, int, int]
+"""(start in one, start in other, length) of a run that both have."""
+
+
+class Segment(NamedTuple):
+    """A stretch of both sequences, half-open."""
+
+    start: int
+    end: int
+    other_start: int
+    other_end: int
+
+
+_Path: TypeAlias = "tuple[Block, _Path] | None"
+_NOWHERE: tuple[int, _Path] = (-1, None)
+
+
+def common_blocks(one: Sequence[Hashable], other: Sequence[Hashable], most: int) -> list[Block] | None:
+    """Return the runs of a longest common subsequence, in order; None if more than `most` elements are in one only.
+
+    Time is linear in the lengths and quadratic in the number of elements that differ.
+
+    >>> common_blocks("abcabba", "cbabac", most=10)
+    [(2, 0, 1), (3, 2, 2), (6, 4, 1)]
+    """
+    head = _same(zip(one, other, strict=False))
+    tail = _same(zip(reversed(one[head:]), reversed(other[head:]), strict=False))
+    n, m = len(one) - tail, len(other) - tail
+    # The furthest place in `one` on each diagonal (x - y), with the runs on the way there.
+    reached: dict[int, tuple[int, _Path]] = {1: (head, None)}
+    for edits in range(min(n + m - 2 * head, most) + 1):
+        # Diagonals outside of the two sequences lead nowhere.
+        first, last = edits - 2 * max(0, edits + head - m), edits - 2 * max(0, edits + head - n)
+        for k in range(-first, last + 1, 2):
+            (left, from_left), (above, from_above) = reached.get(k - 1, _NOWHERE), reached.get(k + 1, _NOWHERE)
+            down = k == -edits or (k != edits and left < above)
+            x, path = (above, from_above) if down else (left + 1, from_left)
+            start = x
+            while x < n and x - k < m and one[x] == other[x - k]:
+                x += 1
+            if x > start:
+                path = (start, start - k, x - start), path
+            if x >= n and x - k >= m:
+                return list(_joined([(0, 0, head), *_in_order(path), (n, m, tail)]))
+            reached[k] = x, path
+    return None
+
+
+def anchored_blocks(one: Sequence[Hashable], other: Sequence[Hashable], most: int) -> list[Block]:
+    """Return `common_blocks`, or a cheap approximation where too much differs.
+
+    For the approximation, elements that occur once in each sequence are anchors, as many as keep their order, and what
+    lies between two anchors is aligned by itself. More than `most` differing elements there have nothing in common.
+    """
+    found = common_blocks(one, other, most)
+    if found is not None:
+        return found
+    blocks: list[Block] = []
+    at = other_at = 0
+    for x, y in [*_anchors(one, other), (len(one), len(other))]:
+        between = common_blocks(one[at:x], other[other_at:y], most) or []
+        blocks += [(at + start, other_at + other_start, length) for start, other_start, length in between]
+        blocks.append((x, y, int(x < len(one))))
+        at, other_at = x + 1, y + 1
+    return list(_joined(blocks))
+
+
+def aligned(one: Sequence[Hashable], other: Sequence[Hashable], most: int) -> Iterator[tuple[Segment, bool]]:
+    """Yield stretches that together cover both sequences, in order, and if they are equal, by `anchored_blocks`."""
+    at = other_at = 0
+    for start, other_start, length in [*anchored_blocks(one, other, most), (len(one), len(other), 0)]:
+        if (at, other_at) != (start, other_start):
+            yield Segment(at, start, other_at, other_start), False
+        at, other_at = start + length, other_start + length
+        if length:
+            yield Segment(start, at, other_start, other_at), True
+
+
+def _same(pairs: Iterable[tuple[Hashable, Hashable]]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _in_order(path: _Path) -> list[Block]:
+    blocks = []
+    while path is not None:
+        block, path = path
+        blocks.append(block)
+    return blocks[::-1]
+
+
+def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Yield the blocks that are not empty; those that touch are one."""
+    last: Block = (0, 0, 0)
+    for x, y, length in blocks:
+        start, other_start, before = last
+        if (start + before, other_start + before) == (x, y):
+            last = (start, other_start, before + length)
+        elif length:
+            if before:
+                yield last
+            last = (x, y, length)
+    if last[2]:
+        yield last
+
+
+def _anchors(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Return the longest chain of places, growing in both, of elements that occur once in each sequence."""
+    places, other_places = (
+        {element: n for n, element in enumerate(side) if many[element] == 1}
+        for side, many in ((one, Counter(one)), (other, Counter(other)))
+    )
+    # The longest increasing subsequence by patience: `ends` has the least end of a chain of each length.
+    ends: list[int] = []
+    chains: list[_Path] = []
+    for element, n in places.items():
+        m = other_places.get(element)
+        if m is not None:
+            length = bisect_left(ends, m)
+            ends[length : length + 1] = [m]
+            chains[length : length + 1] = [((n, m, 1), chains[length - 1] if length else None)]
+    return [(n, m) for n, m, _ in _in_order(chains[-1] if chains else None)]
