@@ -22,7 +22,7 @@ from tokentape.chat.splice import History, WrongStop
 from tokentape.engines.http import Timeouts
 from tokentape.errors import InvalidRequest
 from tokentape.gateway.keys import Keys
-from tokentape.gateway.limits import CheckBridges, Limits
+from tokentape.gateway.limits import CheckBridges, Limits, OnAbort
 from tokentape.gateway.logs import Format, Level
 from tokentape.hub import is_hub_name
 from tokentape.store.postgres import is_url, without_password
@@ -94,6 +94,8 @@ class ServeConfig:
     """See `create_app`."""
     history: History = "sampled"
     wrong_stop: WrongStop = "keep"
+    on_abort: OnAbort = "resume"
+    """What becomes of a completion that the engine aborts, for new weights for example."""
     payloads: bool = False
     """Record what the engine says of each token besides its logprob, such as routed experts."""
     synchronous: Literal["full", "normal"] = "full"

@@ -186,6 +186,17 @@ class EngineUnavailable(EngineError):
     code = "engine_unavailable"
 
 
+class EngineAborted(EngineUnavailable):
+    """The engine ended a call before it was finished. `code` is why: `engine_abort`, or `paused` for new weights."""
+
+    code = "engine_abort"
+
+    def __init__(self, message: str, cause: str = code) -> None:
+        super().__init__(message)
+        self.code = cause
+        self.retry_after = 1.0
+
+
 class EngineTimeout(EngineError):
     """The engine did not answer, or stopped answering, in the time allowed."""
 

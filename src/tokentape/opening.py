@@ -120,6 +120,7 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
         store,
         history=config.history,
         wrong_stop=config.wrong_stop,
+        on_abort=config.on_abort,
         limits=config.limits,
         telemetry=Telemetry(
             OpenTelemetrySpans() if config.tracing else None,

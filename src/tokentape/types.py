@@ -143,7 +143,7 @@ class Resume:
     start: int
     """Offset in the completion of the first token of that call."""
     cause: str
-    """Why the call before ended: `engine_abort`, `planned_pause`, `replica_lost`."""
+    """Why the call before ended: `engine_abort`, or `paused` while the gateway was."""
     engine: str | None = None
     """The engine of that call, as `Turn.engine`; None if it is the turn's."""
 

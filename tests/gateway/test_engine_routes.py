@@ -50,7 +50,7 @@ def test_a_paused_call_waits_and_is_sampled_by_the_new_weights(
     ask(http)
     paused = http.post("/engine/pause").json()
     assert (paused["paused"], paused["idle"], paused["calls_under_way"]) == (True, True, 0)
-    at_the_gate = calls_of(monkeypatch, Gate, "passing")
+    at_the_gate = calls_of(monkeypatch, Gate, "opened")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(ask, http)
         assert at_the_gate.acquire(timeout=PATIENCE)
@@ -89,7 +89,8 @@ def test_weights_that_change_while_a_turn_is_sampled_are_told_apart_by_token(
 
 def test_pausing_with_abort_ends_what_runs_and_keeps_it_as_aborted(renderer: Renderer, store: SqliteStore) -> None:
     engine = ScriptedEngine(renderer, ["a reply of several tokens<|im_end|>"] * 2, pause_after=3)
-    with running(create_app(Turns(engine, renderer, store), model_id="m")) as url, httpx2.Client(base_url=url) as http:
+    turns = Turns(engine, renderer, store, on_abort="resample")
+    with running(create_app(turns, model_id="m")) as url, httpx2.Client(base_url=url) as http:
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(ask, http, max_tokens=30)
             assert engine.stalled.wait(PATIENCE)

@@ -42,7 +42,8 @@ class Replica:
     def __init__(self, opened: ExitStack, renderer: Renderer, store: Store, name: str) -> None:
         self.store = opened.enter_context(store)
         self.engine = ScriptedEngine(renderer, [f"{name} {number}<|im_end|>" for number in range(40)])
-        self.turns = Turns(self.engine, renderer, self.store, limits=Limits(retry_grace=0.2))
+        limits = Limits(retry_grace=0.2)
+        self.turns = Turns(self.engine, renderer, self.store, limits=limits, on_abort="resample")
         self.url = opened.enter_context(running(create_app(self.turns, model_id="m")))
 
     def ask(self, messages: list[Any], path: str = "/sessions/s/v1", **more: Any) -> httpx2.Response:
@@ -305,7 +306,7 @@ def test_all_gateways_pause_and_resume_together(replicas: list[Replica], monkeyp
         paused = asked.result().json()
         assert (paused["paused"], paused["idle"], paused["calls_under_way"], paused["gateways"]) == (True, True, 0, 2)
         assert two.get("/engine")["paused"]
-        at_the_gate = calls_of(monkeypatch, Gate, "passing")
+        at_the_gate = calls_of(monkeypatch, Gate, "opened")
         waiting = pool.submit(two.ask, [QUESTION])
         assert at_the_gate.acquire(timeout=PATIENCE)
         assert not waiting.done()

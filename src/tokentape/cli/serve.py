@@ -47,6 +47,14 @@ class WrongStopName(StrEnum):
     FORK = "fork"
 
 
+class OnAbortName(StrEnum):
+    """What becomes of a completion that the engine aborts."""
+
+    RESUME = "resume"
+    KEEP = "keep"
+    RESAMPLE = "resample"
+
+
 class CheckName(StrEnum):
     """Which bridges are checked."""
 
@@ -170,6 +178,14 @@ def serve(
             "fork: a new branch with the template's own."
         ),
     ] = None,
+    on_abort: Annotated[
+        OnAbortName | None,
+        typer.Option(
+            help="A reply that the engine aborts, for new weights for example. resume, the default: it goes on in the "
+            "same turn where the distribution stays the same, else it is kept. keep: it is the reply as it is. "
+            "resample: an error, and the caller asks again."
+        ),
+    ] = None,
     payloads: Annotated[
         bool | None, typer.Option(help="Record per-token payloads of the engine: routed experts. Default: no.")
     ] = None,
@@ -216,6 +232,9 @@ def serve(
         int | None, typer.Option(min=0, help="Sessions in memory per API key; 0, the default: any number.")
     ] = None,
     max_turns_per_session: Annotated[int | None, typer.Option(min=0, help="0, the default: any number.")] = None,
+    max_resumes: Annotated[
+        int | None, typer.Option(min=0, help="How often a reply goes on after an abort, then it is kept. Default: 32.")
+    ] = None,
     max_calls_per_key: Annotated[
         int | None, typer.Option(min=0, help="Calls under way per API key; 0, the default: any number.")
     ] = None,

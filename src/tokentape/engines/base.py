@@ -140,6 +140,8 @@ class EngineInfo:
     """What else was found out and bears on the record: the route that is used, weight versions, routed experts."""
     media: frozenset[str] = frozenset()
     """Which media prompts may hold: `image`. If there are any, the engine is a `MediaEngine`."""
+    prompt_penalties: frozenset[str] = frozenset()
+    """Penalties that count a token of the prompt exactly as one of the completion."""
 
     def __str__(self) -> str:
         return " ".join([self.name, self.version, self.logprobs_mode, *self.capabilities])

@@ -107,6 +107,7 @@ class LlamaCppEngine(RemoteEngine):
                 max_context=props.default_generation_settings.n_ctx,
                 logprobs_mode="raw_logprobs",
                 sampling=DISTRIBUTION - _UNLIKE,
+                prompt_penalties=frozenset({"repetition_penalty"}),
             )
             engine = cls(http, info, slots=props.total_slots, plain_id=plain[-1] if plain else 0)
             await engine._probe(rows)

@@ -192,6 +192,7 @@ class TransformersEngine:
             max_context=context,
             logprobs_mode="raw_logprobs",
             sampling=DISTRIBUTION,
+            prompt_penalties=frozenset({"repetition_penalty"}),
             media=frozenset({"image"}) if images is not None and path == "regular" else frozenset(),
         )
         return cls(info, runner, tokenizer, load, model, media_ids, images)

@@ -144,6 +144,7 @@ class VllmEngine(RemoteEngine):
                 max_context=card.max_model_len or await _context_length(http, card.id),
                 logprobs_mode="raw_logprobs",
                 sampling=sampling,
+                prompt_penalties=frozenset({"repetition_penalty"}),
             )
             server, found = await cls._asked_once(http, info, route, verify_prompt=verify_prompt)
         except BaseException:

@@ -8,14 +8,15 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from tokentape.chat.parse import Reply, ReplyDelta, ToolCall
 from tokentape.engines.base import Payload, SampleDelta, SamplingParams
-from tokentape.errors import EngineUnavailable, TokentapeError
+from tokentape.errors import TokentapeError
 from tokentape.gateway.events import TurnDelta
-from tokentape.session.invariants import check_ids
-from tokentape.types import FinishReason, TokenIds
+from tokentape.types import FinishReason
 
 
 class ReplyReader(Protocol):
@@ -27,16 +28,6 @@ class ReplyReader(Protocol):
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
         """Say that sampling ended; return the rest and the whole reply."""
-        ...
-
-
-class Sampler(Protocol):
-    """What is needed of an engine here."""
-
-    def sample(
-        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
-    ) -> AsyncGenerator[SampleDelta, None]:
-        """As `Engine.sample`."""
         ...
 
 
@@ -55,8 +46,16 @@ class Choice:
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
-    engine: str | None = None
-    """Which of several engines sampled it."""
+    engines: list[str | None] = field(default_factory=lambda: [None])
+    """Which of several engines sampled it: one for each of the calls that it is made of."""
+    resumes: list[tuple[int, str]] = field(default_factory=list)
+    """How many tokens it had when it went on after an abort, and why it was aborted."""
+    part: int = 0
+    """How many tokens it had when the newest call of the engine began."""
+    lost: bool = False
+    """The newest call was left before anything of it was received."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What is recorded of how it was sampled, beside the sampling parameters."""
     weight_version: str = "unknown"
     """Of the first token."""
     weight_changes: list[tuple[int, str]] = field(default_factory=list)
@@ -68,25 +67,42 @@ class Choice:
     def take(self, delta: SampleDelta) -> TurnDelta:
         """Add newly sampled tokens and say what they told."""
         version = delta.weight_version or self.weights_now()
-        if version is not None:
-            newest = self.weight_changes[-1][1] if self.weight_changes else self.weight_version
-            if not self.ids:
-                self.weight_version = version
-            elif version != newest and delta.token_ids:
-                self.weight_changes.append((len(self.ids), version))
+        if version is not None and delta.token_ids:
+            self._weights(len(self.ids), version)
         self.ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.top_logprobs += delta.top_logprobs
-        self.engine = delta.engine
+        self.engines[-1] = delta.engine or self.engines[-1]
         self.finish_reason = delta.finish_reason
         self.stop = delta.stop
-        self.payloads = delta.payloads
+        self.payloads = _joined(self.payloads, delta.payloads)
         if delta.weight_spans:
-            # What a server says at the end covers all tokens, and corrects what it said in between.
-            self.weight_version = delta.weight_spans[0].version
-            self.weight_changes = [(span.start, span.version) for span in delta.weight_spans[1:]]
+            # What a server says at the end covers all tokens of the call, and corrects what it said in between.
+            self.weight_changes = [one for one in self.weight_changes if one[0] < self.part]
+            for span in delta.weight_spans:
+                self._weights(self.part + span.start, span.version)
         told = self.reader.feed(delta.token_ids)
         return TurnDelta(self.index, delta, self._named(told) if told.tool_calls else told)
+
+    def _weights(self, start: int, version: str) -> None:
+        """Note which version samples from a token on."""
+        newest = self.weight_changes[-1][1] if self.weight_changes else self.weight_version
+        if not start:
+            self.weight_version = version
+        elif version != newest:
+            self.weight_changes.append((start, version))
+
+    def payloads_due(self) -> int | None:
+        """Offset in prompt + completion from which on no payloads have come; None if none are asked for."""
+        due = self.sampling.payloads_from
+        return due if due is None else min([one.start + len(one.rows) for one in self.payloads], default=due)
+
+    def go_on(self, cause: str | None) -> None:
+        """Begin another call of the engine for the rest, after one that ended for `cause`; None: it sampled nothing."""
+        if cause is not None:
+            self.resumes.append((len(self.ids), cause))
+            self.engines.append(None)
+        self.part, self.finish_reason, self.stop, self.lost = len(self.ids), None, None, False
 
     def end(self) -> None:
         """Read what there is as the whole completion."""
@@ -100,6 +116,20 @@ class Choice:
         return replace(delta, tool_calls=calls)
 
 
+def _joined(payloads: tuple[Payload, ...], more: tuple[Payload, ...]) -> tuple[Payload, ...]:
+    """Payloads of a completion so far with those of the call that went on where they end."""
+    before = {one.name: one for one in payloads}
+    return (
+        tuple(
+            replace(before[one.name], rows=np.concatenate([before[one.name].rows, one.rows]))
+            if one.name in before
+            else one
+            for one in more
+        )
+        or payloads
+    )
+
+
 def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0) -> tuple[ToolCall, ...]:
     """Calls with an id each: the model's own, else nine letters and digits, which every template takes."""
     named, told = [], start
@@ -111,24 +141,22 @@ def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0) -> tu
 
 
 def sample_choices(
-    engine: Sampler, prompt_ids: TokenIds, choices: Sequence[Choice], *, vocab_size: int, stream: bool
+    choices: Sequence[Choice], sample: Callable[[Choice], AsyncGenerator[TurnDelta, None]]
 ) -> AsyncGenerator[TurnDelta, None]:
-    """Sample all `choices` from one context; yields deltas as they come. One that fails ends them all.
+    """Sample all `choices`, each by `sample`; yields deltas as they come. One that fails ends them all.
 
-    Raises `EngineError` and its kinds. Closing the iterator aborts what is still being sampled.
+    Raises what `sample` raises. Closing the iterator aborts what is still being sampled.
     """
-    if len(choices) == 1:
-        return _sample(engine, prompt_ids, choices[0], vocab_size, stream)
-    return _sample_all(engine, prompt_ids, choices, vocab_size, stream)
+    return sample(choices[0]) if len(choices) == 1 else _sample_all(choices, sample)
 
 
 async def _sample_all(
-    engine: Sampler, prompt_ids: TokenIds, choices: Sequence[Choice], vocab_size: int, stream: bool
+    choices: Sequence[Choice], sample: Callable[[Choice], AsyncGenerator[TurnDelta, None]]
 ) -> AsyncGenerator[TurnDelta, None]:
     events: asyncio.Queue[TurnDelta | None] = asyncio.Queue()
 
     async def run(choice: Choice) -> None:
-        async with aclosing(_sample(engine, prompt_ids, choice, vocab_size, stream)) as deltas:
+        async with aclosing(sample(choice)) as deltas:
             async for delta in deltas:
                 events.put_nowait(delta)
 
@@ -150,18 +178,3 @@ async def _sample_all(
     finally:
         running.cancel()
         await asyncio.wait([running])
-
-
-async def _sample(
-    engine: Sampler, prompt_ids: TokenIds, choice: Choice, vocab_size: int, stream: bool
-) -> AsyncGenerator[TurnDelta, None]:
-    sampled = engine.sample(prompt_ids, choice.sampling, stream=stream, request_id=choice.request_id)
-    async with aclosing(sampled) as deltas:
-        async for delta in deltas:
-            check_ids(delta.token_ids, vocab_size)
-            yield choice.take(delta)
-    if choice.finish_reason is None:
-        raise EngineUnavailable("the engine stopped answering before it was finished; send it again")
-    if choice.finish_reason == "abort":
-        raise EngineUnavailable("the engine aborted this call before it was finished; send it again")
-    choice.end()

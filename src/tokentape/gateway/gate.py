@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from tokentape.errors import EngineUnavailable
@@ -23,6 +23,7 @@ class Gate:
         self._idle = asyncio.Event()
         self._idle.set()
         self._under_way = 0
+        self._interrupts: dict[object, Callable[[], None]] = {}
         self.weight_version: str | None = None
         """What samples now, as far as somebody said."""
 
@@ -56,21 +57,37 @@ class Gate:
         return True
 
     @asynccontextmanager
-    async def passing(self) -> AsyncIterator[None]:
-        """Pass, and be under way as long as the context lasts. Raises `EngineUnavailable` if the gate stays closed."""
+    async def passing(self, interrupt: Callable[[], None] | None = None) -> AsyncIterator[None]:
+        """Pass, and be under way as long as the context lasts. `interrupt` is called if it has to end early.
+
+        Raises `EngineUnavailable` if the gate stays closed.
+        """
+        await self.opened()
+        self._under_way += 1
+        self._idle.clear()
+        token = object()
+        if interrupt is not None:
+            self._interrupts[token] = interrupt
         try:
-            if self.closed:
-                async with asyncio.timeout(self._patience):
+            yield
+        finally:
+            self._interrupts.pop(token, None)
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+
+    def interrupt(self) -> None:
+        """Have those who passed end early, as far as they can."""
+        for interrupt in list(self._interrupts.values()):
+            interrupt()
+
+    async def opened(self) -> None:
+        """Return when the gate is open. Raises `EngineUnavailable` if it stays closed."""
+        try:
+            async with asyncio.timeout(self._patience):
+                while self.closed:
                     await self._open.wait()
         except TimeoutError:
             error = EngineUnavailable(f"sampling has been paused for {self._patience:g} s; send it again later")
             error.retry_after = 5.0
             raise error from None
-        self._under_way += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._under_way -= 1
-            if not self._under_way:
-                self._idle.set()

@@ -14,6 +14,11 @@ CheckBridges: TypeAlias = Literal["all", "sample", "off"]
 """Which bridges are checked: each; the first of each kind on a branch and a sample; none."""
 
 
+OnAbort: TypeAlias = Literal["resume", "keep", "resample"]
+"""What becomes of a completion that the engine aborts: it goes on; it is the reply as it is; it is thrown away and the
+caller told to ask again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of a gateway. 0 stands for none, where a count is meant."""
@@ -29,6 +34,8 @@ class Limits:
     """Calls under way per API key."""
     pause_patience: float = 600.0
     """Seconds that a call waits while sampling is paused."""
+    resumes: int = 32
+    """How often a completion goes on that the engine aborted; after that it is kept as it is."""
     retry_grace: float = 2.0
     """Seconds that a call goes on after its client has left, so that a retry can take it up. 0: it is aborted."""
 

@@ -43,6 +43,13 @@ class Metrics:
         self.failures = self._counter(
             "call_failures", "Calls that failed, by error code. What was sampled of them counts as aborted.", "code"
         )
+        self.engine_aborts = self._counter(
+            "engine_aborts",
+            "Calls that the engine aborted, by what became of the completion: resumed, kept, resampled, or asked for "
+            "again since nothing was sampled; and why it was not resumed.",
+            "outcome",
+            "why",
+        )
         self.forks = self._counter("forks", "Committed turns that began a branch, and why.", "cause")
         self.verdicts = self._counter(
             "verdicts",

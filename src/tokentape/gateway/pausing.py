@@ -34,13 +34,13 @@ DEAD_SECONDS = 12.0
 class Pausing:
     """Closes and opens `gate` together with the gates of the other gateways, where the store is shared.
 
-    `abort_all` ends the calls under way here.
+    `interrupt_all` ends the calls of the engine that are under way here.
     """
 
-    def __init__(self, gate: Gate, store: Store, abort_all: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, gate: Gate, store: Store, interrupt_all: Callable[[], Awaitable[None]]) -> None:
         self._gate = gate
         self._store = store
-        self._abort_all = abort_all
+        self._interrupt_all = interrupt_all
         self._own = GatewayState(uuid.uuid4().hex, beat=0, heard=0, under_way=0)
         self._beat_at = 0.0
         self._alone = False
@@ -52,7 +52,7 @@ class Pausing:
             await self._store.transact(partial(told.change_gate, closed=True, abort=abort))
         self._gate.close()
         if abort:
-            await self._abort_all("paused")
+            await self._interrupt_all()
         idle = await self._gate.idle(seconds)
         return await self._others_idle(until) and idle if self._store.shared else idle
 
@@ -109,7 +109,7 @@ class Pausing:
             if state.closed:
                 self._gate.close()
                 if state.abort and state.position != self._own.heard:
-                    await self._abort_all("paused")
+                    await self._interrupt_all()
             else:
                 self._gate.open(state.weight_version)
             self._alone = False

@@ -29,7 +29,7 @@ from tokentape.session.invariants import check_completion, check_turn
 from tokentape.session.payloads import turn_payload
 from tokentape.session.tree import Session
 from tokentape.store import Record, Store
-from tokentape.types import Answer, Turn, TurnPayload
+from tokentape.types import Answer, Resume, Turn, TurnPayload
 
 _log = logging.getLogger("tokentape.gateway")
 
@@ -107,9 +107,10 @@ class Recorder:
             assert choice.finish_reason is not None
             assert choice.reply is not None
             # One text for all turns, which are kept in memory.
-            engine = intern(choice.engine or str(self.engine.info))
+            engine, *later = (intern(one or str(self.engine.info)) for one in choice.engines)
+            meanings = {logprobs_of(one, choice.sampling) for one in (engine, *later)}
             sampling = _recorded_sampling(_values(choice.sampling))
-            notes = dict(prepared.noted)
+            notes = {**prepared.noted, **choice.notes}
             if choice.reply.problem:
                 notes["parse_problem"] = choice.reply.problem
             turn = Turn(
@@ -134,7 +135,12 @@ class Recorder:
                 weight_changes=tuple(choice.weight_changes),
                 abort_cause=abort_cause,
                 sampled_from=sampled_from(choice.sampling),
-                logprobs_of=logprobs_of(engine, choice.sampling),
+                # A server that came back in another mode between two calls: one name does not fit all.
+                logprobs_of=meanings.pop() if len(meanings) == 1 else None,
+                resumes=tuple(
+                    Resume(start, cause, None if one == engine else one)
+                    for (start, cause), one in zip(choice.resumes, later, strict=True)
+                ),
             )
             turns.append(seal(turn, None if parent is None else parent.digest))
         return turns

@@ -80,6 +80,10 @@ class Telemetry:
             # By what this turn adds to its branch: the whole path would be looked through again on every turn.
             self._verdict(re.sub(": [^,]*", "", verdict([turn]))).inc()
 
+    def aborted(self, outcome: str, why: str) -> None:
+        """Count a call of the engine that ended with an abort, and what became of the completion."""
+        self.metrics.engine_aborts.labels(outcome, why).inc()
+
     def close(self) -> None:
         """Measure what still waits to be measured."""
         if self._drift is not None:

@@ -29,18 +29,19 @@ from tokentape.errors import (
 )
 from tokentape.gateway.bridge_checks import BridgeChecks
 from tokentape.gateway.capturing import Begun, Capture
-from tokentape.gateway.choices import Choice, ReplyReader, Sampler, sample_choices
+from tokentape.gateway.choices import Choice, ReplyReader, sample_choices
 from tokentape.gateway.events import TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.flights import Flight
 from tokentape.gateway.gate import Gate
 from tokentape.gateway.images import ImageSampler
 from tokentape.gateway.known_prefix import Known
-from tokentape.gateway.limits import CheckBridges, Limits
+from tokentape.gateway.limits import CheckBridges, Limits, OnAbort
 from tokentape.gateway.open_sessions import OpenSession, OpenSessions, not_found
 from tokentape.gateway.pausing import Pausing
 from tokentape.gateway.preparing import PROMPT, Prepared, Preparer
 from tokentape.gateway.recording import Recorder
 from tokentape.gateway.replaying import replayed
+from tokentape.gateway.resuming import AbortPolicy, Sampler, Sampling
 from tokentape.gateway.telemetry import Telemetry
 from tokentape.session.tree import Continuation, Session
 from tokentape.store import Store, StoredSession
@@ -63,6 +64,8 @@ class Turns:
     With `payloads`, what an engine returns per token besides the logprob (routed experts) is asked for and recorded,
     each token's once. An engine that returns nothing of the kind is not asked.
 
+    `on_abort` says what becomes of a completion that the engine aborts, for new weights for example; see `AbortPolicy`.
+
     `check_bridges` says which bridges are compared with the template's own rendering while the gateway runs; see
     `BridgeChecks`. None: nothing is checked, and nothing is said about it.
 
@@ -83,6 +86,7 @@ class Turns:
         telemetry: Telemetry | None = None,
         payloads: bool = False,
         capture: ChatServer | None = None,
+        on_abort: OnAbort = "resume",
         check_bridges: CheckBridges | None = None,
     ) -> None:
         self.engine = engine
@@ -91,7 +95,8 @@ class Turns:
         self.limits = limits or Limits()
         self.telemetry = telemetry or Telemetry()
         self.gate = Gate(self.limits.pause_patience)
-        self.pausing = Pausing(self.gate, store, self.abort_all)
+        self._aborts = AbortPolicy(on_abort, self.limits.resumes, self.limits.pause_patience)
+        self.pausing = Pausing(self.gate, store, self._interrupt_all)
         other_stop: WrongStop = "keep" if capture is not None else wrong_stop
         self._preparer = Preparer(renderer, engine, history, store.load_media, other_stop)
         self._capture = None if capture is None else Capture(capture, renderer, self._preparer)
@@ -130,6 +135,13 @@ class Turns:
             flight.abort(cause)
         for flight in flights:
             await flight.ended()
+
+    async def _interrupt_all(self) -> None:
+        """End every call of the engine, for new weights. Completions that may go on wait until the gate opens."""
+        if self._capture is not None or self._aborts.on_abort == "resample":
+            await self.abort_all("paused")
+        else:
+            self.gate.interrupt()
 
     @property
     def open_sessions(self) -> int:
@@ -317,12 +329,10 @@ class Turns:
         asked = tuple(choice.request_id for choice in choices)
         started = TurnStarted(secrets.token_hex(12), time.time(), prepared.prompt_ids, engine_requests=asked)
         flight.tell(started)
-        sampling = sample_choices(
-            sampler, prepared.prompt_ids, choices, vocab_size=self.vocab_size, stream=request.stream
-        )
+        sampling = sample_choices(choices, self._sampling(sampler, prepared, request).sample)
         try:
             if not isinstance(sampler, Begun):
-                await held.enter_async_context(self.gate.passing())
+                await self.gate.opened()
             with self.telemetry.stage("engine"):
                 asked_at: float | None = time.perf_counter()
                 async with held, aclosing(sampling) as deltas:
@@ -353,6 +363,22 @@ class Turns:
         for done in told:
             flight.tell(done)
 
+    def _sampling(self, sampler: Sampler, prepared: Prepared, request: TurnRequest) -> Sampling:
+        return Sampling(
+            sampler,
+            self.engine.info,
+            prepared.prompt_ids,
+            self.vocab_size,
+            stream=request.stream,
+            spell=self.renderer.tokenizer.token_bytes,
+            gate=self.gate,
+            policy=self._aborts,
+            count=self.telemetry.aborted,
+            check=self.engine.check,
+            interrupt=getattr(self.engine, "interrupt", _cannot),
+            captured=isinstance(sampler, Begun),
+        )
+
     def _choice(self, index: int, prepared: Prepared, request: TurnRequest) -> Choice:
         sampling, own = prepared.sampling, dict[str, Any]()
         if sampling.seed is not None:
@@ -382,6 +408,10 @@ class Turns:
 
     def _plain_reader(self, stop_ids: Iterable[int], stop_strings: Sequence[str]) -> ReplyReader:
         return PlainReader(self.renderer.tokenizer, stop_ids=frozenset(stop_ids), stop_strings=stop_strings)
+
+
+def _cannot(request_id: str) -> bool:
+    return False
 
 
 async def _each(events: Iterable[TurnEvent]) -> AsyncGenerator[TurnEvent, None]:

@@ -11,7 +11,7 @@ from tokentape.types import Event, Provenance, Turn
 VERDICTS = ("exact", "forked", "closed", "captured", "captured with drift")
 """The words that a verdict begins with."""
 
-RESERVATIONS = ("model unverified", "bridge unchecked", "bridge differs")
+RESERVATIONS = ("model unverified", "bridge unchecked", "bridge differs", "kept partial")
 """What may follow after a comma: what was not known when a turn of the path was sampled, or found out later."""
 
 BRIDGE_DUE, BRIDGE_SKIPPED, BRIDGE_CHECKED = "bridge_due", "bridge_skipped", "bridge_checked"
@@ -43,14 +43,23 @@ def verdict(path: Sequence[Turn], bridges: Mapping[int, str] | None = None) -> s
 
     `, model unverified` follows if a turn was sampled by a server that was not known to serve the folder's model.
 
+    `, kept partial` follows if the engine aborted a turn and it was the reply as it was: its end is no model's.
+
     With `bridges`, from `bridge_states`: `, bridge unchecked` follows while a bridge of the path was to be compared
     with the template's own rendering and has not been; `, bridge differs` if one was and is not what the template
     writes. Nothing follows for turns recorded before there were such checks: nothing is known of them.
     """
     found = {bridges.get(turn.seq, "") for turn in path} if bridges else set()
-    if any(UNVERIFIED in turn.engine.split() for turn in path):
+    if any(UNVERIFIED in engine.split() for turn in path for engine in _engines(turn)):
         found.add(RESERVATIONS[0])
+    if any(turn.sampling.get("aborted", {}).get("outcome") == "kept" for turn in path):
+        found.add(RESERVATIONS[3])
     return ", ".join([_verdict(path), *(one for one in RESERVATIONS if one in found)])
+
+
+def _engines(turn: Turn) -> list[str]:
+    """All that sampled a turn."""
+    return [turn.engine, *(one.engine for one in turn.resumes if one.engine is not None)]
 
 
 def _verdict(path: Sequence[Turn]) -> str:

@@ -1,0 +1,476 @@
+"""Completions that an engine aborts, against what the same engine says when nobody interrupts it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokentape.chat.renderer import Renderer
+from tokentape.engines.base import EngineInfo, Payload, SampleDelta, SamplingParams, WeightSpan
+from tokentape.errors import EngineAborted, EngineError, EngineUnavailable
+from tokentape.gateway.events import TurnDelta, TurnDone, TurnRequest
+from tokentape.gateway.limits import Limits, OnAbort
+from tokentape.gateway.resuming import Seam, hindrance, rest
+from tokentape.gateway.turns import Turns
+from tokentape.session.verdict import verdict
+from tokentape.store import SqliteStore
+from tokentape.types import Resume, TokenIds, Turn
+
+ALL = SamplingParams(max_tokens=0)
+"""As many tokens as fit."""
+
+TEXT = "<think>a thought</think>one, two. Three! four<|im_end|>"
+
+
+@dataclass(eq=False)
+class Interrupted:
+    """Says the token of `ids` that follows what its prompt has of them; ends calls with `abort` where `aborts` say.
+
+    An entry of `aborts` is how much of the completion there is then; one is used up by each call, and a call ends
+    by itself if there are none left. It looks for stop strings in what it has sampled itself, and for nothing before
+    `min_tokens`.
+    """
+
+    renderer: Renderer
+    ids: list[int]
+    aborts: list[int] = field(default_factory=list)
+    info: EngineInfo = field(init=False)
+    asked: list[tuple[list[int], SamplingParams, bool]] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    spans: bool = False
+    refuses: list[EngineError] = field(default_factory=list)
+    """What calls raise in place of sampling, behind the first one."""
+    stall: int | None = None
+    """The first call stays at so many tokens until it is left, or `interrupt` ends it."""
+    ends: asyncio.Event | None = None
+    """Set by `interrupt`; None: it can't be interrupted."""
+    stalled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        vocab = self.renderer.tokenizer.vocab_size
+        names = frozenset(one.name for one in fields(SamplingParams))
+        self.info = EngineInfo("plain", "1", "m", vocab, 1 << 20, "raw_logprobs", names)
+
+    async def sample(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
+    ) -> AsyncGenerator[SampleDelta, None]:
+        first = not self.asked
+        self.asked.append((prompt_ids.tolist(), params, stream))
+        if not first and self.refuses:
+            raise self.refuses.pop(0)
+        before = len(prompt_ids) - len(self.asked[0][0])
+        version = self.versions.pop(0) if self.versions else None
+        abort = self.aborts.pop(0) if self.aborts else None
+        said: list[SampleDelta] = []
+        text, passed = b"", 0
+        while True:
+            at = before + len(said)
+            if at == self.stall and first:
+                self.stalled.set()
+                await (self.ends or asyncio.Event()).wait()
+                abort = at
+            if at == abort:
+                said.append(SampleDelta((), (), "abort"))
+            else:
+                token_id, sampled = self.ids[at], len(said) + 1
+                text += self.renderer.tokenizer.token_bytes(token_id)
+                stop: int | str | None = None
+                if sampled > params.min_tokens:
+                    # One that ends before then is passed over.
+                    stop = next(
+                        (one for one in params.stop_strings if one.encode() in text[max(passed - len(one) + 1, 0) :]),
+                        None,
+                    )
+                    stop = token_id if token_id in params.stop_token_ids else stop
+                else:
+                    passed = len(text)
+                finish = "stop" if stop is not None else "length" if sampled == params.max_tokens else None
+                tops = ((token_id, -0.5 - at), (0, -9.0))
+                said.append(
+                    SampleDelta(
+                        (token_id,), (-0.5 - at,), finish, stop, (tops,) if params.top_logprobs else (), version
+                    )  # type: ignore[arg-type]
+                )
+            if stream and said[-1].finish_reason is None:
+                yield said[-1]
+                await asyncio.sleep(0)
+            if said[-1].finish_reason is not None:
+                break
+        yield self._last(said, params, stream, before, version)
+
+    def _last(
+        self, said: Sequence[SampleDelta], params: SamplingParams, stream: bool, before: int, version: str | None
+    ) -> SampleDelta:
+        sampled = sum(len(one.token_ids) for one in said)
+        last = said[-1]
+        if not stream:
+            last = replace(
+                last,
+                token_ids=sum((one.token_ids for one in said), ()),
+                logprobs=sum((one.logprobs for one in said), ()),
+                top_logprobs=sum((one.top_logprobs for one in said), ()),
+                weight_version=version,
+            )
+        if self.spans and version is not None and sampled:
+            last = replace(last, weight_spans=(WeightSpan(version, 0, sampled),))
+        if params.payloads_from is not None:
+            end = len(self.asked[0][0]) + before + sampled - 1
+            rows = np.arange(params.payloads_from, end).reshape(-1, 1)
+            last = replace(last, payloads=(Payload("routed_experts", params.payloads_from, rows),))
+        return last
+
+    def interrupt(self, request_id: str) -> bool:
+        if self.ends is not None:
+            self.ends.set()
+        return self.ends is not None
+
+    async def check(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class Call:
+    """What a caller got and what was recorded."""
+
+    turns: list[Turn]
+    text: str
+    error: EngineError | None
+    session: str
+
+    @property
+    def turn(self) -> Turn:
+        assert self.error is None
+        return self.turns[0]
+
+
+async def take(
+    turns: Turns,
+    sampling: SamplingParams = ALL,
+    *,
+    n: int = 1,
+    stream: bool = False,
+    session: str = "s",
+) -> tuple[str, EngineError | None]:
+    request = TurnRequest(session, ({"role": "user", "content": "a"},), (), {}, sampling, n=n, stream=stream)
+    told = ""
+    try:
+        async for event in turns.take(request):
+            if isinstance(event, TurnDelta) and event.choice == 0:
+                told += event.reply.reasoning + event.reply.content
+            elif isinstance(event, TurnDone) and event.choice == 0:
+                told += event.rest.reasoning + event.rest.content + f"[{event.finish}]"
+    except EngineError as error:
+        return told, error
+    return told, None
+
+
+class Caller:
+    """Calls gateways over one record, each call in a session of its own."""
+
+    def __init__(self, store: SqliteStore) -> None:
+        self.store = store
+        self._sessions = 0
+
+    def __call__(
+        self,
+        engine: Interrupted,
+        sampling: SamplingParams = ALL,
+        *,
+        n: int = 1,
+        stream: bool = False,
+        on_abort: OnAbort = "resume",
+        resumes: int = 32,
+        payloads: bool = False,
+    ) -> Call:
+        self._sessions += 1
+        session = f"s{self._sessions}"
+        limits = Limits(resumes=resumes)
+        turns = Turns(engine, engine.renderer, self.store, on_abort=on_abort, limits=limits, payloads=payloads)
+        told, error = asyncio.run(take(turns, sampling, n=n, stream=stream, session=session))
+        return Call(list(self.store.load_session(session).turns) if turns.open_sessions else [], told, error, session)
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Iterator[Caller]:
+    store = SqliteStore.open(tmp_path)
+    yield Caller(store)
+    store.close()
+
+
+@pytest.fixture
+def ids(renderer: Renderer) -> list[int]:
+    return renderer.tokenizer.encode_plain(TEXT)
+
+
+def same(found: Turn, wanted: Turn) -> None:
+    for name in ("completion_ids", "logprobs"):
+        assert getattr(found, name).tolist() == getattr(wanted, name).tolist()
+    assert (found.finish_reason, found.stop, found.reply) == (wanted.finish_reason, wanted.stop, wanted.reply)
+
+
+ASKED = {
+    "stop id": SamplingParams(max_tokens=0),
+    "length": SamplingParams(max_tokens=9),
+    "stop string": SamplingParams(max_tokens=0, stop_strings=("o. Th", "zzz")),
+    "min_tokens": SamplingParams(max_tokens=0, stop_strings=("e, t", "ought", "ree! f"), min_tokens=8),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("sampling", ASKED.values(), ids=ASKED)
+def test_a_completion_aborted_anywhere_is_the_uninterrupted_one(
+    call: Caller, renderer: Renderer, ids: list[int], sampling: SamplingParams, stream: bool
+) -> None:
+    sampling = replace(sampling, top_logprobs=2)
+    whole = call(Interrupted(renderer, ids), sampling, stream=stream)
+    for at in range(len(whole.turn.completion_ids)):
+        for aborts in ([at], [at, at], [at, at + 1]):
+            engine = Interrupted(renderer, ids, list(aborts))
+            cut = call(engine, sampling, stream=stream)
+            same(cut.turn, whole.turn)
+            assert cut.text == whole.text
+            assert verdict([cut.turn]) == verdict([whole.turn])
+            seams = sorted({one for one in aborts if one and one < len(whole.turn.completion_ids)})
+            assert cut.turn.resumes == tuple(Resume(one, "engine_abort") for one in seams)
+            assert len(cut.turns) == 1
+
+
+def test_an_abort_with_the_last_token_ends_as_that_token_does(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+    for sampling in ASKED.values():
+        whole = call(Interrupted(renderer, ids), sampling).turn
+        engine = Interrupted(renderer, ids, [len(whole.completion_ids)])
+        unstopped = replace(sampling, stop_strings=(), max_tokens=0)
+        # The engine that says nothing of the end: it was told of no stops.
+        engine.sample = lambda prompt, params, *, _e=engine, _u=unstopped, **more: Interrupted.sample(  # type: ignore[method-assign]
+            _e, prompt, replace(_u, max_tokens=1 << 20), **more
+        )
+        cut = call(engine, sampling)
+        same(cut.turn, whole)
+        assert (len(engine.asked), cut.turn.resumes) == (1, ())
+
+
+def test_what_is_asked_for_the_rest(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+    engine = Interrupted(renderer, ids, [4])
+    sampling = SamplingParams(max_tokens=20, min_tokens=6, seed=3, temperature=0.7, top_p=0.9, top_logprobs=1)
+    turn = call(engine, sampling).turn
+    (prompt, first, _), (more, second, _) = engine.asked
+    assert more == prompt + ids[:4]
+    assert (second.max_tokens, second.min_tokens) == (16, 2)
+    assert second.seed not in (None, first.seed)
+    assert turn.sampling["resume_seeds"] == [second.seed]
+    changed = {one.name for one in fields(first) if getattr(first, one.name) != getattr(second, one.name)}
+    assert changed == {"max_tokens", "min_tokens", "seed"}
+    assert (turn.sampling["max_tokens"], turn.sampling["seed"]) == (20, 3)
+
+
+def test_every_parameter_is_known_to_go_on_or_not() -> None:
+    # One more is a question for `rest` and `hindrance`: does its effect depend on what was sampled before?
+    each_token = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "top_logprobs"}
+    server = {"priority", "cache_salt", "session_id"}
+    carried = {"max_tokens", "min_tokens", "seed", "stop_strings", "payloads_from"}
+    hindering = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
+    assert {one.name for one in fields(SamplingParams)} == each_token | server | carried | hindering
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("presence_penalty", 0.5), ("frequency_penalty", 1), ("repetition_penalty", 2)]
+)
+def test_under_a_penalty_that_counts_the_completion_alone_it_is_kept(
+    call: Caller, renderer: Renderer, ids: list[int], name: str, value: float
+) -> None:
+    sampling = replace(SamplingParams(max_tokens=0), **{name: value})
+    engine = Interrupted(renderer, ids, [5])
+    kept = call(engine, sampling)
+    assert kept.turn.completion_ids.tolist() == ids[:5]
+    assert kept.turn.finish_reason == "length"
+    assert kept.turn.sampling["aborted"] == {"cause": "engine_abort", "outcome": "kept", "why": name}
+    assert kept.text.endswith("[length]")
+    assert verdict([kept.turn]) == "exact, kept partial"
+    engine = Interrupted(renderer, ids, [5])
+    engine.info = replace(engine.info, prompt_penalties=frozenset({name}))
+    assert hindrance(sampling, engine.info) is None
+    assert call(engine, sampling).turn.completion_ids.tolist() == ids
+
+
+def test_after_so_many_resumes_it_is_kept(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+    engine = Interrupted(renderer, ids, [2, 4, 6, 8])
+    kept = call(engine, resumes=3)
+    assert len(engine.asked) == 4
+    assert kept.turn.completion_ids.tolist() == ids[:8]
+    assert [one.start for one in kept.turn.resumes] == [2, 4, 6]
+    assert kept.turn.sampling["aborted"]["why"] == "resumes"
+
+
+def test_on_abort_keep(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+    kept = call(Interrupted(renderer, ids, [5]), on_abort="keep")
+    assert (kept.turn.completion_ids.tolist(), kept.turn.sampling["aborted"]["why"]) == (ids[:5], "on_abort")
+
+
+def test_on_abort_resample(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+    failed = call(Interrupted(renderer, ids, [5]), on_abort="resample")
+    assert isinstance(failed.error, EngineAborted)
+    assert (failed.error.code, failed.error.retry) == ("engine_abort", True)
+    (turn,) = failed.turns
+    assert (turn.finish_reason, turn.abort_cause, turn.completion_ids.tolist()) == ("abort", "engine_abort", ids[:5])
+    assert turn.sampling["aborted"]["outcome"] == "resampled"
+
+
+@pytest.mark.parametrize("on_abort", ["resume", "keep", "resample"])
+def test_an_abort_before_the_first_token_is_asked_again(
+    call: Caller, renderer: Renderer, ids: list[int], on_abort: OnAbort
+) -> None:
+    engine = Interrupted(renderer, ids, [0, 0])
+    turn = call(engine, on_abort=on_abort).turn
+    assert (turn.completion_ids.tolist(), turn.resumes, len(engine.asked)) == (ids, (), 3)
+    failed = call(Interrupted(renderer, ids, [0] * 4), on_abort=on_abort, resumes=3)
+    assert isinstance(failed.error, EngineAborted)
+    assert not failed.turns
+
+
+@pytest.mark.parametrize("spans", [False, True], ids=["per delta", "spans"])
+def test_each_part_has_its_weights(call: Caller, renderer: Renderer, ids: list[int], spans: bool) -> None:
+    engine = Interrupted(renderer, ids, [3, 3, 7], versions=["1", "2", "2", "3"], spans=spans)
+    turn = call(engine, stream=True).turn
+    assert (turn.weight_version, turn.weight_changes) == ("1", ((3, "2"), (7, "3")))
+
+
+def test_rows_per_token_go_on_where_they_ended(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+    wanted = call(Interrupted(renderer, ids), payloads=True)
+    cut = call(Interrupted(renderer, ids, [3, 6]), payloads=True)
+    found = []
+    for each in (wanted, cut):
+        (trajectory,) = call.store.load_session(each.session, per_token=True).trajectories()
+        found.append(trajectory.payloads["routed_experts"])
+    assert found[0].known.tolist() == found[1].known.tolist()
+    assert found[0].rows.tolist() == found[1].rows.tolist()
+
+
+def test_each_choice_goes_on_by_itself(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+    engine = Interrupted(renderer, ids, [3, 5])
+    turns = call(engine, n=3, stream=True).turns
+    assert [turn.completion_ids.tolist() for turn in turns] == [ids] * 3
+    assert sorted(len(turn.resumes) for turn in turns) == [0, 1, 1]
+
+
+def test_a_server_that_came_back_in_another_mode_leaves_no_meaning_of_the_logprobs(
+    call: Caller, renderer: Renderer, ids: list[int]
+) -> None:
+    engine = Interrupted(renderer, ids, [3])
+    plain = engine.sample
+
+    async def named(*args: Any, **more: Any) -> AsyncGenerator[SampleDelta, None]:
+        mode = "raw_logprobs" if not engine.asked else "processed_logprobs"
+        async for delta in plain(*args, **more):
+            yield replace(delta, engine=f"plain 1 {mode}")
+
+    engine.sample = named  # type: ignore[method-assign]
+    turn = call(engine, SamplingParams(max_tokens=0, temperature=0.5)).turn
+    assert turn.resumes == (Resume(3, "engine_abort", "plain 1 processed_logprobs"),)
+    assert (turn.engine, turn.logprobs_of) == ("plain 1 raw_logprobs", None)
+
+
+def test_an_engine_that_refuses_while_it_is_paused_is_asked_until_it_goes_on(
+    call: Caller, renderer: Renderer, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokentape.gateway.resuming._RETRY_SECONDS", 0)
+    engine = Interrupted(renderer, ids, [3], refuses=[EngineUnavailable("paused")] * 2)
+    turn = call(engine).turn
+    assert (turn.completion_ids.tolist(), len(engine.asked)) == (ids, 4)
+
+
+def test_a_call_that_breaks_off_is_not_resumed(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+    engine = Interrupted(renderer, ids)
+    plain = engine.sample
+
+    async def broken(*args: Any, **more: Any) -> AsyncGenerator[SampleDelta, None]:
+        async for delta in plain(*args, **more):
+            yield delta
+            raise EngineError("the connection broke")
+
+    engine.sample = broken  # type: ignore[method-assign]
+    failed = call(engine, stream=True)
+    assert failed.error is not None
+    assert [(turn.finish_reason, turn.abort_cause) for turn in failed.turns] == [("abort", "engine_error")]
+
+
+@pytest.mark.parametrize("graceful", [False, True], ids=["left", "interrupted"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_pause_of_the_gateway_with_abort(
+    call: Caller, renderer: Renderer, ids: list[int], stream: bool, graceful: bool
+) -> None:
+    store = call.store
+
+    async def paused() -> str:
+        engine = Interrupted(renderer, ids, stall=4, ends=asyncio.Event() if graceful else None)
+        turns = Turns(engine, renderer, store)
+        asked = asyncio.create_task(take(turns, stream=stream))
+        await engine.stalled.wait()
+        assert await turns.pausing.pause(abort=True, seconds=60)
+        assert (turns.gate.under_way, len(engine.asked), asked.done()) == (0, 1, False)
+        await turns.pausing.resume("new")
+        told, error = await asked
+        assert error is None
+        return told
+
+    told = asyncio.run(paused())
+    (turn,) = store.load_session("s").turns
+    assert turn.completion_ids.tolist() == ids
+    assert told == call(Interrupted(renderer, ids), stream=stream).text
+    if stream or graceful:
+        assert turn.resumes == (Resume(4, "paused"),)
+        assert turn.weight_changes == ((4, "new"),)
+        assert "aborted" not in turn.sampling
+    else:
+        assert turn.resumes == ()
+        assert turn.sampling["aborted"] == {"cause": "paused", "outcome": "resampled", "why": "not streamed"}
+
+
+def test_a_client_that_leaves_while_the_rest_is_sampled_leaves_an_aborted_turn(
+    call: Caller, renderer: Renderer, ids: list[int]
+) -> None:
+    store = call.store
+
+    async def left() -> None:
+        engine = Interrupted(renderer, ids, [2], refuses=[EngineUnavailable("paused")] * 99)
+        turns = Turns(engine, renderer, store)
+        asked = asyncio.create_task(take(turns, stream=True))
+        while len(engine.asked) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.wait([asked])
+        await turns.abort_all()
+
+    asyncio.run(left())
+    (turn,) = store.load_session("s").turns
+    assert (turn.finish_reason, turn.abort_cause, turn.completion_ids.tolist()) == ("abort", "client_left", ids[:2])
+
+
+def test_a_seam_finds_what_a_search_in_the_whole_text_finds() -> None:
+    spell = {n: bytes([n]) for n in range(256)}.__getitem__
+    for strings in (["abc"], ["ab", "bca"], ["c"], ["aa"]):
+        for text in ("xaabcab", "abcabc", "aaaa", "xbcaab"):
+            for cut in range(1, len(text)):
+                seam = Seam(spell, strings, list(text[:cut].encode()), 0)
+                for at in range(cut, len(text)):
+                    found = seam.push(ord(text[at]))
+                    reaching = [one for one in strings if text[: at + 1].endswith(one) and at + 1 - len(one) < cut]
+                    if reaching:
+                        assert found in reaching or (found is not None and text[: at + 1].endswith(found))
+                    elif found is not None:
+                        assert text[: at + 1].endswith(found)
+
+
+def test_the_rest_has_another_seed_at_every_place() -> None:
+    params = SamplingParams(max_tokens=100, seed=7)
+    seeds = {rest(params, at).seed for at in range(50)} | {7}
+    assert len(seeds) == 51
+    assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
