@@ -6,7 +6,9 @@ import asyncio
 import functools
 import gc
 import os
+import sys
 from collections.abc import AsyncGenerator, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from tests.data import (  # noqa: F401  # hooks
 from tests.postgres import Server
 from tests.postgres import running as running_postgres
 from tests.waiting import PATIENCE
+from tokentape.chat import grammar, twin_proof
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.transformers import FinishedSample, TransformersEngine
@@ -58,6 +61,10 @@ class SharedEngine:
     async def close(self) -> None:
         pass
 
+
+# Sources are compiled once, not by each of the processes that tests start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Every client reads the certificates of all authorities anew, for servers of this machine that have none.
 httpx2._transports.default.create_ssl_context = functools.cache(httpx2.create_ssl_context)
@@ -98,6 +105,30 @@ def pytest_collection_finish() -> None:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nothing in the cache of whoever runs the tests is read or written, by processes of the tests neither."""
     os.environ["TOKENTAPE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def _quick_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("quick"))
+
+
+@pytest.fixture(scope="module")
+def quick_proofs(_quick_cache: str) -> Iterator[None]:
+    """Prove the twin of a new tokenizer with one in twenty texts: all take seconds, and `tests/chat` tries them."""
+    texts = twin_proof.proof_texts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENTAPE_CACHE", _quick_cache)
+        patch.setattr(twin_proof, "proof_texts", lambda *given: islice(texts(*given), None, None, 20))
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_models(quick_proofs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Certify one continuation of a new model as well, for tests that are not about bridges."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENTAPE_CACHE", str(tmp_path_factory.mktemp("quick")))
+        patch.setattr(grammar, "NAMES", grammar.NAMES[:1])
+        yield
 
 
 @pytest.fixture(scope="session")

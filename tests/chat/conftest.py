@@ -53,15 +53,37 @@ SMALL_TEMPLATES = templates_in(SMALL)
 REAL_TEMPLATES = [f"real/{name}" for name in templates_in(REAL)] if HAVE_REAL else []
 
 
-def slow_unless(name: str, *names: str) -> Any:
-    """A parameter that only slow runs try, unless it is one of `names`."""
-    return name if name in names else pytest.param(name, marks=pytest.mark.slow)
+def slow_unless(one: Any, *often: Any) -> Any:
+    """A parameter that only slow runs try, unless it is one of those to be tried often."""
+    return one if one in often else pytest.param(one, marks=pytest.mark.slow)
 
 
 EVERY_TEMPLATE = SMALL_TEMPLATES + [
     slow_unless(name, *(f"real/{sample}" for sample in REAL_SAMPLE)) for name in REAL_TEMPLATES
 ]
 """Parameters: each small pair, and each real one that is there."""
+
+OFTEN_CERTIFIED = (
+    "deepseek_v3/templates/sections.jinja",
+    "gemma3/templates/turns.jinja",
+    "glm4_5/templates/key-value.jinja",
+    "gpt_oss/templates/gpt-oss.jinja",
+    "llama3/templates/bare-json.jinja",
+    "minimax_m2/templates/invoke.jinja",
+    "mistral_nemo/templates/HF-Mistral-Nemo-2407.jinja",
+    "mistral_nemo/templates/v13_think.jinja",
+    "mistral_v3_spm/templates/v3_spm.jinja",
+    "nemotron3/templates/forced-thinking.jinja",
+    "qwen2_5/templates/Qwen2.5-Instruct.jinja",
+    "qwen3/templates/Qwen3.jinja",
+    "qwen3/templates/Qwen3-Coder.jinja",
+    "unigram/templates/roles.jinja",
+    "real/mistral_v3_spm/templates/v3_spm.jinja",
+)
+"""Of each family, and so of each kind of vocabulary, those that differ: a certificate takes a second."""
+
+CERTIFIED = [slow_unless(name, *OFTEN_CERTIFIED) for name in [*SMALL_TEMPLATES, *REAL_TEMPLATES]]
+"""Parameters of tests that need the certificate of a pair."""
 
 FAMILIES = sorted(path.parent.name for path in SMALL.glob("*/tokenizer.json"))
 KINDS = ("qwen3", "gpt_oss", "mistral_v3_spm", "gemma3", "unigram")

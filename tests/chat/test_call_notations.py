@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.chat.conftest import ADD
-from tests.chat.test_unseen_templates import END, USERS, parsed, renderer_of
-from tokentape.chat.certify import certify
+from tests.chat.test_unseen_templates import END, USERS, parsed, readings_of, renderer_of
 from tokentape.chat.grammar import TURNS
 from tokentape.chat.json_text import ObjectEnd
 
@@ -60,7 +59,7 @@ ALL = {
 
 
 def held(source: str) -> dict[str, bool | None]:
-    return {check.name: check.holds for check in certify(renderer_of(source)).parsing}
+    return {check.name: check.holds for check in readings_of(source)}
 
 
 def arguments(source: str, text: str, step: int = 0) -> list[Any]:

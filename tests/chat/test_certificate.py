@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from tokentape.chat.certificate import FEATURES, REQUIRABLE, Certificate
-from tokentape.chat.certify import certify
+from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.renderer import Renderer
 
 
 @pytest.fixture(scope="module")
 def certificate(renderer: Renderer) -> Certificate:
     """Of the tiny model that the package ships."""
-    return certify(renderer)
+    return load_or_certify(renderer, {})
 
 
 def without_check(certificate: Certificate, name: str, holds: bool | None) -> Certificate:

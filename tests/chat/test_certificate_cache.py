@@ -34,6 +34,14 @@ class Counted:
         return self.known[key]
 
 
+@pytest.fixture(scope="module")
+def renderer(renderer: Renderer) -> Renderer:
+    """Of a template that is certified quickly."""
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    return Renderer(renderer.tokenizer, ChatTemplate(turns + prompt))
+
+
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return Counted(monkeypatch)
@@ -41,7 +49,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 def test_it_is_made_once(renderer: Renderer, tmp_path: Path, counted: Counted) -> None:
     first = load_or_certify(renderer, {}, tmp_path / "new")
-    assert load_or_certify(renderer, {}, tmp_path / "new") == first == certify(renderer)
+    assert load_or_certify(renderer, {}, tmp_path / "new") == first
     assert counted.made == 1
     assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".json"]
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.chat.conftest import EVERY_TEMPLATE, load_certificate, load_renderer, model_path
+from tests.chat.conftest import CERTIFIED, OFTEN_CERTIFIED, load_certificate, load_renderer, model_path, slow_unless
 from tests.data import HAVE_REAL, REAL
 from tokentape.chat import grammar
 from tokentape.chat.certificate import Certificate
@@ -20,7 +20,7 @@ NOT_READ = {
 NO_TOOLS = {"gemma3/templates/turns.jinja"}
 """Refuses results of tools."""
 
-each_template = pytest.mark.parametrize("template", EVERY_TEMPLATE)
+each_template = pytest.mark.parametrize("template", CERTIFIED)
 
 
 @each_template
@@ -90,7 +90,7 @@ def kept(certificate: Certificate) -> tuple[bool, ...]:
     return tuple(one is not None and one.append_only != "no" for one in found)
 
 
-@pytest.mark.parametrize("template", KEEPS)
+@pytest.mark.parametrize("template", [slow_unless(name, *OFTEN_CERTIFIED) for name in KEEPS])
 def test_append_only_agrees_with_an_independent_table(template: str) -> None:
     assert kept(load_certificate(template)) == KEEPS[template]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.chat.conftest import setup_for
-from tokentape.chat import overrides
+from tokentape.chat import grammar, overrides
 from tokentape.chat.certify import certify
 from tokentape.chat.overrides import OWN, Completion, Overrides, find_overrides, parse_whole
 from tokentape.chat.renderer import Renderer
@@ -141,8 +141,9 @@ def test_a_parser_with_state_may_stream(renderer: Renderer) -> None:
     assert parser.finish()[1].content == "hi"
 
 
-def test_a_certificate_checks_the_overriding_parser(renderer: Renderer) -> None:
+def test_a_certificate_checks_the_overriding_parser(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     overridden = Renderer(renderer.tokenizer, renderer.template, Overrides("loud", parse_whole(renderer, shout)))
+    monkeypatch.setattr(grammar, "NAMES", ("user", "tool"))
     certificate = certify(overridden)
     assert certificate.overrides == "loud"
     checks = {check.name: check.holds for check in certificate.parsing}

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tokentape.chat import grammar
 from tokentape.chat.certificate import Certificate
+from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.certify import certify
 from tokentape.chat.renderer import Renderer
 
@@ -30,7 +32,7 @@ def hostile(tmp_path: Path) -> Path:
 def test_the_report_says_what_was_found(run: Run, model_dir: Path, renderer: Renderer) -> None:
     done = run("certify", model_dir)
     assert (done.exit_code, done.stderr) == (0, "")
-    certificate = certify(renderer)
+    certificate = load_or_certify(renderer, {})
     assert certificate.fingerprint[:16] in done.stdout
     for found in certificate.continuations:
         assert "/" in found.name or f" {found.name} " in done.stdout
@@ -62,7 +64,11 @@ def test_a_template_can_not_steer_the_terminal(run: Run, model_dir: Path, hostil
     assert "\x1b" not in done.stdout
 
 
-def test_json_is_the_certificate(run: Run, model_dir: Path, renderer: Renderer) -> None:
+def test_json_is_the_certificate(
+    run: Run, model_dir: Path, renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "NAMES", ("user", "tool"))
+    monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path))
     done = run("certify", model_dir, "--json", "--kwargs", '{"a": 1}')
     assert Certificate.from_json(done.stdout) == certify(renderer, {"a": 1})
 
@@ -104,13 +110,15 @@ def test_a_name_of_a_model_elsewhere_is_exit_code_2_and_says_that_nothing_is_dow
 
 
 def test_the_kept_certificate_is_used_unless_told_otherwise(
-    run: Run, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, model_dir: Path, hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path))
-    run("certify", model_dir, "--no-cache")
-    assert not (tmp_path / "certificates").exists()
-    run("certify", model_dir)
-    (path,) = (tmp_path / "certificates").iterdir()
+    monkeypatch.setattr(grammar, "NAMES", ("user",))
+    monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path / "cache"))
+    certify_it = ("certify", model_dir, "--chat-template", hostile)
+    run(*certify_it, "--no-cache")
+    assert not (tmp_path / "cache" / "certificates").exists()
+    run(*certify_it)
+    (path,) = (tmp_path / "cache" / "certificates").iterdir()
     path.write_text(path.read_text(encoding="utf-8").replace('"injection_safe": true', '"injection_safe": false'))
-    assert json.loads(run("certify", model_dir, "--json").stdout)["injection_safe"] is False
-    assert json.loads(run("certify", model_dir, "--json", "--no-cache").stdout)["injection_safe"] is True
+    assert json.loads(run(*certify_it, "--json").stdout)["injection_safe"] is False
+    assert json.loads(run(*certify_it, "--json", "--no-cache").stdout)["injection_safe"] is True

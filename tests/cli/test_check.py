@@ -8,6 +8,8 @@ import pytest
 
 from tests.cli.conftest import Run
 
+pytestmark = pytest.mark.usefixtures("quick_models")
+
 
 @pytest.fixture
 def lockfile(run: Run, model_dir: Path, tmp_path: Path) -> Path:

@@ -206,9 +206,11 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     [
         ({}, [], "exact"),
         ({"tokenizes": False}, [], "exact, model unverified"),
-        ({"name": "policy", "root": None}, [], "exact, model unverified"),
-        ({"name": "policy", "root": None}, ["--engine-model", "policy"], "exact"),
-        ({"root": "tokentape/Tiny-4B"}, ["--unverified-model"], "exact, model unverified"),
+        pytest.param({"name": "policy", "root": None}, [], "exact, model unverified", marks=pytest.mark.slow),
+        pytest.param({"name": "policy", "root": None}, ["--engine-model", "policy"], "exact", marks=pytest.mark.slow),
+        pytest.param(
+            {"root": "tokentape/Tiny-4B"}, ["--unverified-model"], "exact, model unverified", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_verdict_says_whether_the_server_serves_the_model(

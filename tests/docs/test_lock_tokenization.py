@@ -14,6 +14,8 @@ from tokentape.audit.lock.goldens import TEXTS
 from tokentape.cli import app
 from tokentape.errors import TokenizationChanged
 
+pytestmark = pytest.mark.usefixtures("quick_models")
+
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "lock-tokenization.md").read_text("utf-8")
 BLOCKS = dict(re.findall(r"<!-- executed by [\w/.]+: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = re.findall(r"tokentape (?:lock|check) .*", "".join(BLOCKS.values()))

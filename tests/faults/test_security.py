@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.chat.conftest import slow_unless
 from tests.faults.conftest import QUESTION, Gateway, Serve
 from tests.faults.process import serve_command, serving
 from tests.faults.upstream import Plan, Upstream
@@ -44,7 +45,7 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", [slow_unless(name, "globals of a global", "recursion") for name in ATTACKS])
 def test_template_that_attacks(
     serve: Serve, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -17,6 +17,8 @@ from tests.generator.options import FEATURES, TEMPLATE, TOKENIZER, Case, draw, o
 from tests.generator.oracle import Reference
 from tests.generator.vocabularies import tokenizer_json, write_model
 
+pytestmark = pytest.mark.usefixtures("quick_proofs")
+
 PLAIN = only(draw(1, 0), [])
 NEEDS = {
     "switch_effect": ["switch=any_user", "thinking=kept"],

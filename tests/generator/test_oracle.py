@@ -18,6 +18,8 @@ from tests.generator.planted import EXPECTED, AlwaysLocal
 from tests.generator.product import Product
 from tests.generator.vocabularies import write_model
 
+pytestmark = pytest.mark.usefixtures("quick_proofs")
+
 PLAIN = only(draw(1, 0), [])
 NEWLINES_MERGE = {"false append-only"}
 """Of the plainest case: see known_failures.json."""

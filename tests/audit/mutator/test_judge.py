@@ -13,6 +13,7 @@ from tests.audit.mutator.changes import Change, apply
 from tests.audit.mutator.files import GENERATION, TEMPLATE, TOKENIZER
 from tests.audit.mutator.harmless import REWRITINGS
 from tests.audit.mutator.judge import Audit, Base, Verdict, judge_harmless, judge_mutant
+from tests.chat.conftest import slow_unless
 from tokentape.audit.skew.findings import AuditReport, Finding, Kind
 from tokentape.audit.skew.sides.base import Side, SideFacts
 from tokentape.errors import TokenizerUnusable
@@ -55,7 +56,7 @@ def test_an_audit_that_always_says_clean_is_caught(base: Base, change: Change, c
     assert complaint in _judged(base, change, _says()).complaints
 
 
-@pytest.mark.parametrize("name", ["copied", "wrapped", "offsets"])
+@pytest.mark.parametrize("name", ["copied", *map(slow_unless, ("wrapped", "offsets"))])
 def test_an_audit_that_always_says_skewed_is_caught(base: Base, name: str) -> None:
     made = REWRITINGS[name](base.model, random.Random(1))
     assert made is not None

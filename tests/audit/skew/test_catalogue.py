@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tests.audit.skew.cases import CASES, TINY, Case, base, healthy
+from tests.chat.conftest import slow_unless
 from tokentape.audit.skew.auditor import audit
 from tokentape.audit.skew.findings import Finding
 from tokentape.audit.skew.sides.base import Conversation, Side
@@ -20,7 +21,11 @@ def on_real_models(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.real(pytest.mark.slow(pytest.mark.parametrize("source", ["real"], indirect=True)(test)))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.real], ids=str)
+FIRST = {case.kind: case for case in reversed(CASES) if not case.real}
+"""The first of each kind of finding."""
+
+
+@pytest.mark.parametrize("case", [slow_unless(case, *FIRST.values()) for case in CASES if not case.real], ids=str)
 def test_a_known_bug_is_found_named_and_shown(case: Case) -> None:
     check(case)
 
@@ -68,9 +73,9 @@ def twins(cases: Sequence[Case]) -> list[tuple[str, str]]:
     return sorted({(case.family, case.template or "") for case in cases})
 
 
-@pytest.mark.parametrize(("family", "template"), twins(CASES))
-def test_the_healthy_twin_is_clean(family: str, template: str) -> None:
-    check_twin(family, template)
+@pytest.mark.parametrize("twin", [slow_unless(twin, *twins([*FIRST.values()])) for twin in twins(CASES)])
+def test_the_healthy_twin_is_clean(twin: tuple[str, str]) -> None:
+    check_twin(*twin)
 
 
 @on_real_models
