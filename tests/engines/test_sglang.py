@@ -480,6 +480,23 @@ def test_leaving_a_call_aborts_exactly_that_one_in_the_server(server: FakeServer
     assert server.client_left.wait(PATIENCE)
 
 
+def test_a_call_is_interrupted_by_its_id_and_no_other_is(server: FakeServer) -> None:
+    async def main() -> None:
+        engine = await SglangEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        server.answers["/generate"] = lambda body: streaming(sse(events(body)[:1])[:-14], then="stall")
+        async with aclosing(engine.sample(PROMPT, PARAMS, stream=True, request_id="a-1")) as deltas:
+            await anext(deltas)
+            server.asked.clear()
+            assert not engine.interrupt("a")
+            assert engine.interrupt("a-1")
+            await asyncio.gather(*engine._background)
+            assert [body["rid"].rpartition("-")[0] for body in server.bodies("/abort_request")] == ["a-1"]
+        assert not engine.interrupt("a-1")
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_a_call_that_ended_is_not_aborted(server: FakeServer) -> None:
     sample(server)
     assert not server.bodies("/abort_request")

@@ -25,6 +25,7 @@ from embedded import (  # noqa: E402
     sample,
 )
 
+from tokentape.engines.base import SampleDelta  # noqa: E402
 from tokentape.engines.transformers import FinishedSample, ForwardPath, TransformersEngine  # noqa: E402
 from tokentape.errors import EngineUnavailable, InvalidRequest, UnsupportedParameter  # noqa: E402
 
@@ -82,6 +83,24 @@ def test_top_logprobs_are_the_most_likely_ids_best_first(engine: TransformersEng
 
 def test_top_logprobs_are_left_out_unless_asked_for(engine: TransformersEngine) -> None:
     assert all(delta.top_logprobs == () for delta in sample(engine, prompt(7), WARM).deltas)
+
+
+def test_a_call_that_is_interrupted_ends_with_what_was_sampled(engine: TransformersEngine) -> None:
+    params = replace(GREEDY, max_tokens=4000)
+
+    async def main() -> list[SampleDelta]:
+        deltas = engine.sample(prompt(9), params, stream=True, request_id="call")
+        found = [await anext(deltas)]
+        assert not engine.interrupt("other")
+        assert engine.interrupt("call")
+        found += [delta async for delta in deltas]
+        assert not engine.interrupt("call")
+        return found
+
+    found = asyncio.run(main())
+    ids = [token_id for delta in found for token_id in delta.token_ids]
+    assert (found[-1].finish_reason, 0 < len(ids) < 4000) == ("abort", True)
+    assert ids == sample(engine, prompt(9), replace(params, max_tokens=len(ids))).ids
 
 
 def test_the_same_seed_samples_the_same_ids_and_another_does_not(engine: TransformersEngine) -> None:

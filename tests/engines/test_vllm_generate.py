@@ -443,6 +443,26 @@ def test_leaving_early_aborts_by_the_servers_own_id_where_it_takes_that(server: 
     assert server.aborted == ([f"generate-tokens-{server.bodies[-1]['request_id']}"] if has_route else [])
 
 
+@pytest.mark.parametrize("has_route", [True, False])
+def test_a_call_is_interrupted_by_the_servers_own_id_where_it_takes_that(server: FakeVllm, has_route: bool) -> None:
+    if not has_route:
+        server.routes["/inference/v1/abort_requests"] = Response(status_code=404)
+
+    async def main() -> None:
+        engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE)
+        server.answer = lambda body: streaming(sse(sampled_events(body)[:1]).split(b"\n\n")[0] + b"\n\n", then="stall")
+        async with aclosing(engine.sample(PROMPT, PARAMS, stream=True, request_id="call")) as deltas:
+            await anext(deltas)
+            server.aborted.clear()
+            assert engine.interrupt("call") is has_route
+            await asyncio.gather(*engine._background)
+            own = [f"generate-tokens-{server.bodies[-1]['request_id']}"]
+            assert server.aborted == (own if has_route else [])
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_a_call_that_ended_is_not_aborted(server: FakeVllm) -> None:
     server.aborted.clear()
     open_and_sample(server)

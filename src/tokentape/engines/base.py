@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy.typing as npt
 
@@ -172,6 +172,15 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Abort what runs and release what is held."""
+        ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """An engine that can be asked to end a call early."""
+
+    def interrupt(self, request_id: str) -> bool:
+        """Have a call end with finish_reason `abort`, and with all that was sampled of it; False if it can't."""
         ...
 
 

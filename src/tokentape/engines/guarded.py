@@ -117,6 +117,10 @@ class GuardedEngine:
                     delta = replace(delta, engine=str(self.info))
                 yield delta
 
+    def interrupt(self, request_id: str) -> bool:
+        """As the engine's own."""
+        return self._engine.interrupt(request_id)
+
     async def settle(self, last: SampleDelta) -> None:
         """Look at the server again if what sampled a completion may be another than was looked at.
 
@@ -135,7 +139,8 @@ class GuardedEngine:
     async def check(self) -> None:
         """As the engine's own. Raises `EngineUnavailable` also if the server serves another model."""
         await self._engine.check()
-        if self._refused or await self._serves_others(0.0):
+        restarted = self.http.generation != self._seen.generation
+        if self._refused or restarted or await self._serves_others(0.0):
             await self._look_again(self._seen)
         self._raise_if_refused()
 

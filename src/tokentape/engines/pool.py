@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Self
 
-from tokentape.engines.base import UNVERIFIED, Engine, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.base import UNVERIFIED, Engine, EngineInfo, Interruptible, SampleDelta, SamplingParams
 from tokentape.engines.guarded import marked
 from tokentape.errors import EngineError, EngineTimeout, EngineUnavailable, InvalidRequest, TokentapeError
 from tokentape.types import TokenIds
@@ -137,6 +137,11 @@ class EnginePool:
                 serving.calls -= 1
                 await _close_if_over(serving)
         raise failure or EngineUnavailable("no replica of the engine is available; send it again later")
+
+    def interrupt(self, request_id: str) -> bool:
+        """Have the replica end a call with `abort` and all that it has sampled; False if it can't be asked to."""
+        engines = (one.serving.engine for one in self._replicas if one.serving is not None)
+        return any(engine.interrupt(request_id) for engine in engines if isinstance(engine, Interruptible))
 
     async def check(self) -> None:
         """Return if a replica can take a request now, else raise `EngineUnavailable`."""

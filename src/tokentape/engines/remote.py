@@ -23,6 +23,8 @@ class RemoteEngine(ABC):
         self._http = http
         self._info = info
         self._background: set[asyncio.Task[None]] = set()
+        self._calls: set[str] = set()
+        """Calls that the server can be asked to end, by its ids: the request id, a dash and a random ending."""
 
     @property
     def http(self) -> HttpClient:
@@ -77,6 +79,17 @@ class RemoteEngine(ABC):
         refuse_prompt(prompt_ids, self._info)
         refuse_params(params)
         refuse_unhonoured(params, self._info)
+
+    def interrupt(self, request_id: str) -> bool:
+        """Have the server end a call with `abort` and all that it has sampled; False if it can't be asked to."""
+        found = [own for own in self._calls if own.rpartition("-")[0] == request_id]
+        for own in found:
+            self._in_background(self._tell_abort(own))
+        return bool(found)
+
+    async def _tell_abort(self, own: str) -> None:
+        """Have the server end the call that has this id there. Engines that can fill `_calls`."""
+        raise NotImplementedError
 
     async def check(self) -> None:
         """Return if the server says within `Timeouts.connect` that it is healthy, else raise `EngineUnavailable`."""

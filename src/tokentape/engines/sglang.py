@@ -163,6 +163,7 @@ class SglangEngine(RemoteEngine):
         body = self._request_body(prompt, replace(params, max_tokens=min(params.max_tokens, room)), stream, rid)
         reply = Reply(prompt, len(prompt_ids), params, self._info.vocab_size, verify_prompt=self._verify_prompt)
         left = True
+        self._calls.add(rid)
         try:
             if stream:
                 async with aclosing(self._http.arrivals(GENERATE, body, {})) as arrivals:
@@ -178,6 +179,7 @@ class SglangEngine(RemoteEngine):
             left = False
             raise
         finally:
+            self._calls.discard(rid)
             if left:
                 self._in_background(self._tell_abort(rid))
 
@@ -228,10 +230,9 @@ class SglangEngine(RemoteEngine):
             body["session_id"] = params.session_id
         return msgspec.json.encode(body)
 
-    async def _tell_abort(self, rid: str) -> None:
-        """Tell the server that nobody waits for this call any more."""
-        body = msgspec.json.encode({"rid": rid, "abort_all": False})
-        # The connection is closed already, which aborts the call too, only later.
+    async def _tell_abort(self, own: str) -> None:
+        body = msgspec.json.encode({"rid": own, "abort_all": False})
+        # Where the connection is closed already, that aborts the call too, only later.
         with suppress(EngineError, InvalidRequest, TimeoutError):
             async with asyncio.timeout(self._http.timeouts.connect):
                 await self._http.post("/abort_request", body, {})

@@ -85,6 +85,7 @@ class TransformersEngine:
         self._load = load
         self._model = model
         self._forward: ForwardPass | None = None
+        self._calls: dict[str, Request] = {}
         self._closed = False
 
     @classmethod
@@ -252,6 +253,7 @@ class TransformersEngine:
             random=random.Random(params.seed),
             images=images,
         )
+        self._calls[request_id] = request
         self._runner.submit(request)
         try:
             while True:
@@ -262,7 +264,15 @@ class TransformersEngine:
                 if item.finish_reason is not None:
                     return
         finally:
+            self._calls.pop(request_id, None)
             self._runner.abandon(request)
+
+    def interrupt(self, request_id: str) -> bool:
+        """Have a call end with `abort` and all that was sampled of it; False if there is none of this id."""
+        request = self._calls.get(request_id)
+        if request is not None:
+            self._runner.abandon(request)
+        return request is not None
 
     async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:
         """Score `ids[start:]` by a forward pass, each given all before it; see `Scorer`.

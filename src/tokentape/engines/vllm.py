@@ -212,6 +212,8 @@ class VllmEngine(RemoteEngine):
         self, reply: Reply, body: Body, headers: dict[str, str], *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
         path, left = _PATHS[self._server.route], True
+        if self._server.aborts:
+            self._calls.add(request_id)
         try:
             if stream:
                 async with aclosing(self._http.arrivals(path, body, headers)) as arrivals:
@@ -227,6 +229,7 @@ class VllmEngine(RemoteEngine):
             left = False
             raise
         finally:
+            self._calls.discard(request_id)
             if left and self._server.aborts:
                 self._in_background(self._tell_abort(request_id))
 
@@ -305,12 +308,11 @@ class VllmEngine(RemoteEngine):
             body["cache_salt"] = params.cache_salt
         return msgspec.json.encode(body)
 
-    async def _tell_abort(self, request_id: str) -> None:
-        """Tell the server that nobody waits for this call any more."""
-        # The connection is closed already, which aborts the call too.
+    async def _tell_abort(self, own: str) -> None:
+        # Where the connection is closed already, that aborts the call too.
         with suppress(EngineError, InvalidRequest, TimeoutError):
             async with asyncio.timeout(self._http.timeouts.connect):
-                await self._http.post(_ABORT, _abort_body(request_id), {})
+                await self._http.post(_ABORT, _abort_body(own), {})
 
     async def _probe(self, *, stream: bool) -> tuple[str, Reply]:
         """What `--logprobs-mode` the server has, which it does not tell, and the reply that showed it.

@@ -20,7 +20,7 @@ from typing import Any, cast
 from tokentape.chat.plain_text import PlainReader
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.splice import History, WrongStop
-from tokentape.engines.base import ChatServer, Engine, MediaEngine
+from tokentape.engines.base import ChatServer, Engine, Interruptible, MediaEngine
 from tokentape.errors import (
     AnsweredElsewhere,
     EngineContractError,
@@ -375,7 +375,7 @@ class Turns:
             policy=self._aborts,
             count=self.telemetry.aborted,
             check=self.engine.check,
-            interrupt=getattr(self.engine, "interrupt", _cannot),
+            interrupt=self.engine.interrupt if isinstance(self.engine, Interruptible) else lambda _: False,
             captured=isinstance(sampler, Begun),
         )
 
@@ -408,10 +408,6 @@ class Turns:
 
     def _plain_reader(self, stop_ids: Iterable[int], stop_strings: Sequence[str]) -> ReplyReader:
         return PlainReader(self.renderer.tokenizer, stop_ids=frozenset(stop_ids), stop_strings=stop_strings)
-
-
-def _cannot(request_id: str) -> bool:
-    return False
 
 
 async def _each(events: Iterable[TurnEvent]) -> AsyncGenerator[TurnEvent, None]:
