@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.chat.conftest import load_tokenizer
-from tokentape.audit.premium import Line, measure, page, read_corpus
+from tokentape.audit.premium import Line, measure, premium_layout, read_corpus
 from tokentape.audit.scripts import script_of, scripts_of
 from tokentape.chat.renderer import Renderer
 from tokentape.cli import app
@@ -117,7 +117,7 @@ def test_an_empty_corpus_is_refused(renderer: Renderer) -> None:
 
 def test_the_page_has_the_numbers_of_the_table(renderer: Renderer, corpus: Path) -> None:
     found = measure({"tiny": renderer.tokenizer}, read_corpus([corpus]), baseline="en")
-    shown = page(found)
+    shown = premium_layout(found).html()
     assert "<svg" in shown
     for row in found.languages:
         assert f'<td class="n">{row.per_character:.3f}</td>' in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,15 @@ def test_a_record_is_measured_with_the_tokenizer_that_it_was_served_with(run: Ru
 
 def test_nothing_is_broken_down_where_nothing_drifted(run: Run, record: Record) -> None:
     said = run("drift", record([USER, (Provenance.SAMPLED, "They cost 12.<|im_end|>")])).stdout
-    assert "0 of 1 drifted" in said
-    assert "by turn" not in said
+    assert re.search(r"completions that drifted +0.000%.*, 0 of 1\b", said)
+    assert "By turn" not in said
 
 
 def test_an_example_has_its_ids_both_ways(run: Run, tmp_path: Path, model_dir: Path, ids: list[int]) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(ids))
     said = run("drift", path, "--tokenizer", model_dir).stdout
-    assert f"ids {ids[-2:]} -> [" in said
+    assert f"{ids[-2:]} -> [" in said
 
 
 def test_a_foreign_file_is_measured_and_fails_above_a_rate(
@@ -57,7 +58,7 @@ def test_a_foreign_file_is_measured_and_fails_above_a_rate(
     result = run(*arguments, "--fail-above", 0.5)
     assert result.exit_code == 1
     assert "drifted, limit 50.000%" in result.stderr
-    for part in ("completions", "100.000%", "intra-word", "by step", '" co" "st" -> " cost"'):
+    for part in ("completions", "100.000%", "intra-word", "By step", '" co" "st" -> " cost"'):
         assert part in result.stdout
     assert run(*arguments, "--fail-above", 1).exit_code == 0
 

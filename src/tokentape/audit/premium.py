@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
-from tokentape.audit import html, svg
+from tokentape.audit.report import Bar, Bars, Block, Details, Heading, Paragraph, Report, Table
 from tokentape.audit.scripts import COMMON, scripts_of
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
@@ -35,7 +34,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PremiumRow:
     """What one tokenizer makes of one language, or of one script."""
 
     tokenizer: str
@@ -80,8 +79,8 @@ class Row:
 class Premium:
     """The whole report: rows by language and by script, tokenizers in the order given, the dearest first."""
 
-    languages: tuple[Row, ...]
-    scripts: tuple[Row, ...]
+    languages: tuple[PremiumRow, ...]
+    scripts: tuple[PremiumRow, ...]
     baseline: str | None
 
 
@@ -140,33 +139,43 @@ def measure(tokenizers: Mapping[str, Tokenizer], corpus: Iterable[Line], *, base
     )
 
 
-def page(found: Premium) -> str:
-    """The report as one HTML file."""
-    parts = [
-        html.paragraph(
-            "Tokens that a text takes: per character (code point) and per UTF-8 byte. Fewer is cheaper. Per character "
-            "compares tokenizers on one language; across languages characters say different amounts, and only "
-            "translations compare: the premium."
+def premium_layout(found: Premium) -> Report:
+    """Return the report as blocks: a table per tokenizer and, for languages and scripts, plots."""
+    blocks: list[Block] = [
+        Paragraph(
+            "Tokens of a text, per character (code point) and per UTF-8 byte. Fewer is cheaper. Tokens per character "
+            "compare tokenizers on one language. Across languages characters say different amounts, so only "
+            "translations compare."
         )
     ]
-    for what, rows in (("language", found.languages), ("script", found.scripts)):
-        names = list(dict.fromkeys(row.tokenizer for row in rows))
-        bars = [
-            svg.Bar(f"{row.name}, {row.tokenizer}", row.per_character, group=names.index(row.tokenizer))
-            for row in sorted(rows, key=lambda row: (row.name, names.index(row.tokenizer)))
+    names = list(dict.fromkeys(row.tokenizer for row in found.languages))
+    for name in names:
+        blocks.append(Heading(name))
+        blocks += [
+            _table([row for row in rows if row.tokenizer == name], what)
+            for what, rows in (("language", found.languages), ("script", found.scripts))
         ]
-        parts += [html.heading(f"By {what}"), svg.bars(bars, unit="tokens per character"), _table(rows, what)]
-        if found.baseline is not None and rows is found.languages:
-            over = [svg.Bar(bar.label, row.premium or 0.0, group=bar.group) for bar, row in _paired(bars, rows)]
-            parts += [
-                html.heading(f"Premium over {found.baseline}"),
-                svg.bars(over, unit=f"tokens over those of {found.baseline}"),
-            ]
-    return html.page("Token premium", *parts)
+    for what, rows in (("language", found.languages), ("script", found.scripts)):
+        ordered = sorted(rows, key=lambda row: (row.name, names.index(row.tokenizer)))
+        blocks.append(Details(f"By {what}", [_bars(ordered, names, "tokens per character", "per_character")]))
+    if found.baseline is not None:
+        unit = f"tokens over those of {found.baseline}"
+        ordered = sorted(found.languages, key=lambda row: (row.name, names.index(row.tokenizer)))
+        blocks.append(Details(f"Premium over {found.baseline}", [_bars(ordered, names, unit, "premium")]))
+    return Report("Token premium", blocks)
 
 
-def columns(rows: Sequence[Row], what: str) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table for people; `what` the rows are. The tokenizers are not in it."""
+def _bars(rows: Sequence[PremiumRow], names: Sequence[str], unit: str, field: str) -> Bars:
+    return Bars(
+        [
+            Bar(f"{row.name}, {row.tokenizer}", getattr(row, field) or 0.0, group=names.index(row.tokenizer))
+            for row in rows
+        ],
+        unit,
+    )
+
+
+def _table(rows: Sequence[PremiumRow], what: str) -> Table:
     priced = any(row.premium is not None for row in rows)
     head = [what, "lines", "characters", "tokens", "tokens/character", "tokens/byte"]
     body = [
@@ -181,7 +190,7 @@ def columns(rows: Sequence[Row], what: str) -> tuple[list[str], list[list[str]]]
         ]
         for row in rows
     ]
-    return [*head, *(["premium"] if priced else [])], body
+    return Table([*head, *(["premium"] if priced else [])], body, range(1, len(head) + 1))
 
 
 def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
@@ -261,21 +270,12 @@ def _baseline(languages: Mapping[tuple[str, str], _Counts], baseline: str) -> di
     return {name: counts.tokens for (name, language), counts in languages.items() if language == baseline}
 
 
-def _rows(counted: Mapping[tuple[str, str], _Counts], base: Mapping[tuple[str, str], float]) -> list[Row]:
+def _rows(counted: Mapping[tuple[str, str], _Counts], base: Mapping[tuple[str, str], float]) -> list[PremiumRow]:
     order = {name: n for n, name in enumerate(dict.fromkeys(name for name, _ in counted))}
     rows = [
-        Row(*key, one.lines, one.characters, one.octets, one.tokens, one.tokens / base[key] if base.get(key) else None)
+        PremiumRow(
+            *key, one.lines, one.characters, one.octets, one.tokens, one.tokens / base[key] if base.get(key) else None
+        )
         for key, one in counted.items()
     ]
     return sorted(rows, key=lambda row: (order[row.tokenizer], -row.per_character, row.name))
-
-
-def _table(rows: Sequence[Row], what: str) -> Markup:
-    head, body = columns(rows, what)
-    named = [[row.tokenizer, *cells] for row, cells in zip(rows, body, strict=True)]
-    return html.table(["tokenizer", *head], named, numeric=range(2, len(head) + 1))
-
-
-def _paired(bars: Sequence[svg.Bar], rows: Sequence[Row]) -> Iterator[tuple[svg.Bar, Row]]:
-    by_label = {f"{row.name}, {row.tokenizer}": row for row in rows}
-    return ((bar, by_label[bar.label]) for bar in bars)

@@ -65,8 +65,8 @@ def audit(
     from rich.console import Console
 
     from tokentape.audit.skew.auditor import audit as audit_sides
+    from tokentape.audit.skew.layout import audit_layout
     from tokentape.audit.skew.sides.from_spec import SideOptions
-    from tokentape.cli.audit_report import print_audit
     from tokentape.errors import InvalidRequest
 
     with Console(stderr=True).status("") as status:
@@ -85,9 +85,7 @@ def audit(
     if as_json:
         typer.echo(report.to_json())
     else:
-        print_audit(report)
+        audit_layout(report).print()
     if html is not None:
-        from tokentape.audit.skew.page import audit_page
-
-        html.write_text(audit_page(report), encoding="utf-8")
+        html.write_text(audit_layout(report).html(), encoding="utf-8")
     raise typer.Exit(1 if report.skewed else 0)

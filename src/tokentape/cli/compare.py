@@ -139,7 +139,7 @@ def _printed(rows: Iterator[RowComparison], file_format: Format, recorded: str, 
 
 def _text(rows: Iterator[RowComparison], show: int) -> Iterator[str]:
     from tokentape.audit.compare.formats import comparison_lines, row_summary
-    from tokentape.audit.html import shown
+    from tokentape.audit.report import escape_invisible as shown
 
     total = differing = 0
     for row in rows:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tokentape.cli.arguments import AsJson, refuse_no_folder
-from tokentape.cli.readable import readable
-
-if TYPE_CHECKING:
-    from tokentape.audit.premium import Premium
 
 _CORPUS_HELP = (
     "Text files, one language each and named for it (de.txt), JSON lines with text and language, or folders of these; "
@@ -42,7 +36,8 @@ def premium(
 
     from rich.console import Console
 
-    from tokentape.audit.premium import measure, page, read_corpus
+    from tokentape.audit.premium import measure, premium_layout, read_corpus
+    from tokentape.audit.report import json_text
     from tokentape.chat.tokenizer import Tokenizer
     from tokentape.errors import InvalidRequest
 
@@ -59,29 +54,8 @@ def premium(
     if as_json:
         rows = {"languages": found.languages, "scripts": found.scripts}
         written = {key: [row.to_dict() for row in each] for key, each in rows.items()}
-        typer.echo(json.dumps({"baseline": found.baseline, **written}, ensure_ascii=False))
+        typer.echo(json_text({"baseline": found.baseline, **written}))
     else:
-        _print(found, tokenizers)
+        premium_layout(found).print()
     if html is not None:
-        html.write_text(page(found), encoding="utf-8")
-
-
-def _print(found: Premium, tokenizers: Iterable[str]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from tokentape.audit.premium import columns
-
-    console = Console(highlight=False)
-    for tokenizer in tokenizers:
-        console.print(Text(readable(tokenizer), style="bold"))
-        for what, each in (("language", found.languages), ("script", found.scripts)):
-            head, body = columns([row for row in each if row.tokenizer == tokenizer], what)
-            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-            for at, name in enumerate(head):
-                table.add_column(name, justify="right" if at else "left")
-            for row in body:
-                table.add_row(*(Text(readable(cell)) for cell in row))
-            console.print(table)
+        html.write_text(premium_layout(found).html(), encoding="utf-8")

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokentape.cli.arguments import AsJson, json_object, refuse_no_folder
-from tokentape.cli.readable import readable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tokentape.audit.intervals import Rate
-    from tokentape.audit.probe.summary import Summary
     from tokentape.engines.base import Engine
 
 _ENGINE_HELP = "vllm, sglang, llamacpp or openai: the server at --engine-url. Default: the model in this process."
@@ -83,8 +76,9 @@ def probe(
     from tokentape.audit.lock.goldens import DATE
     from tokentape.audit.probe.record import ProbeFile, header
     from tokentape.audit.probe.running import Settings, run_trials
-    from tokentape.audit.probe.summary import page, summarise
+    from tokentape.audit.probe.summary import probe_layout, summarise
     from tokentape.audit.probe.trials import built_in, read_texts, trials
+    from tokentape.audit.report import json_text, json_value
     from tokentape.chat import grammar
     from tokentape.chat.renderer import Renderer
 
@@ -115,9 +109,13 @@ def probe(
             await opened.close()
         results.sort(key=lambda result: place[result.trial])
         found = summarise(results)
-        typer.echo(json.dumps({**made, **asdict(found)}) if as_json else readable_summary(found))
+        layout = probe_layout(made, results, renderer.tokenizer)
+        if as_json:
+            typer.echo(json_text({**made, **json_value(found)}))
+        else:
+            layout.print()
         if html is not None:
-            html.write_text(page(made, results, renderer.tokenizer), encoding="utf-8")
+            html.write_text(layout.html(), encoding="utf-8")
         return found.normalised.changed
 
     raise typer.Exit(1 if asyncio.run(run()) else 0)
@@ -131,29 +129,3 @@ async def _open(kind: str | None, url: str | None, model: Path, vocab_size: int,
     from tokentape.engines.opening import open_engine
 
     return await open_engine(kind, url, vocab_size=vocab_size, api_key=api_key)
-
-
-def readable_summary(found: Summary) -> str:
-    """The summary as lines of text, shares in per cent."""
-    lines = [f"{found.trials} trials", *_rates("outcomes", found.outcomes)]
-    lines += _rates(
-        "phantom edits, of the sentences that came back",
-        {"byte-strict": found.strict, "white space normalised": found.normalised},
-    )
-    lines += _rates("classes of phantom edits", found.classes)
-    lines += _rates("with their ids banned", found.banned)
-    lines += _rates("completions", {"not canonical": found.noncanonical})
-    return "\n".join(lines)
-
-
-def _rates(title: str, rates: Mapping[str, Rate]) -> list[str]:
-    if not rates:
-        return []
-    return [
-        title,
-        *(
-            f"  {readable(name):<24} {one.changed:>5} of {one.total:<5} {one.share:>7.1%}  "
-            f"({one.low:.1%} to {one.high:.1%})"
-            for name, one in rates.items()
-        ),
-    ]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.chat.conftest import load_tokenizer
 from tokentape.audit.drift import meter as drift
+from tokentape.audit.drift.layout import drift_layout
 from tokentape.audit.drift.meter import DriftMeter, measure_drift
-from tokentape.audit.drift.page import drift_page
 from tokentape.audit.drift.report import Cost, DriftReport
 from tokentape.audit.id_rows import IdRow, Span
 from tokentape.audit.intervals import Rate
@@ -193,7 +193,7 @@ def places(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[int, int]]:
 
 def test_the_page_holds_what_the_report_says(tokenizer: Tokenizer) -> None:
     report = measure_drift([row("<b>", split(tokenizer, "They· co·st"), turn="1")], tokenizer)
-    page = drift_page(report, "runs/x")
+    page = drift_layout(report, "runs/x").html()
     assert "intra-word" in page
     assert "&lt;b&gt;" in page
     assert "<b>" not in page

@@ -16,8 +16,8 @@ from tests.audit.mutator.texts import about
 from tests.audit.mutator.undo import AREAS, AREAS_OF_KIND, areas_between, exchange
 from tokentape.audit.lock import examine, make_lock
 from tokentape.audit.skew.auditor import audit
-from tokentape.audit.skew.findings import AuditReport, Finding
-from tokentape.audit.skew.sides.base import Conversation, Side
+from tokentape.audit.skew.findings import AuditReport, Skew
+from tokentape.audit.skew.sides.base import Side, SkewChat
 from tokentape.audit.skew.sides.opening import open_side
 from tokentape.errors import TokentapeError
 
@@ -185,7 +185,7 @@ def _checked(base: Base, folder: Path, verdict: Verdict) -> None:
         verdict.complaints.append(f"{CHECK_CRASH}: {_area(verdict.areas)}: {type(error).__name__}")
 
 
-def _of_finding(base: Base, view: View, finding: Finding, report: AuditReport, verdict: Verdict) -> list[str]:
+def _of_finding(base: Base, view: View, finding: Skew, report: AuditReport, verdict: Verdict) -> list[str]:
     """Undo the part that a finding names, and see whether the sides then agree on the input that it shows."""
     if finding.severity != "skew" or finding.kind == "unknown":
         return []
@@ -214,18 +214,18 @@ def _of_finding(base: Base, view: View, finding: Finding, report: AuditReport, v
     return [f"{NOT_UNDONE}: {about_it}"]
 
 
-def _blamed(finding: Finding) -> set[str]:
+def _blamed(finding: Skew) -> set[str]:
     """The areas that a finding names by its kind, and by its words where a template writes a special token."""
     named = {"special_tokens"} if re.search(r"\b(bos|eos|pad)_token is\b", finding.cause) else set()
     return named | set(AREAS_OF_KIND.get(finding.kind, ()))
 
 
-def _same(a: View, b: View, example: str | tuple[int, ...] | Conversation) -> bool:
+def _same(a: View, b: View, example: str | tuple[int, ...] | SkewChat) -> bool:
     """Whether two folders do the same with an input."""
     return all(_made(a, example, way) == _made(b, example, way) for way in (False, True))
 
 
-def _made(view: View, example: str | tuple[int, ...] | Conversation, way: bool) -> Any:
+def _made(view: View, example: str | tuple[int, ...] | SkewChat, way: bool) -> Any:
     try:
         match example:
             case str():
@@ -240,7 +240,7 @@ def _made(view: View, example: str | tuple[int, ...] | Conversation, way: bool) 
         return "refused"
 
 
-def _made_by_transformers(view: View, example: str | tuple[int, ...] | Conversation) -> Any:
+def _made_by_transformers(view: View, example: str | tuple[int, ...] | SkewChat) -> Any:
     try:
         match example:
             case str():
@@ -253,7 +253,7 @@ def _made_by_transformers(view: View, example: str | tuple[int, ...] | Conversat
         return "refused"
 
 
-def _plain(example: Conversation, *, parsed: bool) -> list[Any]:
+def _plain(example: SkewChat, *, parsed: bool) -> list[Any]:
     """Messages as transformers takes them, with the arguments of calls as text or as objects."""
     messages = json.loads(json.dumps(example.messages))
     for message in messages:

@@ -14,7 +14,7 @@ from tests.audit.mutator.files import GENERATION, TEMPLATE, TOKENIZER
 from tests.audit.mutator.harmless import REWRITINGS
 from tests.audit.mutator.judge import Audit, Base, Verdict, judge_harmless, judge_mutant
 from tests.chat.conftest import slow_unless
-from tokentape.audit.skew.findings import AuditReport, Finding, Kind
+from tokentape.audit.skew.findings import AuditReport, Kind, Skew
 from tokentape.audit.skew.sides.base import Side, SideFacts
 from tokentape.errors import TokenizerUnusable
 
@@ -28,12 +28,12 @@ def _judged(base: Base, change: Change, run: Audit | None = None, *, check: bool
     return judge_mutant(base, apply(base.model, [change]), [change], run, check=check)
 
 
-def _says(*findings: Finding) -> Audit:
+def _says(*findings: Skew) -> Audit:
     return lambda a, b: replace(CLEAN, findings=findings)
 
 
-def _finding(kind: Kind, example: str | None) -> Finding:
-    return Finding(kind, "encode", "planted", "none", 1, example=example)
+def _finding(kind: Kind, example: str | None) -> Skew:
+    return Skew(kind, "encode", "planted", "none", 1, example=example)
 
 
 def test_an_audit_that_names_the_right_part_has_no_complaint(base: Base) -> None:

@@ -17,7 +17,7 @@ from tokentape.audit.lock.goldens import DATE
 from tokentape.audit.probe.outcomes import outcome
 from tokentape.audit.probe.record import ProbeFile, header, read_results
 from tokentape.audit.probe.running import Result, Settings, run_trials
-from tokentape.audit.probe.summary import page, summarise
+from tokentape.audit.probe.summary import probe_layout, summarise
 from tokentape.audit.probe.trials import Trial, built_in, read_texts, trials
 from tokentape.chat import grammar
 from tokentape.chat.renderer import Renderer
@@ -149,7 +149,7 @@ def test_the_summary_counts_with_intervals_and_the_page_shows_the_ids(qwen: Rend
     assert 0 < found.outcomes["phantom"].low < 0.5 < found.outcomes["phantom"].high < 1
     assert [(name, one.changed) for name, one in found.classes.items()] == [("tail", 1)]
     assert [(name, one.changed) for name, one in found.banned.items()] == [("replaced", 1)]
-    shown = page(header(engine, qwen, setup_of(qwen), Settings(ban=True)), results, qwen.tokenizer)
+    shown = probe_layout(header(engine, qwen, setup_of(qwen), Settings(ban=True)), results, qwen.tokenizer).html()
     assert str(list(results[0].outcome.found)) in shown
 
 

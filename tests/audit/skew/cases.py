@@ -16,7 +16,7 @@ from typing import Any
 from tests.chat.conftest import model_path
 from tokentape.audit.skew.findings import Kind
 from tokentape.audit.skew.known_parts import byte_level, metaspace
-from tokentape.audit.skew.sides.base import Conversation, Rendering
+from tokentape.audit.skew.sides.base import Rendering, SkewChat
 from tokentape.audit.skew.sides.from_spec import SideOptions, SpecSide, open_json
 from tokentape.chat.template import ChatTemplate
 from tokentape.demo import MODEL
@@ -175,7 +175,7 @@ def kimi_by_auto(base: Base) -> SpecSide:
 class EncodesSpecial(SpecSide):
     """Renders, and then has BOS put before what it rendered."""
 
-    def render(self, conversation: Conversation) -> Rendering:
+    def render(self, conversation: SkewChat) -> Rendering:
         made = super().render(conversation)
         assert made.text is not None
         return Rendering(self.encode([made.text], special=True)[0], made.text)
@@ -184,14 +184,14 @@ class EncodesSpecial(SpecSide):
 class NeverPrompts(SpecSide):
     """Drops add_generation_prompt on its way to the template."""
 
-    def render(self, conversation: Conversation) -> Rendering:
+    def render(self, conversation: SkewChat) -> Rendering:
         return super().render(replace(conversation, generate=False))
 
 
 class PromotesEmpty(SpecSide):
     """Makes content parts of empty text, which the template prints."""
 
-    def render(self, conversation: Conversation) -> Rendering:
+    def render(self, conversation: SkewChat) -> Rendering:
         printed = str([{"type": "text", "text": ""}])
         messages = tuple({**m, "content": printed} if m.get("content") == "" else m for m in conversation.messages)
         return super().render(replace(conversation, messages=messages))
@@ -212,7 +212,7 @@ class CleansUp(SpecSide):
 class KeepsText(SpecSide):
     """Lets no message become control: what it spells is encoded as text."""
 
-    def render(self, conversation: Conversation) -> Rendering:
+    def render(self, conversation: SkewChat) -> Rendering:
         made = super().render(conversation)
         assert made.text is not None
         said = [str(m.get("content") or "") for m in conversation.messages]

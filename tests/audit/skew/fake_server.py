@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tokentape.audit.skew.sides.base import Conversation, Side
+from tokentape.audit.skew.sides.base import Side, SkewChat
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.gateway.serve import running
 
@@ -75,14 +75,14 @@ def _tokens(ids: list[int] | None) -> Response:
     return JSONResponse({"tokens": ids}) if ids is not None else JSONResponse({"error": {"message": "no"}}, 400)
 
 
-def _conversation(body: Mapping[str, Any]) -> Conversation:
+def _conversation(body: Mapping[str, Any]) -> SkewChat:
     messages = []
     for message in body["messages"]:
         kept = {key: value for key, value in message.items() if key != "reasoning"}
         if kept.get("tool_calls"):
             kept["tool_calls"] = [_parsed(call) for call in kept["tool_calls"]]
         messages.append(kept)
-    return Conversation(tuple(messages), tuple(body.get("tools", ())), body.get("add_generation_prompt", True))
+    return SkewChat(tuple(messages), tuple(body.get("tools", ())), body.get("add_generation_prompt", True))
 
 
 def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import pytest
 from tests.audit.skew.cases import CASES, TINY, Case, base, healthy
 from tests.chat.conftest import slow_unless
 from tokentape.audit.skew.auditor import audit
-from tokentape.audit.skew.findings import Finding
-from tokentape.audit.skew.sides.base import Conversation, Side
+from tokentape.audit.skew.findings import Skew
+from tokentape.audit.skew.sides.base import Side, SkewChat
 
 OF_MODELS = [case for case in CASES if case.family != TINY or case.template]
 
@@ -56,7 +56,7 @@ def check(case: Case) -> None:
         check_smallest(a, b, finding)
 
 
-def check_smallest(a: Side, b: Side, finding: Finding) -> None:
+def check_smallest(a: Side, b: Side, finding: Skew) -> None:
     """The input differs, and no character or message of it can be left out."""
     if finding.probe == "encode" and isinstance(finding.example, str):
         text = finding.example
@@ -64,7 +64,7 @@ def check_smallest(a: Side, b: Side, finding: Finding) -> None:
         for at in range(len(text)):
             rest = text[:at] + text[at + 1 :]
             assert a.encode([rest]) == b.encode([rest])
-    if finding.probe == "render" and isinstance(finding.example, Conversation):
+    if finding.probe == "render" and isinstance(finding.example, SkewChat):
         assert finding.a != finding.b
         assert len(finding.example.messages) <= 4
 

@@ -12,15 +12,15 @@ import pytest
 
 from tests.audit.skew.cases import TINY, base, healthy
 from tokentape.audit.skew.auditor import audit
-from tokentape.audit.skew.findings import Finding
-from tokentape.audit.skew.sides.base import Conversation, Rendering
+from tokentape.audit.skew.findings import Skew
+from tokentape.audit.skew.layout import quoted
+from tokentape.audit.skew.sides.base import Rendering, SkewChat
 from tokentape.audit.skew.sides.from_spec import SideOptions, SpecSide, open_json
-from tokentape.audit.skew.words import quoted
 from tokentape.demo import MODEL
 from tokentape.errors import TokenizerUnusable
 
 
-def found(b: SpecSide) -> dict[str, Finding]:
+def found(b: SpecSide) -> dict[str, Skew]:
     return {one.kind: one for one in audit(healthy(TINY), b).findings if one.severity == "skew"}
 
 
@@ -64,7 +64,7 @@ def test_a_vocabulary_that_no_text_tried_shows_is_found_by_its_facts() -> None:
 class FillsInTools(SpecSide):
     """Writes every field that its own schema of a tool has, as servers do that read tools into objects."""
 
-    def render(self, conversation: Conversation) -> Rendering:
+    def render(self, conversation: SkewChat) -> Rendering:
         tools = tuple({**tool, "function": {**tool["function"], "strict": False}} for tool in conversation.tools)
         return super().render(replace(conversation, tools=tools))
 
@@ -72,7 +72,7 @@ class FillsInTools(SpecSide):
 def test_tool_definitions_with_more_fields_are_named_and_shown_on_a_whole_tool() -> None:
     kinds = found(base(TINY).side(kind=FillsInTools))
     assert set(kinds) == {"tools"}
-    assert isinstance(kinds["tools"].example, Conversation)
+    assert isinstance(kinds["tools"].example, SkewChat)
     (tool,) = kinds["tools"].example.tools
     assert set(tool) == {"type", "function"}
     assert "name" in tool["function"]

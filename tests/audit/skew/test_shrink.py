@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokentape.audit.skew.shrink import smallest, smallest_conversation, smallest_text
-from tokentape.audit.skew.sides.base import Conversation
+from tokentape.audit.skew.sides.base import SkewChat
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.sets(st.integers(0, 9), min_size=1, max_size=3))
@@ -34,7 +34,7 @@ def test_a_long_text_is_shrunk_with_few_questions() -> None:
 
 
 def test_a_conversation_loses_what_is_not_needed() -> None:
-    conversation = Conversation(
+    conversation = SkewChat(
         (
             {"role": "system", "content": "You help."},
             {"role": "user", "content": "What is <x> & <y>?"},
@@ -44,12 +44,12 @@ def test_a_conversation_loses_what_is_not_needed() -> None:
         ({"type": "function", "function": {"name": "f"}},),
     )
     found = smallest_conversation(conversation, lambda one: "&" in str(one.messages))
-    assert found == Conversation(({"role": "user", "content": "&"},), (), generate=False)
+    assert found == SkewChat(({"role": "user", "content": "&"},), (), generate=False)
 
 
 def test_a_tool_is_shrunk_to_what_shows_it() -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "it's", "parameters": {"a": [1, 2, "é"]}}}
     found = smallest_conversation(
-        Conversation(({"role": "user", "content": "hi"},), (tool, {"type": "other"})), lambda one: "é" in str(one.tools)
+        SkewChat(({"role": "user", "content": "hi"},), (tool, {"type": "other"})), lambda one: "é" in str(one.tools)
     )
     assert found.tools == ({"type": "function", "function": {"name": "f", "parameters": {"a": ["é"]}}},)

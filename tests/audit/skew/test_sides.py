@@ -15,7 +15,7 @@ from tests.data import REAL
 from tokentape.audit.skew.auditor import audit
 from tokentape.audit.skew.findings import AuditReport
 from tokentape.audit.skew.known_parts import SPLITS
-from tokentape.audit.skew.sides.base import Conversation
+from tokentape.audit.skew.sides.base import SkewChat
 from tokentape.audit.skew.sides.from_spec import SideOptions, open_json
 from tokentape.audit.skew.sides.gguf_file import merges_of
 from tokentape.audit.skew.sides.opening import PREFIXES, open_side
@@ -236,7 +236,7 @@ def test_marks_of_generation_blocks_become_masks_of_the_same_ids() -> None:
     template = f"{{% for m in messages %}}<|im_start|>{spoken}{{% endfor %}}"
     side = base(TINY).side(template=template)
     plain = base(TINY).side(template=template.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
-    asked = Conversation(({"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}))
+    asked = SkewChat(({"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}))
     made = side.render(asked)
     assert made.ids == plain.render(asked).ids
     assert made.mask is not None
@@ -279,7 +279,7 @@ def test_a_side_without_a_template_refuses_conversations() -> None:
     side = open_json("A", MODEL / "tokenizer.json", SideOptions(template=None))
     if "render" not in side.facts.abilities:
         with pytest.raises(TemplateRefused):
-            side.render(Conversation(({"role": "user", "content": "hi"},)))
+            side.render(SkewChat(({"role": "user", "content": "hi"},)))
 
 
 FAMILIES = ("qwen3", "qwen2_5", "llama3", "deepseek_v3", "deepseek_v31", "gpt_oss", "mistral_nemo", "mistral_v3_spm")

@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from tokentape.audit.compare.rows import RowComparison
-from tokentape.audit.html import shown
+from tokentape.audit.report import escape_invisible as shown
 from tokentape.audit.tokendiff import ARTIFACTS, KINDS, Comparison, Difference
 from tokentape.version import __version__
 

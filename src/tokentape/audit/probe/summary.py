@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from markupsafe import Markup
-
-from tokentape.audit import html, svg
 from tokentape.audit.intervals import Rate, wilson
 from tokentape.audit.probe.outcomes import KINDS
 from tokentape.audit.probe.record import Header
 from tokentape.audit.probe.running import Result
+from tokentape.audit.report import Bar, Bars, Block, Details, Facts, Heading, Paragraph, Report, Table
 from tokentape.audit.tokendiff import ARTIFACTS
 from tokentape.chat.tokenizer import Tokenizer
 
@@ -61,67 +58,59 @@ def _rate(changed: int, total: int) -> Rate:
     return Rate(changed, total, *wilson(changed, total))
 
 
-def page(made: Header, results: Sequence[Result], tokenizer: Tokenizer) -> str:
-    """The findings as one HTML file."""
+def probe_layout(made: Header, results: Sequence[Result], tokenizer: Tokenizer) -> Report:
+    """Return the findings as blocks."""
     found = summarise(results)
-    parts = [
-        html.paragraph(
+    blocks: list[Block] = [
+        Paragraph(f"{found.trials} trials"),
+        Paragraph(
             "A model is asked to replace one word of a sentence. A phantom edit gives the same word back in other ids: "
             "for the model something changed, in the text nothing did."
         ),
-        html.facts({"trials": found.trials, **{key: made[key] for key in ("model", "engine", "temperature")}}),
-        html.heading("Outcomes"),
+        Facts({key: made[key] for key in ("model", "engine", "temperature")}),
+        Heading("Outcomes"),
         _bars(found.outcomes),
-        html.table(["outcome", "meaning"], [[kind, meaning] for kind, meaning in KINDS.items()]),
-        html.heading("Phantom edits, of the sentences that came back"),
+        Details("What they mean", [Facts({str(kind): meaning for kind, meaning in KINDS.items()})]),
+        Heading("Phantom edits, of the sentences that came back"),
         _bars({"byte-strict": found.strict, "white space normalised": found.normalised}),
     ]
     if found.classes:
-        parts += [html.heading("Classes of phantom edits"), _bars(found.classes), _meanings(found.classes)]
+        rows = [[name, ARTIFACTS[name].phantom or "", ARTIFACTS[name].meaning] for name in found.classes]
+        blocks += [
+            Heading("Classes of phantom edits"),
+            _bars(found.classes),
+            Details("What they mean", [Table(["class", "number in arXiv 2601.14658", "meaning"], rows, {1})]),
+        ]
     if found.banned:
-        parts += [
-            html.heading("With the phantom edits' ids banned"),
-            html.paragraph("Greedy decoding went on with the likeliest other id."),
+        blocks += [
+            Heading("With the ids of phantom edits banned"),
+            Paragraph("Greedy decoding went on with the likeliest other id."),
             _bars(found.banned),
         ]
-    parts += _examples(results, tokenizer)
-    return html.page(f"Tokenization probe of {made['model']}", *parts)
+    blocks += [Heading("Completions"), _bars({"not canonical": found.noncanonical})]
+    edits = [result for result in results if result.outcome.kind in ("phantom", "spacing")][:_EXAMPLES]
+    examples = [block for result in edits for block in _example(result, tokenizer)]
+    return Report(
+        f"Tokenization probe of {made['model']}",
+        [*blocks, *([Details(f"The first {len(edits)} phantom edits", examples)] if edits else [])],
+    )
 
 
-def _bars(rates: Mapping[str, Rate]) -> Markup:
-    bars = [svg.Bar(f"{name} ({one.changed})", one.share, one.low, one.high) for name, one in rates.items()]
-    return svg.bars(bars, unit="share", highest=1.0)
+def _bars(rates: Mapping[str, Rate]) -> Bars:
+    bars = [Bar(f"{name} ({one.changed})", one.share, one.low, one.high) for name, one in rates.items()]
+    return Bars(bars, unit="share", highest=1.0)
 
 
-def _meanings(classes: Mapping[str, Any]) -> Markup:
-    rows = [
-        [name, "" if ARTIFACTS[name].phantom is None else ARTIFACTS[name].phantom, ARTIFACTS[name].meaning]
-        for name in classes
+def _example(result: Result, tokenizer: Tokenizer) -> list[Block]:
+    one = result.outcome
+    rows = [[name, list(ids), spelled(ids, tokenizer)] for name, ids in (("given", one.source), ("said", one.found))]
+    return [
+        Heading(f"{result.trial.target}: {one.artifact}", 3),
+        Paragraph(result.trial.text),
+        Table(["", "ids", "tokens"], rows),
     ]
-    return html.table(["class", "number in arXiv 2601.14658", "meaning"], rows, numeric={1})
-
-
-def _examples(results: Sequence[Result], tokenizer: Tokenizer) -> list[Markup]:
-    shown = [result for result in results if result.outcome.kind in ("phantom", "spacing")][:_EXAMPLES]
-    if not shown:
-        return []
-    parts = [html.heading(f"The first {len(shown)} phantom edits")]
-    for result in shown:
-        one = result.outcome
-        parts += [
-            html.heading(f"{result.trial.target}: {one.artifact}", 3),
-            html.paragraph(result.trial.text),
-            html.table(
-                ["", "ids", "tokens"],
-                [
-                    [name, list(ids), spelled(ids, tokenizer)]
-                    for name, ids in (("given", one.source), ("said", one.found))
-                ],
-            ),
-        ]
-    return parts
 
 
 def spelled(ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Tokens side by side, what is no character as U+FFFD."""
+    """Return tokens side by side, with U+FFFD for what is no character."""
     return " | ".join(tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in ids)

@@ -19,7 +19,7 @@ from tokentape.audit.skew.causes import TextCauses
 from tokentape.audit.skew.chat_probes import chat_findings, echo_findings
 from tokentape.audit.skew.corpus import compare_corpus
 from tokentape.audit.skew.fact_probes import fact_findings, fact_notes
-from tokentape.audit.skew.findings import AuditReport, CorpusStatistics, Finding, Probe
+from tokentape.audit.skew.findings import AuditReport, CorpusStatistics, Probe, Skew
 from tokentape.audit.skew.sides.base import Ability, Side
 from tokentape.audit.skew.sides.from_spec import SideOptions
 from tokentape.audit.skew.sides.opening import open_side
@@ -105,7 +105,7 @@ class _Run:
     a: Side
     b: Side
     progress: Callable[[str], None]
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Skew] = field(default_factory=list)
     tried: dict[Probe, int] = field(default_factory=dict)
     skipped: dict[Probe, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -182,7 +182,7 @@ class _Run:
         self._explained(findings, left)
         return statistics
 
-    def _explained(self, findings: Sequence[Finding], left: int) -> None:
+    def _explained(self, findings: Sequence[Skew], left: int) -> None:
         """Add findings, one with the same cause as an earlier one to its count."""
         for new in findings:
             for at, old in enumerate(self.findings):

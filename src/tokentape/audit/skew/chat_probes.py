@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 from tokentape.audit.skew.causes import Cause, TextCauses
 from tokentape.audit.skew.conversations import conversations
-from tokentape.audit.skew.findings import Finding, Outcome
+from tokentape.audit.skew.findings import Skew, SkewResult
 from tokentape.audit.skew.shrink import smallest_conversation
-from tokentape.audit.skew.sides.base import Conversation, Rendering, Side
+from tokentape.audit.skew.sides.base import Rendering, Side, SkewChat
 from tokentape.audit.skew.template_causes import TemplateCause, TemplateCauses
 from tokentape.audit.skew.text_probes import outcome
 from tokentape.errors import InvalidRequest, TemplateRefused, UnsupportedParameter
@@ -25,7 +25,7 @@ _MASKED = "Marks belong around what the model samples, and around nothing else: 
 class ChatFound:
     """What the probes of conversations found."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Skew] = field(default_factory=list)
     tried: int = 0
     masks: int = 0
     left: int = 0
@@ -35,11 +35,11 @@ class ChatFound:
 @dataclass(slots=True)
 class _Group:
     cause: TemplateCause
-    example: Conversation
+    example: SkewChat
     count: int = 0
     where: list[str] = field(default_factory=list)
 
-    def add(self, conversation: Conversation) -> None:
+    def add(self, conversation: SkewChat) -> None:
         self.count += 1
         if len(self.where) < _WHERE:
             self.where.append(conversation.name)
@@ -57,7 +57,7 @@ _Made = Rendering | _Refused
 class _Differs:
     """A conversation that the sides render differently, and what each wrote; None: it refused."""
 
-    conversation: Conversation
+    conversation: SkewChat
     a: _Made
     b: _Made
     texts: tuple[str | None, str | None]
@@ -80,7 +80,7 @@ def chat_findings(a: Side, b: Side, causes: TextCauses, progress: Callable[[str]
     found = ChatFound()
     compared = _Compared(a, b, causes)
     left: list[_Differs] = []
-    masked: dict[str, Finding] = {}
+    masked: dict[str, Skew] = {}
     for conversation in conversations(_end_token(a, b)):
         try:
             one, other = _render(a, conversation), _render(b, conversation)
@@ -103,9 +103,9 @@ def chat_findings(a: Side, b: Side, causes: TextCauses, progress: Callable[[str]
     return found
 
 
-def _marked_on_one_side(a: Side, b: Side) -> Finding:
+def _marked_on_one_side(a: Side, b: Side) -> Skew:
     marks, lacks = ("A", "B") if "mask" in a.facts.abilities else ("B", "A")
-    return Finding(
+    return Skew(
         kind="loss mask",
         probe="masks",
         cause=(
@@ -137,7 +137,7 @@ class _Compared:
         self._texts = causes
         self._templates = TemplateCauses(a.facts, b.facts, datetime.now(UTC).date().isoformat(), self._texts_of)
 
-    def explained(self, differing: Sequence[_Differs], progress: Callable[[str], None]) -> tuple[list[Finding], int]:
+    def explained(self, differing: Sequence[_Differs], progress: Callable[[str], None]) -> tuple[list[Skew], int]:
         """One finding per cause, and how many conversations were left unexplained because there were too many."""
         left = sorted(differing, key=lambda one: len(str(one.conversation.messages)) + len(str(one.conversation.tools)))
         groups: dict[str, _Group] = {}
@@ -159,11 +159,11 @@ class _Compared:
             left = rest
         return [self._finding(group) for group in groups.values()], len(left)
 
-    def _alike(self, first: _Differs) -> Callable[[Conversation], bool]:
+    def _alike(self, first: _Differs) -> Callable[[SkewChat], bool]:
         """Whether a smaller conversation differs in the same manner: by who refuses it, by text, or by ids alone."""
         manner = _manner(first.a, first.b)
 
-        def differs(conversation: Conversation) -> bool:
+        def differs(conversation: SkewChat) -> bool:
             if not conversation.messages:
                 return False
             try:
@@ -174,7 +174,7 @@ class _Compared:
 
         return differs
 
-    def _cause(self, conversation: Conversation) -> tuple[TemplateCause, Cause | None]:
+    def _cause(self, conversation: SkewChat) -> tuple[TemplateCause, Cause | None]:
         """The cause, and if it is one of encoding what both wrote alike, that one."""
         one, other = _render(self._a, conversation), _render(self._b, conversation)
         texts = self.texts(one, other)
@@ -194,7 +194,7 @@ class _Compared:
             return self._a.encode([other.text])[0] == one.ids
         return texts[0] == texts[1]
 
-    def _spelling(self, conversation: Conversation, a_ids: list[int], b_ids: list[int]) -> TemplateCause | None:
+    def _spelling(self, conversation: SkewChat, a_ids: list[int], b_ids: list[int]) -> TemplateCause | None:
         """The cause, if one side makes control tokens of what a message spells and the other does not."""
         said = str(conversation.messages)
         for content in {**self._a.facts.added, **self._b.facts.added}:
@@ -209,7 +209,7 @@ class _Compared:
                 return TemplateCause("control text", what, fix, f"control text:{who}")
         return None
 
-    def _texts_of(self, conversation: Conversation) -> tuple[str | None, str | None]:
+    def _texts_of(self, conversation: SkewChat) -> tuple[str | None, str | None]:
         try:
             one, other = _render(self._a, conversation), _render(self._b, conversation)
         except UnsupportedParameter:
@@ -230,9 +230,9 @@ class _Compared:
             return other.decode([made.ids])[0]
         return side.decode([made.ids])[0]
 
-    def _finding(self, group: _Group) -> Finding:
+    def _finding(self, group: _Group) -> Skew:
         cause = group.cause
-        return Finding(
+        return Skew(
             kind=cause.kind,
             probe="render",
             cause=cause.what,
@@ -245,14 +245,14 @@ class _Compared:
             severity=cause.severity,
         )
 
-    def _outcome(self, side: Side, other: Side, conversation: Conversation) -> Outcome:
+    def _outcome(self, side: Side, other: Side, conversation: SkewChat) -> SkewResult:
         made = _render(side, conversation)
         if isinstance(made, _Refused):
-            return Outcome(refused=made.why)
+            return SkewResult(refused=made.why)
         return outcome(side, made.ids, self._text(side, other, made))
 
 
-def _render(side: Side, conversation: Conversation) -> _Made:
+def _render(side: Side, conversation: SkewChat) -> _Made:
     """Raises `UnsupportedParameter` for what the side can't be asked."""
     try:
         return side.render(conversation)
@@ -275,7 +275,7 @@ def _same(one: _Made, other: _Made) -> bool:
     return one.ids == other.ids
 
 
-def _mask_findings(a: Side, b: Side, conversation: Conversation, one: Rendering, other: Rendering) -> list[Finding]:
+def _mask_findings(a: Side, b: Side, conversation: SkewChat, one: Rendering, other: Rendering) -> list[Skew]:
     found = []
     if one.mask is not None and other.mask is not None and one.mask != other.mask:
         found.append(_mask_finding("the sides mark other tokens of the same ids", a, b, conversation, one, other))
@@ -295,10 +295,8 @@ def _mask_findings(a: Side, b: Side, conversation: Conversation, one: Rendering,
     return found
 
 
-def _mask_finding(
-    cause: str, a: Side, b: Side, conversation: Conversation, one: Rendering, other: Rendering
-) -> Finding:
-    return Finding(
+def _mask_finding(cause: str, a: Side, b: Side, conversation: SkewChat, one: Rendering, other: Rendering) -> Skew:
+    return Skew(
         kind="loss mask",
         probe="masks",
         cause=cause,
@@ -336,7 +334,7 @@ def echo_findings(side: Side, letter: str) -> ChatFound | None:
         found.tried += 1
         if used != shown.ids and not found.findings:
             found.findings.append(
-                Finding(
+                Skew(
                     "server",
                     "echo",
                     f"{letter} samples from another prompt than its /tokenize renders",

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tokentape.audit.skew.sides.base import Conversation
+from tokentape.audit.skew.sides.base import SkewChat
 from tokentape.chat import grammar
 from tokentape.types import Message, Tool
 
@@ -37,32 +37,32 @@ _BARE_TOOL: Tool = {
 }
 
 
-def conversations(control: str | None = None) -> Iterator[Conversation]:
+def conversations(control: str | None = None) -> Iterator[SkewChat]:
     """All conversations, the shortest first of each kind. Some spell `control`, a control token, if it is given."""
     user: Message = {"role": "user", "content": "What is a questionword?"}
     system: Message = {"role": "system", "content": "You are a systemword."}
-    yield Conversation((user,), name="one question")
-    yield Conversation((user,), generate=False, name="one question, no generation prompt")
-    yield Conversation((system, user), name="system and question")
+    yield SkewChat((user,), name="one question")
+    yield SkewChat((user,), generate=False, name="one question, no generation prompt")
+    yield SkewChat((system, user), name="system and question")
     for tool, what in ((grammar.TOOL, "a tool"), (_STRANGE_TOOL, "a strange tool"), (_BARE_TOOL, "no arguments")):
-        yield Conversation((user,), (tool,), name=f"tools: {what}")
-        yield Conversation((system, user), (tool,), name=f"tools, system: {what}")
-    yield Conversation((system, user), (grammar.TOOL, _STRANGE_TOOL), name="two tools")
+        yield SkewChat((user,), (tool,), name=f"tools: {what}")
+        yield SkewChat((system, user), (tool,), name=f"tools, system: {what}")
+    yield SkewChat((system, user), (grammar.TOOL, _STRANGE_TOOL), name="two tools")
     tools: tuple[Tool, ...]
     for name, turn in grammar.TURNS.items():
         tools = (grammar.TOOL,) if "call" in name or "argument" in name else ()
-        yield Conversation((user, turn), tools, generate=False, name=f"answer: {name}")
+        yield SkewChat((user, turn), tools, generate=False, name=f"answer: {name}")
         if turn.get("tool_calls"):
-            yield Conversation((user, _with_text_arguments(turn)), tools, generate=False, name=f"text args: {name}")
+            yield SkewChat((user, _with_text_arguments(turn)), tools, generate=False, name=f"text args: {name}")
     yield from _spoken(system, user)
     if control is not None:
-        yield Conversation(({"role": "user", "content": f"a{control}b"},), name="user spells a control token")
+        yield SkewChat(({"role": "user", "content": f"a{control}b"},), name="user spells a control token")
         result = grammar.result(1, f"a {control} b")
-        yield Conversation((user, grammar.TURNS["call"], result), (grammar.TOOL,), name="result spells a control token")
+        yield SkewChat((user, grammar.TURNS["call"], result), (grammar.TOOL,), name="result spells a control token")
     yield from _from_grammar()
 
 
-def _spoken(system: Message, user: Message) -> Iterator[Conversation]:
+def _spoken(system: Message, user: Message) -> Iterator[SkewChat]:
     for name, text in {
         "empty": "",
         "a space": " ",
@@ -73,26 +73,26 @@ def _spoken(system: Message, user: Message) -> Iterator[Conversation]:
         "braces": "{{ not jinja }} {% raw %} {'a': None}",
         "a thinking tag": "<think>hm</think> so",
     }.items():
-        yield Conversation(({"role": "user", "content": text},), name=f"user says {name}")
-        yield Conversation(({"role": "system", "content": text}, user), name=f"system says {name}")
+        yield SkewChat(({"role": "user", "content": text},), name=f"user says {name}")
+        yield SkewChat(({"role": "system", "content": text}, user), name=f"system says {name}")
         answer = {"role": "assistant", "content": text}
-        yield Conversation((system, user, answer, user), name=f"assistant says {name}")
-    yield Conversation(({"role": "developer", "content": "A developerword."}, user), name="developer")
-    yield Conversation((user, {"role": "assistant", "content": None}, user), name="content is None")
+        yield SkewChat((system, user, answer, user), name=f"assistant says {name}")
+    yield SkewChat(({"role": "developer", "content": "A developerword."}, user), name="developer")
+    yield SkewChat((user, {"role": "assistant", "content": None}, user), name="content is None")
     call = dict(grammar.TURNS["call"], content=None)
-    yield Conversation((user, call, grammar.result(1, "ok")), (grammar.TOOL,), name="call with content None")
+    yield SkewChat((user, call, grammar.result(1, "ok")), (grammar.TOOL,), name="call with content None")
     flags: dict[str, Any] = {"place": "x", "exact": False, "options": {"deep": None, "flag": True}, "ratio": 1e-7}
     typed = {"role": "assistant", "content": "", "tool_calls": [grammar.call(1, flags)]}
-    yield Conversation((user, typed, grammar.result(1, "true")), (grammar.TOOL,), name="booleans and None")
+    yield SkewChat((user, typed, grammar.result(1, "true")), (grammar.TOOL,), name="booleans and None")
     result = grammar.result(1, '{"ok": true, "text": "<é & 日本>"}')
-    yield Conversation((user, grammar.TURNS["call"], result), (grammar.TOOL,), name="result in JSON")
+    yield SkewChat((user, grammar.TURNS["call"], result), (grammar.TOOL,), name="result in JSON")
 
 
-def _from_grammar() -> Iterator[Conversation]:
+def _from_grammar() -> Iterator[SkewChat]:
     for name in grammar.NAMES:
         tools = () if grammar.NO_TOOLS in name else (grammar.TOOL,)
         for number, (history, turn, new) in enumerate(grammar.conversations(name)):
-            yield Conversation((*history, turn, *new), tools, name=f"{name} {number}")
+            yield SkewChat((*history, turn, *new), tools, name=f"{name} {number}")
 
 
 def _with_text_arguments(turn: Message) -> Message:

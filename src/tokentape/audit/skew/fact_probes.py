@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from tokentape.audit.skew.causes import SAME_FILES, added_words, brief, differing_parts, part_of, unlike_tokens
-from tokentape.audit.skew.findings import Finding, Outcome
+from tokentape.audit.skew.findings import Skew, SkewResult
 from tokentape.audit.skew.sides.base import SideFacts
 
 _PAD_FIX = "Give padding a token of its own: masks made from a padding token that is EOS leave ends of turns untrained."
 
 
-def fact_findings(a: SideFacts, b: SideFacts, found: Collection[Finding]) -> list[Finding]:
+def fact_findings(a: SideFacts, b: SideFacts, found: Collection[Skew]) -> list[Skew]:
     """What of two sides' facts differs and is in none of the findings yet."""
     kinds = {one.kind for one in found}
     told = " ".join(one.cause for one in found)
@@ -21,11 +21,11 @@ def fact_findings(a: SideFacts, b: SideFacts, found: Collection[Finding]) -> lis
     findings += _special_tokens(a, b)
     if None not in (a.cleans_up, b.cleans_up) and a.cleans_up != b.cleans_up and "decode clean-up" not in kinds:
         cause = f"clean_up_tokenization_spaces is {a.cleans_up} in A and {b.cleans_up} in B"
-        findings.append(Finding("decode clean-up", "facts", cause, "Set it to false in tokenizer_config.json.", 1))
+        findings.append(Skew("decode clean-up", "facts", cause, "Set it to false in tokenizer_config.json.", 1))
     return findings
 
 
-def fact_notes(a: SideFacts, b: SideFacts, found: Collection[Finding]) -> list[str]:
+def fact_notes(a: SideFacts, b: SideFacts, found: Collection[Skew]) -> list[str]:
     """What a reader should know of the sides, though nothing that was tried differs by it."""
     kinds = {one.kind for one in found}
     notes = [f"{letter}: {note}" for letter, side in (("A", a), ("B", b)) for note in side.notes]
@@ -44,11 +44,11 @@ def fact_notes(a: SideFacts, b: SideFacts, found: Collection[Finding]) -> list[s
     return notes
 
 
-def _tables(a: SideFacts, b: SideFacts) -> Iterator[Finding]:
+def _tables(a: SideFacts, b: SideFacts) -> Iterator[Skew]:
     if a.spec is None or b.spec is None:
         return
     for tokens in unlike_tokens(a, b).values():
-        yield Finding(
+        yield Skew(
             kind="added token",
             probe="facts",
             cause=added_words(tokens, a, b),
@@ -64,11 +64,11 @@ def _tables(a: SideFacts, b: SideFacts) -> Iterator[Finding]:
         unlike = sorted(t for t in {*one, *other} if one.get(t) != other.get(t) and t not in added)
         if unlike:
             said = f"{len(unlike)} tokens have other ids or are on one side only, the first is {unlike[0]!r}"
-            yield Finding("vocabulary", "facts", f"the vocabularies differ: {said}", SAME_FILES, len(unlike))
+            yield Skew("vocabulary", "facts", f"the vocabularies differ: {said}", SAME_FILES, len(unlike))
 
 
-def _held(side: SideFacts, token: str) -> Outcome:
-    return Outcome((side.added[token].id,), (token,)) if token in side.added else Outcome()
+def _held(side: SideFacts, token: str) -> SkewResult:
+    return SkewResult((side.added[token].id,), (token,)) if token in side.added else SkewResult()
 
 
 def _ids(side: SideFacts) -> dict[str, int]:
@@ -77,7 +77,7 @@ def _ids(side: SideFacts) -> dict[str, int]:
     return dict(vocab) if isinstance(vocab, Mapping) else {entry[0]: number for number, entry in enumerate(vocab)}
 
 
-def _special_tokens(a: SideFacts, b: SideFacts) -> Iterator[Finding]:
+def _special_tokens(a: SideFacts, b: SideFacts) -> Iterator[Skew]:
     if not a.special_tokens or not b.special_tokens:
         return
     for name in sorted({*a.special_tokens, *b.special_tokens}):
@@ -93,11 +93,9 @@ def _special_tokens(a: SideFacts, b: SideFacts) -> Iterator[Finding]:
             ]
             cause += f"; it is the EOS token in {' and '.join(ends)}" if ends else ""
             if ends or None not in (one, other):  # who only serves needs no padding
-                yield Finding("padding", "facts", cause, _PAD_FIX if ends else SAME_FILES, 1)
+                yield Skew("padding", "facts", cause, _PAD_FIX if ends else SAME_FILES, 1)
         else:
-            yield Finding("special tokens", "facts", cause, "Set it to the same token on both sides.", 1)
+            yield Skew("special tokens", "facts", cause, "Set it to the same token on both sides.", 1)
     pad = a.special_tokens.get("pad_token")
     if pad and pad == a.special_tokens.get("eos_token") and b.special_tokens.get("pad_token") == pad:
-        yield Finding(
-            "padding", "facts", f"both sides pad with {pad}, their EOS token", _PAD_FIX, 1, severity="caution"
-        )
+        yield Skew("padding", "facts", f"both sides pad with {pad}, their EOS token", _PAD_FIX, 1, severity="caution")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from tokentape.audit.skew.sides.base import Conversation, SideFacts
+from tokentape.audit.skew.sides.base import SideFacts, SkewChat
 
 Kind: TypeAlias = Literal[
     "normalizer",
@@ -49,7 +49,7 @@ it may."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SkewResult:
     """What one side made of an input."""
 
     ids: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Skew:
     """One cause by which two sides differ, with the smallest input that shows it."""
 
     kind: Kind
@@ -76,10 +76,10 @@ class Finding:
     """Inputs tried that differ by this cause."""
     where: tuple[str, ...] = ()
     """Groups of the battery, names of conversations or files that they are from: the first few."""
-    example: str | Conversation | tuple[int, ...] | None = None
+    example: str | SkewChat | tuple[int, ...] | None = None
     """The smallest text, conversation or ids that show it."""
-    a: Outcome = Outcome()
-    b: Outcome = Outcome()
+    a: SkewResult = SkewResult()
+    b: SkewResult = SkewResult()
     severity: Severity = "skew"
 
 
@@ -109,7 +109,7 @@ class AuditReport:
 
     a: SideFacts
     b: SideFacts
-    findings: tuple[Finding, ...]
+    findings: tuple[Skew, ...]
     tried: Mapping[Probe, int]
     """Inputs compared, by probe."""
     skipped: Mapping[Probe, str]
@@ -170,7 +170,7 @@ def parts(facts: SideFacts) -> dict[str, str]:
     return {**found, "model": json.dumps(settings, ensure_ascii=False, sort_keys=True)}
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _finding(finding: Skew) -> dict[str, Any]:
     return {
         "kind": finding.kind,
         "severity": finding.severity,
@@ -185,9 +185,9 @@ def _finding(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _example(example: str | Conversation | tuple[int, ...] | None) -> Any:
+def _example(example: str | SkewChat | tuple[int, ...] | None) -> Any:
     match example:
-        case Conversation():
+        case SkewChat():
             return {
                 "messages": list(example.messages),
                 "tools": list(example.tools),
@@ -200,7 +200,7 @@ def _example(example: str | Conversation | tuple[int, ...] | None) -> Any:
     return None
 
 
-def _outcome(outcome: Outcome) -> dict[str, Any]:
+def _outcome(outcome: SkewResult) -> dict[str, Any]:
     found: dict[str, Any] = {"ids": list(outcome.ids), "tokens": list(outcome.tokens)}
     if outcome.text is not None:
         found["text"] = outcome.text

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from tokentape.audit.skew.sides.base import Conversation
+from tokentape.audit.skew.sides.base import SkewChat
 
 _Part = TypeVar("_Part")
 _OF_TOOLS = ("type", "function", "name")
@@ -54,7 +54,7 @@ def smallest_text(text: str, differs: Callable[[str], bool]) -> str:
     return str(smallest(text, lambda kept: differs(str(kept))))
 
 
-def smallest_conversation(conversation: Conversation, differs: Callable[[Conversation], bool]) -> Conversation:
+def smallest_conversation(conversation: SkewChat, differs: Callable[[SkewChat], bool]) -> SkewChat:
     """The smallest conversation on which two sides differ: fewer tools, messages, fields, and shorter texts."""
     for fewer in ({"generate": False}, {"tools": ()}):
         tried = replace(conversation, **fewer)
@@ -72,10 +72,10 @@ def smallest_conversation(conversation: Conversation, differs: Callable[[Convers
     return replace(conversation, tools=tuple(tools))
 
 
-def _smaller_message(conversation: Conversation, at: int, differs: Callable[[Conversation], bool]) -> Conversation:
+def _smaller_message(conversation: SkewChat, at: int, differs: Callable[[SkewChat], bool]) -> SkewChat:
     messages = conversation.messages
 
-    def made(message: Mapping[str, Any]) -> Conversation:
+    def made(message: Mapping[str, Any]) -> SkewChat:
         return replace(conversation, messages=(*messages[:at], message, *messages[at + 1 :]))
 
     role = messages[at]["role"]

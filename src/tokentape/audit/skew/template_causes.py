@@ -12,12 +12,12 @@ from functools import partial
 from typing import TypeAlias
 
 from tokentape.audit.skew.findings import Kind, Severity
-from tokentape.audit.skew.sides.base import Conversation, SideFacts
-from tokentape.audit.skew.words import apart
+from tokentape.audit.skew.layout import first_difference
+from tokentape.audit.skew.sides.base import SideFacts, SkewChat
 from tokentape.chat.template import ChatTemplate, plain_message
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 
-Writer: TypeAlias = Callable[[Conversation], "str | None"]
+Writer: TypeAlias = Callable[[SkewChat], "str | None"]
 """Renders to text; None if it refuses."""
 
 _TAGS = re.compile(r"(\{%.*?%\}|\{\{.*?\}\}|\n)", re.DOTALL)
@@ -45,7 +45,7 @@ class TemplateCause:
     fix: str
     key: str
     """Two conversations with causes of one key differ for the same reason."""
-    explains: Callable[[Conversation, str, str], bool] | None = None
+    explains: Callable[[SkewChat, str, str], bool] | None = None
     """Whether this cause alone makes the texts of another conversation differ as they do."""
     severity: Severity = "skew"
 
@@ -54,7 +54,7 @@ class TemplateCauses:
     """Explains differences between what two sides write. `write` gives what each writes for a conversation."""
 
     def __init__(
-        self, a: SideFacts, b: SideFacts, date: str, write: Callable[[Conversation], tuple[str | None, str | None]]
+        self, a: SideFacts, b: SideFacts, date: str, write: Callable[[SkewChat], tuple[str | None, str | None]]
     ) -> None:
         self._a, self._b = a, b
         self._write = write
@@ -62,7 +62,7 @@ class TemplateCauses:
         self._pieces: list[tuple[str, Writer]] | None = None
         self._whole: Writer | None = None
 
-    def cause_of(self, conversation: Conversation, one: str | None, other: str | None) -> TemplateCause:
+    def cause_of(self, conversation: SkewChat, one: str | None, other: str | None) -> TemplateCause:
         """Why side A writes `one` and side B `other`; None: it refuses."""
         a, b = self._a, self._b
         if one is None or other is None:
@@ -89,7 +89,7 @@ class TemplateCauses:
             what = f"the templates differ: {what}"
         return TemplateCause("template", what, _SAME_TEMPLATE, "template")
 
-    def _seen(self, conversation: Conversation, one: str, other: str) -> TemplateCause | None:
+    def _seen(self, conversation: SkewChat, one: str, other: str) -> TemplateCause | None:
         """What the two texts show by themselves."""
         a, b = self._a, self._b
         for token in {side.special_tokens["bos_token"] for side in (a, b) if "bos_token" in side.special_tokens}:
@@ -146,7 +146,7 @@ class TemplateCauses:
 
     def _swapped_tokens(self, one: str, other: str) -> tuple[str, str] | None:
         """Two control tokens of which one side writes one wherever the other side writes the other."""
-        at = apart(one, other)
+        at = first_difference(one, other)
         spelled = [
             [token for token in {**self._a.added, **self._b.added} if any(text.startswith(token, n) for n in starts)]
             for text in (one, other)
@@ -155,7 +155,7 @@ class TemplateCauses:
         pairs = ((ours, theirs) for ours in spelled[0] for theirs in spelled[1] if ours != theirs)
         return next((pair for pair in pairs if one.replace(*pair) == other), None)
 
-    def _unprompted(self, conversation: Conversation, one: str, other: str) -> bool:
+    def _unprompted(self, conversation: SkewChat, one: str, other: str) -> bool:
         """Whether one text is the other without its generation prompt, or without a part of it."""
         if not conversation.generate or not (one.startswith(other) or other.startswith(one)):
             return False
@@ -163,7 +163,7 @@ class TemplateCauses:
         longer, shorter = (one, other) if len(one) > len(other) else (other, one)
         return without is not None and shorter.startswith(without) and without != longer
 
-    def _exchanged(self, conversation: Conversation, other: str) -> TemplateCause | None:
+    def _exchanged(self, conversation: SkewChat, other: str) -> TemplateCause | None:
         """The one difference of variables or templates that makes of A's text B's."""
         a, b = self._a, self._b
         if a.template is None or b.template is None:
@@ -208,7 +208,7 @@ class TemplateCauses:
         except TokenizerUnusable:
             return None
 
-        def write(conversation: Conversation) -> str | None:
+        def write(conversation: SkewChat) -> str | None:
             try:
                 return template.render(
                     [plain_message(message) for message in conversation.messages],
@@ -262,16 +262,16 @@ def _compact(text: str) -> str:
 
 def _apart(one: str, other: str) -> str:
     """Where two texts begin to differ, in words."""
-    start = max(apart(one, other) - 10, 0)
+    start = max(first_difference(one, other) - 10, 0)
     return f"{one[start : start + _SHOWN]!r} and {other[start : start + _SHOWN]!r}"
 
 
-def _alike(form: Callable[[str], str]) -> Callable[[Conversation, str, str], bool]:
+def _alike(form: Callable[[str], str]) -> Callable[[SkewChat, str, str], bool]:
     """Whether two texts are the same in some form."""
     return lambda _, one, other: form(one) == form(other)
 
 
-def _writes(writer: Writer) -> Callable[[Conversation, str, str], bool]:
+def _writes(writer: Writer) -> Callable[[SkewChat, str, str], bool]:
     """Whether a template writes what side B does."""
     return lambda conversation, _, other: writer(conversation) == other
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tokentape.audit.skew.causes import LOAD_THE_FILE, SAME_FILES, Cause, TextCauses, brief, part_of
-from tokentape.audit.skew.findings import Finding, Kind, Outcome, Probe
+from tokentape.audit.skew.findings import Kind, Probe, Skew, SkewResult
 from tokentape.audit.skew.shrink import smallest, smallest_text
 from tokentape.audit.skew.sides.base import Side
 from tokentape.errors import InvalidRequest
@@ -61,7 +61,7 @@ def explain_texts(
     progress: Callable[[str], None] = lambda _: None,
     *,
     special: bool = False,
-) -> tuple[list[Finding], int]:
+) -> tuple[list[Skew], int]:
     """One finding per cause, and how many texts were left unexplained because there were too many."""
     left = sorted(differing, key=lambda one: len(one.text))
     found: dict[str, _Found] = {}
@@ -94,8 +94,8 @@ def _differs(a: Side, b: Side, text: str, *, special: bool) -> bool:
         return False
 
 
-def _finding(a: Side, b: Side, found: _Found, probe: Probe) -> Finding:
-    return Finding(
+def _finding(a: Side, b: Side, found: _Found, probe: Probe) -> Skew:
+    return Skew(
         kind=found.cause.kind,
         probe=probe,
         cause=found.cause.what,
@@ -108,11 +108,11 @@ def _finding(a: Side, b: Side, found: _Found, probe: Probe) -> Finding:
     )
 
 
-def outcome(side: Side, ids: Sequence[int], text: str | None = None) -> Outcome:
+def outcome(side: Side, ids: Sequence[int], text: str | None = None) -> SkewResult:
     """What a side made of an input, with its tokens where it can write each."""
     tokens = [side.token(one) for one in ids]
     said = tuple(token for token in tokens if token is not None)
-    return Outcome(tuple(ids), said if len(said) == len(ids) else (), text)
+    return SkewResult(tuple(ids), said if len(said) == len(ids) else (), text)
 
 
 def special_texts(a: Side, b: Side) -> dict[str, str]:
@@ -126,10 +126,10 @@ def special_texts(a: Side, b: Side) -> dict[str, str]:
     return dict.fromkeys(texts, "BOS and EOS")
 
 
-def decode_findings(a: Side, b: Side, sequences: Mapping[tuple[int, ...], str]) -> list[Finding]:
+def decode_findings(a: Side, b: Side, sequences: Mapping[tuple[int, ...], str]) -> list[Skew]:
     """Ids that the sides turn into different texts, one finding per way in which they do."""
     asked = list(sequences)
-    found: dict[str, Finding] = {}
+    found: dict[str, Skew] = {}
     both = zip(asked, a.decode(asked), b.decode(asked), strict=True)
     differing = sorted(((ids, one, other) for ids, one, other in both if one != other), key=lambda each: len(each[0]))
     for ids, one, other in differing:
@@ -139,10 +139,10 @@ def decode_findings(a: Side, b: Side, sequences: Mapping[tuple[int, ...], str]) 
             small = tuple(smallest(ids, partial(_same_way, a, b, kind)))
             texts = a.decode([small])[0], b.decode([small])[0]
             outcomes = outcome(a, small, texts[0]), outcome(b, small, texts[1])
-            found[kind] = Finding(kind, "decode", what, fix, 1, (sequences[ids],), small, *outcomes)
+            found[kind] = Skew(kind, "decode", what, fix, 1, (sequences[ids],), small, *outcomes)
         else:
             where = tuple(dict.fromkeys((*earlier.where, sequences[ids])))[:_WHERE]
-            found[kind] = Finding(
+            found[kind] = Skew(
                 kind, "decode", what, fix, earlier.count + 1, where, earlier.example, earlier.a, earlier.b
             )
     return list(found.values())

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit.skew.sides.base import Ability, AddedToken, Conversation, Rendering, SideFacts
+from tokentape.audit.skew.sides.base import Ability, AddedToken, Rendering, SideFacts, SkewChat
 from tokentape.audit.skew.sides.from_spec import SideOptions, added_of, hashes, makes_masks, special_tokens_of
 from tokentape.chat.template import plain_message, read_source
 from tokentape.errors import TemplateRefused, TokenizerUnusable
@@ -81,7 +81,7 @@ class AutoSide:
         """See `Side`."""
         return [self._tokenizer.decode(list(ids), skip_special_tokens=False) for ids in sequences]
 
-    def render(self, conversation: Conversation) -> Rendering:
+    def render(self, conversation: SkewChat) -> Rendering:
         """See `Side`."""
         messages = [_sent(message) for message in conversation.messages]
         asked = {

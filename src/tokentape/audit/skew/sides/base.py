@@ -14,7 +14,7 @@ control tokens that a text spells as control tokens. `mask`: it says which token
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class SkewChat:
     """Messages as they are given to a chat template, with everything else that its output depends on."""
 
     messages: tuple[Message, ...]
@@ -96,7 +96,7 @@ class Side(Protocol):
         """The text of each sequence of ids, control tokens spelled out."""
         ...
 
-    def render(self, conversation: Conversation) -> Rendering:
+    def render(self, conversation: SkewChat) -> Rendering:
         """The ids of a conversation.
 
         Raises `TemplateRefused` if it does not take it, `UnsupportedParameter` for what it can't be asked at all.

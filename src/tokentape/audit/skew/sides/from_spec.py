@@ -19,7 +19,7 @@ from typing import Any
 
 import tokenizers
 
-from tokentape.audit.skew.sides.base import Ability, AddedToken, Conversation, Rendering, SideFacts
+from tokentape.audit.skew.sides.base import Ability, AddedToken, Rendering, SideFacts, SkewChat
 from tokentape.chat.template import ChatTemplate, plain_message, read_source
 from tokentape.chat.tokenizer import from_text
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
@@ -127,7 +127,7 @@ class SpecSide:
         """See `Side`."""
         return self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=False)
 
-    def render(self, conversation: Conversation) -> Rendering:
+    def render(self, conversation: SkewChat) -> Rendering:
         """See `Side`."""
         if self._template is None:
             raise TemplateRefused("this side has no chat template")
@@ -139,7 +139,7 @@ class SpecSide:
         mask = [any(a < end and b > start for a, b in spans) for start, end in encoding.offsets]
         return Rendering(encoding.ids, text, mask)
 
-    def _written(self, template: ChatTemplate, conversation: Conversation) -> str:
+    def _written(self, template: ChatTemplate, conversation: SkewChat) -> str:
         return template.render(
             [plain_message(message) for message in conversation.messages],
             tools=conversation.tools,

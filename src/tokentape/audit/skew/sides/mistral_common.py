@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit.skew.sides.base import AddedToken, Conversation, Rendering, SideFacts
+from tokentape.audit.skew.sides.base import AddedToken, Rendering, SideFacts, SkewChat
 from tokentape.audit.skew.sides.from_spec import hash_file
 from tokentape.errors import TemplateRefused, TokenizerUnusable, UnsupportedParameter
 
@@ -56,7 +56,7 @@ class MistralSide:
 
         return [self._tokenizer.decode(list(ids), special_token_policy=SpecialTokenPolicy.IGNORE) for ids in sequences]
 
-    def render(self, conversation: Conversation) -> Rendering:
+    def render(self, conversation: SkewChat) -> Rendering:
         """See `Side`. What the library's checks don't let through can't be compared."""
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit.skew.sides.base import AddedToken, Conversation, Rendering, SideFacts
+from tokentape.audit.skew.sides.base import AddedToken, Rendering, SideFacts, SkewChat
 from tokentape.audit.skew.sides.from_spec import SideOptions, hash_file
 from tokentape.errors import TemplateRefused, TokenizerUnusable
 
@@ -55,7 +55,7 @@ class SentencePieceSide:
         """See `Side`."""
         return [self._model.decode(list(ids)) for ids in sequences]
 
-    def render(self, conversation: Conversation) -> Rendering:
+    def render(self, conversation: SkewChat) -> Rendering:
         """See `Side`."""
         raise TemplateRefused("a SentencePiece model has no chat template")
 

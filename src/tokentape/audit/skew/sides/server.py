@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tokentape.audit.skew.sides.base import Ability, Conversation, Rendering, SideFacts
+from tokentape.audit.skew.sides.base import Ability, Rendering, SideFacts, SkewChat
 from tokentape.audit.skew.sides.from_spec import SideOptions
 from tokentape.engines.http import HttpClient
 from tokentape.engines.tokenizing import server_chat_ids, server_prompt_ids, server_text, server_text_ids
@@ -61,7 +61,7 @@ class ServerSide:
         abilities: set[Ability] = {"special", "controls"}
         if loop.run(server_text(kind, http, self._model, self._text_ids("a", special=False) or [])) is not None:
             abilities.add("decode")
-        if self._chat_ids(Conversation(_HELLO)) is not None:
+        if self._chat_ids(SkewChat(_HELLO)) is not None:
             abilities.add("render")
         self.echoes = kind == "vllm" and "render" in abilities
         """Whether it says what prompt it sampled from."""
@@ -90,7 +90,7 @@ class ServerSide:
         self._texts |= {ids: text or "" for ids, text in zip(new, texts, strict=True)}
         return [self._texts[ids] for ids in asked]
 
-    def render(self, conversation: Conversation) -> Rendering:
+    def render(self, conversation: SkewChat) -> Rendering:
         """See `Side`. Arguments in JSON text are read by servers before their template sees them: not comparable."""
         if any(_has_text_arguments(message) for message in conversation.messages):
             raise UnsupportedParameter("a server's template is never shown arguments as text", "messages")
@@ -102,7 +102,7 @@ class ServerSide:
             raise TemplateRefused("the server refuses this conversation; see its log for the reason")
         return Rendering(ids, None)
 
-    def echo(self, conversation: Conversation) -> list[int] | None:
+    def echo(self, conversation: SkewChat) -> list[int] | None:
         """The prompt that it says it sampled from, given this conversation; None if it refuses or does not say."""
         messages = [_wire(message) for message in conversation.messages]
         return self._loop.run(server_prompt_ids(self._http, self._model, messages, conversation.tools, self._kwargs))
@@ -126,7 +126,7 @@ class ServerSide:
     def _text_ids(self, text: str, *, special: bool) -> list[int] | None:
         return self._loop.run(self._asked(text, special=special))
 
-    def _chat_ids(self, conversation: Conversation) -> list[int] | None:
+    def _chat_ids(self, conversation: SkewChat) -> list[int] | None:
         messages = [_wire(message) for message in conversation.messages]
         try:
             return self._loop.run(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tokentape.audit.skew.known_parts import SPLITS
-from tokentape.audit.skew.sides.base import Ability, AddedToken, Conversation, Rendering, SideFacts
+from tokentape.audit.skew.sides.base import Ability, AddedToken, Rendering, SideFacts, SkewChat
 from tokentape.audit.skew.sides.from_spec import SideOptions, find_template, hash_file, read_config, special_tokens_of
 from tokentape.chat.template import ChatTemplate, plain_message
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
@@ -85,7 +85,7 @@ class TiktokenSide:
         """See `Side`."""
         return [self._encoding.decode(list(ids)) for ids in sequences]
 
-    def render(self, conversation: Conversation) -> Rendering:
+    def render(self, conversation: SkewChat) -> Rendering:
         """See `Side`."""
         if self._template is None:
             raise TemplateRefused("there is no chat template beside the ranks")
