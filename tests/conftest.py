@@ -101,23 +101,24 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def _of_the_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that all processes of this run share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nothing in the cache of whoever runs the tests is read or written, by processes of the tests neither."""
-    os.environ["TOKENTAPE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="session")
-def _quick_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("quick"))
+    os.environ["TOKENTAPE_CACHE"] = str(_of_the_run(tmp_path_factory) / "cache")
 
 
 @pytest.fixture(scope="module")
-def quick_proofs(_quick_cache: str) -> Iterator[None]:
+def quick_proofs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Prove the twin of a new tokenizer with one in twenty texts: all take seconds, and `tests/chat` tries them."""
     texts = twin_proof.proof_texts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TOKENTAPE_CACHE", _quick_cache)
+        patch.setenv("TOKENTAPE_CACHE", str(_of_the_run(tmp_path_factory) / "quick-proofs"))
         patch.setattr(twin_proof, "proof_texts", lambda *given: islice(texts(*given), None, None, 20))
         yield
 
@@ -126,7 +127,7 @@ def quick_proofs(_quick_cache: str) -> Iterator[None]:
 def quick_models(quick_proofs: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Certify one continuation of a new model as well, for tests that are not about bridges."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TOKENTAPE_CACHE", str(tmp_path_factory.mktemp("quick")))
+        patch.setenv("TOKENTAPE_CACHE", str(_of_the_run(tmp_path_factory) / "quick-models"))
         patch.setattr(grammar, "NAMES", grammar.NAMES[:1])
         yield
 

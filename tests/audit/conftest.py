@@ -1,4 +1,4 @@
-"""Audits and locks make a new tokenizer or template per test; what is certified of them is tried elsewhere."""
+"""Audits make a new tokenizer per test; what is proved of its twin is tried elsewhere."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quick(quick_models: None) -> None: ...
+def _quick(quick_proofs: None) -> None: ...

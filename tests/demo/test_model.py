@@ -148,6 +148,7 @@ def test_model_solves_heldout_tasks_greedily(evaluate: ModuleType) -> None:
     assert sum(is_solved(rollout.task, rollout.final_text or "") for rollout in rollouts) >= 19
 
 
+@pytest.mark.slow
 def test_model_samples_spellings_that_the_tokenizer_would_not(evaluate: ModuleType, tokenizer: Tokenizer) -> None:
     rollouts = evaluate.roll_out(FOLDER, sample_tasks(seed=1, n=20, split="heldout"), temperature=1.0)
     changed = [any(not evaluate.is_canonical(tokenizer, ids) for ids in rollout.completions) for rollout in rollouts]

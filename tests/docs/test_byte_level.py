@@ -17,6 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "byte-level.md").read_text("utf-8")
 QUESTION = "What do 3 pears cost if one costs 12?"
 
 
+@pytest.mark.slow
 def test_the_example_gives_the_figures_of_the_table(
     model_dir: Path, renderer: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = pytest.mark.slow
@@ -24,7 +26,7 @@ def printed_by(name: str, *arguments: str, folder: Path) -> str:
         text=True,
         cwd=folder,
         env=environment,
-        timeout=250,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == []

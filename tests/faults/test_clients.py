@@ -158,7 +158,7 @@ def test_official_client_that_times_out_and_retries(
 
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(open_gate_to_the_retry)
-        reply = say(gateway.client(max_retries=9, timeout=1.0), [QUESTION], stream=stream)
+        reply = say(gateway.client(max_retries=9, timeout=5.0), [QUESTION], stream=stream)
         gateway.told += joined(reply) if stream else Told.of(reply)
         opening.result()
     assert len(upstream.bodies) == 1

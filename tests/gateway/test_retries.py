@@ -203,7 +203,7 @@ def test_the_official_client_that_times_out_and_retries_gets_the_one_generation(
 
     with (
         ThreadPoolExecutor(1) as pool,
-        OpenAI(base_url=f"{served.url}/sessions/s/v1", api_key="none", max_retries=9, timeout=1.0) as client,
+        OpenAI(base_url=f"{served.url}/sessions/s/v1", api_key="none", max_retries=9, timeout=3.0) as client,
     ):
         opening = pool.submit(open_gate_to_the_retry)
         reply: Any = client.chat.completions.create(model="m", messages=[QUESTION], tools=TOOLS)  # type: ignore[call-overload]

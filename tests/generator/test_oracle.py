@@ -9,12 +9,21 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tests.chat.conftest import slow_unless
 from tests.generator.compose import compose
 from tests.generator.conversations import conversations
 from tests.generator.examine import Result, examine
 from tests.generator.options import Case, draw, only
 from tests.generator.oracle import Reference, appends, end_of_reply
-from tests.generator.planted import EXPECTED, AlwaysLocal
+from tests.generator.planted import (
+    EXPECTED,
+    AlwaysLocal,
+    EncodesEverything,
+    LosesCalls,
+    LosesSampledIds,
+    OneWrongToken,
+    OtherPrompt,
+)
 from tests.generator.product import Product
 from tests.generator.vocabularies import write_model
 
@@ -43,7 +52,13 @@ def test_nothing_is_found_on_the_plainest_case() -> None:
     assert result.counts["strategy local"] > 8
 
 
-@pytest.mark.parametrize("product", EXPECTED, ids=lambda product: product.__name__)
+OFTEN = (AlwaysLocal, OneWrongToken, OtherPrompt, EncodesEverything, LosesCalls, LosesSampledIds)
+"""One for each part of the product that the oracle looks at."""
+
+
+@pytest.mark.parametrize(
+    "product", [slow_unless(product, *OFTEN) for product in EXPECTED], ids=lambda product: product.__name__
+)
 def test_a_planted_fault_is_found(product: type[Product]) -> None:
     kind, options = EXPECTED[product]
     case = only(PLAIN, [f"{name}={option}" for name, option in options.items()])

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.waiting import PATIENCE
 from tokentape.errors import InvalidRequest
 from tokentape.testing import rows as rows_module
 from tokentape.testing import samples as kit
@@ -339,7 +340,7 @@ def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
         "    return [Row(one.token_ids, one.loss_mask, one.logprobs) for one in samples]\n"
     )
     command = [sys.executable, "-m", "tokentape.testing.samples", "mine:rows"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert ran.stderr == ""
     assert f"{'exact':34}held" in ran.stdout
     assert ran.returncode == 1

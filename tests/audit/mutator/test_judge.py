@@ -72,7 +72,7 @@ def test_an_audit_that_refuses_a_healthy_folder_is_caught(base: Base) -> None:
     assert "false alarm: copied" in verdict.complaints
 
 
-@pytest.mark.parametrize("kind", ["merges", "added token", "template", "library"])
+@pytest.mark.parametrize("kind", ["merges", *map(slow_unless, ("added token", "template", "library"))])
 def test_a_cause_that_does_not_hold_when_undone_is_caught(base: Base, kind: Kind) -> None:
     verdict = _judged(base, NO_NORMALIZER, _says(_finding(kind, "e\u0301")))
     assert verdict.complaints == [f"cause does not hold: {kind} for normalizer"]

@@ -58,7 +58,7 @@ def test_a_case_that_loops_is_a_complaint(base: Base, monkeypatch: pytest.Monkey
     assert runner.isolated(base, 5, 1)["complaints"] == ["case takes too long"]
 
 
-@pytest.mark.parametrize("skewed", [False, True, None])
+@pytest.mark.parametrize("skewed", [False, True, pytest.param(None, marks=pytest.mark.slow)])
 def test_an_exit_code_that_is_not_what_the_report_says_is_a_complaint(
     base: Base, monkeypatch: pytest.MonkeyPatch, skewed: bool | None
 ) -> None:
