@@ -149,8 +149,10 @@ def _completion(tokenizer: Tokenizer, sampled: TokenIds, logprobs: Logprobs, aga
     if found.channel != "id drift":
         return _Piece(again, True, given, len(sampled), other_text=lost)
     for change in found.changes:
-        new = slice(change.trainer_start, change.trainer_end)
-        given[new] = logprobs[change.start : change.end].sum() / (change.trainer_end - change.trainer_start)
+        # The tokens around a stretch are in both, and what the trainer has between them is the same text.
+        start = found.partner[change.start - 1] + 1 if change.start else 0
+        end = found.partner[change.end] if change.end < len(sampled) else len(again)
+        given[start:end] = logprobs[change.start : change.end].sum() / (end - start)
     return _Piece(again, True, given, len(sampled), other_ids=lost)
 
 
