@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
 import httpx2
@@ -19,7 +20,10 @@ from tokentape.durable import flush_directory
 from tokentape.errors import Conflict, GatewayUnavailable, InvalidRequest, TokentapeError
 from tokentape.session.arrow import iter_parquet
 from tokentape.session.jsonl import json_line, trajectory_from_json
-from tokentape.types import Trajectory
+from tokentape.types import Trajectory, TurnColumn
+
+if TYPE_CHECKING:
+    from tokentape.audit.scoring import ScoreReport
 
 
 class Client:
@@ -95,6 +99,50 @@ class Client:
         }
         taken = self._call("POST", "/snapshots", asked, wait=wait_checks)
         return ClientSnapshot(self, taken["snapshot_id"])
+
+    def score(
+        self,
+        engine: str,
+        url: str | None = None,
+        *,
+        model: str | Path,
+        column: str = "sampler_logprobs",
+        precision: str | None = None,
+        session_ids: Iterable[str] | None = None,
+        again: bool = False,
+        concurrency: int = 4,
+        engine_model: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> ScoreReport:
+        """Score recorded ids with an engine that this process opens, and keep the scores as a column per token.
+
+        `engine` is `vllm` or `sglang` at `url`, or `transformers` here, with the weights in the folder `model`; that
+        folder has the record's tokenizer in any case. The scores are the model's own log-probabilities, at temperature
+        1, before penalties and truncation; `ClientSession.trajectories` returns them in `columns`. Turns that have the
+        column are left alone unless `again`. With `precision`, `float32` or `bfloat16`, the lower one of both engines,
+        what was recorded is compared, and `causes` of the report says why it is too far off, if it is.
+        `concurrency` is how many sessions are scored at a time. Raises as the engines do.
+
+        >>> report = client.score("vllm", "http://127.0.0.1:8000", model="path/to/model")    # doctest: +SKIP
+        """
+        from tokentape.audit.scoring import Recorded, open_and_score
+
+        found = (session["session_id"] for session in self.sessions()) if session_ids is None else session_ids
+
+        def recorded() -> Iterator[Recorded]:
+            for session_id in found:
+                trajectories = ClientSession(self, session_id).trajectories()
+                done = () if again else _turns_with(trajectories, column)
+                yield Recorded(session_id, trajectories, done, {})
+
+        async def write(columns: Sequence[TurnColumn]) -> None:
+            for one in columns:
+                session = ClientSession(self, one.session_id)
+                await asyncio.to_thread(session.annotate, one.name, one.values, turn=one.turn)
+
+        asked: dict[str, Any] = {"column": column, "precision": precision, "concurrency": concurrency}
+        asked |= {"engine_model": engine_model, "options": options}
+        return asyncio.run(open_and_score(recorded(), write, engine, model, url, **asked))
 
     def engine(self) -> dict[str, Any]:
         """What samples: `engine`, `model`, `paused`, `calls_under_way`, `weight_version`, `replicas`..."""
@@ -327,6 +375,17 @@ class ClientSnapshot:
 
     def __repr__(self) -> str:
         return f"ClientSnapshot({self.snapshot_id})"
+
+
+def _turns_with(trajectories: Iterable[Trajectory], column: str) -> set[int]:
+    """The turns that have a column: its values are not NaN where the turn is trained."""
+    found = set()
+    for one in trajectories:
+        for turn, start, end in zip(one.turns, one.completion_starts, one.completion_ends, strict=True):
+            trained = one.loss_mask[start:end].all()
+            if trained and column in one.columns and not np.isnan(one.columns[column][start:end]).any():
+                found.add(turn)
+    return found
 
 
 _JSON_LINES = "application/jsonl"

@@ -18,20 +18,19 @@ from hypothesis import strategies as st
 
 import tokentape
 from tests.test_client import talk
+from tokentape.audit.numbers import K3_CLAMP, numbers
 from tokentape.audit.tokendiff import retokenized
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.engines import loading
 from tokentape.errors import InvalidRequest
 from tokentape.training.logprob_check import (
-    K3_CLAMP,
     Forward,
     Limits,
     Report,
     TrainerRow,
     check_logprobs,
     forward_pass,
-    numbers,
     read_rows,
 )
 from tokentape.types import TokenIds, Trajectory

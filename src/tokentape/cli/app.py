@@ -22,6 +22,7 @@ from tokentape.cli.flags import SAME_AS_SERVE
 from tokentape.cli.lock import lock
 from tokentape.cli.premium import premium
 from tokentape.cli.probe import probe
+from tokentape.cli.score import score
 from tokentape.cli.serve import serve
 from tokentape.cli.show import show
 from tokentape.cli.snapshot import snapshot
@@ -89,6 +90,7 @@ app.add_typer(snapshot, name="snapshot", short_help="Take sessions out of a runn
 app.command()(verify)
 app.command()(archive)
 app.command()(check_logprobs)
+app.command(short_help="Score the recorded ids with an engine.")(score)
 app.command(short_help="Measure how often ids change when they become text.")(drift)
 app.command()(compare)
 

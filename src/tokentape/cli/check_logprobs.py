@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -15,10 +15,12 @@ from tokentape.cli.arguments import ANY_RECORD, AsJson, there
 from tokentape.cli.source import Source, open_source
 
 if TYPE_CHECKING:
+    from tokentape.audit.causes import Attribution
+    from tokentape.audit.numbers import Numbers
     from tokentape.audit.tokendiff import Channel
     from tokentape.audit.tokendiff import TokenDrift as Drift
     from tokentape.chat.tokenizer import Tokenizer
-    from tokentape.training.logprob_check import Forward, Numbers, Outlier, Report, TrainerRow
+    from tokentape.training.logprob_check import Forward, Outlier, Report, TrainerRow
     from tokentape.training.rerendering import Changed, IfRerendered
     from tokentape.types import Trajectory
 
@@ -87,14 +89,14 @@ def check_logprobs(
         rows = None if batch is None else read_rows(batch)
         needs_model = rows is None or rerender or any(row.logprobs is None for row in rows.values())
         forward = None if model is None or not needs_model else _forward(model, dtype)
-        report = _checked(source, rows, model, forward, outliers)
+        report = _checked(source, rows, model, forward, outliers, dtype)
         again = _rerendered(source, model, forward) if rerender else None
     failures = report.failures(Limits(max_mean, max_delta, max_k3, max_drift))
     if as_json:
         found = {"ok": not failures, "failures": _by_channel(failures), **asdict(report)}
         if again is not None:
             found["if_rerendered"] = asdict(again)
-        typer.echo(json.dumps(_finite(found)))
+        typer.echo(json.dumps(finite(found)))
     else:
         for line in _lines(report):
             typer.echo(line)
@@ -136,11 +138,15 @@ def _checked(
     model: Path | None,
     forward: Forward | None,
     outliers: int,
+    dtype: Precision,
 ) -> Report:
     from tokentape.training.logprob_check import check_logprobs as check
 
     tokenizer = _tokenizer(source, model)
-    return check(_trajectories(source), rows=rows, forward=forward, tokenizer=tokenizer, outliers=outliers)
+    precision = "float32" if dtype == Precision.FLOAT32 else "bfloat16"
+    return check(
+        _trajectories(source), rows=rows, forward=forward, tokenizer=tokenizer, outliers=outliers, precision=precision
+    )
 
 
 def _trajectories(source: Source) -> Iterator[Trajectory]:
@@ -184,27 +190,37 @@ def _by_channel(failures: list[tuple[Channel, str]]) -> dict[str, list[str]]:
     return found
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
     """JSON has no NaN and no infinity."""
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return None if isinstance(value, float) and not abs(value) < float("inf") else value
 
 
 def _lines(report: Report) -> Iterator[str]:
     yield f"sequences {report.sequences}, without a trainer's row {report.without_trainer}, unknown {report.unknown}"
-    yield f"numeric     {_numbers(report.numeric)}"
+    yield f"numeric     {numbers_line(report.numeric)}"
     yield f"id drift    {_drift(report.id_drift)}"
     yield f"text drift  {_drift(report.text_drift)}"
     if report.behind_drift.tokens:
-        yield f"behind it   {_numbers(report.behind_drift)}"
+        yield f"behind it   {numbers_line(report.behind_drift)}"
     if report.if_retokenized is not None:
         yield f"retokenizing would change {_drift(report.if_retokenized)}"
     if report.outliers:
         yield "furthest apart:"
         yield from map(_outlier, report.outliers)
+    yield from cause_lines(report.not_comparable, report.causes)
+
+
+def cause_lines(not_comparable: Mapping[str, int], causes: Sequence[Attribution]) -> Iterator[str]:
+    """What was not compared, and why what was differs."""
+    for why, tokens in sorted(not_comparable.items()):
+        yield f"not comparable: {tokens} tokens: {why}"
+    for one in causes:
+        where = f"weights {one.weight_version}, recorded as {one.expected}: {one.apart} of {one.tokens} tokens"
+        yield f"cause: {' or '.join(one.causes)} ({where}): {one.detail}"
 
 
 def _rerendered_lines(again: IfRerendered) -> Iterator[str]:
@@ -217,7 +233,7 @@ def _rerendered_lines(again: IfRerendered) -> Iterator[str]:
         ("behind text drift", again.behind_text_drift),
     ):
         if numbers.tokens:
-            yield f"  {name}: {_numbers(numbers)}"
+            yield f"  {name}: {numbers_line(numbers)}"
 
 
 def _changed(again: IfRerendered, changed: Changed) -> str:
@@ -225,7 +241,8 @@ def _changed(again: IfRerendered, changed: Changed) -> str:
     return f"{changed.tokens} of {again.tokens} tokens, {changed.sequences} of {again.sequences} sequences{kinds}"
 
 
-def _numbers(numbers: Numbers) -> str:
+def numbers_line(numbers: Numbers) -> str:
+    """Numbers in one line."""
     return (
         f"tokens {numbers.tokens}, mean {numbers.mean:.2g}, max {numbers.max:.2g}, k3 {numbers.k3:.2g}, "
         f"ESS {numbers.ess_tokens:.1%} of tokens, {numbers.ess_sequences:.1%} of sequences"

@@ -147,6 +147,11 @@ class Store:
                 tuple(reads.column_names(connection, session_ids)), tuple(reads.payload_names(connection, session_ids))
             )
 
+    def turns_with_column(self, session_id: str, name: str) -> frozenset[int]:
+        """Return `seq` of the turns of a session that have a column of this name."""
+        with self.reading_once() as connection:
+            return reads.turns_with_column(connection, session_id, name)
+
     async def transact(self, work: Work, again: Work | None = None, claims: Claims = None) -> None:
         """Run `work` in the writing thread, all of it or nothing; return when it is durable. For this room.
 

@@ -258,6 +258,13 @@ def column_names(connection: Connection, session_ids: Collection[str] | None) ->
     return _names(connection, schema.token_columns, session_ids)
 
 
+def turns_with_column(connection: Connection, session_id: str, name: str) -> frozenset[int]:
+    """Return `seq` of the turns of a session that have a column of this name."""
+    of = schema.token_columns.c
+    statement = select(of.turn).distinct().where(of.session_id == session_id, of.name == name)
+    return frozenset(connection.execute(statement).scalars())
+
+
 def payload_names(connection: Connection, session_ids: Collection[str] | None) -> list[str]:
     """Return the names of all payloads of these sessions, None for all, sorted."""
     return _names(connection, schema.token_payloads, session_ids)

@@ -21,17 +21,23 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tokentape.audit.causes import Attribution
+from tokentape.audit.mismatch import LOOK_TOP, Mismatch
+from tokentape.audit.numbers import Numbers, NumbersTally
+from tokentape.audit.rescaling import RAW, recorded_rules
 from tokentape.audit.tokendiff import Channel, Pairing, pair_ids, retokenized
 from tokentape.audit.tokendiff import TokenDrift as Drift
 from tokentape.chat.tokenizer import Tokenizer
+from tokentape.engines.scoring import Scores
 from tokentape.errors import InvalidRequest
 from tokentape.types import Logprobs, TokenIds, Trajectory
 
 Forward: TypeAlias = Callable[[TokenIds], Logprobs]
 """Ids to the logprob of each given those before it, NaN for the first. Shape [tokens]."""
 
-K3_CLAMP = 10.0
-"""The most that one token adds to k3, so that a few outliers don't make the whole of it."""
+
+_ANY_SIZE = 2**31
+"""Of a vocabulary whose size is not known: what is normalized over it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +48,6 @@ class TrainerRow:
     """Its ids; None if they are those recorded."""
     logprobs: Logprobs | None
     """Its logprobs, one per id of its own, the first of no meaning; None if they are to be computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """How far logprobs are apart, over trained tokens: trainer - recorded, in nats."""
-
-    tokens: int = 0
-    not_finite: int = 0
-    """Tokens to which the trainer gives NaN or minus infinity; in no other number here."""
-    mean: float = 0.0
-    """Mean of the absolute difference."""
-    max: float = 0.0
-    """Largest absolute difference."""
-    k3: float = 0.0
-    """Mean of exp(d) - 1 - d, each at most `K3_CLAMP`: an estimate of KL(sampler || trainer)."""
-    ess_tokens: float = 1.0
-    """Effective sample size of the importance weights exp(d), one per token, as a share of the tokens."""
-    ess_sequences: float = 1.0
-    """The same with one weight per sequence, the product of its tokens'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +101,11 @@ class Report:
     if_retokenized: Drift | None
     """What decoding and retokenizing each trajectory would have changed; None without a tokenizer."""
     outliers: tuple[Outlier, ...]
+    not_comparable: Mapping[str, int]
+    """Tokens whose recorded logprobs are of another distribution than the trainer's, by how they differ; in no number
+    here. Where a trainer gave its logprobs itself they are taken to be of the same."""
+    causes: tuple[Attribution, ...]
+    """Why numeric differences are more than rounding explains, where the model was there to tell."""
 
     def failures(self, limits: Limits) -> list[tuple[Channel, str]]:
         """What is beyond the limits, by channel."""
@@ -147,17 +139,19 @@ def check_logprobs(
     forward: Forward | None = None,
     tokenizer: Tokenizer | None = None,
     outliers: int = 10,
+    precision: str = "float32",
 ) -> Report:
     """Compare, over the tokens that trajectories train, what was recorded with what a trainer has.
 
     `rows` are the trainer's, by session id and leaf; trajectories without one are left out. Without `rows` the trainer
     has the recorded ids. Logprobs that a row lacks are computed by `forward`. `outliers` is how many of the tokens that
-    are furthest apart are listed.
+    are furthest apart are listed. Beyond what rounding explains in the `precision` the causes are named, if `forward`
+    tells alternatives too, as `forward_pass` does.
 
     Raises `InvalidRequest` if there is nothing to get logprobs from, if a row has another number of logprobs than of
     ids, and if ids differ while there is no tokenizer to tell how.
     """
-    tally = _Tally(outliers, tokenizer)
+    tally = _Tally(outliers, tokenizer, forward, precision)
     seen = set()
     sequences = absent = 0
     for one in trajectories:
@@ -168,31 +162,43 @@ def check_logprobs(
             continue
         seen.add(key)
         sequences += 1
-        tally.add(one, row, forward)
+        tally.add(one, row)
     unknown = 0 if rows is None else len(rows.keys() - seen)
     return tally.report(sequences, absent, unknown)
 
 
-def forward_pass(folder: Path, *, dtype: str = "float32", device: str = "auto", chunk: int = 1024) -> Forward:
-    """The forward pass of a model folder, as `Forward`: raw logprobs, over all rows of the vocabulary.
+class ModelForward:
+    """A model's own logprobs, float32: a `Forward` that tells alternatives too. `forward_pass` makes it."""
+
+    def __init__(self, model: Any, folder: Path, chunk: int) -> None:
+        from tokentape.engines.forward import ForwardPass
+
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self._folder = folder
+        self._pass = ForwardPass(model, chunk=chunk)
+
+    def __call__(self, ids: TokenIds) -> Logprobs:
+        """The logprob of each id given those before it, NaN for the first."""
+        return np.concatenate([np.full(min(len(ids), 1), np.nan, np.float32), self.scores(ids, 1).logprobs])
+
+    def scores(self, ids: TokenIds, start: int, top: int = 0) -> Scores:
+        """Score `ids[start:]`, with up to `top` alternatives. Raises `InvalidRequest` for ids without an embedding."""
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            raise InvalidRequest(
+                f"ids from {ids.min()} to {ids.max()}: the model in {self._folder} has {self.vocab_size} rows"
+            )
+        return self._pass.score(ids, start, top)
+
+
+def forward_pass(folder: Path, *, dtype: str = "float32", device: str = "auto", chunk: int = 1024) -> ModelForward:
+    """The forward pass of a model folder, over all rows of the vocabulary.
 
     Goes through a sequence in chunks with a cache, so that no more than `chunk` rows of logits are held. Needs torch
-    and transformers. Raises `EngineError` if there is no such model, and the function `InvalidRequest` for ids that the
-    model has no embedding of.
+    and transformers. Raises `EngineError` if there is no such model.
     """
-    from tokentape.engines.forward import ForwardPass
     from tokentape.engines.loading import load_model
 
-    model = load_model(folder, dtype=dtype, device=device)
-    rows = model.get_input_embeddings().weight.shape[0]
-    scored = ForwardPass(model, chunk=chunk)
-
-    def logprobs(ids: TokenIds) -> Logprobs:
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
-            raise InvalidRequest(f"ids from {ids.min()} to {ids.max()}: the model in {folder} has {rows} rows")
-        return np.concatenate([np.full(min(len(ids), 1), np.nan, np.float32), scored.score(ids, 1).logprobs])
-
-    return logprobs
+    return ModelForward(load_model(folder, dtype=dtype, device=device), folder, chunk)
 
 
 def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
@@ -223,26 +229,32 @@ def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
 
 
 class _Tally:
-    def __init__(self, outliers: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, outliers: int, tokenizer: Tokenizer | None, forward: Forward | None, precision: str) -> None:
         self._limit = outliers
         self._tokenizer = tokenizer
-        self._numeric: list[npt.NDArray[np.float64]] = []
-        self._behind: list[npt.NDArray[np.float64]] = []
+        self._forward = forward
+        vocab_size = forward.vocab_size if isinstance(forward, ModelForward) else _ANY_SIZE
+        self._mismatch = Mismatch(precision, vocab_size)
+        self._numeric, self._behind = NumbersTally(), NumbersTally()
         self._drifts = {"id drift": Drift(), "text drift": Drift()}
         self._retokenized = None if tokenizer is None else Drift()
         self._outliers: list[Outlier] = []
 
-    def add(self, one: Trajectory, row: TrainerRow, forward: Forward | None) -> None:
+    def add(self, one: Trajectory, row: TrainerRow) -> None:
         ids = one.token_ids if row.token_ids is None else row.token_ids
-        logprobs = row.logprobs if row.logprobs is not None else None if forward is None else forward(ids)
-        if logprobs is None:
-            raise InvalidRequest("the trainer's rows have no trainer_logprobs: give the model to compute them with")
+        mask = one.loss_mask & np.isfinite(one.logprobs)
+        mask[:1] = False
+        logprobs = row.logprobs
+        if logprobs is None and row.token_ids is None:
+            logprobs = self._expected(one, mask)
+            mask &= ~np.isnan(logprobs)
+        elif logprobs is None:
+            mask &= self._raw(one, mask)
+            logprobs = self._given()(ids)
         if len(logprobs) != len(ids):
             raise InvalidRequest(
                 f"session {one.session_id!r}, leaf {one.leaf}: {len(logprobs)} logprobs of the trainer, {len(ids)} ids"
             )
-        mask = one.loss_mask & np.isfinite(one.logprobs)
-        mask[:1] = False
         found = self._compare(one, ids)
         for channel in self._drifts:
             self._drifts[channel] = self._drifts[channel].added(mask, found if found.channel == channel else None)
@@ -253,8 +265,8 @@ class _Tally:
         trainer = logprobs[found.partner[positions]].astype(np.float64)
         apart = trainer - one.logprobs[positions]
         before = positions < found.first
-        self._numeric.append(apart[before])
-        self._behind.append(apart[~before])
+        self._numeric.add(apart[before])
+        self._behind.add(apart[~before])
         self._keep_outliers(one, found, positions, apart, trainer)
 
     def report(self, sequences: int, absent: int, unknown: int) -> Report:
@@ -262,13 +274,46 @@ class _Tally:
             sequences=sequences,
             without_trainer=absent,
             unknown=unknown,
-            numeric=numbers(self._numeric),
+            numeric=self._numeric.numbers(),
             id_drift=self._drifts["id drift"],
             text_drift=self._drifts["text drift"],
-            behind_drift=numbers(self._behind),
+            behind_drift=self._behind.numbers(),
             if_retokenized=self._retokenized,
             outliers=tuple(self._outliers),
+            not_comparable=dict(self._mismatch.not_comparable),
+            causes=self._causes(),
         )
+
+    def _given(self) -> Forward:
+        if self._forward is None:
+            raise InvalidRequest("the trainer's rows have no trainer_logprobs: give the model to compute them with")
+        return self._forward
+
+    def _scores(self, ids: TokenIds, start: int, top: int) -> Scores:
+        forward = self._given()
+        if isinstance(forward, ModelForward):
+            return forward.scores(ids, start, top)
+        return Scores(forward(ids)[start:], np.empty((len(ids) - start, 0), np.float32))
+
+    def _expected(self, one: Trajectory, mask: npt.NDArray[np.bool_]) -> Logprobs:
+        """What the model gives to the tokens of `mask` in the distribution that was recorded, NaN to all others."""
+        scores = self._scores(one.token_ids, 1, self._mismatch.top_for(one))
+        return self._mismatch.add(one, mask, 1, scores)
+
+    def _raw(self, one: Trajectory, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Which tokens were recorded with the model's own logprobs; the others are counted as not comparable."""
+        raw = np.zeros(len(mask), bool)
+        for rule, start, end in zip(recorded_rules(one), one.completion_starts, one.completion_ends, strict=True):
+            raw[start:end] = rule == RAW
+            if rule != RAW and (tokens := int(mask[start:end].sum())):
+                self._mismatch.not_comparable[str(rule)] += tokens
+        return raw
+
+    def _causes(self) -> tuple[Attribution, ...]:
+        for doubt in self._mismatch.doubts():
+            ids = doubt.trajectory.token_ids[: doubt.end]
+            self._mismatch.look(doubt, self._scores(ids, doubt.start, LOOK_TOP))
+        return self._mismatch.causes()
 
     def _compare(self, one: Trajectory, ids: TokenIds) -> Pairing:
         if self._tokenizer is None:
@@ -310,34 +355,6 @@ class _Tally:
             )
         self._outliers.sort(key=_distance, reverse=True)
         del self._outliers[self._limit :]
-
-
-def numbers(sequences: Iterable[npt.NDArray[np.float64]]) -> Numbers:
-    """`Numbers` of differences, an array for each sequence."""
-    given = list(sequences)
-    finite = [one[np.isfinite(one)] for one in given]
-    apart = np.concatenate([np.empty(0), *finite])
-    not_finite = sum(len(one) for one in given) - len(apart)
-    if not len(apart):
-        return Numbers(not_finite=not_finite)
-    # So that exp does not overflow: from 50 on the clamp holds anyway.
-    bounded = np.minimum(apart, 50)
-    k3 = np.minimum(np.expm1(bounded) - bounded, K3_CLAMP)
-    return Numbers(
-        tokens=len(apart),
-        not_finite=not_finite,
-        mean=float(np.abs(apart).mean()),
-        max=float(np.abs(apart).max()),
-        k3=float(k3.mean()),
-        ess_tokens=_effective_share(apart),
-        ess_sequences=_effective_share(np.array([one.sum() for one in finite if len(one)])),
-    )
-
-
-def _effective_share(log_weights: npt.NDArray[np.float64]) -> float:
-    """(sum of weights)^2 / (sum of squares) / how many."""
-    weights = np.exp(log_weights - log_weights.max())
-    return float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
 
 
 def _distance(outlier: Outlier) -> float:

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape.audit.drift.rerender import whole_conversation
+from tokentape.audit.numbers import Numbers, numbers
 from tokentape.audit.tokendiff import compare
 from tokentape.chat.renderer import Renderer
 from tokentape.store import StoredSession
-from tokentape.training.logprob_check import Forward, Numbers, numbers
+from tokentape.training.logprob_check import Forward
 from tokentape.types import TokenIds, Trajectory
 
 

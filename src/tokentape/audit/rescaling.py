@@ -1,0 +1,137 @@
+"""What log-probabilities become under temperature, top-k, top-p and min-p, and how exactly a few of them tell it.
+
+Engines score with the model's own distribution and tell the likeliest alternatives of each position, not all of them.
+What that leaves unknown is bounded here, so that numbers are compared only where they are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tokentape.types import TokenDistribution, Trajectory
+
+Values: TypeAlias = npt.NDArray[np.float64]
+
+_ROUNDING = 2e-6
+"""How far the sum of the probabilities that are told may be off."""
+
+_EDGE = 1e-5
+"""A probability that is so near a limit may be on either side of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is done to the model's own distribution, in this order."""
+
+    temperature: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are ruled out."""
+        return bool(self.min_p or self.top_k or self.top_p != 1)
+
+    def __str__(self) -> str:
+        cuts = {"min_p": self.min_p, "top_k": self.top_k, "top_p": self.top_p if self.top_p < 1 else 0}
+        parts = [
+            f"temperature {self.temperature:.3g}",
+            *(f"{name} {value:.3g}" for name, value in cuts.items() if value),
+        ]
+        return ", ".join(parts)
+
+
+RAW = Rule()
+"""The model's own distribution."""
+
+
+def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -> tuple[Values, Values]:
+    """Return log-probabilities under a rule, and how far off each may be; infinite where it can't be told.
+
+    `own` are those of the model's own distribution, shape [tokens]; `top` the largest ones of each position, best
+    first, shape [tokens, alternatives]. A token that the rule rules out has minus infinity.
+    """
+    own, top = np.asarray(own, np.float64), np.asarray(top, np.float64)
+    if rule == RAW:
+        return own, np.zeros(len(own))
+    if not top.shape[1]:
+        return np.full(len(own), np.nan), np.full(len(own), np.inf)
+    power = 1 / rule.temperature
+    scaled = top * power
+    known = np.logaddexp.reduce(scaled, axis=1)
+    low = high = known
+    missing = vocab_size - top.shape[1]
+    if missing > 0:
+        rest = 1 - np.exp(top).sum(1)
+        # Of all ways to spread what is left over tokens that are no likelier than the last one told: over as few
+        # as can be, or evenly over all.
+        sizes = [np.maximum(rest - _ROUNDING, 0), np.maximum(rest, 0) + _ROUNDING]
+        spread = [
+            (size * np.exp(top[:, -1] * (power - 1)), size**power * float(missing) ** (1 - power)) for size in sizes
+        ]
+        with np.errstate(divide="ignore"):
+            low = np.logaddexp(known, np.log(np.minimum(*spread[0])))
+            high = np.logaddexp(known, np.log(np.maximum(*spread[1])))
+    norm = (low + high) / 2
+    if not rule.truncates:
+        return own * power - norm, (high - low) / 2
+    return _truncated(own * power, scaled, norm, (high - low) / 2, rule, missing > 0)
+
+
+def _truncated(
+    own: Values, scaled: Values, norm: Values, error: Values, rule: Rule, more: bool
+) -> tuple[Values, Values]:
+    """The same for scaled logits `own` and `scaled`, whose `norm` may be off by `error`.
+
+    `more` says that there are less likely tokens than the last.
+    """
+    likely = np.exp(scaled - norm[:, None])
+    floor = rule.min_p * likely[:, :1]
+    kept = likely >= floor
+    edge = (np.abs(likely - floor) < _EDGE * floor).any(1) if rule.min_p else np.zeros(len(own), bool)
+    total, unsure = np.ones((len(own), 1)), _EDGE + np.expm1(error[:, None])
+    if rule.top_k:
+        kept[:, rule.top_k :] = False
+    if rule.min_p or rule.top_k:
+        total = np.where(kept, likely, 0).sum(1, keepdims=True)
+        unsure = np.full_like(total, _EDGE)
+    if rule.top_p < 1:
+        before = np.cumsum(likely, 1) - likely
+        edge |= (kept & (np.abs(before - rule.top_p * total) < unsure)).any(1)
+        kept &= before < rule.top_p * total
+    kept[:, 0] = True
+    last = np.take_along_axis(scaled, kept.sum(1, keepdims=True) - 1, 1)[:, 0]
+    value = own - np.logaddexp.reduce(np.where(kept, scaled, -np.inf), axis=1)
+    value[own < last - _EDGE] = -np.inf
+    return value, np.where(edge | (kept[:, -1] & more), np.inf, 0.0)
+
+
+def recorded_rules(one: Trajectory, sampling: Mapping[int, Mapping[str, Any]] | None = None) -> list[Rule | str]:
+    """Return per turn the rule that its log-probabilities belong to, or why scores can't be compared with them.
+
+    `sampling` are the sampling parameters of turns by their `seq`, which say how a truncated distribution was cut.
+    """
+    told = zip(one.turns, one.logprobs_of, strict=True)
+    return [_rule(of, (sampling or {}).get(turn)) for turn, of in told]
+
+
+def _rule(of: TokenDistribution | None, sampling: Mapping[str, Any] | None) -> Rule | str:
+    if of is None or of.temperature is None:
+        return "the record does not say which distribution its log-probabilities belong to"
+    for what, applied in (("penalties", of.penalties), ("a grammar", of.grammar)):
+        if applied is not False:
+            known = "are" if applied else "may be"
+            return f"recorded log-probabilities {known} those after {what}, scores are those before"
+    if of.truncation is False:
+        return Rule(of.temperature)
+    if of.truncation is None or sampling is None:
+        return "recorded log-probabilities are those after truncation, scores are those before"
+    cuts: Sequence[tuple[str, float]] = (("min_p", 0.0), ("top_k", 0), ("top_p", 1.0))
+    min_p, top_k, top_p = (sampling.get(name, default) for name, default in cuts)
+    return Rule(of.temperature, float(min_p), int(top_k), float(top_p))

@@ -1,0 +1,158 @@
+"""`tokentape score`: how likely an engine finds what was recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokentape.cli.arguments import AsJson
+from tokentape.cli.check_logprobs import cause_lines, finite, numbers_line
+from tokentape.cli.source import Source
+
+if TYPE_CHECKING:
+    from tokentape.audit.scoring import ScoreReport
+
+
+class ScorerName(StrEnum):
+    """What scores."""
+
+    TRANSFORMERS = "transformers"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+class PrecisionName(StrEnum):
+    """The lower precision of the engines that sampled and that scores."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+def score(
+    location: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECORD",
+            help="A data directory that no gateway has open, postgresql://user@host/database, or the http:// address "
+            "of a running gateway.",
+        ),
+    ],
+    engine: Annotated[
+        ScorerName, typer.Option(help="transformers: the model's weights in this process. Others: at --engine-url.")
+    ] = ScorerName.TRANSFORMERS,
+    engine_url: Annotated[str | None, typer.Option(metavar="URL", help="Base URL of the engine's server.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Model folder: its tokenizer, and its weights with --engine transformers. Default: the record's.",
+        ),
+    ] = None,
+    engine_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="By which name the server serves it. Default: its first.")
+    ] = None,
+    column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Default: sampler_logprobs, teacher_logprobs.")
+    ] = None,
+    teacher: Annotated[
+        bool, typer.Option("--teacher", help="The engine is not the model that sampled: nothing is compared.")
+    ] = False,
+    precision: Annotated[
+        PrecisionName | None,
+        typer.Option(
+            help="The lower one of the engine that sampled and this one, by which differences are judged. Default: "
+            "float32 with transformers, bfloat16 with a server."
+        ),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Score turns too that have the column.")] = False,
+    concurrency: Annotated[int, typer.Option(min=1, metavar="N", help="Sessions scored at a time by a server.")] = 8,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="TOKENTAPE_ENGINE_API_KEY", help="What the server wants as API key.")
+    ] = None,
+    gateway_key: Annotated[
+        str | None, typer.Option(envvar="TOKENTAPE_API_KEY", help="What the gateway wants as API key.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score the recorded ids with an engine, and keep the scores as a column per token.
+
+    The scores are the model's own log-probabilities: at temperature 1, before penalties and truncation. Turns that have
+    the column are left alone, so a run that was cut off goes on. Unless the engine is a teacher, what was recorded is
+    compared with scores of the same distribution, or it is said why it can't be. Exits with 1 if it is further off than
+    rounding explains, and names the cause: ids, temperature, truncation or weights.
+    """
+    if (engine == ScorerName.TRANSFORMERS) == (engine_url is not None):
+        raise typer.BadParameter("--engine-url goes with --engine vllm and sglang", param_hint="--engine-url")
+    embedded = engine == ScorerName.TRANSFORMERS
+    judged = None if teacher else (precision or (PrecisionName.FLOAT32 if embedded else PrecisionName.BFLOAT16)).value
+    asked: dict[str, Any] = {
+        "column": column or ("teacher_logprobs" if teacher else "sampler_logprobs"),
+        "precision": judged,
+        "again": again,
+        # One after the other, branches of a session find what they have in common.
+        "concurrency": 1 if embedded else concurrency,
+        "engine_model": engine_model,
+        "options": {} if embedded else {"api_key": api_key},
+    }
+    if embedded:
+        from tokentape.cli.extras import require
+
+        require("torch", "transformers", extra="hf")
+    if location.startswith(("http://", "https://")):
+        from tokentape.client import Client
+
+        if model is None:
+            raise typer.BadParameter(
+                "name the model folder: a gateway does not say which one it is", param_hint="--model"
+            )
+        with Client(location, api_key=gateway_key) as client:
+            report = client.score(engine.value, engine_url, model=model, **asked)
+    else:
+        report = _of_store(location, engine.value, engine_url, model, **asked)
+    if as_json:
+        typer.echo(json.dumps(finite({"ok": not report.causes, **asdict(report)})))
+    else:
+        for line in _lines(report):
+            typer.echo(line)
+    raise typer.Exit(1 if report.causes else 0)
+
+
+def _of_store(
+    location: str, engine: str, url: str | None, model: Path | None, *, again: bool, **asked: Any
+) -> ScoreReport:
+    from tokentape.audit.scoring import open_and_score, recorded_sessions
+    from tokentape.cli.model_folder import open_tokenizer
+    from tokentape.errors import InvalidRequest
+    from tokentape.store.location import open_store
+
+    with open_store(location) as store:
+        source = Source(location, store)
+        served = source.served_model()
+        folder, tokenizer = open_tokenizer(model, source, option="--model")
+        if served is not None and served.tokenizer_sha256 != tokenizer.sha256:
+            raise InvalidRequest(f"{folder} has another tokenizer than {source.name} was recorded with", "model")
+        typer.echo(f"model: {folder}", err=True)
+        sessions = recorded_sessions(store, asked["column"], again=again)
+        return asyncio.run(
+            open_and_score(sessions, lambda columns: store.write(*columns), engine, folder, url, **asked)
+        )
+
+
+def _lines(report: ScoreReport) -> Iterator[str]:
+    yield f"{report.tokens} tokens of {report.turns} turns in {report.sessions} sessions scored as {report.column}"
+    yield f"by {report.engine} ({report.model}), at temperature 1, before penalties and truncation"
+    if report.had_it:
+        yield f"{report.had_it} turns had the column"
+    for why, turns in sorted(report.not_scored.items()):
+        yield f"not scored: {turns} turns: {why}"
+    if report.numeric.tokens:
+        yield f"recorded against scored: {numbers_line(report.numeric)}"
+    yield from cause_lines(report.not_comparable, report.causes)

@@ -1,0 +1,188 @@
+"""Recorded logprobs that are right are told nothing of; of each kind of wrong ones the cause is named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.audit.planted import changed_id, load, perturbed, recorded, sampled
+from tokentape.audit.causes import Attribution
+from tokentape.audit.mismatch import LOOK_TOP, TOP, Mismatch
+from tokentape.audit.rescaling import RAW, Rule
+from tokentape.chat.renderer import Renderer
+from tokentape.engines.forward import ForwardPass
+from tokentape.engines.scoring import SERVER_TOP
+from tokentape.types import TokenDistribution, Trajectory
+
+OWN = TokenDistribution(False, 1.0, False, False)
+CUT = Rule(1.0, top_p=0.9)
+
+
+def heated(temperature: float) -> TokenDistribution:
+    return replace(OWN, temperature=temperature)
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> Any:
+    return load(model_dir)
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir: Path, renderer: Renderer) -> list[Trajectory]:
+    """Sampled at temperature 1."""
+    return sampled(model_dir, renderer, RAW)
+
+
+@pytest.fixture(scope="module")
+def cut(model_dir: Path, renderer: Renderer) -> list[Trajectory]:
+    """Sampled with top-p."""
+    return sampled(model_dir, renderer, CUT)
+
+
+def compared(
+    trajectories: Sequence[Trajectory],
+    model: Any,
+    *,
+    top: int = TOP,
+    precision: str = "float32",
+    sampling: dict[int, Any] | None = None,
+) -> Mismatch:
+    """What an engine that tells `top` alternatives finds."""
+    scorer, found = ForwardPass(model), Mismatch(precision, 4000)
+    for one in trajectories:
+        start = int(one.completion_starts[0])
+        asked = min(found.top_for(one, sampling), top)
+        found.add(one, one.loss_mask, start, scorer.score(one.token_ids, start, asked), sampling)
+    for doubt in list(found.doubts()):
+        found.look(doubt, scorer.score(doubt.trajectory.token_ids[: doubt.end], doubt.start, min(top, LOOK_TOP)))
+    return found
+
+
+def cause(found: Mismatch) -> Attribution:
+    (only,) = found.causes()
+    return only
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
+def test_nothing_is_named_where_the_record_is_what_it_says(
+    plain: list[Trajectory], model: Any, temperature: float
+) -> None:
+    found = compared(recorded(plain, model, Rule(temperature), heated(temperature)), model)
+    assert (found.causes(), dict(found.not_comparable)) == ((), {})
+    assert found.numbers().tokens == sum(int(one.loss_mask.sum()) for one in plain)
+    assert found.numbers().max < 1e-4
+
+
+def test_a_truncated_distribution_is_compared_where_it_is_known_how_it_was_cut(
+    cut: list[Trajectory], model: Any
+) -> None:
+    right = recorded(cut, model, CUT, replace(OWN, truncation=True))
+    found = compared(right, model, sampling={0: {"top_p": 0.9}})
+    assert found.causes() == ()
+    assert found.numbers().max < 1e-4
+    unknown = compared(right, model)
+    assert unknown.numbers().tokens == 0
+    assert unknown.not_comparable.total() == sum(int(one.loss_mask.sum()) for one in cut)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 0.8, 1.4])
+@pytest.mark.parametrize("top", [TOP, SERVER_TOP])
+def test_a_temperature_that_the_record_does_not_say(
+    plain: list[Trajectory], model: Any, temperature: float, top: int
+) -> None:
+    found = cause(compared(recorded(plain, model, Rule(temperature), OWN), model, top=top))
+    assert found.causes == ("temperature",)
+    assert f"temperature {temperature}" in found.detail
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.4])
+def test_a_temperature_that_the_record_says_wrongly(plain: list[Trajectory], model: Any, temperature: float) -> None:
+    found = cause(compared(recorded(plain, model, RAW, heated(temperature)), model))
+    assert (found.causes, found.expected) == (("temperature",), f"temperature {temperature}")
+
+
+@pytest.mark.parametrize("top", [TOP, SERVER_TOP])
+@pytest.mark.parametrize("rule", [CUT, Rule(1.0, top_p=0.93)], ids=str)
+def test_a_truncation_that_is_not_told(cut: list[Trajectory], model: Any, rule: Rule, top: int) -> None:
+    inside = [one for one in recorded(cut, model, rule, OWN) if np.isfinite(one.logprobs).all()]
+    found = cause(compared(inside, model, top=top))
+    assert found.causes == ("truncation",)
+
+
+def test_both_at_once(model_dir: Path, renderer: Renderer, model: Any) -> None:
+    rule = Rule(1.4, top_p=0.9)
+    wrong = recorded(sampled(model_dir, renderer, rule), model, rule, OWN)
+    assert cause(compared(wrong, model)).causes == ("temperature", "truncation")
+    few = cause(compared(wrong, model, top=1))
+    assert set(few.causes) > {"temperature", "truncation"}
+    assert "too few alternatives" in few.detail
+
+
+@pytest.mark.parametrize("size", [0.01, 0.3])
+def test_other_weights(plain: list[Trajectory], model: Any, size: float) -> None:
+    assert cause(compared(recorded(plain, perturbed(model, size), RAW, OWN), model)).causes == ("weights",)
+
+
+def test_other_weights_of_one_version(plain: list[Trajectory], model: Any) -> None:
+    later = recorded(plain[5:], perturbed(model, 0.05), RAW, OWN, version="1")
+    found = cause(compared([*recorded(plain[:5], model, RAW, OWN), *later], model))
+    assert (found.causes, found.weight_version) == (("weights",), "1")
+
+
+def test_other_ids_within_a_completion(plain: list[Trajectory], model: Any) -> None:
+    change = changed_id(lambda one: int(one.completion_starts[0]) + 10)
+    right = recorded(plain, model, RAW, OWN)
+    assert cause(compared([*map(change, right[:3]), *right[3:]], model)).causes == ("ids",)
+    assert cause(compared([*map(change, right)], model)).causes == ("ids",)
+
+
+def test_other_ids_in_front_of_some_completions(plain: list[Trajectory], model: Any) -> None:
+    change = changed_id(lambda one: int(one.completion_starts[0]) - 8)
+    right = recorded(plain, model, RAW, OWN)
+    wrong = [*map(change, right[:3]), *right[3:]]
+    assert cause(compared(wrong, model)).causes == ("ids",)
+    unknown = [
+        replace(one, weight_spans=tuple((start, end, "unknown") for start, end, _ in one.weight_spans)) for one in wrong
+    ]
+    assert cause(compared(unknown, model)).causes == ("ids", "weights")
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
+def test_rounding_of_bfloat16_is_no_cause_and_a_temperature_is(
+    plain: list[Trajectory], model: Any, temperature: float
+) -> None:
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    right = recorded(plain, rounded, Rule(temperature), heated(temperature))
+    assert compared(right, model, precision="bfloat16").causes() == ()
+    if temperature != 1.0:
+        wrong = [replace(one, logprobs_of=(OWN,)) for one in right]
+        assert cause(compared(wrong, model, precision="bfloat16")).causes == ("temperature",)
+
+
+def test_ids_and_weights_are_told_apart_in_bfloat16(plain: list[Trajectory], model: Any) -> None:
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    change = changed_id(lambda one: int(one.completion_starts[0]) + 10)
+    other = [*map(change, recorded(plain, rounded, RAW, OWN))]
+    assert cause(compared(other, model, precision="bfloat16")).causes == ("ids",)
+    off = recorded(plain, perturbed(model, 0.3).to(torch.bfloat16), RAW, OWN)
+    assert cause(compared(off, model, precision="bfloat16")).causes == ("weights",)
+
+
+def test_penalties_are_not_comparable(plain: list[Trajectory], model: Any) -> None:
+    found = compared(recorded(plain, model, RAW, replace(OWN, penalties=True)), model)
+    (why,) = found.not_comparable
+    assert "after penalties" in why
+    assert (found.numbers().tokens, found.causes()) == (0, ())
+
+
+def test_too_few_alternatives_are_not_comparable(plain: list[Trajectory], model: Any) -> None:
+    found = compared(recorded(plain, model, Rule(1.4), heated(1.4)), model, top=2)
+    assert any("too few alternatives" in why for why in found.not_comparable)
+    assert found.causes() == ()

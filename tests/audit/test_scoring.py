@@ -1,0 +1,172 @@
+"""Sessions scored by an engine: each sampled token once, a few sessions at a time, and on from where it was cut off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import OpenAI
+
+import tokentape
+from tests.audit.planted import forward, load
+from tests.test_client import talk
+from tokentape.audit.scoring import Recorded, ScoreReport, open_and_score, recorded_sessions, score_sessions
+from tokentape.engines.base import EngineInfo
+from tokentape.engines.scoring import Scores
+from tokentape.errors import EngineUnavailable, InvalidRequest
+from tokentape.store import SqliteStore
+from tokentape.types import MediaSpan, TokenIds, TurnColumn
+
+
+class CountingScorer:
+    """Scores every id with minus its value over 1000; fails at the call whose number is given."""
+
+    def __init__(self, fails_at: int | None = None, error: Exception | None = None) -> None:
+        self.info = EngineInfo("counting", "1", "m", 4000, 10_000, "raw_logprobs", frozenset())
+        self.calls: list[tuple[int, int]] = []
+        """Tokens and start of each."""
+        self.together = self.most = 0
+        self._fails_at = fails_at
+        self._error = error or EngineUnavailable("gone")
+
+    async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:
+        self.calls.append((len(ids), start))
+        if len(self.calls) - 1 == self._fails_at:
+            raise self._error
+        self.together += 1
+        self.most = max(self.most, self.together)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.together -= 1
+        return Scores(-ids[start:].astype(np.float32) / 1000, np.empty((len(ids) - start, 0), np.float32))
+
+    async def close(self) -> None:
+        pass
+
+
+def go_on(base_url: str, store: SqliteStore, session_id: str, turns: int) -> None:
+    """Ask another question behind the first `turns` turns of a session."""
+    known = store.load_session(session_id).turns[:turns]
+    history: Any = [message for turn in known for message in (*turn.messages, turn.reply)]
+    with OpenAI(base_url=base_url, api_key="none", max_retries=0) as agent:
+        question = {"role": "user", "content": "And what do pears cost?"}
+        agent.chat.completions.create(model="any", messages=[*history, question], max_tokens=12, seed=0)
+
+
+@pytest.fixture
+def recorded(gateway_url: str, store: SqliteStore) -> SqliteStore:
+    """Three sessions of three turns each; `b` has a second branch from its second turn on."""
+    with tokentape.Client(gateway_url) as client:
+        for name in "abc":
+            talk(client.session(name).base_url, turns=3)
+        go_on(client.session("b").base_url, store, "b", 1)
+    return store
+
+
+def scored(store: SqliteStore, scorer: Any, **asked: Any) -> ScoreReport:
+    settings = {"column": "teacher", "precision": None, "concurrency": 1} | asked
+    again = settings.pop("again", False)
+    sessions = recorded_sessions(store, settings["column"], again=again)
+    return asyncio.run(score_sessions(sessions, scorer, lambda columns: store.write(*columns), **settings))
+
+
+def turns_of(store: SqliteStore) -> int:
+    return sum(len(stored.turns) for stored in store.iter_sessions())
+
+
+def test_each_sampled_token_is_scored_once(recorded: SqliteStore) -> None:
+    scorer = CountingScorer()
+    report = scored(recorded, scorer)
+    assert (report.sessions, report.turns, report.had_it) == (3, turns_of(recorded), 0)
+    assert report.tokens == sum(len(turn.completion_ids) for one in recorded.iter_sessions() for turn in one.turns)
+    branches = recorded.load_session("b").trajectories()
+    assert [one.turns for one in branches] == [(0, 1, 2), (0, 3)]
+    # One call per branch, each from its first turn that no branch before has.
+    expected, seen = [], set[int]()
+    for one in branches:
+        new = next(n for n, turn in enumerate(one.turns) if turn not in seen)
+        expected.append((len(one.token_ids), int(one.completion_starts[new])))
+        seen.update(one.turns)
+    assert scorer.calls[1:-1] == expected
+    for stored in recorded.iter_sessions(per_token=True):
+        for one in stored.trajectories():
+            np.testing.assert_allclose(
+                one.columns["teacher"][one.loss_mask], -one.token_ids[one.loss_mask] / 1000, rtol=1e-6
+            )
+
+
+def test_a_run_that_was_cut_off_goes_on(recorded: SqliteStore) -> None:
+    with pytest.raises(EngineUnavailable):
+        scored(recorded, CountingScorer(fails_at=1))
+    scorer = CountingScorer()
+    report = scored(recorded, scorer)
+    assert (report.had_it, report.had_it + report.turns) == (3, turns_of(recorded))
+    assert scored(recorded, CountingScorer()).turns == 0
+    assert scored(recorded, CountingScorer(), again=True).turns == turns_of(recorded)
+    assert scored(recorded, CountingScorer(), column="other").turns == turns_of(recorded)
+
+
+def test_only_new_turns_of_a_session_are_scored(gateway_url: str, recorded: SqliteStore) -> None:
+    scored(recorded, CountingScorer())
+    with tokentape.Client(gateway_url) as client:
+        go_on(client.session("a").base_url, recorded, "a", 3)
+    scorer = CountingScorer()
+    report = scored(recorded, scorer)
+    assert (report.turns, report.had_it) == (1, turns_of(recorded) - 1)
+    (one,) = recorded.load_session("a").trajectories()
+    assert scorer.calls == [(len(one.token_ids), one.completion_starts[3])]
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_so_many_sessions_are_scored_at_a_time(recorded: SqliteStore, concurrency: int) -> None:
+    scorer = CountingScorer()
+    scored(recorded, scorer, concurrency=concurrency)
+    assert scorer.most == concurrency
+
+
+def test_what_an_engine_refuses_is_counted_and_the_rest_is_scored(recorded: SqliteStore) -> None:
+    report = scored(recorded, CountingScorer(fails_at=0, error=InvalidRequest("too long", "ids")))
+    assert dict(report.not_scored) == {"too long": 3}
+    assert report.turns == turns_of(recorded) - 3
+
+
+def test_turns_behind_an_image_are_not_scored(recorded: SqliteStore) -> None:
+    (one,) = recorded.load_session("a").trajectories()
+    seen = replace(one, media=(MediaSpan(int(one.completion_ends[0]) + 1, 1, "", ""),))
+    written: list[TurnColumn] = []
+
+    async def write(columns: Sequence[TurnColumn]) -> None:
+        written.extend(columns)
+
+    report = asyncio.run(
+        score_sessions([Recorded("a", [seen], (), {})], CountingScorer(), write, column="c", precision=None)
+    )
+    assert ([column.turn for column in written], report.not_scored.total()) == ([0], 2)
+
+
+def test_the_sampler_itself_finds_what_was_recorded(recorded: SqliteStore, model_dir: Path) -> None:
+    sessions = recorded_sessions(recorded, "sampler")
+    report = asyncio.run(
+        open_and_score(
+            sessions,
+            lambda columns: recorded.write(*columns),
+            "transformers",
+            model_dir,
+            column="sampler",
+            precision="float32",
+        )
+    )
+    assert report.causes == ()
+    assert report.numeric.tokens == report.tokens > 0
+    assert report.numeric.max < 1e-4
+    model = load(model_dir)
+    for stored in recorded.iter_sessions(per_token=True):
+        for one in stored.trajectories():
+            rows = forward(model, one.token_ids)
+            at = np.flatnonzero(one.loss_mask)
+            np.testing.assert_allclose(one.columns["sampler"][at], rows[at - 1, one.token_ids[at]], atol=1e-4)

@@ -1,0 +1,86 @@
+"""`tokentape score`: a record in a directory and a running gateway's, right weights and wrong ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tokentape
+from tests.audit.planted import load, perturbed
+from tests.cli.conftest import Run
+from tests.test_client import talk
+from tokentape.chat.renderer import Renderer
+from tokentape.store import SqliteStore
+from tokentape.store.served_model import ServedModel, write_served_model
+
+
+@pytest.fixture
+def directory(gateway_url: str, store: SqliteStore, tmp_path: Path, model_dir: Path, renderer: Renderer) -> Path:
+    """A record of two sessions that no gateway has open any more."""
+    with tokentape.Client(gateway_url) as client:
+        for name in ("a", "b"):
+            talk(client.session(name).base_url)
+    store.close()
+    data = tmp_path / "data"
+    write_served_model(data, ServedModel(str(model_dir), renderer.tokenizer.sha256, renderer.fingerprint))
+    return data
+
+
+def test_the_record_says_which_model_and_a_second_run_finds_nothing_to_do(run: Run, directory: Path) -> None:
+    done = run("score", directory)
+    assert done.exit_code == 0, done.output
+    assert "48 tokens of 4 turns in 2 sessions scored as sampler_logprobs" in done.stdout
+    assert "at temperature 1, before penalties and truncation" in done.stdout
+    assert "recorded against scored: tokens 48" in done.stdout
+    again = run("score", directory)
+    assert (again.exit_code, "4 turns had the column" in again.stdout) == (0, True)
+    with SqliteStore.open(directory, read_only=True) as store:
+        (one,) = store.load_session("a", per_token=True).trajectories()
+    np.testing.assert_allclose(one.columns["sampler_logprobs"][one.loss_mask], one.logprobs[one.loss_mask], atol=1e-4)
+
+
+def test_other_weights_are_named_unless_they_are_a_teachers(
+    run: Run, directory: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(model_dir, folder)
+    perturbed(load(model_dir), 0.3).save_pretrained(folder)
+    done = run("score", directory, "--model", folder, "--json")
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["ok"]) == (1, False)
+    assert [cause["causes"] for cause in found["causes"]] == [["weights"]]
+    assert found["distribution"] == {"penalties": False, "temperature": 1.0, "truncation": False, "grammar": False}
+    taught = run("score", directory, "--model", folder, "--teacher")
+    assert taught.exit_code == 0, taught.output
+    assert "scored as teacher_logprobs" in taught.stdout
+    assert "recorded against scored" not in taught.stdout
+
+
+def test_a_running_gateways_record_is_scored_through_it(run: Run, gateway_url: str, model_dir: Path) -> None:
+    with tokentape.Client(gateway_url) as client:
+        session = client.session("a")
+        talk(session.base_url)
+        done = run("score", gateway_url, "--model", model_dir, "--column", "own")
+        assert done.exit_code == 0, done.output
+        (one,) = session.trajectories()
+        np.testing.assert_allclose(one.columns["own"][one.loss_mask], one.logprobs[one.loss_mask], atol=1e-4)
+        assert client.score("transformers", model=model_dir, column="own").had_it == 2
+
+
+def test_another_tokenizer_is_refused(run: Run, directory: Path, model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(model_dir, folder)
+    spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    spec["normalizer"] = {"type": "Lowercase"}
+    (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    done = run("score", directory, "--model", folder)
+    assert (done.exit_code, "another tokenizer" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("arguments", [("--engine", "vllm"), ("--engine-url", "http://127.0.0.1:1")])
+def test_an_address_goes_with_a_server(run: Run, directory: Path, arguments: tuple[str, ...]) -> None:
+    assert run("score", directory, *arguments).exit_code == 2
