@@ -100,7 +100,8 @@ def _truncated(
         kept[:, rule.top_k :] = False
     if rule.min_p or rule.top_k:
         total = np.where(kept, likely, 0).sum(1, keepdims=True)
-        unsure = np.full_like(total, _EDGE)
+        # Where more would be kept than is told, nothing is known of the part of it that top-p keeps.
+        unsure = np.where(kept[:, -1:] & more, np.inf, _EDGE)
     if rule.top_p < 1:
         before = np.cumsum(likely, 1) - likely
         edge |= (kept & (np.abs(before - rule.top_p * total) < unsure)).any(1)
