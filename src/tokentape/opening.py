@@ -50,8 +50,8 @@ def model_folder(config: ServeConfig) -> Path:
         return MODEL
     serves = asyncio.run(_served_names(config.engine))
     raise InvalidRequest(
-        f"a server needs the folder of the model that it serves, for its tokenizer and chat template; {serves}. Name "
-        "the folder, or its name on the Hub: tokentape serve MODEL --engine ...",
+        "a server needs the folder of the model that it serves, or its name on the Hub, for its tokenizer and chat "
+        f"template (tokentape serve MODEL --engine ...); {serves}",
         "model",
     )
 
@@ -182,11 +182,17 @@ async def open_configured(
     from tokentape.engines.pool import EnginePool
 
     guard = _guard(config, renderer, weights_now) if check else None
-    openers = {urlsplit(url).netloc: partial(_open_remote, engine, url, renderer, guard) for url in engine.urls}
+    openers = {_replica_name(url): partial(_open_remote, engine, url, renderer, guard) for url in engine.urls}
     if len(openers) == 1:
         (opener,) = openers.values()
         return await opener()
     return await EnginePool.open(openers)
+
+
+def _replica_name(url: str) -> str:
+    """Its address without the scheme; one host may serve several replicas under paths."""
+    parts = urlsplit(url)
+    return parts.netloc + parts.path.rstrip("/")
 
 
 async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard: Guard | None) -> Engine:

@@ -115,3 +115,37 @@ def test_a_header_that_stands_within_turns_is_no_stop_token() -> None:
     within = {control.id for name in ("<|im_start|>", "<|im_end|>") if (control := tokenizer.control(name)) is not None}
     assert len(within) == 2
     assert stops & within <= tokenizer.eos_ids
+
+
+FRAMED = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{%- if m.role == 'assistant' -%}<|box_start|>{{ m.content }}<|box_end|>{%- else %} {{ m.content }}{%- endif -%}
+<|im_end|>{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant{%- endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize(
+    ("completion", "closing"),
+    [("<|box_start|>h", "<|box_end|><|im_end|>"), ("<|box_start|>h<|box_end|>", "<|im_end|>"), ("h", "<|im_end|>")],
+)
+def test_the_frame_of_content_that_was_cut_short_is_closed(completion: str, closing: str) -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(FRAMED))
+    following = "<|im_start|>user next<|im_end|><|im_start|>assistant"
+    assert bridged(renderer, completion) == (closing + following, closing)
+
+
+SWITCHED = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and '/brief' in messages[0].content %}<think></think>
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% if '/brief' in messages[0].content %}<think></think>
+{% endif %}{%- endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_a_spliced_turn_keeps_what_its_conversation_prompts_with() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(SWITCHED))
+    sampled = {1: renderer.tokenizer.array(renderer.tokenizer.encode_plain("hi<|im_end|>"))}
+    for word in ("/brief", "long"):
+        messages = [{"role": "user", "content": word}, REPLY, NEXT]
+        spliced = renderer.render(messages, setup_for(renderer), sampled=sampled).ids
+        assert spliced.tolist() == renderer.render(messages, setup_for(renderer)).ids.tolist()

@@ -171,6 +171,7 @@ def test_without_a_model_a_server_that_is_not_there_is_named(run: Run, tmp_path:
     done = run("serve", *remote("http://127.0.0.1:9"), "--data", tmp_path / "data")
     assert done.exit_code == 1
     assert "could not be asked: the engine refuses connections" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("is it running?")
 
 
 def test_a_hub_name_that_is_not_in_the_cache_comes_with_the_command_to_get_it(

@@ -106,13 +106,13 @@ def _examine(
     controls: Sequence[str] = sorted(reference.controls)
     typed = not case.base and case.options["calls"] not in ("tagged_parameters", "key_value_tags", "semicolons")
     made = conversations(
-        case.random, template.source, controls, numbers, arguments_as_text=_takes_text(reference), typed=typed
+        case.random, template.source, controls, numbers, arguments_as_text=takes_text(reference), typed=typed
     )
     judge.judge(made)
     result.findings, result.counts = judge.findings, dict(judge.counts)
 
 
-def _takes_text(reference: Reference) -> bool:
+def takes_text(reference: Reference) -> bool:
     """Whether the template takes the arguments of calls as JSON text only: it fails on objects or prints Python's."""
     call = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": {"place": "herezq"}}}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}

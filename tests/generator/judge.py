@@ -85,7 +85,7 @@ class Judge:
         self._appends(one, prompt, spoken, full, turn)
         self._bridge(one, full, turn)
         self._splice(one, prompt, full, turn)
-        self._parse(one, turn)
+        self._parse(one, prompt, turn)
         self._truncated(one, turn)
 
     # -- prompts -----------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Judge:
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    def _parse(self, one: Conversation, turn: Spoken) -> None:
+    def _parse(self, one: Conversation, prompt: str, turn: Spoken) -> None:
         self.counts["replies parsed"] += 1
         try:
             reply = self.product.parse(turn.ids, one.tools)
@@ -239,6 +239,9 @@ class Judge:
             return
         if self.reference.decode_whole(turn.ids).split() != turn.text.split():
             self.counts["not compared: tokenizers itself decodes the reply otherwise"] += 1
+            return
+        if self.product.left_in_reasoning(prompt, turn.text):
+            self.counts["not compared: the turn does not close the reasoning that its prompt opens"] += 1
             return
         checks = _checks(one.reply)
         if not self.product.parses(checks):
@@ -254,6 +257,10 @@ class Judge:
             return
         cut = turn.ids[: self.rng_of(f"cut {one.number}").randrange(1, len(turn.ids) - 1)]
         self.counts["truncated replies"] += 1
+        self._after_any(one, cut)
+
+    def _after_any(self, one: Conversation, cut: list[int]) -> None:
+        """Go on after ids that are no whole turn."""
         try:
             reply = self.product.parse(cut, one.tools)
         except Exception as error:
@@ -264,6 +271,7 @@ class Judge:
         if said.get("tool_calls"):
             return
         try:
+            prompt = self.reference.render(one.history, one.tools, generate=True)
             full = self.reference.render([*one.history, said, *new], one.tools, generate=True)
             strategy = self.product.strategy(one.history, said, new, one.tools)
             if strategy == "fork":
@@ -282,11 +290,24 @@ class Judge:
         content = reply.content.strip()
         if reply.reasoning_open or reply.tool_calls or not content or full.count(content) != 1:
             return
-        tail = full[full.rindex(content) + len(content) :]
+        at = full.rindex(content)
+        tail = full[at + len(content) :]
+        sampled = self.reference.decode(cut)
+        after = sampled.rpartition(content)[2] if content in sampled else ""
+        stop = self.reference.first_control(after)
+        if stop is not None and stop[0] + len(stop[1]) < len(after):
+            return
         self.counts["bridges after truncated replies"] += 1
-        if "".join(_composed(text).split()) != "".join(_composed(tail).split()):
+        # After a stop that was sampled stands what the template writes after that one.
+        expected = tail.partition(stop[1])[2] if stop is not None and stop[1] in tail else tail
+        if "".join(_composed(text).split()) != "".join(_composed(expected).split()):
+            before = (prompt + sampled).rpartition(content)[0].rstrip()
+            opening = [token for token in self.reference.controls if full[:at].rstrip().endswith(token)]
+            if opening and not before.endswith(tuple(opening)):
+                self.counts["not compared: content without what the template opens it with"] += 1
+                return
             kind = "wrong bridge after a truncated reply"
-            self._found(kind, one, f"{text!r} instead of {tail!r} after {self.reference.decode(cut)!r}")
+            self._found(kind, one, f"{text!r} instead of {expected!r} after {sampled!r}")
 
     # -- all conversations together ----------------------------------------------------------------------------------
 

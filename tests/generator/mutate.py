@@ -20,6 +20,7 @@ import tokentape.demo
 from tests.data import REAL
 from tests.generator.compose import CONTROL, Template
 from tests.generator.options import Case
+from tests.generator.vocabularies import HTML
 
 _REPOSITORY = Path(tests.__file__).parents[1]
 
@@ -58,6 +59,17 @@ def _family(folder: Path) -> tuple[dict[str, bool], dict[str, str]]:
     config = json.loads((path.parent / "tokenizer_config.json").read_bytes())
     named = {key: config.get(key) for key in ("bos_token", "eos_token")}
     return added, {key: value["content"] if isinstance(value, dict) else value for key, value in named.items() if value}
+
+
+_ANY_TAG = re.compile(CONTROL.pattern + r"|</?[A-Z][A-Z_0-9]{2,30}>")
+
+
+def as_template(source: str, eos: str | None = None) -> Template:
+    """A template without a tokenizer: what looks like a control token in it is one; the first after a turn ends it."""
+    found = [token for token in _ANY_TAG.findall(source) if token not in HTML]
+    end = _ANY_TAG.findall(_rendered(source).rpartition("hello")[2])
+    eos = eos or (end[0] if end else "</s>")
+    return Template(source, tuple(dict.fromkeys([*found, "<s>", eos])), "<s>", eos, (), {})
 
 
 def real_template(case: Case) -> Template:

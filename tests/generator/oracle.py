@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -30,6 +31,11 @@ class _Clock(datetime):
     @classmethod
     def now(cls, tz: Any = None) -> datetime:
         return datetime.fromisoformat(DATE)
+
+
+def frozen_clock() -> AbstractContextManager[object]:
+    """A clock that stands still, for one rendering alone: other tests ask transformers what day it is."""
+    return mock.patch.object(chat_template_utils, "datetime", _Clock)
 
 
 class Refused(Exception):
@@ -89,10 +95,9 @@ class Reference:
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Message], *, generate: bool) -> str | Refused:
         try:
-            # For this rendering alone: other tests ask transformers what day it is.
-            with mock.patch.object(chat_template_utils, "datetime", _Clock):
+            with frozen_clock():
                 texts, _ = chat_template_utils.render_jinja_template(
-                    conversations=[[_joined(message) for message in messages]],
+                    conversations=[[joined(message) for message in messages]],
                     tools=list(tools) or None,
                     chat_template=self._source,
                     add_generation_prompt=generate,
@@ -157,7 +162,7 @@ class Reference:
         return counts
 
 
-def _joined(message: Message) -> Message:
+def joined(message: Message) -> Message:
     """The message without None, as `apply_chat_template` gives it to the template, and text parts as one text."""
     given = {key: value for key, value in message.items() if value is not None}
     if isinstance(given.get("content"), list):

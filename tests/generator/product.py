@@ -79,6 +79,16 @@ class Product:
             parser.feed(completion[at : at + step] if step else completion)
         return parser.finish()[1]
 
+    @property
+    def reasoning(self) -> tuple[str, str]:
+        """What opens and closes reasoning, by the certificate; empty texts if nothing does."""
+        return self.certificate.reasoning or ("", "")
+
+    def left_in_reasoning(self, prompt: str, turn: str) -> bool:
+        """Whether the prompt ends with what the certificate says opens reasoning, and the turn does not close it."""
+        opening, close = self.reasoning
+        return bool(opening.strip()) and prompt.rstrip().endswith(opening.strip()) and close.strip() not in turn
+
     def parses(self, checks: Sequence[str]) -> bool:
         """Whether the certificate says that turns of these kinds are read back."""
         held = {check.name: check.holds for check in self.certificate.parsing}

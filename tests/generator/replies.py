@@ -54,7 +54,8 @@ def spoken_turn(
         cut = reference.first_control(spoken, max(start - 40, 0))
         while cut is not None and cut[0] < start:
             if start < cut[0] + len(cut[1]):
-                return None
+                start = cut[0]
+                break
             cut = reference.first_control(spoken, cut[0] + len(cut[1]))
     stops = sorted(content for token_id in stop_ids if (content := reference.content_of(token_id)))
     within = [stop for stop in stops if stop in spoken[start:spoken_word]]

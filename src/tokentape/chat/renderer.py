@@ -86,7 +86,7 @@ class Renderer:
         self._setups: dict[str, Setup] = {}
         self._formats: dict[str, AssistantFormat] = {}
         self._stops: dict[str, frozenset[int]] = {}
-        self._tools: dict[str, list[Any]] = {}
+        self._disarmed: dict[str, tuple[list[Any], dict[str, Any]]] = {}
         self._bridging: dict[str, Setup] = {}
         self._surroundings: dict[tuple[str, ...], Surroundings] = {}
 
@@ -170,7 +170,7 @@ class Renderer:
         splices = find_splices(
             text,
             messages,
-            {n: self._with_reasoning_closed(ids, setup) for n, ids in (sampled or {}).items()},
+            {n: self._with_part_closed(ids, setup) for n, ids in (sampled or {}).items()},
             tokenizer=self.tokenizer,
             form=self.format(setup),
             stop_ids=self.stop_ids(setup) if sampled else frozenset(),
@@ -261,7 +261,7 @@ class Renderer:
             added = self._with_images(_rest(ids, provenance, skip), new_messages)
             return replace(added, behind_other_stop=True)
         prompt_ids = None if context_ids is None else context_ids[: len(context_ids) - len(completion_ids)]
-        closing = self._close_reasoning(completion_ids, setup, form, prompt_ids)
+        closing = self._close_part(completion_ids, setup, form, prompt_ids)
         if cut.ends_turn:
             provenance[:1] = Provenance.CLOSE
         added = Added(
@@ -419,15 +419,17 @@ class Renderer:
 
     def _render(self, plain: Sequence[Message], setup: Setup, *, generate: bool) -> str:
         """Marked text of messages that are disarmed already."""
-        tools = self._tools.get(setup.key)
-        if tools is None:
-            tools = _keep(self._tools, setup.key, self._disarmer.mask_all(setup.tools))
+        disarmed = self._disarmed.get(setup.key)
+        if disarmed is None:
+            mask = self._disarmer.mask_all
+            disarmed = _keep(self._disarmed, setup.key, (mask(setup.tools), mask(setup.template_kwargs)))
+        tools, kwargs = disarmed
         rendered = self.template.render(
             plain,
             tools=tools,
             add_generation_prompt=generate,
             date=setup.date,
-            variables={**self.tokenizer.special_tokens, **setup.template_kwargs},
+            variables={**self.tokenizer.special_tokens, **kwargs},
         )
         return self._disarmer.marked(rendered)
 
@@ -556,22 +558,39 @@ class Renderer:
                     "says would not reach the model"
                 )
 
-    def _with_reasoning_closed(self, completion_ids: TokenIds, setup: Setup) -> TokenIds:
-        """A completion, and what closes the reasoning within which it was cut short."""
+    def _with_part_closed(self, completion_ids: TokenIds, setup: Setup) -> TokenIds:
+        """A completion, and what closes the part of the turn within which it was cut short."""
         if not self.stop_ids(setup).isdisjoint(completion_ids.tolist()):
             return completion_ids
-        return np.concatenate([completion_ids, self._close_reasoning(completion_ids, setup, self.format(setup))])
+        return np.concatenate([completion_ids, self._close_part(completion_ids, setup, self.format(setup))])
 
-    def _close_reasoning(
+    def _close_part(
         self, completion_ids: TokenIds, setup: Setup, form: AssistantFormat, prompt_ids: TokenIds | None = None
     ) -> TokenIds:
-        """Ids that close reasoning which a truncated completion left open."""
+        """Ids that close the reasoning, or the frame of the content, that a truncated completion left open."""
         parser = self.parser(setup, prompt_ids=prompt_ids)
         parser.feed(completion_ids.tolist())
         _, reply = parser.finish()
-        if form.reasoning is None or not reply.reasoning_open:
-            return self.tokenizer.array([])
-        return self.tokenizer.array(self.tokenizer.encode_after_control(form.reasoning.close).ids)
+        close = ""
+        if reply.reasoning_open:
+            close = form.reasoning.close if form.reasoning is not None else ""
+        elif not reply.tool_calls:
+            close = self._content_left_open(completion_ids, form, reasoned=bool(reply.reasoning))
+        return self.tokenizer.array(self.tokenizer.encode_after_control(close).ids if close else [])
+
+    def _content_left_open(self, completion_ids: TokenIds, form: AssistantFormat, *, reasoned: bool) -> str:
+        """What closes content within its turn, if it has a frame of its own and the completion is inside of it."""
+        close = form.content_end + form.turn_end
+        opening, closing = (
+            MARK.findall(form.content_reopen if reasoned else form.content_open)[-1:],
+            MARK.findall(close),
+        )
+        reader = Reader(self.tokenizer, frozenset(), ())
+        reader.feed(completion_ids.tolist())
+        reader.finish()
+        framing = [mark for mark in MARK.findall(reader.text) if mark in (*opening, *closing[:1])]
+        inside = framing[-1] in opening if framing else not opening
+        return close if closing and inside else ""
 
 
 def _spelled_by(template: ChatTemplate, tokenizer: Tokenizer) -> str:

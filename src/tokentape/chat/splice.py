@@ -55,8 +55,8 @@ def find_splices(
     speakers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     if not MARK.match(header) or len(regions) != len(speakers):
         return []
-    opened = form.generation_prompt[len(header) :]
-    opened_ids = tokenizer.encode_after_control(opened).ids if opened else []
+    opened, opened_now = form.generation_prompt[len(header) :], text[text.rfind(header) + len(header) :]
+    opened_ids, now_ids = (tokenizer.encode_after_control(one).ids for one in (opened, opened_now))
     splices = []
     for n, (start, end) in zip(speakers, regions, strict=True):
         if n not in sampled:
@@ -69,7 +69,9 @@ def find_splices(
         else:
             # Of a turn that was cut short, what ends it stays the template's.
             ended = not stop_ids.isdisjoint(ids)
-            splices.append(Splice(start, end if ended else _last_mark(text, start, end), opened_ids + ids))
+            # The conversation may say how prompts end (`/no_think`): what this one ends with was in front of the turn.
+            prompted = now_ids if opened_now.strip() and text.startswith(opened_now, start) else opened_ids
+            splices.append(Splice(start, end if ended else _last_mark(text, start, end), prompted + ids))
     return splices
 
 

@@ -1,0 +1,171 @@
+"""Models of other projects: prompts, bridges and replies against `apply_chat_template`, on generated conversations.
+
+    python -m tests.chat.named_models --models FOLDER --conversations 200
+    python -m tests.chat.named_models --models FOLDER --only SmolLM3 --number 17      # one conversation again
+
+FOLDER holds chat templates (`NAME.jinja`) and model folders (with `tokenizer.json` and `chat_template.jinja`). A
+template without a tokenizer gets a small one, trained for it, that has its control tokens; `NAME.json` beside it may
+say which `eos_token` ends turns. Conversations, completions and the comparison are those of `tests.generator`; the
+oracle is the folder's tokenizer as transformers loads it. Conversations that it refuses are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from transformers import AutoTokenizer
+
+from tests.generator.conversations import Conversation, Message, conversations
+from tests.generator.examine import takes_text
+from tests.generator.judge import Judge
+from tests.generator.mutate import as_template
+from tests.generator.options import Case, defaults
+from tests.generator.oracle import Reference, Refused, frozen_clock, joined
+from tests.generator.product import Product
+from tests.generator.replies import Spoken
+from tests.generator.vocabularies import write_model
+
+
+class Transformers(Reference):
+    """A model folder, as `AutoTokenizer` loads and renders it."""
+
+    def __init__(self, folder: Path, kwargs: dict[str, bool]) -> None:
+        super().__init__(folder, kwargs)
+        self._auto = AutoTokenizer.from_pretrained(folder)
+        self._tokenizer = self._auto.backend_tokenizer
+        self._kwargs = kwargs
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Message], *, generate: bool) -> str | Refused:
+        try:
+            with frozen_clock():
+                return str(
+                    self._auto.apply_chat_template(
+                        [joined(message) for message in messages],
+                        tools=list(tools) or None,
+                        add_generation_prompt=generate,
+                        tokenize=False,
+                        **self._kwargs,
+                    )
+                )
+        except Exception as error:  # a template may raise anything
+            return Refused(f"{type(error).__name__}: {error}")
+
+
+class CompletionsAtRandom(Judge):
+    """Judges ids at random as well: any, and in place of the content of the template's own turn."""
+
+    def _truncated(self, one: Conversation, turn: Spoken) -> None:
+        super()._truncated(one, turn)
+        rng, tokenizer = self.rng_of(f"random ids {one.number}"), self.product.renderer.tokenizer
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(1, 40))]
+        text = [token_id for token_id in ids if tokenizer.control_by_id(token_id) is None]
+        content = (one.reply.get("content") or "").strip()
+        before = turn.text.partition(content)[0] if content and content in turn.text else ""
+        if self.product.left_in_reasoning(self.reference.render(one.history, one.tools, generate=True), before):
+            before += self.product.reasoning[1]
+        opened = [*self.reference.encode(before).ids, *text]
+        ended = [*opened, *turn.ids[-1:]] if turn.stop and not one.reply.get("tool_calls") else text
+        for sampled in (ids, opened, ended):
+            self.counts["random completions"] += 1
+            self._after_any(one, sampled)
+
+    def _needless(self, conversations: Sequence[Conversation]) -> None:
+        """Leave out what is no false claim and costs time: few conversations spell what a template looks for."""
+
+
+def folders(models: Path, scratch: Path, only: str = "") -> Iterator[tuple[str, Path]]:
+    """Yield each model's name, if `only` is in it, and folder; made in `scratch` for a template without a tokenizer."""
+    scratch.mkdir(exist_ok=True)
+    for path in sorted(models.iterdir()):
+        if only not in path.name:
+            continue
+        if (path / "tokenizer.json").is_file():
+            yield path.name, _completed(path, scratch / path.name)
+        elif path.suffix == ".jinja":
+            case = Case(1, 0, defaults())
+            config = path.with_suffix(".json")
+            eos = json.loads(config.read_bytes())["eos_token"] if config.is_file() else None
+            template = as_template(path.read_text(encoding="utf-8"), eos)
+            yield path.stem, write_model(case, template, scratch / path.stem)
+
+
+def _completed(folder: Path, scratch: Path) -> Path:
+    """The model folder with the files that the oracle reads: ids that end turns, and the template as a file."""
+    scratch.mkdir()
+    for path in folder.iterdir():
+        (scratch / path.name).symlink_to(path.resolve())
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    if not (scratch / "chat_template.jinja").exists():
+        (scratch / "chat_template.jinja").write_text(config["chat_template"], encoding="utf-8")
+    if not (scratch / "generation_config.json").exists():
+        eos = config["eos_token"] if isinstance(config["eos_token"], str) else config["eos_token"]["content"]
+        added = json.loads((folder / "tokenizer.json").read_bytes())["added_tokens"]
+        ids = [token["id"] for token in added if token["content"] == eos]
+        (scratch / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}), encoding="utf-8")
+    return scratch
+
+
+def judge(name: str, folder: Path, numbers: Sequence[int], count: int, kwargs: dict[str, bool]) -> Judge:
+    """Judge the product on `count` conversations of these numbers."""
+
+    def rng_of(purpose: str) -> random.Random:
+        return random.Random(f"{name} {purpose}")
+
+    reference = Transformers(folder, kwargs)
+    judged = CompletionsAtRandom(reference, Product(folder, kwargs), frozenset(), rng_of)
+    source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    controls, as_text = sorted(reference.controls), takes_text(reference)
+    made = conversations(rng_of, source, controls, numbers, arguments_as_text=as_text)
+    judged.judge([one for one in made if _renders(reference, one)][:count])
+    return judged
+
+
+def _renders(reference: Reference, one: Conversation) -> bool:
+    try:
+        reference.render([*one.history, one.reply, *one.new], one.tools, generate=True)
+    except Refused:
+        return False
+    return True
+
+
+def run(models: Path, count: int, only: str = "", number: int | None = None, *, no_thinking: bool = False) -> int:
+    """Judge each model in turn, print what was compared and found, and return the number of findings."""
+    kwargs = {"enable_thinking": False} if no_thinking else {}
+    numbers = range(10 * count) if number is None else [number]
+    found = 0
+    with TemporaryDirectory() as scratch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, folder in folders(models, Path(scratch), only):
+            started = time.process_time()
+            judged = judge(name, folder, numbers, count, kwargs)
+            print(f"{name}: {dict(judged.counts)}; {time.process_time() - started:.0f} s of CPU", flush=True)
+            for kind, times in Counter(one.kind for one in judged.findings).items():
+                example = next(one for one in judged.findings if one.kind == kind)
+                print(f"  {times} x {kind}: conversation {example.conversation}: {example.detail}", flush=True)
+            found += len(judged.findings)
+    return found
+
+
+def main() -> int:
+    """Judge the models that the command line names; the status is 1 if anything was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chat.named_models", description=__doc__)
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--conversations", type=int, default=200)
+    parser.add_argument("--only", default="", help="models with this in their names")
+    parser.add_argument("--number", type=int, help="this conversation alone")
+    parser.add_argument("--no-thinking", action="store_true", help="render with enable_thinking=False")
+    o = parser.parse_args()
+    return int(run(o.models, o.conversations, o.only, o.number, no_thinking=o.no_thinking) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Every added token of a tokenizer, spelled in every field that a caller fills: no control token is gained.
+
+The control tokens are found here without the product: special tokens, what the template spells, and what stands between
+bars. A rendering is compared with that of the same fields with harmless words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from jinja2 import Environment, meta
+
+from tests.chat.conftest import EVERY_TEMPLATE, load_renderer, model_path
+from tokentape.chat.renderer import Renderer
+from tokentape.errors import TemplateRefused
+
+Request = tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]
+
+WORD = "harmless"
+AT_ONCE = 40
+"""Tokens in one text."""
+EXTENSIONS = ["jinja2.ext.loopcontrols", "jinja2.ext.do"]
+
+
+def request(**given: Any) -> Request:
+    """Return messages, tools and template kwargs with a field, or none, other than usual."""
+
+    def field(name: str, usual: Any) -> Any:
+        return given.get(name, usual)
+
+    name = field("name in call", "measure")
+    arguments = {field("argument key", "place"): field("argument", "here"), "more": [field("argument in list", "x")]}
+    call = {"id": field("call id", "call00001"), "type": "function", "function": {"name": name, "arguments": arguments}}
+    messages = [
+        {"role": "system", "content": field("system", "Be kind.")},
+        {"role": "user", "content": field("user", "hello")},
+        {"role": "assistant", "content": field("beside a call", ""), "tool_calls": [call]},
+        {
+            "role": "tool",
+            "tool_call_id": field("result id", "call00001"),
+            "name": field("name in result", "measure"),
+            "content": field("result", "ok"),
+        },
+        {"role": "assistant", "content": field("assistant", "well")},
+        {"role": "user", "content": field("last user", "go on")},
+    ]
+    if "reasoning" in given:
+        for message in messages:
+            if message["role"] == "assistant":
+                message["reasoning_content"] = given["reasoning"]
+    if "part" in given:
+        messages[1]["content"] = [{"type": "text", "text": given["part"]}]
+    parameter = {"type": "string", "description": field("parameter", "where"), "enum": [field("value", "here")]}
+    key = field("parameter name", "place")
+    function = {
+        "name": field("tool name", "measure"),
+        "description": field("description", "Measure it."),
+        "parameters": {"type": "object", "properties": {key: parameter}, "required": [key]},
+    }
+    kwargs = {key.removeprefix("kwarg "): value for key, value in given.items() if key.startswith("kwarg ")}
+    return messages, [{"type": "function", "function": function}], kwargs
+
+
+FIELDS = (
+    *("system", "user", "part", "last user", "assistant", "beside a call", "reasoning", "name in call", "call id"),
+    *("argument", "argument key", "argument in list", "result", "result id", "name in result"),
+    *("tool name", "description", "parameter", "parameter name", "value"),
+)
+
+
+def without_tools(made: Request) -> Request:
+    """Leave out what some templates refuse."""
+    messages, _, kwargs = made
+    return [m for m in messages if m["role"] not in ("system", "tool") and "tool_calls" not in m], [], kwargs
+
+
+def kwargs_of(source: str) -> list[str]:
+    """Variables of a template's that are not the conversation, as fields."""
+    known = {"messages", "tools", "add_generation_prompt"}
+    parsed = Environment(extensions=EXTENSIONS).parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source))
+    return [f"kwarg {name}" for name in sorted(meta.find_undeclared_variables(parsed) - known)]
+
+
+def added_tokens(template: str) -> Mapping[str, Mapping[str, Any]]:
+    path = model_path(template).parents[1]
+    folder = path if (path / "tokenizer.json").exists() else path.parent / "qwen3"
+    return {token["content"]: token for token in json.loads((folder / "tokenizer.json").read_bytes())["added_tokens"]}
+
+
+def texts(contents: list[str]) -> Iterator[str]:
+    """Yield texts that spell all of the tokens: at both edges, in the middle of words, doubled."""
+    for at in range(0, len(contents), AT_ONCE):
+        some = contents[at : at + AT_ONCE]
+        yield some[-1] + "".join(f"x{one}y {one}{one} " for one in some) + some[0]
+
+
+def injected(template: str, make: Callable[[str], Renderer] = load_renderer) -> tuple[list[str], Counter[str]]:
+    """Return the fields through which control tokens were gained or lost, and how many texts went through each."""
+    renderer, added = make(template), added_tokens(template)
+    controls = {
+        renderer.tokenizer.encode_plain(content)[0]
+        for content, token in added.items()
+        if content.strip()
+        and (token["special"] or content in renderer.template.source or re.fullmatch(r"<[|｜].*[|｜]>", content))
+    }
+    found, tried = [], Counter[str]()
+
+    def counts(made: Request) -> Counter[int]:
+        messages, tools, kwargs = made
+        ids = renderer.render(messages, tools, template_kwargs=kwargs, date="2026-11-22").ids.tolist()
+        return Counter(one for one in ids if one in controls)
+
+    for field in (*FIELDS, *kwargs_of(renderer.template.source)):
+        for shorten in (lambda made: made, without_tools):
+            try:
+                usual = counts(shorten(request(**{field: WORD})))
+                plain = counts(shorten(request()))
+            except TemplateRefused:
+                continue
+            for text in texts([*added]):
+                try:
+                    gained = counts(shorten(request(**{field: text})))
+                except TemplateRefused:
+                    continue
+                tried[field] += 1
+                if gained not in (usual, plain):
+                    found.append(f"{field}: {gained - usual or usual - gained} of {text[:60]!r}")
+            break
+    return found, tried
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("template", EVERY_TEMPLATE)
+def test_no_field_makes_control_tokens(template: str) -> None:
+    found, tried = injected(template)
+    assert found == []
+    assert len(tried) >= 4
