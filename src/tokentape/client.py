@@ -49,16 +49,26 @@ class Client:
         self._timeout = timeout
         self._http = httpx2.Client(base_url=self.base_url, timeout=timeout, headers=headers)
 
-    def session(self, session_id: str | None = None, metadata: Mapping[str, Any] | None = None) -> ClientSession:
+    def session(
+        self,
+        session_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        pin: Mapping[str, Any] | None = None,
+        default: Mapping[str, Any] | None = None,
+    ) -> ClientSession:
         """Create a session, with a random id if none is given.
 
-        A session that exists already is taken up where it is; giving `metadata` for one raises `Conflict`.
+        `pin` are sampling parameters that no call in it can change, {"temperature": 1.0} for example, `default` those
+        of calls that don't name them. A session that exists already is taken up where it is; giving anything else for
+        one raises `Conflict`.
         """
-        asked = {"session_id": session_id, "metadata": None if metadata is None else dict(metadata)}
+        given = {"metadata": metadata, "pin": pin, "default": default}
+        asked = {"session_id": session_id, **{name: dict(one) for name, one in given.items() if one is not None}}
         try:
             created = self._call("POST", "/sessions", asked)
         except Conflict:
-            if session_id is None or metadata is not None:
+            if session_id is None or len(asked) > 1:
                 raise
             return ClientSession(self, session_id)
         return ClientSession(self, created["session_id"])
@@ -152,7 +162,8 @@ class Client:
     def pause(self, *, abort: bool = False, timeout: float = 60.0) -> bool:
         """Hold new calls back while weights change, and wait up to `timeout` seconds for those under way.
 
-        With `abort` they are ended, and kept as aborted turns. Returns whether none is left. Takes an admin key.
+        With `abort` they are ended, and go on when sampling does, if the gateway's `on_abort` says so. Returns whether
+        none is left. Takes an admin key.
         """
         body = {"mode": "abort" if abort else "wait", "timeout": timeout}
         return bool(self._call("POST", "/engine/pause", body, wait=timeout)["idle"])

@@ -24,6 +24,7 @@ from tokentape.errors import InvalidRequest
 from tokentape.gateway.keys import Keys
 from tokentape.gateway.limits import CheckBridges, Limits, OnAbort
 from tokentape.gateway.logs import Format, Level
+from tokentape.gateway.pins import Pins
 from tokentape.hub import is_hub_name
 from tokentape.store.postgres import is_url, without_password
 
@@ -96,6 +97,10 @@ class ServeConfig:
     wrong_stop: WrongStop = "keep"
     on_abort: OnAbort = "resume"
     """What becomes of a completion that the engine aborts, for new weights for example."""
+    pin: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters that callers can't change, by name; see `gateway.pins`."""
+    default: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters of calls that name none."""
     payloads: bool = False
     """Record what the engine says of each token besides its logprob, such as routed experts."""
     synchronous: Literal["full", "normal"] = "full"
@@ -117,6 +122,7 @@ class ServeConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        self.pins()
         if (self.engine.kind == "transformers") == bool(self.engine.urls):
             raise InvalidRequest(
                 f"engine {self.engine.kind!r} with {len(self.engine.urls)} URLs: a server's kind and its URL belong "
@@ -140,6 +146,10 @@ class ServeConfig:
     def location(self) -> str | Path:
         """Where the record is kept."""
         return self.store or self.data
+
+    def pins(self) -> Pins:
+        """The pinned and default sampling parameters. Raises `InvalidRequest` for a name or value that can't be."""
+        return Pins.read(self.pin, self.default, strict=False)
 
     def all_keys(self) -> Keys:
         """The API keys, those in files included. Raises `InvalidRequest` as `Keys` and `read_keys`."""

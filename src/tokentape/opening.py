@@ -121,6 +121,7 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
         history=config.history,
         wrong_stop=config.wrong_stop,
         on_abort=config.on_abort,
+        pins=config.pins(),
         limits=config.limits,
         telemetry=Telemetry(
             OpenTelemetrySpans() if config.tracing else None,

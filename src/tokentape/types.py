@@ -176,8 +176,13 @@ class Turn:
     fork: str | None
     """Why this turn does not continue the session's newest branch; None when it does."""
     sampling: Mapping[str, Any]
-    """Sampling parameters as sent to the engine. A fork of cause `drift` has `drift` besides: {turn, token}, the turn
-    that the server should have continued and the first token where its own context differs."""
+    """Sampling parameters as sent to the engine, and notes.
+
+    `asked`: what the caller asked for where a pin overrode it. `aborted`, {cause, outcome, why}: the engine aborted the
+    completion, and it did not go on. `resume_seeds`: of the calls that continued it. `parse_problem`: why it was not
+    parsed. `drift`, {turn, token}, of a fork of that cause: the turn that the server should have continued and the
+    first token where its own context differs.
+    """
     engine: str
     """Engine name, version and logprobs mode, for example `transformers 5.23.0 raw_logprobs`."""
     weight_version: str
@@ -189,8 +194,8 @@ class Turn:
     weight_changes: tuple[tuple[int, str], ...] = ()
     """Where the weights changed while sampling: offset in the completion of the first token of the new version."""
     abort_cause: str | None = None
-    """With finish_reason `abort`, why: `client_left`, `shutdown`, `paused`, `answered_elsewhere` (by another gateway),
-    or the code of the engine's error."""
+    """With finish_reason `abort`, why: `client_left`, `shutdown`, `paused`, `engine_abort`, `answered_elsewhere` (by
+    another gateway), or the code of the engine's error."""
     sampled_from: TokenDistribution | None = None
     """The distribution that the completion was sampled from. None: recorded before this was known."""
     logprobs_of: TokenDistribution | None = None

@@ -30,6 +30,7 @@ from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import SampleDelta, SamplingParams
 from tokentape.errors import InvalidRequest, NotFound, TokentapeError
 from tokentape.gateway.events import TurnRequest
+from tokentape.gateway.limits import Limits
 from tokentape.gateway.turns import Turns
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
@@ -68,7 +69,8 @@ def taken(calls: Sequence[tuple[list[int], Answer, *tuple[Answer, ...]]]) -> tup
     engine = IdsEngine(renderer, [answer for _, *answers in calls for answer in answers])
     with TemporaryDirectory() as folder:
         store = SqliteStore.open(Path(folder) / "record.db")
-        turns = Turns(engine, renderer, store)
+        # As often as rllm's gateway resumes.
+        turns = Turns(engine, renderer, store, limits=Limits(resumes=3))
 
         async def take() -> None:
             for prompt, *_ in calls:

@@ -33,6 +33,8 @@ SETTINGS = {
     "history": "history",
     "wrong_stop": "wrong_stop",
     "on_abort": "on_abort",
+    "pin": "pin",
+    "default": "default",
     "payloads": "payloads",
     "synchronous": "synchronous",
     "keys_file": "keys_file",
@@ -65,11 +67,21 @@ def config_of(params: Mapping[str, Any]) -> Resolved:
     from tokentape.errors import InvalidRequest
 
     flags = {setting: params[name] for name, setting in SETTINGS.items()}
+    for name in ("pin", "default"):
+        flags[name] = _named(flags[name], name)
     file = params["config"]
     try:
         return resolve(flags, file=None if file is None else Path(file))
     except InvalidRequest as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _named(entries: list[str] | None, flag: str) -> dict[str, str] | None:
+    """Values by name, of `NAME=VALUE` entries. Raises `typer.BadParameter`."""
+    for entry in entries or ():
+        if "=" not in entry:
+            raise typer.BadParameter(f"{entry!r} is no NAME=VALUE, temperature=1.0 for example", param_hint=f"--{flag}")
+    return dict(entry.split("=", 1) for entry in entries) if entries else None
 
 
 def config_of_serve(ctx: typer.Context) -> Resolved:

@@ -186,6 +186,19 @@ def serve(
             "resample: an error, and the caller asks again."
         ),
     ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Sampling parameter that callers can't change, such as temperature=1.0. Several times for several.",
+        ),
+    ] = None,
+    default: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="Sampling parameter of calls that don't name it. Several times for several."
+        ),
+    ] = None,
     payloads: Annotated[
         bool | None, typer.Option(help="Record per-token payloads of the engine: routed experts. Default: no.")
     ] = None,

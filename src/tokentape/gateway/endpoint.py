@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from tokentape.engines.base import EngineInfo, SampleDelta
 from tokentape.errors import InvalidRequest, TokentapeError
+from tokentape.gateway import pins
 from tokentape.gateway.access import note
 from tokentape.gateway.draining import Drain
 from tokentape.gateway.events import Attempt, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
@@ -266,6 +267,7 @@ async def _answer(gateway: Gateway, dialect: Dialect, caller: Caller, request: R
         owner=caller.owner,
         # After the place of the messages, so that the body is hashed once.
         attempt=_attempt(request, dialect, body, nameless=named is None),
+        given=pins.given_in(parsed),
         place=place,
         known=body.known,
         read=read,
@@ -280,6 +282,8 @@ async def _answer(gateway: Gateway, dialect: Dialect, caller: Caller, request: R
         assert isinstance(started, TurnStarted)
         noted.engine_requests = started.engine_requests
         encoder = asked.encoder(started)
+        if started.overridden:
+            headers["X-Tokentape-Overridden"] = pins.header(started.overridden)
         if started.replayed:
             headers["X-Tokentape-Replayed"] = "true"
         if not turn.stream:

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from tokentape.chat.parse import Reply, ReplyDelta
 from tokentape.engines.base import SampleDelta, SamplingParams
 from tokentape.gateway.known_prefix import Known, Place
+from tokentape.gateway.pins import Overridden
 from tokentape.types import Media, Message, TokenIds, Tool, Turn
 
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
@@ -37,6 +38,10 @@ class TurnRequest:
     template_kwargs: Mapping[str, object]
     sampling: SamplingParams
     """`max_tokens` 0 stands for as many as fit; `stop_token_ids` are added to those of the model."""
+    given: frozenset[str] = frozenset()
+    """Which of the parameters in `pins.NAMES` the caller named."""
+    overridden: Overridden = field(default_factory=dict)
+    """Which of these are not in `sampling` as the caller asked; see `Pins`."""
     n: int = 1
     stream: bool = False
     prompt_ids: TokenIds | None = None
@@ -77,6 +82,10 @@ class TurnStarted:
     """The call was answered before; this is the recorded reply again."""
     engine_requests: tuple[str, ...] = ()
     """Ids under which the engine is asked, one per choice."""
+    sampling: SamplingParams | None = None
+    """The request's, pins and defaults included; None of a call that is answered from elsewhere."""
+    overridden: Overridden = field(default_factory=dict)
+    """The request's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from tokentape.chat.parse import Reply, ReplyDelta, ToolCall
 from tokentape.engines.base import SampleDelta
 from tokentape.gateway.choices import ReplyReader, name_calls
-from tokentape.gateway.events import TurnDelta, TurnDone, TurnEvent, TurnStarted
+from tokentape.gateway.events import TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.recording import finish_of
 from tokentape.session.tree import Session
 from tokentape.types import Answer, Turn
@@ -18,11 +18,12 @@ ReaderOf: TypeAlias = Callable[[Turn], ReplyReader]
 """What reads a turn's completion, as it was read when it was sampled."""
 
 
-def replayed(session: Session, answer: Answer, reader_of: ReaderOf) -> list[TurnEvent]:
+def replayed(session: Session, answer: Answer, reader_of: ReaderOf, request: TurnRequest) -> list[TurnEvent]:
     """The events of a call that was answered before, each choice in one delta."""
     turns = [session.turns[seq] for seq in answer.turns]
     context = session.context_before(turns[0].seq)
-    events: list[TurnEvent] = [TurnStarted(answer.reply_id, answer.created_at, context, replayed=True)]
+    started = TurnStarted(answer.reply_id, answer.created_at, context, replayed=True)
+    events: list[TurnEvent] = [replace(started, sampling=request.sampling, overridden=request.overridden)]
     done: list[TurnEvent] = []
     for index, turn in enumerate(turns):
         reply = _read_again(turn, reader_of(turn))

@@ -20,6 +20,7 @@ from tokentape.gateway.endpoint import Gateway, address
 from tokentape.gateway.http import check_depth, json_response, read_as, read_json
 from tokentape.gateway.keys import Caller
 from tokentape.gateway.open_sessions import not_found
+from tokentape.gateway.pins import METADATA
 from tokentape.gateway.session_ids import check_session_id, may_be_session_id, new_session_id
 from tokentape.session.arrow import write_parquet
 from tokentape.session.jsonl import trajectory_to_json
@@ -37,6 +38,10 @@ class NewSession(Struct, forbid_unknown_fields=True):
 
     session_id: str | None = None
     metadata: dict[str, Any] | None = None
+    pin: dict[str, Any] | None = None
+    """Sampling parameters that calls in the session can't change."""
+    default: dict[str, Any] | None = None
+    """Sampling parameters of calls that name none."""
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -54,6 +59,8 @@ def routes(gateway: Gateway) -> list[Route]:
         session_id = address(request, caller, wanted.session_id) or new_session_id()
         check_session_id(session_id)
         metadata = wanted.metadata or {}
+        if wanted.pin or wanted.default:
+            metadata = {**metadata, METADATA: {"pin": wanted.pin or {}, "default": wanted.default or {}}}
         check_depth(metadata, "metadata")
         info = await turns.create_session(session_id, metadata, caller.owner)
         note(request).session_id = session_id

@@ -38,6 +38,7 @@ from tokentape.gateway.known_prefix import Known
 from tokentape.gateway.limits import CheckBridges, Limits, OnAbort
 from tokentape.gateway.open_sessions import OpenSession, OpenSessions, not_found
 from tokentape.gateway.pausing import Pausing
+from tokentape.gateway.pins import Pins
 from tokentape.gateway.preparing import PROMPT, Prepared, Preparer
 from tokentape.gateway.recording import Recorder
 from tokentape.gateway.replaying import replayed
@@ -66,6 +67,8 @@ class Turns:
 
     `on_abort` says what becomes of a completion that the engine aborts, for new weights for example; see `AbortPolicy`.
 
+    `pins` are sampling parameters that hold whatever callers ask for, and defaults.
+
     `check_bridges` says which bridges are compared with the template's own rendering while the gateway runs; see
     `BridgeChecks`. None: nothing is checked, and nothing is said about it.
 
@@ -87,6 +90,7 @@ class Turns:
         payloads: bool = False,
         capture: ChatServer | None = None,
         on_abort: OnAbort = "resume",
+        pins: Pins | None = None,
         check_bridges: CheckBridges | None = None,
     ) -> None:
         self.engine = engine
@@ -95,6 +99,8 @@ class Turns:
         self.limits = limits or Limits()
         self.telemetry = telemetry or Telemetry()
         self.gate = Gate(self.limits.pause_patience)
+        self.pins = pins or Pins()
+        self.pins.check(engine.info)
         self._aborts = AbortPolicy(on_abort, self.limits.resumes, self.limits.pause_patience)
         self.pausing = Pausing(self.gate, store, self._interrupt_all)
         other_stop: WrongStop = "keep" if capture is not None else wrong_stop
@@ -159,7 +165,8 @@ class Turns:
         return min(self.engine.info.vocab_size, self.renderer.tokenizer.vocab_size)
 
     async def create_session(self, session_id: str, metadata: Mapping[str, Any], owner: str = "") -> SessionInfo:
-        """Create a session. Raises `Conflict` if there is one with this id, and `LimitReached`."""
+        """Create a session. Raises `Conflict` if there is one with this id, `LimitReached`, and as `Pins`."""
+        self.pins.with_session(metadata).check(self.engine.info)
         return await self._sessions.create(session_id, metadata, owner)
 
     def known(self, session_id: str, owner: str) -> Sequence[Known]:
@@ -238,6 +245,10 @@ class Turns:
     async def begin(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """As `take`, but returns once the call is under way. Its events are to be read at once, or to be closed."""
         opened = await self._sessions.find_or_begin(request.session_id, request.owner)
+        pins = self.pins.with_session(opened.session.info.metadata)
+        if pins.pinned or pins.defaults:
+            sampling, overridden = pins.applied(request.sampling, request.given)
+            request = replace(request, sampling=sampling, overridden=overridden)
         # No await from here to the start of the flight: a repetition must find it.
         flight = opened.flight_of(request.attempt)
         if flight is None:
@@ -245,7 +256,7 @@ class Turns:
             if answer is not None:
                 self.telemetry.replayed()
                 reader_of = partial(self._reader_again, opened.session, request)
-                return _each(replayed(opened.session, answer, reader_of))
+                return _each(replayed(opened.session, answer, reader_of, request))
             flight = self._start(opened, request)
         return flight.follow()
 
@@ -276,6 +287,9 @@ class Turns:
             request, found = self._continued(opened, request, setup)
         async with AsyncExitStack() as held:
             prepared, sampler = await self._ready(held, request, session, setup, found)
+            if request.overridden:
+                noted = {name: asked for name, (asked, _) in request.overridden.items()}
+                prepared = replace(prepared, noted={**prepared.noted, "asked": noted})
             await self._sample(flight, opened, request, prepared, sampler, held)
 
     def _continued(self, opened: OpenSession, request: TurnRequest, setup: Setup) -> tuple[TurnRequest, Continuation]:
@@ -327,7 +341,14 @@ class Turns:
         if isinstance(sampler, Begun):
             choices[0].request_id = sampler.request_id
         asked = tuple(choice.request_id for choice in choices)
-        started = TurnStarted(secrets.token_hex(12), time.time(), prepared.prompt_ids, engine_requests=asked)
+        started = TurnStarted(
+            secrets.token_hex(12),
+            time.time(),
+            prepared.prompt_ids,
+            engine_requests=asked,
+            sampling=request.sampling,
+            overridden=request.overridden,
+        )
         flight.tell(started)
         sampling = sample_choices(choices, self._sampling(sampler, prepared, request).sample)
         try:

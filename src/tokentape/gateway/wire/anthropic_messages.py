@@ -25,7 +25,7 @@ Choices where the protocol leaves some:
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -38,6 +38,7 @@ from tokentape.gateway.access import note
 from tokentape.gateway.endpoint import Asked, Asking, Gateway, address
 from tokentape.gateway.events import TurnRequest
 from tokentape.gateway.http import check_depth, error_headers, json_response, read_as, read_json
+from tokentape.gateway.pins import Count, Seed, StopString, Temperature, TopP
 from tokentape.gateway.session_ids import new_session_id
 from tokentape.gateway.wire.anthropic_history import AnthropicMessage, Part, read_messages, takes_later_system
 from tokentape.gateway.wire.anthropic_replies import AnthropicEncoder, error_body, error_event
@@ -68,10 +69,6 @@ IGNORED = frozenset(
 
 UNSERVED = frozenset({"container", "mcp_servers", "output_format", "thread"})
 """Fields that are refused unless they are empty: what they ask for is done by Anthropic's servers."""
-
-_Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-_StopSequence: TypeAlias = Annotated[str, Meta(min_length=1)]
 
 
 class _Tool(Struct):
@@ -115,13 +112,13 @@ class MessagesBody(Struct, kw_only=True):
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
     model: str = ""
     system: str | list[Part] = ""
-    max_tokens: _Count | None = None
+    max_tokens: Count | None = None
     stream: bool = False
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
     top_k: Annotated[int, Meta(ge=0, le=2**31)] = 0
-    seed: _Int64 | None = None
-    stop_sequences: Annotated[list[_StopSequence], Meta(max_length=16)] = []
+    seed: Seed | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=16)] = []
     tools: list[_Tool] = []
     tool_choice: _ToolChoice = _ToolChoice("auto")
     thinking: _Thinking | None = None

@@ -35,8 +35,8 @@ from tokentape.gateway.endpoint import Asked, Asking, DoneChoice
 from tokentape.gateway.events import TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.http import check_depth, encode_event, encode_json, error_body, parse_json
 from tokentape.gateway.images import image_part, takes
+from tokentape.gateway.pins import Count
 from tokentape.gateway.wire.openai_fields import (
-    Count,
     SamplingFields,
     TopLogprobs,
     logprob_entries,

@@ -34,8 +34,8 @@ from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParamete
 from tokentape.gateway.endpoint import Asked, Asking, DoneChoice
 from tokentape.gateway.events import TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.http import encode_event, error_body, read_as
+from tokentape.gateway.pins import Count
 from tokentape.gateway.wire.openai_fields import (
-    Count,
     SamplingFields,
     TokenId,
     TopLogprobs,

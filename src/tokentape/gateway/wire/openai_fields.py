@@ -13,13 +13,10 @@ from tokentape.engines.base import SampleDelta, SamplingParams
 from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway.events import TurnDone
 from tokentape.gateway.http import check_depth, read_as
+from tokentape.gateway.pins import MinP, Penalty, RepetitionPenalty, Seed, Stop, Temperature, TopK, TopP
 
-Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
-_Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
-_StopString: TypeAlias = Annotated[str, Meta(min_length=1)]
 
 _BodyKind = TypeVar("_BodyKind", bound=Struct)
 
@@ -27,15 +24,15 @@ _BodyKind = TypeVar("_BodyKind", bound=Struct)
 class SamplingFields(Struct, kw_only=True):
     """How to sample: OpenAI's fields and those that vLLM made common, under the names they have in every API."""
 
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=2**31)] = 0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    presence_penalty: _Penalty = 0.0
-    frequency_penalty: _Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
-    seed: _Int64 | None = None
-    stop: _StopString | Annotated[list[_StopString], Meta(max_length=16)] = []
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    seed: Seed | None = None
+    stop: Stop = []
     stop_token_ids: list[TokenId] = []
 
 

@@ -36,12 +36,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tokentape.chat.tokenizer import Tokenizer
+from tokentape.engines.base import SamplingParams
 from tokentape.errors import InvalidRequest, NotFound, TokentapeError
 from tokentape.gateway.endpoint import Asked, Asking, Gateway, address
 from tokentape.gateway.events import TurnRequest, TurnStarted
 from tokentape.gateway.http import check_depth, encode_event, error_body, json_response
+from tokentape.gateway.pins import Count
 from tokentape.gateway.wire.openai_fields import (
-    Count,
     SamplingFields,
     TopLogprobs,
     read_fields,
@@ -161,7 +162,7 @@ class Responses:
         def encoder(started: TurnStarted) -> ResponseEncoder:
             named = ResponseId(asking.session_id, started.reply_id, len(read.instructions or ""))
             return ResponseEncoder(
-                {**_head(named, started.created_at, self._model_id), **_echo(read)},
+                {**_head(named, started.created_at, self._model_id), **_echo(read, started.sampling or sampling)},
                 started,
                 self._tokenizer,
                 tools.namespaces,
@@ -303,24 +304,26 @@ def _head(named: ResponseId, created_at: float, model_id: str) -> dict[str, Any]
     }
 
 
-def _echo(body: ResponsesBody) -> Mapping[str, Any]:
-    """What a request said, as its response repeats it."""
+def _echo(body: ResponsesBody, sampling: SamplingParams) -> Mapping[str, Any]:
+    """What a request said, as its response repeats it, and how it is sampled."""
     names = (
         "instructions",
-        "max_output_tokens",
         "metadata",
         "parallel_tool_calls",
         "previous_response_id",
         "store",
-        "temperature",
         "tool_choice",
         "tools",
         "top_logprobs",
-        "top_p",
         "truncation",
         "user",
     )
-    return {name: getattr(body, name) for name in names}
+    return {
+        **{name: getattr(body, name) for name in names},
+        "max_output_tokens": sampling.max_tokens or None,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+    }
 
 
 def _no_response() -> NotFound:

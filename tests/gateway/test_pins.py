@@ -1,0 +1,178 @@
+"""Sampling parameters that callers can't change, on every wire API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.gateway.scripted import ScriptedEngine
+from tests.waiting import PATIENCE
+from tokentape.chat.renderer import Renderer
+from tokentape.engines.base import SamplingParams
+from tokentape.errors import InvalidRequest, UnsupportedParameter
+from tokentape.gateway.app import create_app
+from tokentape.gateway.pins import NAMES, Pins, given_in, header
+from tokentape.gateway.serve import running
+from tokentape.gateway.turns import Turns
+from tokentape.store import SqliteStore
+from tokentape.types import Turn
+
+ASKED = {"temperature": 0.2, "top_p": 0.5}
+APIS = {
+    "chat": ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 7}),
+    "completions": ("completions", {"prompt": "a", "max_tokens": 7}),
+    "responses": ("responses", {"input": "a", "max_output_tokens": 7}),
+    "anthropic": ("messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 7}),
+}
+
+
+class Gateway:
+    """A gateway on a socket, its engine and its record."""
+
+    def __init__(self, opened: ExitStack, renderer: Renderer, path: Path, pins: Pins | None) -> None:
+        self.engine = ScriptedEngine(renderer, ["b<|im_end|>"] * 9, sampling=ScriptedEngine.EVERYTHING)
+        self.store = opened.enter_context(SqliteStore.open(path))
+        url = opened.enter_context(
+            running(create_app(Turns(self.engine, renderer, self.store, pins=pins), model_id="m"))
+        )
+        self.http = opened.enter_context(httpx2.Client(base_url=url, timeout=PATIENCE))
+
+    def ask(self, api: str, session: str = "s", **more: Any) -> httpx2.Response:
+        path, body = APIS[api]
+        answer = self.http.post(f"/sessions/{session}/v1/{path}", json={"model": "m", **body, **more})
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    def turn(self, session: str = "s") -> Turn:
+        return self.store.load_session(session).turns[-1]
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("api", APIS)
+def test_what_is_pinned_is_sampled_and_what_was_asked_is_told(
+    opened: ExitStack, renderer: Renderer, tmp_path: Path, api: str, stream: bool
+) -> None:
+    pins = Pins.read({"temperature": 1.0, "max_tokens": 5, "top_k": 3}, {"top_p": 0.9, "seed": 4})
+    gateway = Gateway(opened, renderer, tmp_path, pins)
+    answer = gateway.ask(api, **ASKED, stream=stream)
+    (_, sampled) = gateway.engine.asked[-1]
+    assert (sampled.temperature, sampled.max_tokens, sampled.top_k) == (1.0, 5, 3)
+    assert (sampled.top_p, sampled.seed) == (0.5, 4)
+    assert answer.headers["x-tokentape-overridden"] == "temperature=1.0;asked=0.2, max_tokens=5;asked=7"
+    recorded = gateway.turn().sampling
+    assert (recorded["temperature"], recorded["asked"]) == (1.0, {"temperature": 0.2, "max_tokens": 7})
+
+
+def test_a_response_repeats_what_was_sampled_with(opened: ExitStack, renderer: Renderer, tmp_path: Path) -> None:
+    gateway = Gateway(opened, renderer, tmp_path, Pins.read({"temperature": 1, "max_tokens": 5}, {"top_p": 0.9}))
+    said = gateway.ask("responses", temperature=0.2).json()
+    assert (said["temperature"], said["top_p"], said["max_output_tokens"]) == (1.0, 0.9, 5)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_who_asks_for_what_is_pinned_is_told_nothing(
+    opened: ExitStack, renderer: Renderer, tmp_path: Path, api: str
+) -> None:
+    gateway = Gateway(opened, renderer, tmp_path, Pins.read({"temperature": 0.2}, {}))
+    answer = gateway.ask(api, **ASKED)
+    assert "x-tokentape-overridden" not in answer.headers
+    assert "asked" not in gateway.turn().sampling
+
+
+def test_stop_strings_are_pinned_under_each_name(opened: ExitStack, renderer: Renderer, tmp_path: Path) -> None:
+    gateway = Gateway(opened, renderer, tmp_path, Pins.read({"stop": "zz"}, {}))
+    for api, name in (("chat", "stop"), ("anthropic", "stop_sequences")):
+        answer = gateway.ask(api, f"s-{api}", **{name: ["\n\n"]})
+        assert gateway.engine.asked[-1][1].stop_strings == ("zz",)
+        assert answer.headers["x-tokentape-overridden"] == "stop"
+        assert list(gateway.turn(f"s-{api}").sampling["asked"]["stop"]) == ["\n\n"]
+
+
+def test_a_retry_is_told_the_same(opened: ExitStack, renderer: Renderer, tmp_path: Path) -> None:
+    gateway = Gateway(opened, renderer, tmp_path, Pins.read({"temperature": 1}, {}))
+    path, body = APIS["chat"]
+    answers = [
+        gateway.http.post(f"/sessions/s/v1/{path}", json={**body, **ASKED}, headers={"idempotency-key": "k"})
+        for _ in range(2)
+    ]
+    assert answers[1].headers["x-tokentape-replayed"] == "true"
+    assert answers[1].headers["x-tokentape-overridden"] == answers[0].headers["x-tokentape-overridden"]
+
+
+def test_a_session_has_pins_of_its_own(opened: ExitStack, renderer: Renderer, tmp_path: Path) -> None:
+    gateway = Gateway(opened, renderer, tmp_path, Pins.read({"top_k": 3}, {"top_p": 0.9, "min_p": 0.1}))
+    created = gateway.http.post(
+        "/sessions", json={"session_id": "own", "pin": {"temperature": 0.7}, "default": {"min_p": 0.2}}
+    )
+    assert created.status_code == 201
+    gateway.ask("chat", "own", temperature=0.2)
+    sampled = gateway.engine.asked[-1][1]
+    assert (sampled.temperature, sampled.top_k, sampled.top_p, sampled.min_p) == (0.7, 3, 0.9, 0.2)
+    gateway.ask("chat", "other", temperature=0.2)
+    assert gateway.engine.asked[-1][1].temperature == 0.2
+    shown = gateway.http.get("/sessions/own").json()
+    assert shown["metadata"]["tokentape_sampling"]["pin"] == {"temperature": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"pin": {"temprature": 1}}, "temprature"),
+        ({"pin": {"temperature": 3}}, "temperature"),
+        ({"pin": {"temperature": "1"}}, "temperature"),
+        ({"default": {"top_p": 0}}, "top_p"),
+        ({"pin": {"top_k": 4}}, "this gateway pins top_k to 3"),
+        ({"metadata": {"tokentape_sampling": {"pin": 3}}}, "tokentape_sampling"),
+    ],
+)
+def test_a_session_s_pins_are_checked_when_it_is_created(
+    opened: ExitStack, renderer: Renderer, tmp_path: Path, body: dict[str, Any], says: str
+) -> None:
+    gateway = Gateway(opened, renderer, tmp_path, Pins.read({"top_k": 3}, {}))
+    answer = gateway.http.post("/sessions", json={"session_id": "s", **body})
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+    assert gateway.http.get("/sessions/s").status_code == 404
+
+
+def test_what_the_engine_does_not_do_can_t_be_pinned(renderer: Renderer, tmp_path: Path) -> None:
+    engine = ScriptedEngine(renderer, [])
+    with SqliteStore.open(tmp_path) as store, pytest.raises(UnsupportedParameter, match="min_p"):
+        Turns(engine, renderer, store, pins=Pins.read({"min_p": 0.1}, {}))
+    Pins.read({"min_p": 0}, {}).check(engine.info)
+
+
+def test_text_is_read_as_numbers_where_it_may_be() -> None:
+    found = Pins.read({"temperature": "1.5", "top_k": "-1", "stop": "a"}, {"seed": "3"}, strict=False)
+    assert found == Pins({"temperature": 1.5, "top_k": 0, "stop": ("a",)}, {"seed": 3})
+    for values in ({"temperature": "hot"}, {"max_tokens": "0"}, {"n": "1"}):
+        with pytest.raises(InvalidRequest, match=next(iter(values))):
+            Pins.read(values, {}, strict=False)
+
+
+def test_bodies_name_parameters_in_many_ways() -> None:
+    assert given_in({"max_output_tokens": 3, "stop_sequences": [], "temperature": None, "n": 3}) == {
+        "max_tokens",
+        "stop",
+    }
+    assert given_in(dict.fromkeys(NAMES, 1)) == set(NAMES)
+
+
+def test_a_header_is_ascii_in_one_line() -> None:
+    assert header({"stop": (("\n",), ("ü",)), "seed": (None, 3)}) == "stop, seed=3;asked=null"
+
+
+def test_without_pins_all_stays_as_asked() -> None:
+    sampling = SamplingParams(max_tokens=3, temperature=0.2)
+    assert Pins().applied(sampling, NAMES) == (sampling, {})
