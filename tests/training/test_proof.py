@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.chat.conftest import REAL_FAMILIES, model_path
 from tests.data import REAL
 from tokentape.errors import InvalidRequest
-from tokentape.training.proof import prove, smallest
+from tokentape.training.proof import prove
 from tokentape.training.tokenizer import TrainingTokenizer, codebook
 
 
@@ -83,16 +81,6 @@ def test_each_part_that_was_touched_is_named_and_its_effect_found_by_the_battery
     assert proof.changed_parts == (part,)
     assert (proof.changed_texts > 0, len(proof.changed_spellings) > 0) == (changes_ids, changes_text)
     assert (proof.counterexample is not None) == changes_ids
-
-
-@given(st.text(max_size=30), st.text(min_size=1, max_size=3), st.text(max_size=30))
-def test_no_character_can_be_taken_from_what_is_left(before: str, needle: str, behind: str) -> None:
-    def fails(text: str) -> bool:
-        return all(char in text for char in needle)
-
-    left = smallest(before + needle + behind, fails)
-    assert fails(left)
-    assert not any(fails(left[:n] + left[n + 1 :]) for n in range(len(left)))
 
 
 def test_a_folder_without_a_tokenizer_is_refused(model_dir: Path, tmp_path: Path) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import ExitStack
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokentape.cli.arguments import AsJson, StoreLocation
+from tokentape.cli.output import print_json
 
 if TYPE_CHECKING:
     from tokentape.client import Client
@@ -70,7 +69,7 @@ def archive(
             progress=lambda what: status.update(what),
         )
     if as_json:
-        typer.echo(json.dumps(asdict(done)))
+        print_json(done)
         return
     typer.echo(f"{shown(to)}: archived {done.sessions} sessions, deleted {len(done.deleted)}")
     for session_id, reason in done.kept:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tokentape.cli.arguments import AsJson, json_object
+from tokentape.cli.output import print_json
 
 _SIDE_HELP = (
     "A model folder or tokenizer file, or a server: json: auto: slow: spm: tiktoken: mistral: gguf: in front say how "
@@ -83,7 +84,7 @@ def audit(
         except InvalidRequest as error:
             raise typer.BadParameter(str(error)) from None
     if as_json:
-        typer.echo(report.to_json())
+        print_json(report.to_dict())
     else:
         audit_layout(report).print()
     if html is not None:

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tokentape.audit.report import escape_for_terminal as readable
 from tokentape.chat.certificate import Certificate, Continuation
 from tokentape.chat.grammar import NO_SYSTEM, NO_TOOLS
-from tokentape.cli.readable import readable
 from tokentape.types import Message
 
 STRATEGIES = {

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokentape.cli.arguments import AsJson, json_object, refuse_no_folder
+from tokentape.cli.output import print_json
 
 if TYPE_CHECKING:
     from tokentape.audit.lock import LockReport
@@ -61,7 +60,7 @@ def check(
     from tokentape.audit.lock import examine, read_lock
     from tokentape.audit.lock.comparing import compare
     from tokentape.audit.lock.observing import observe_server
-    from tokentape.cli.readable import readable
+    from tokentape.audit.report import escape_for_terminal as readable
     from tokentape.errors import InvalidRequest
 
     try:
@@ -79,7 +78,7 @@ def check(
             reports.append(compare(lock, asyncio.run(server), kwargs_in_use, strict=strict))
     ok = all(report.ok for report in reports)
     if as_json:
-        typer.echo(json.dumps({"ok": ok, "reports": [asdict(report) for report in reports]}, ensure_ascii=False))
+        print_json({"ok": ok, "reports": reports})
     else:
         for report in reports:
             for line in str(report).splitlines():

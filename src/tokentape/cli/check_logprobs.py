@@ -258,7 +258,7 @@ def _drift(drift: Drift) -> str:
 
 
 def _outlier(one: Outlier) -> str:
-    from tokentape.cli.readable import readable
+    from tokentape.audit.report import escape_for_terminal as readable
 
     text = "" if one.text is None else f" {readable(json.dumps(one.text, ensure_ascii=False))}"
     drift = "" if one.drift_class is None else f" behind {one.drift_class}"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from tokentape.audit.id_rows import Columns, IdRow
 
 
-class Format(StrEnum):
+class ComparisonFormat(StrEnum):
     """How to write the differences."""
 
     TEXT = "text"
@@ -55,7 +53,7 @@ def compare(
         str | None, typer.Option(metavar="NAME", help="1 where the assistant's tokens are. Default: loss_mask...")
     ] = None,
     name_column: Annotated[str | None, typer.Option(metavar="NAME", help="What rows are called.")] = None,
-    file_format: Annotated[Format, typer.Option("--format", help="What to print.")] = Format.TEXT,
+    file_format: Annotated[ComparisonFormat, typer.Option("--format", help="What to print.")] = ComparisonFormat.TEXT,
     fail_on: Annotated[Severity, typer.Option(help="The least that makes the exit code 1.")] = Severity.WARNING,
     show: Annotated[int, typer.Option(metavar="N", min=1, help="Differences to print of each row, as text.")] = 20,
 ) -> None:
@@ -121,19 +119,20 @@ def _rows(source: Source, name: str | None, columns: Columns) -> Iterator[IdRow]
     yield from found
 
 
-def _printed(rows: Iterator[RowComparison], file_format: Format, recorded: str, show: int) -> Iterator[str]:
+def _printed(rows: Iterator[RowComparison], file_format: ComparisonFormat, recorded: str, show: int) -> Iterator[str]:
     from tokentape.audit.compare.formats import github, junit, sarif
+    from tokentape.audit.report import json_text
 
     match file_format:
-        case Format.JSON:
-            yield json.dumps(_plain(rows))
-        case Format.JUNIT:
+        case ComparisonFormat.JSON:
+            yield json_text(_differing(rows))
+        case ComparisonFormat.JUNIT:
             yield junit(rows).rstrip("\n")
-        case Format.SARIF:
-            yield json.dumps(sarif(rows, recorded))
-        case Format.GITHUB:
+        case ComparisonFormat.SARIF:
+            yield json_text(sarif(rows, recorded))
+        case ComparisonFormat.GITHUB:
             yield from github(rows, recorded)
-        case Format.TEXT:
+        case ComparisonFormat.TEXT:
             yield from _text(rows, show)
 
 
@@ -153,11 +152,11 @@ def _text(rows: Iterator[RowComparison], show: int) -> Iterator[str]:
     yield f"{differing} of {total} rows differ"
 
 
-def _plain(rows: Iterator[RowComparison]) -> dict[str, Any]:
+def _differing(rows: Iterator[RowComparison]) -> dict[str, Any]:
     listed = []
     total = 0
     for row in rows:
         total += 1
         if not row.same:
-            listed.append({"name": row.name, **asdict(row)})
+            listed.append(row)
     return {"rows": total, "differing": len(listed), "comparisons": listed}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from tokentape.cli.arguments import AsJson
 from tokentape.cli.extras import require
+from tokentape.cli.output import print_json
 
 
 def demo(
@@ -36,7 +36,7 @@ def demo(
     with Console(stderr=True).status(f"running {sessions} sessions") as status:
         report = run_demo(directory, sessions, seed, progress=status.update)
     if as_json:
-        typer.echo(json.dumps(report.to_json()))
+        print_json(report.to_json())
     else:
         print_report(report)
     raise typer.Exit(0 if report.exact else 1)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
 import typer
 
 from tokentape.cli.arguments import AsJson
 from tokentape.cli.flags import config_of_serve
+from tokentape.cli.output import print_json
 
 
 def doctor(ctx: typer.Context, as_json: AsJson = False) -> None:
@@ -32,5 +30,5 @@ def doctor(ctx: typer.Context, as_json: AsJson = False) -> None:
                     typer.echo(f"      {finding.advice}")
     failed = any(finding.status == "fail" for finding in findings)
     if as_json:
-        typer.echo(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}))
+        print_json({"ok": not failed, "findings": findings})
     raise typer.Exit(1 if failed else 0)

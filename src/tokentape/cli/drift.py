@@ -10,6 +10,7 @@ import typer
 
 from tokentape.cli.arguments import ANY_RECORD, AsJson, there
 from tokentape.cli.model_folder import open_tokenizer
+from tokentape.cli.output import print_json
 from tokentape.cli.source import Source, open_source
 
 if TYPE_CHECKING:
@@ -81,7 +82,6 @@ def drift(
     from tokentape.audit.drift.layout import drift_layout
     from tokentape.audit.drift.meter import DriftMeter
     from tokentape.audit.id_rows import Columns
-    from tokentape.audit.report import json_text
 
     columns = Columns(ids_column, mask_column, prompt_column, name_column, tuple(by or ()))
     with open_source(location) as source:
@@ -91,7 +91,7 @@ def drift(
         _measure(source, columns, meter, again)
         report = _whole(meter, again)
     if as_json:
-        typer.echo(json_text(report))
+        print_json(report)
     else:
         drift_layout(report, source.name).print()
     if page is not None:

@@ -22,7 +22,7 @@ _STEPS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
-class Drift:
+class DriftMark:
     """A stretch of recorded tokens that tokenizing the text again gives otherwise."""
 
     start: int
@@ -43,12 +43,12 @@ class _Cell:
     """Its tokens begin with it, not on the line before."""
 
 
-def drift_of(trajectory: Trajectory, tokenizer: Tokenizer) -> list[Drift]:
+def drift_of(trajectory: Trajectory, tokenizer: Tokenizer) -> list[DriftMark]:
     """Where decoding and tokenizing again changes ids, in order. Raises `InvalidRequest` for another's ids."""
     again = retokenized(tokenizer, trajectory.token_ids)
     found = compare(trajectory.token_ids, again, tokenizer, provenance=trajectory.provenance).differences
     return [
-        Drift(
+        DriftMark(
             one.expected_start,
             one.expected_end,
             one.kind if one.artifact is None else ARTIFACTS[one.artifact].kind,
@@ -62,7 +62,7 @@ def lane_lines(
     tokenizer: Tokenizer,
     start: int,
     end: int,
-    drifts: Sequence[Drift],
+    drifts: Sequence[DriftMark],
     width: int,
     readable: Callable[[str], str],
 ) -> Iterator[tuple[str, str]]:
@@ -131,7 +131,7 @@ def _logprob_bar(cell: _Cell, trajectory: Trajectory) -> str:
     return _STEPS[max(0, min(7, int(worst)))] * cell_len(cell.text)
 
 
-def _marks(line: Sequence[_Cell], drifts: Sequence[Drift]) -> str:
+def _marks(line: Sequence[_Cell], drifts: Sequence[DriftMark]) -> str:
     """`^~~` below the tokens of each difference, and at the end their classes; empty if the line has none."""
     marks, at = "", 0
     classes: dict[str, None] = {}

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tokentape.cli.arguments import AsJson, refuse_no_folder
+from tokentape.cli.output import print_json
 
 _CORPUS_HELP = (
     "Text files, one language each and named for it (de.txt), JSON lines with text and language, or folders of these; "
@@ -37,7 +38,6 @@ def premium(
     from rich.console import Console
 
     from tokentape.audit.premium import measure, premium_layout, read_corpus
-    from tokentape.audit.report import json_text
     from tokentape.chat.tokenizer import Tokenizer
     from tokentape.errors import InvalidRequest
 
@@ -54,7 +54,7 @@ def premium(
     if as_json:
         rows = {"languages": found.languages, "scripts": found.scripts}
         written = {key: [row.to_dict() for row in each] for key, each in rows.items()}
-        typer.echo(json_text({"baseline": found.baseline, **written}))
+        print_json({"baseline": found.baseline, **written})
     else:
         premium_layout(found).print()
     if html is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokentape.cli.arguments import AsJson, json_object, refuse_no_folder
+from tokentape.cli.output import print_json
 
 if TYPE_CHECKING:
     from tokentape.engines.base import Engine
@@ -78,7 +79,7 @@ def probe(
     from tokentape.audit.probe.running import Settings, run_trials
     from tokentape.audit.probe.summary import probe_layout, summarise
     from tokentape.audit.probe.trials import built_in, read_texts, trials
-    from tokentape.audit.report import json_text, json_value
+    from tokentape.audit.report import json_value
     from tokentape.chat import grammar
     from tokentape.chat.renderer import Renderer
 
@@ -111,7 +112,7 @@ def probe(
         found = summarise(results)
         layout = probe_layout(made, results, renderer.tokenizer)
         if as_json:
-            typer.echo(json_text({**made, **json_value(found)}))
+            print_json({**made, **json_value(found)})
         else:
             layout.print()
         if html is not None:

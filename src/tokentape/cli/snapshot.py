@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from tokentape.cli.arguments import AsJson
+from tokentape.cli.output import print_json
 
 if TYPE_CHECKING:
     from tokentape.client import Client
@@ -47,7 +47,7 @@ def create(
         taken = client.take_snapshot(session, since=since, idle_seconds=idle)
         manifest = taken.manifest()
     if as_json:
-        typer.echo(json.dumps(manifest))
+        print_json(manifest)
         return
     typer.echo(str(taken.snapshot_id))
     typer.echo(_line(manifest), err=True)
@@ -66,7 +66,7 @@ def show(
     with _client(url, api_key) as client:
         found = client.snapshots() if snapshot_id is None else [client.snapshot(snapshot_id).manifest()]
     for one in found:
-        typer.echo(json.dumps(one) if as_json else _line(one))
+        print_json(one) if as_json else typer.echo(_line(one))
 
 
 @snapshot.command(short_help="Write a snapshot to a file, and print its digest.")
@@ -105,7 +105,7 @@ def drop(snapshot_id: SnapshotId, url: Url = LOCAL, api_key: Key = None, as_json
     with _client(url, api_key) as client:
         report = client.snapshot(snapshot_id).drop()
     if as_json:
-        typer.echo(json.dumps(report))
+        print_json(report)
     else:
         for one in report["kept"]:
             typer.echo(f"kept {one['session_id']}: {one['reason']}")

@@ -14,9 +14,9 @@ from itertools import pairwise
 import numpy as np
 from rich.text import Text
 
+from tokentape.audit.report import escape_for_terminal as readable
 from tokentape.chat.tokenizer import Tokenizer
-from tokentape.cli.lanes import Drift, drift_of, lane_lines
-from tokentape.cli.readable import readable
+from tokentape.cli.lanes import DriftMark, drift_of, lane_lines
 from tokentape.session.tree import Session
 from tokentape.types import Codes, Provenance, Trajectory, Turn
 
@@ -85,7 +85,7 @@ class _Lanes:
 
     trajectory: Trajectory
     tokenizer: Tokenizer
-    drifts: list[Drift]
+    drifts: list[DriftMark]
     width: int
 
     def lines(self, code: Provenance, start: int, end: int) -> Iterator[Text]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 import typer
 
 from tokentape.cli.arguments import AsJson, StoreLocation
+from tokentape.cli.output import print_json
 
 
 def verify(store: StoreLocation, as_json: AsJson = False) -> None:
@@ -19,7 +19,7 @@ def verify(store: StoreLocation, as_json: AsJson = False) -> None:
 
     report = check(store)
     if as_json:
-        typer.echo(json.dumps({"ok": report.ok, **asdict(report)}))
+        print_json({"ok": report.ok, **asdict(report)})
     else:
         for finding in report.findings:
             typer.echo(str(finding))

@@ -19,7 +19,7 @@ USUAL = Columns()
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DriftFile:
     """A file, or one row group of a Parquet file."""
 
     path: Path
@@ -61,13 +61,13 @@ def drift(
     return meter.report()
 
 
-def _measuring(folder: Path, sha256: str, columns: Columns) -> Callable[[Piece], DriftTally]:
+def _measuring(folder: Path, sha256: str, columns: Columns) -> Callable[[DriftFile], DriftTally]:
     tokenizer = Tokenizer.load(folder)
     if tokenizer.sha256 != sha256:
         raise InvalidRequest(f"{folder} holds another tokenizer on one of the machines; expected {sha256}", "tokenizer")
     meter = DriftMeter(tokenizer, partial=True)
 
-    def measure(piece: Piece) -> DriftTally:
+    def measure(piece: DriftFile) -> DriftTally:
         if piece.row_group is None:
             rows = iter_rows(piece.path, columns)
         else:
@@ -79,19 +79,19 @@ def _measuring(folder: Path, sha256: str, columns: Columns) -> Callable[[Piece],
     return measure
 
 
-def _pieces(paths: Iterable[str | Path]) -> Iterator[Piece]:
+def _pieces(paths: Iterable[str | Path]) -> Iterator[DriftFile]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     for path in _files(map(Path, paths)):
         if path.suffix != ".parquet":
-            yield Piece(path)
+            yield DriftFile(path)
             continue
         try:
             groups = pq.read_metadata(path).num_row_groups
         except pa.ArrowInvalid:
             raise InvalidRequest(f"{path} is not a Parquet file") from None
-        yield from (Piece(path, number) for number in range(groups))
+        yield from (DriftFile(path, number) for number in range(groups))
 
 
 def _files(paths: Iterable[Path]) -> Iterator[Path]:

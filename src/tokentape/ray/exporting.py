@@ -22,7 +22,7 @@ SESSIONS_PER_FILE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ExportFile:
     """What goes into one file."""
 
     name: str
@@ -74,7 +74,7 @@ def export(
         extra = store.extra_names(sessions)
         ids = list(_ids(store)) if sessions is None else list(dict.fromkeys(sessions))
     pieces = [
-        Piece(f"part-{number:05}.parquet", tuple(ids[start : start + sessions_per_file]))
+        ExportFile(f"part-{number:05}.parquet", tuple(ids[start : start + sessions_per_file]))
         for number, start in enumerate(range(0, len(ids), sessions_per_file))
     ]
     part = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
@@ -83,7 +83,7 @@ def export(
         counts = ExportCounts()
         opened = partial(_writing, location, part, extra, verdicts, sessions is not None)
         # A record without sessions gives a file without rows, which readers can open.
-        for one in in_order(pieces or [Piece("part-00000.parquet", ())], opened, actors=actors, cpus=cpus):
+        for one in in_order(pieces or [ExportFile("part-00000.parquet", ())], opened, actors=actors, cpus=cpus):
             counts.add(one)
         for left in part.glob(".*"):
             left.unlink()
@@ -103,10 +103,10 @@ def _ids(store: Store) -> Iterator[str]:
 
 def _writing(
     location: str | Path, folder: Path, extra: ExtraNames, verdicts: Sequence[str] | None, named: bool
-) -> Callable[[Piece], ExportCounts]:
+) -> Callable[[ExportFile], ExportCounts]:
     store = open_store(location, read_only=True)
 
-    def sessions(piece: Piece) -> Iterator[StoredSession]:
+    def sessions(piece: ExportFile) -> Iterator[StoredSession]:
         for session_id in piece.session_ids:
             try:
                 yield store.load_session(session_id, per_token=True)
@@ -115,7 +115,7 @@ def _writing(
                     raise
                 # Deleted since the list was made.
 
-    def write(piece: Piece) -> ExportCounts:
+    def write(piece: ExportFile) -> ExportCounts:
         counts = ExportCounts()
         # Ray may have a piece begun again elsewhere, if it lost sight of an actor.
         beginning = folder / f".{piece.name}.{secrets.token_hex(4)}"

@@ -1,25 +1,24 @@
-"""First embeddings for tokens that a model has not seen, from those that it has.
+"""Make first embeddings for tokens that a model has not seen, from those that it has.
 
-Each function gives the rows of new tokens; `enlarged` puts them behind the old rows, and `enlarge_model` into a model.
-Everything but the last is numpy in, numpy out, and in the dtype of the embeddings given.
+Each function returns the rows of new tokens. `enlarged` puts them after the old rows, and `enlarge_model` into a model.
+All but the last take and return numpy arrays, in the dtype of the given embeddings.
 
 | function | a new token begins as |
 |---|---|
 | `mean_of_pieces` | the mean of the tokens that its text was before (arXiv 2305.14481 and others) |
-| `token_adapt` | those, weighted by likeness and length, mixed with its nearest neighbours (arXiv 2505.09738) |
-| `normal` | a draw from a normal distribution with each dimension's own mean and deviation |
+| `token_adapt` | those, weighted by likeness and length, mixed with its nearest neighbors (arXiv 2505.09738) |
+| `normal` | a draw from a normal distribution with each dimension's mean and deviation |
 | `copies` | the row of another token |
 | `zeros` | zero |
 
-A semantic-id token has no text of its own: describe each by one (a title, a category), or take `normal`. Zero and equal
-rows get equal gradients in their turn, so several such tokens part from each other slowly.
+A semantic-id token has no text of its own: describe each by one (a title, a category), or take `normal`. Rows that are
+zero or equal get equal gradients in turn, so several such tokens part from each other slowly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,18 +31,16 @@ Rows: TypeAlias = npt.NDArray[np.floating[Any]]
 """Embeddings, shape [tokens, dimensions]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """What a new token's text was before it was one token."""
+class Pieces(NamedTuple):
+    """The tokens of a new token's text before it was one token."""
 
     ids: tuple[int, ...]
     lengths: tuple[int, ...]
     """In bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Auxiliary:
-    """Texts in the space of another embedding model, by which likeness is told."""
+class Auxiliary(NamedTuple):
+    """Texts in the space of another embedding model, which measures likeness."""
 
     new: Rows
     """Of each new token's text, shape [new tokens, any]."""
@@ -52,7 +49,7 @@ class Auxiliary:
 
 
 def pieces_of(serving: Tokenizer, texts: Sequence[str]) -> list[Pieces]:
-    """The old tokens of each text. `serving` is the tokenizer without the new tokens.
+    """Return the old tokens of each text. `serving` is the tokenizer without the new tokens.
 
     Raises `InvalidRequest` for an empty text.
     """
@@ -66,7 +63,7 @@ def pieces_of(serving: Tokenizer, texts: Sequence[str]) -> list[Pieces]:
 
 
 def mean_of_pieces(embeddings: Rows, pieces: Sequence[Pieces]) -> Rows:
-    """The mean of each token's pieces, shape [pieces, dimensions]."""
+    """Return the mean of each token's pieces, shape [pieces, dimensions]."""
     rows = [embeddings[list(one.ids)].mean(axis=0, dtype=np.float64) for one in pieces]
     return np.stack(rows).astype(embeddings.dtype)
 
@@ -80,15 +77,15 @@ def token_adapt(
     global_weight: float = 0.3,
     temperature: float = 0.3,
 ) -> Rows:
-    """A weighted mean of pieces (the local estimate) mixed with one of nearest neighbours (the global one).
+    """Mix a weighted mean of pieces (the local estimate) with one of nearest neighbors (the global estimate).
 
     Likeness is the cosine in the auxiliary space. A piece's score is the mean of its likeness to the whole text and its
-    share of the text's length; a neighbour's is its likeness. Scores become weights by a softmax with `temperature`,
-    and weights are applied to `embeddings`. The mixture has `global_weight` of neighbours; 0 leaves the local estimate.
+    share of the text's length; a neighbor's is its likeness. A softmax with `temperature` makes scores weights, which
+    are applied to `embeddings`. The mixture has `global_weight` of neighbors; 0 leaves the local estimate.
 
-    Without `auxiliary` the space is that of `embeddings` and a text's place in it the mean of its pieces: a stand-in
-    that knows no more than the model does. For untied output embeddings call it with those, and with
-    `Auxiliary(mean_of_pieces(inputs, pieces), inputs)`, so that both get the same weights.
+    Without `auxiliary` the space is that of `embeddings`, and a text's place in it is the mean of its pieces: it knows
+    no more than the model. For untied output embeddings pass those, and `Auxiliary(mean_of_pieces(inputs, pieces),
+    inputs)`, so that both get the same weights.
 
     Shape [pieces, dimensions]. Raises `InvalidRequest` for an auxiliary space with other numbers of rows.
     """
@@ -99,39 +96,38 @@ def token_adapt(
             f"{len(pieces)} and {len(embeddings)}, one for each token"
         )
     old, new = _unit(auxiliary.old), _unit(auxiliary.new)
-    rows = np.empty((len(pieces), embeddings.shape[1]), np.float64)
-    for n, one in enumerate(pieces):
-        ids, share = list(one.ids), np.array(one.lengths) / max(sum(one.lengths), 1)
-        local = _softmax((old[ids] @ new[n] + share) / 2, temperature) @ embeddings[ids].astype(np.float64)
-        if not global_weight:
-            rows[n] = local
-            continue
+    wide = embeddings.astype(np.float64)
+    rows = np.empty((len(pieces), embeddings.shape[1]))
+    for n, (ids, lengths) in enumerate(pieces):
         likeness = old @ new[n]
-        nearest = np.argsort(-likeness, kind="stable")[:neighbours]
-        near = _softmax(likeness[nearest], temperature) @ embeddings[nearest].astype(np.float64)
-        rows[n] = (1 - global_weight) * local + global_weight * near
+        share = np.array(lengths) / max(sum(lengths), 1)
+        rows[n] = _softmax((likeness[list(ids)] + share) / 2, temperature) @ wide[list(ids)]
+        if global_weight:
+            nearest = np.argsort(-likeness, kind="stable")[:neighbours]
+            near = _softmax(likeness[nearest], temperature) @ wide[nearest]
+            rows[n] = (1 - global_weight) * rows[n] + global_weight * near
     return rows.astype(embeddings.dtype)
 
 
 def normal(embeddings: Rows, count: int, *, seed: int = 0) -> Rows:
-    """Draws from a normal distribution that has each dimension's mean and deviation, shape [count, dimensions]."""
+    """Draw from a normal distribution with each dimension's mean and deviation, shape [count, dimensions]."""
     wide = embeddings.astype(np.float64)
     drawn = np.random.default_rng(seed).normal(wide.mean(axis=0), wide.std(axis=0), (count, embeddings.shape[1]))
     return drawn.astype(embeddings.dtype)
 
 
 def copies(embeddings: Rows, ids: Sequence[int]) -> Rows:
-    """The rows of these ids, shape [ids, dimensions]."""
+    """Return the rows of these ids, shape [ids, dimensions]."""
     return embeddings[list(ids)].copy()
 
 
 def zeros(embeddings: Rows, count: int) -> Rows:
-    """Shape [count, dimensions]."""
+    """Return zeros, shape [count, dimensions]."""
     return np.zeros((count, embeddings.shape[1]), embeddings.dtype)
 
 
 def enlarged(embeddings: Rows, training: TrainingTokenizer, rows: Mapping[str, Rows]) -> Rows:
-    """The embeddings with rows for every block of `training`, by the block's name, shape [vocab_size, dimensions].
+    """Return the embeddings with rows for every block of `training`, by name, shape [vocab_size, dimensions].
 
     Old rows are copied bit for bit. Rows of ids that are no tokens are zero, and so is the padding token's if `rows`
     doesn't have it: a zero row in a tied output layer has a logit of 0, so mask by `training.known` when sampling.
@@ -163,9 +159,9 @@ def enlarged(embeddings: Rows, training: TrainingTokenizer, rows: Mapping[str, R
 def enlarge_model(
     model: Any, training: TrainingTokenizer, rows: Mapping[str, Rows], output_rows: Mapping[str, Rows] | None = None
 ) -> None:
-    """Give a `transformers` model the rows of `enlarged`, in place, and this padding token.
+    """Give a `transformers` model the rows of `enlarged` and this padding token, in place. Needs torch.
 
-    `output_rows` are those of an output layer of its own; without, it gets `rows` too. A tied one follows. Needs torch.
+    `output_rows` are for an output layer of its own, `rows` by default. A tied one follows.
     """
     import torch
 

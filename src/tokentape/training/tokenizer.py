@@ -1,17 +1,14 @@
-"""A model's serving tokenizer with what training needs on top, and nothing else changed.
+"""Add what training needs to a model's serving tokenizer, and change nothing else.
 
-Added are a padding token, blocks of further tokens (control tokens, semantic ids), and rows up to a round number. Text
-that names none of the new tokens keeps its ids: normalizer, pre-tokenizer, vocabulary, merges and decoder are taken
-over as they stand in `tokenizer.json`. `proof` shows that it is so.
-
-Ids are stable. New tokens stand behind the highest id there is, in the order in which they were added; adding a block
-again gives the same ids, and further blocks move no earlier one.
+That is a padding token, blocks of tokens (control tokens, semantic ids), and rows up to a round number. Text without
+the new tokens keeps its ids: normalizer, pre-tokenizer, vocabulary, merges and decoder are those of `tokenizer.json`.
+`proof` checks it. Ids are stable: new tokens follow the highest id in the order of their addition, adding a block
+again gives the same ids, and later blocks move no earlier one.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape.chat.tokenizer import Tokenizer
+from tokentape.durable import write_durably
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.types import TokenIds
 
@@ -31,8 +29,8 @@ _TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """New tokens with neighbouring ids, under a name."""
+class TokenBlock:
+    """New tokens with consecutive ids, under a name."""
 
     name: str
     first_id: int
@@ -40,13 +38,13 @@ class Block:
 
     @property
     def ids(self) -> range:
-        """Of its tokens, in their order."""
+        """The ids of its tokens, in order."""
         return range(self.first_id, self.first_id + len(self.tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingTokenizer:
-    """A serving tokenizer and what was added to it. Use `TrainingTokenizer.load`.
+    """A serving tokenizer with what was added. Use `TrainingTokenizer.load`.
 
     >>> training = TrainingTokenizer.load("path/to/model", pad="<|pad|>")              # doctest: +SKIP
     >>> training = training.with_block("item", codebook("item", [256, 256, 256]))      # doctest: +SKIP
@@ -55,19 +53,19 @@ class TrainingTokenizer:
     """
 
     tokenizer: Tokenizer
-    """Everything of it works with the new tokens as with the old ones: the renderer, for example."""
+    """Treats the new tokens as the old ones, so a renderer can use it."""
     source: bytes
     """Its `tokenizer.json`."""
     folder: Path
-    """Where the serving tokenizer is from."""
+    """The folder of the serving tokenizer."""
     serving_sha256: str
-    """Of the serving tokenizer's `tokenizer.json`."""
+    """SHA-256 of the serving tokenizer's `tokenizer.json`."""
     pad_token: str
     pad_id: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[TokenBlock, ...]
     multiple_of: int
     known: npt.NDArray[np.bool_]
-    """Which ids are tokens, bool [vocab_size]. Where it is False, set logits to minus infinity when sampling."""
+    """True for ids that are tokens, bool [vocab_size]. Elsewhere, set logits to minus infinity when sampling."""
 
     @classmethod
     def load(
@@ -75,10 +73,10 @@ class TrainingTokenizer:
     ) -> TrainingTokenizer:
         """Load the tokenizer of a model folder, or of one that `save` wrote, with its blocks.
 
-        `pad` is the padding token: one that there is, or a new one; by default the one that the folder's configuration
-        names. It is never an end-of-sequence token, for masks made from padding would leave ends untrained, unless you
-        say with `pad_is_eos` that yours are not made so. `multiple_of` is what the number of rows is rounded up to: by
-        default what was saved, or 64.
+        `pad` is the padding token, an old or a new one; by default the one in the folder's configuration. It may not be
+        an end-of-sequence token, since masks made from padding would leave ends untrained; `pad_is_eos` says that yours
+        are not made so. The number of rows is rounded up to a multiple of `multiple_of`: by default what was saved, or
+        64.
 
         Raises `InvalidRequest` if there is no padding token, or it is an end-of-sequence token, and
         `TokenizerUnusable` as `Tokenizer.load`.
@@ -97,7 +95,7 @@ class TrainingTokenizer:
             serving_sha256=layout["serving_sha256"],
             pad_token="",
             pad_id=-1,
-            blocks=tuple(Block(one["name"], one["first_id"], tuple(one["tokens"])) for one in layout["blocks"]),
+            blocks=tuple(TokenBlock(one["name"], one["first_id"], tuple(one["tokens"])) for one in layout["blocks"]),
             multiple_of=multiple_of,
             known=_known(json.loads(source), multiple_of),
         )
@@ -106,26 +104,25 @@ class TrainingTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of an embedding for it: `tokenizer.vocab_size`, rounded up to the multiple."""
+        """The rows that an embedding needs: `tokenizer.vocab_size`, rounded up to the multiple."""
         return len(self.known)
 
-    def block(self, name: str) -> Block:
-        """The block of that name. Raises `InvalidRequest` if there is none."""
-        for block in self.blocks:
-            if block.name == name:
-                return block
+    def block(self, name: str) -> TokenBlock:
+        """Return the block with a name. Raises `InvalidRequest` if there is none."""
+        found = next((block for block in self.blocks if block.name == name), None)
+        if found is not None:
+            return found
         names = ", ".join(block.name for block in self.blocks) or "none"
         raise InvalidRequest(f"there is no block {name!r} of tokens; there are: {names}")
 
     def with_block(self, name: str, tokens: Sequence[str], *, special: bool = False) -> TrainingTokenizer:
-        """The tokenizer with these tokens added, or the same if it has that block already.
+        """Return the tokenizer with these tokens, or the same one if it has that block already.
 
-        `special` tokens are left out by decoders that skip special tokens. A token is found in text wherever it is
-        spelled, so no serving text should spell it: `proof.prove` over your texts says so.
+        Decoders that skip special tokens leave out `special` ones. A token is found in text wherever it is spelled, so
+        no serving text should spell it; `proof.prove` over your texts checks that.
 
-        Raises `InvalidRequest` for a token that exists, that holds another control token, or that text spells by
-        accident (without any character but letters, digits and white space), and for a block of that name with other
-        tokens.
+        Raises `InvalidRequest` for a token that exists, contains another control token, or has only letters, digits and
+        white space, as ordinary text does; and for a block of that name with other tokens.
         """
         for block in self.blocks:
             if block.name == name:
@@ -146,7 +143,7 @@ class TrainingTokenizer:
             tokenizer=self.tokenizer.with_files(source, self.tokenizer.config),
             source=source,
             known=_known(spec, self.multiple_of),
-            blocks=(*self.blocks, Block(name, first, tuple(tokens))),
+            blocks=(*self.blocks, TokenBlock(name, first, tuple(tokens))),
         )
         made._check_blocks()
         return made
@@ -166,9 +163,9 @@ class TrainingTokenizer:
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`, and the layout of the blocks.
 
-        Chat template and generation config come along, the latter with this padding token. The class is written as
-        `PreTrainedTokenizerFast`, for which `AutoTokenizer` takes `tokenizer.json` as it stands; the classes of models
-        may put other parts in its place.
+        The chat template is copied, and the generation config with this padding token. The class is
+        `PreTrainedTokenizerFast`, for which `AutoTokenizer` leaves `tokenizer.json` as it is; models' own classes may
+        replace parts of it.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -197,11 +194,14 @@ class TrainingTokenizer:
             shutil.copyfile(self.folder / _TEMPLATE, folder / _TEMPLATE)
         if (self.folder / _GENERATION).is_file():
             generation = {**_read_json(self.folder / _GENERATION), "pad_token_id": self.pad_id}
-            _write(folder / _GENERATION, _json_bytes(generation))
-        _write(folder / "tokenizer_config.json", _json_bytes(config))
-        _write(folder / "special_tokens_map.json", _json_bytes(tokens))
-        _write(folder / _LAYOUT, _json_bytes(layout))
-        _write(folder / "tokenizer.json", self.source)
+            write_durably(folder / _GENERATION, _json_bytes(generation))
+        for name, value in (
+            ("tokenizer_config.json", config),
+            ("special_tokens_map.json", tokens),
+            (_LAYOUT, layout),
+        ):
+            write_durably(folder / name, _json_bytes(value))
+        write_durably(folder / "tokenizer.json", self.source)
 
     def _with_pad(self, pad: str | None, pad_is_eos: bool) -> TrainingTokenizer:
         if pad is None:
@@ -225,7 +225,7 @@ class TrainingTokenizer:
         return replace(made, tokenizer=tokenizer, pad_token=pad, pad_id=token.id)
 
     def _check_blocks(self) -> None:
-        """Raise unless every new token has the id that it was given."""
+        """Raise unless every new token has its id."""
         for block in self.blocks:
             for token_id, token in zip(block.ids, block.tokens, strict=True):
                 found = self.tokenizer.added_token(token)
@@ -238,7 +238,7 @@ class TrainingTokenizer:
 
 
 def codebook(name: str, sizes: Sequence[int]) -> list[str]:
-    """Spellings of semantic-id tokens: for each codebook as many as it has entries, first codebook first.
+    """Return the spellings of semantic-id tokens, one per entry of each codebook, first codebook first.
 
     >>> codebook("item", [2, 2])
     ['<|item_0_0|>', '<|item_0_1|>', '<|item_1_0|>', '<|item_1_1|>']
@@ -247,7 +247,7 @@ def codebook(name: str, sizes: Sequence[int]) -> list[str]:
 
 
 _MAPPED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""Of the special tokens those that a special_tokens_map.json has."""
+"""The special tokens of a special_tokens_map.json."""
 
 
 def _known(spec: Mapping[str, Any], multiple_of: int) -> npt.NDArray[np.bool_]:
@@ -282,9 +282,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _json_bytes(value: Any) -> bytes:
     return (json.dumps(value, ensure_ascii=False, indent=2) + "\n").encode()
-
-
-def _write(path: Path, data: bytes) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    os.replace(part, path)

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit.lock.comparing import Change, LockReport, compare
+from tokentape.audit.lock.comparing import LockChange, LockReport, compare
 from tokentape.audit.lock.lockfile import Lock, make_lock, read_lock, write_lock
 from tokentape.audit.lock.observing import observe_folder, observe_live, observe_server
 from tokentape.errors import InvalidRequest, TokenizationChanged
 
-__all__ = ["Change", "Lock", "LockReport", "check", "examine", "make_lock", "read_lock", "write_lock"]
+__all__ = ["Lock", "LockChange", "LockReport", "check", "examine", "make_lock", "read_lock", "write_lock"]
 
 
 def check(

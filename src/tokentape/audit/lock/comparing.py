@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokentape.audit.lock.components import BLOCK, AddedToken, Components
-from tokentape.audit.lock.goldens import Golden
+from tokentape.audit.lock.components import BLOCK, Components, LockedToken
+from tokentape.audit.lock.goldens import LockGolden
 from tokentape.audit.lock.lockfile import Lock
 from tokentape.audit.lock.observing import Observed
 
@@ -38,7 +38,7 @@ CAUSES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LockChange:
     """One thing that is not as the lock has it."""
 
     what: str
@@ -46,7 +46,7 @@ class Change:
     found: str
     """What is other than it was."""
     cause: str = ""
-    golden: Golden | None = None
+    golden: LockGolden | None = None
     """The first input of its kind with other ids."""
     ids: tuple[int, ...] | None = None
     """The ids that it has now; None where the template refuses it."""
@@ -62,7 +62,7 @@ class LockReport:
     """What was compared with the lock."""
     inputs: int
     """How many golden inputs were compared."""
-    changes: tuple[Change, ...]
+    changes: tuple[LockChange, ...]
     notes: tuple[str, ...]
 
     @property
@@ -91,13 +91,13 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
     changes += _certificate(lock, observed, moved)
     changes += _goldens(lock, observed, [change.what for change in changes], moved)
     if strict:
-        changes += [Change("versions and files", notice, "`--strict` takes no other") for notice in notices]
+        changes += [LockChange("versions and files", notice, "`--strict` takes no other") for notice in notices]
     else:
         notes += notices
     return LockReport(observed.name, len(observed.ids), tuple(changes), tuple(notes))
 
 
-def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any]) -> Iterator[Change]:
+def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any]) -> Iterator[LockChange]:
     if dict(template_kwargs) != dict(lock.template_kwargs):
         was, now = (json.dumps(kwargs, ensure_ascii=False) for kwargs in (lock.template_kwargs, dict(template_kwargs)))
         yield _named("template kwargs", f"were {was}, are {now}")
@@ -124,8 +124,8 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
         yield _named("template", _template_change(was_parts.template, parts.template))
 
 
-def _named(what: str, found: str) -> Change:
-    return Change(what, found, CAUSES[what])
+def _named(what: str, found: str) -> LockChange:
+    return LockChange(what, found, CAUSES[what])
 
 
 def _step_change(was: Any, now: Any) -> str:
@@ -164,7 +164,7 @@ def _block_change(name: str, was: Sequence[str], now: Sequence[str]) -> str:
     )
 
 
-def _added_tokens(was_parts: Components, parts: Components) -> Iterator[Change]:
+def _added_tokens(was_parts: Components, parts: Components) -> Iterator[LockChange]:
     was, now = ({token.id: token for token in each.added_tokens} for each in (was_parts, parts))
     found = [
         _token_change(token_id, was.get(token_id), now.get(token_id))
@@ -176,7 +176,7 @@ def _added_tokens(was_parts: Components, parts: Components) -> Iterator[Change]:
         yield _named("added tokens", "; ".join(found[:_SHOWN]) + more)
 
 
-def _token_change(token_id: int, was: AddedToken | None, now: AddedToken | None) -> str:
+def _token_change(token_id: int, was: LockedToken | None, now: LockedToken | None) -> str:
     if now is None:
         return f"{token_id} {was.content!r} is gone" if was is not None else ""
     if was is None:
@@ -199,7 +199,7 @@ def _template_change(was: Sequence[str], now: Sequence[str]) -> str:
     return "its variant for tools, or an ending new line, is another"
 
 
-def _certificate(lock: Lock, observed: Observed, moved: Sequence[str]) -> Iterator[Change]:
+def _certificate(lock: Lock, observed: Observed, moved: Sequence[str]) -> Iterator[LockChange]:
     if observed.certificate is None:
         return
     found = [
@@ -210,10 +210,10 @@ def _certificate(lock: Lock, observed: Observed, moved: Sequence[str]) -> Iterat
     if found:
         more = f"; and {len(found) - _SHOWN_OF_CERTIFICATE} more" if len(found) > _SHOWN_OF_CERTIFICATE else ""
         cause = "follows from the changes above" if not moved else f"follows from the changes above, or {moved[0]}"
-        yield Change("certificate", "; ".join(found[:_SHOWN_OF_CERTIFICATE]) + more, cause)
+        yield LockChange("certificate", "; ".join(found[:_SHOWN_OF_CERTIFICATE]) + more, cause)
 
 
-def _goldens(lock: Lock, observed: Observed, changed: Sequence[str], moved: Sequence[str]) -> Iterator[Change]:
+def _goldens(lock: Lock, observed: Observed, changed: Sequence[str], moved: Sequence[str]) -> Iterator[LockChange]:
     """Of the texts and of the conversations the first that has other ids, with how many more there are."""
     for chat, kind in ((False, "texts"), (True, "conversations")):
         asked = [golden for golden in lock.goldens if bool(golden.messages) == chat and golden.name in observed.ids]
@@ -225,16 +225,16 @@ def _goldens(lock: Lock, observed: Observed, changed: Sequence[str], moved: Sequ
         at = _first_unequal(first.ids or (), ids or ())
         others = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
         found = f"of {first.name!r} ({len(differ)} of {len(asked)} {kind} differ{others and ': '}{_others(differ)})"
-        yield Change("golden ids", found, _golden_cause(lock, first, ids, changed, moved), first, ids, at)
+        yield LockChange("golden ids", found, _golden_cause(lock, first, ids, changed, moved), first, ids, at)
 
 
-def _others(differ: Sequence[Golden]) -> str:
+def _others(differ: Sequence[LockGolden]) -> str:
     names = [golden.name.removeprefix("conversation: ") for golden in differ[1 : _SHOWN + 1]]
     return ", ".join(names) + (", …" if len(differ) > _SHOWN + 1 else "")
 
 
 def _golden_cause(
-    lock: Lock, golden: Golden, ids: tuple[int, ...] | None, changed: Sequence[str], moved: Sequence[str]
+    lock: Lock, golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequence[str], moved: Sequence[str]
 ) -> str:
     expected = golden.ids
     if expected is None:
@@ -271,7 +271,7 @@ def _files(lock: Lock, observed: Observed) -> Iterator[str]:
             yield f"{name} {word}, but nothing in it that was looked at changed"
 
 
-def _lines(change: Change) -> Iterator[str]:
+def _lines(change: LockChange) -> Iterator[str]:
     yield f"  {change.what}: {change.found}"
     golden = change.golden
     if golden is not None:

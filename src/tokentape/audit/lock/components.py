@@ -40,7 +40,7 @@ _LONG = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class AddedToken:
+class LockedToken:
     """A token beside the vocabulary."""
 
     id: int
@@ -61,7 +61,7 @@ class Components:
     """Digest of each `BLOCK` of ids with their pieces."""
     merges: tuple[str, ...]
     """Digest of each `BLOCK` of merges, in their order."""
-    added_tokens: tuple[AddedToken, ...]
+    added_tokens: tuple[LockedToken, ...]
     special_tokens: Mapping[str, str]
     """What the configuration names: eos_token and others."""
     eos_ids: tuple[int, ...]
@@ -107,7 +107,7 @@ def spec_parts(source: str) -> dict[str, Any]:
         "vocabulary": tuple(_digests(_entries(vocab))),
         "merges": tuple(_digests(merge if isinstance(merge, str) else " ".join(merge) for merge in merges)),
         "added_tokens": tuple(
-            AddedToken(token["id"], token["content"], " ".join(flag for flag in _FLAGS if token.get(flag)))
+            LockedToken(token["id"], token["content"], " ".join(flag for flag in _FLAGS if token.get(flag)))
             for token in added
         ),
     }

@@ -52,7 +52,7 @@ _MOST_CONTROLS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Golden:
+class LockGolden:
     """One input and the ids it has. `messages` is empty for a text."""
 
     name: str
@@ -65,19 +65,19 @@ class Golden:
     """None for a conversation that the template refuses."""
 
 
-def goldens_of(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> tuple[Golden, ...]:
+def goldens_of(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> tuple[LockGolden, ...]:
     """Every input with the ids it has under this tokenizer and template."""
     tokenizer = renderer.tokenizer
     texts = [replace(one, ids=tuple(text_ids(tokenizer, one))) for one in _texts(tokenizer)]
     return (*texts, *(_frozen(renderer, template_kwargs, one) for one in _conversations()))
 
 
-def text_ids(tokenizer: Tokenizer, golden: Golden) -> list[int]:
+def text_ids(tokenizer: Tokenizer, golden: LockGolden) -> list[int]:
     """The ids of a golden text."""
     return tokenizer.encode_plain(golden.text, add_special_tokens=golden.special)
 
 
-def chat_ids(renderer: Renderer, template_kwargs: Mapping[str, Any], golden: Golden) -> list[int] | None:
+def chat_ids(renderer: Renderer, template_kwargs: Mapping[str, Any], golden: LockGolden) -> list[int] | None:
     """The ids of a golden conversation with the generation prompt; None if the template refuses it."""
     setup = grammar.setup(renderer.fingerprint, template_kwargs, tools=golden.tools, date=DATE)
     try:
@@ -87,18 +87,18 @@ def chat_ids(renderer: Renderer, template_kwargs: Mapping[str, Any], golden: Gol
     return ids
 
 
-def _texts(tokenizer: Tokenizer) -> Iterator[Golden]:
+def _texts(tokenizer: Tokenizer) -> Iterator[LockGolden]:
     for name, text in TEXTS.items():
-        yield Golden(name, text)
-    yield Golden("with special tokens", "Hello, world!", special=True)
+        yield LockGolden(name, text)
+    yield LockGolden("with special tokens", "Hello, world!", special=True)
     chosen = dict.fromkeys(
         (*tokenizer.special_tokens.values(), *(control.content for control in tokenizer.controls)),
     )
     for content in list(chosen)[:_MOST_CONTROLS]:
-        yield Golden(f"control token {content}", f"a {content} b{content}\n{content}")
+        yield LockGolden(f"control token {content}", f"a {content} b{content}\n{content}")
 
 
-def _conversations() -> Iterator[Golden]:
+def _conversations() -> Iterator[LockGolden]:
     turns, question = grammar.TURNS, grammar.QUESTION
     one, two = grammar.result(1, " a resultword\n"), grammar.result(2, "another {resultword}")
     yield _chat("question", question)
@@ -114,11 +114,11 @@ def _conversations() -> Iterator[Golden]:
     yield _chat("multi-line argument", question, turns["multi-line argument"], one, tools=True)
 
 
-def _chat(name: str, *messages: Message, tools: bool = False) -> Golden:
-    return Golden(f"conversation: {name}", messages=messages, tools=(grammar.TOOL,) if tools else ())
+def _chat(name: str, *messages: Message, tools: bool = False) -> LockGolden:
+    return LockGolden(f"conversation: {name}", messages=messages, tools=(grammar.TOOL,) if tools else ())
 
 
-def _frozen(renderer: Renderer, template_kwargs: Mapping[str, Any], golden: Golden) -> Golden:
+def _frozen(renderer: Renderer, template_kwargs: Mapping[str, Any], golden: LockGolden) -> LockGolden:
     """With its ids, its arguments as text where the template takes them only so."""
     ids = chat_ids(renderer, template_kwargs, golden)
     if ids is None:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from tokentape.audit.lock.components import STEPS, Components, components_of
-from tokentape.audit.lock.goldens import DATE, Golden, goldens_of
+from tokentape.audit.lock.goldens import DATE, LockGolden, goldens_of
 from tokentape.chat.certificate import Certificate
 from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.renderer import Renderer
@@ -46,7 +46,7 @@ class Lock:
     components: Components
     certificate: Mapping[str, Any]
     """What was certified, see `certified`."""
-    goldens: tuple[Golden, ...]
+    goldens: tuple[LockGolden, ...]
     date: str = DATE
 
     def to_text(self) -> str:
@@ -160,7 +160,7 @@ def _read_added(written: Any) -> dict[str, Any]:
     return {"id": token_id, "content": content, "flags": flags}
 
 
-def _written_golden(golden: Golden) -> dict[str, Any]:
+def _written_golden(golden: LockGolden) -> dict[str, Any]:
     ids = None if golden.ids is None else list(golden.ids)
     if golden.messages:
         tools = {"tools": list(golden.tools)} if golden.tools else {}

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tokentape.audit.lock.components import Components, components_of, spec_parts
-from tokentape.audit.lock.goldens import Golden, chat_ids, text_ids, with_text_arguments
+from tokentape.audit.lock.goldens import LockGolden, chat_ids, text_ids, with_text_arguments
 from tokentape.audit.lock.lockfile import LIBRARIES, Lock, certified, versions
 from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.renderer import Renderer
@@ -145,7 +145,7 @@ async def observe_server(
 
 
 async def _server_ids(
-    kind: str, http: HttpClient, model: str, lock: Lock, golden: Golden
+    kind: str, http: HttpClient, model: str, lock: Lock, golden: LockGolden
 ) -> tuple[str, Sequence[int] | None]:
     """Why a golden is not compared, empty if it is, and its ids."""
     if not golden.messages:
@@ -183,7 +183,7 @@ async def _introduced(http: HttpClient) -> tuple[str, str]:
 
 
 def _live_chat_ids(
-    tokenizer: Any, template: Any, date: str, template_kwargs: Mapping[str, Any], golden: Golden
+    tokenizer: Any, template: Any, date: str, template_kwargs: Mapping[str, Any], golden: LockGolden
 ) -> list[int] | None:
     if isinstance(template, Mapping):
         template = template["tool_use" if golden.tools and "tool_use" in template else "default"]

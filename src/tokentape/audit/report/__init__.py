@@ -16,7 +16,7 @@ characters, lone surrogates and characters that turn the writing direction.
 """
 
 from tokentape.audit.report.blocks import Bar, Bars, Block, Code, Details, Facts, Heading, Paragraph, Table, TokenIds
-from tokentape.audit.report.escaping import escape_invisible
+from tokentape.audit.report.escaping import escape_for_terminal, escape_invisible
 from tokentape.audit.report.json_values import json_text, json_value
 from tokentape.audit.report.writers import Report, html_environment
 
@@ -32,6 +32,7 @@ __all__ = [
     "Report",
     "Table",
     "TokenIds",
+    "escape_for_terminal",
     "escape_invisible",
     "html_environment",
     "json_text",

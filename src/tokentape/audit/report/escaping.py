@@ -15,6 +15,15 @@ def escape_invisible(text: str) -> str:
     return "".join(char if _visible(char) else _escaped(char) for char in text)
 
 
+def escape_for_terminal(text: str) -> str:
+    r"""Return text that can't steer a terminal: `escape_invisible`, with tabs as `\t` and new lines marked by ↵.
+
+    >>> escape_for_terminal("a\n\x1b[2Jb")
+    'a↵\n\\x1b[2Jb'
+    """
+    return escape_invisible(text).replace("\t", "\\t").replace("\n", "↵\n")
+
+
 def _visible(char: str) -> bool:
     return char in "\n\t\u200c\u200d" or unicodedata.category(char) not in _INVISIBLE
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from tokentape.audit.report.blocks import Bars, Block, Code, Details, Facts, Heading, Paragraph, Table, TokenIds
-from tokentape.audit.report.escaping import escape_invisible
+from tokentape.audit.report.escaping import escape_for_terminal, escape_invisible
 from tokentape.version import __version__
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def terminal_text(value: object, style: str = "") -> Text:
     from rich.text import Text
 
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return Text(escape_invisible(text).replace("\t", "\\t").replace("\n", "↵\n"), style=style)
+    return Text(escape_for_terminal(text), style=style)
 
 
 def _printed(block: Block) -> Sequence[RenderableType]:

@@ -19,7 +19,7 @@ import tokenizers
 
 from tokentape.audit.skew.findings import Kind
 from tokentape.audit.skew.known_parts import SENTENCEPIECE, SPLIT_NAMES, is_byte_level, normalizers, pre_tokenizers
-from tokentape.audit.skew.sides.base import AddedToken, Side, SideFacts
+from tokentape.audit.skew.sides.base import BackendToken, Side, SideFacts
 from tokentape.audit.skew.sides.from_spec import load_spec
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 
@@ -206,7 +206,7 @@ def differing_parts(a: SideFacts, b: SideFacts) -> list[str]:
     return found
 
 
-def _without(vocab: Any, added: Mapping[str, AddedToken]) -> Any:
+def _without(vocab: Any, added: Mapping[str, BackendToken]) -> Any:
     """A vocabulary without added tokens: many list them too, others don't."""
     return {token: i for token, i in vocab.items() if token not in added} if isinstance(vocab, Mapping) else vocab
 
@@ -321,7 +321,7 @@ def unlike_tokens(a: SideFacts, b: SideFacts) -> dict[str, tuple[str, ...]]:
         elif one.id != other.id:
             said = "ids"
         else:
-            names = [n for n in AddedToken.__dataclass_fields__ if getattr(one, n) != getattr(other, n)]
+            names = [n for n in BackendToken.__dataclass_fields__ if getattr(one, n) != getattr(other, n)]
             said = ", ".join(f"{n}={getattr(one, n)} against {getattr(other, n)}" for n in names)
         found.setdefault(said, []).append(content)
     return {said: tuple(tokens) for said, tokens in found.items()}
@@ -338,7 +338,7 @@ def added_words(tokens: Sequence[str], a: SideFacts, b: SideFacts) -> str:
         return f"{token!r}{more} {verb} of {have} and not of {lack}, which reads it as text"
     if one.id != other.id:
         return f"the id of the added token {token!r}{others} is {one.id} in A and {other.id} in B"
-    names = [n for n in AddedToken.__dataclass_fields__ if getattr(one, n) != getattr(other, n)]
+    names = [n for n in BackendToken.__dataclass_fields__ if getattr(one, n) != getattr(other, n)]
     said = ", ".join(f"{n}={getattr(one, n)} against {getattr(other, n)}" for n in names)
     return f"the flags of the added token {token!r}{others} differ: {said}"
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from tokentape.audit.report import json_value
 from tokentape.audit.skew.sides.base import SideFacts, SkewChat
 
 Kind: TypeAlias = Literal[
@@ -124,23 +125,25 @@ class AuditReport:
         return any(finding.severity == "skew" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """As `--json` prints it. The tokenizer.json of either side is left out."""
+        """Return the report as `--json` prints it, without the tokenizer.json of either side."""
+        findings = [
+            {**json_value(one), "example": _example(one.example), "a": _outcome(one.a), "b": _outcome(one.b)}
+            for one in self.findings
+        ]
+        corpus = self.corpus
+        speed = {} if corpus is None else {"megabytes_per_second": round(corpus.megabytes_per_second, 3)}
         return {
             "format": 1,
             "skewed": self.skewed,
             "a": _side(self.a),
             "b": _side(self.b),
-            "findings": [_finding(finding) for finding in self.findings],
+            "findings": findings,
             "tried": dict(self.tried),
             "skipped": dict(self.skipped),
             "notes": list(self.notes),
-            "corpus": _corpus(self.corpus),
+            "corpus": None if corpus is None else json_value(corpus) | speed,
             "seconds": round(self.seconds, 3),
         }
-
-    def to_json(self) -> str:
-        """`to_dict` as text."""
-        return json.dumps(self.to_dict(), ensure_ascii=True, indent=2)
 
 
 def _side(facts: SideFacts) -> dict[str, Any]:
@@ -170,21 +173,6 @@ def parts(facts: SideFacts) -> dict[str, str]:
     return {**found, "model": json.dumps(settings, ensure_ascii=False, sort_keys=True)}
 
 
-def _finding(finding: Skew) -> dict[str, Any]:
-    return {
-        "kind": finding.kind,
-        "severity": finding.severity,
-        "probe": finding.probe,
-        "cause": finding.cause,
-        "fix": finding.fix,
-        "count": finding.count,
-        "where": list(finding.where),
-        "example": _example(finding.example),
-        "a": _outcome(finding.a),
-        "b": _outcome(finding.b),
-    }
-
-
 def _example(example: str | SkewChat | tuple[int, ...] | None) -> Any:
     match example:
         case SkewChat():
@@ -201,24 +189,6 @@ def _example(example: str | SkewChat | tuple[int, ...] | None) -> Any:
 
 
 def _outcome(outcome: SkewResult) -> dict[str, Any]:
-    found: dict[str, Any] = {"ids": list(outcome.ids), "tokens": list(outcome.tokens)}
-    if outcome.text is not None:
-        found["text"] = outcome.text
-    if outcome.refused is not None:
-        found["refused"] = outcome.refused
-    return found
-
-
-def _corpus(statistics: CorpusStatistics | None) -> dict[str, Any] | None:
-    if statistics is None:
-        return None
-    return {
-        "files": statistics.files,
-        "documents": statistics.documents,
-        "characters": statistics.characters,
-        "bytes": statistics.bytes,
-        "tokens": statistics.tokens,
-        "differing": statistics.differing,
-        "seconds": round(statistics.seconds, 3),
-        "megabytes_per_second": round(statistics.megabytes_per_second, 3),
-    }
+    optional = {"text": outcome.text, "refused": outcome.refused}
+    known = {name: value for name, value in optional.items() if value is not None}
+    return {"ids": list(outcome.ids), "tokens": list(outcome.tokens), **known}

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit.skew.sides.base import Ability, AddedToken, Rendering, SideFacts, SkewChat
+from tokentape.audit.skew.sides.base import Ability, BackendToken, Rendering, SideFacts, SkewChat
 from tokentape.audit.skew.sides.from_spec import SideOptions, added_of, hashes, makes_masks, special_tokens_of
 from tokentape.chat.template import plain_message, read_source
 from tokentape.errors import TemplateRefused, TokenizerUnusable
@@ -61,10 +61,10 @@ class AutoSide:
             notes=tuple(notes),
         )
 
-    def _added(self) -> dict[str, AddedToken]:
+    def _added(self) -> dict[str, BackendToken]:
         found = self._tokenizer.added_tokens_decoder
         return {
-            token.content: AddedToken(
+            token.content: BackendToken(
                 number, token.content, token.special, token.lstrip, token.rstrip, token.normalized, token.single_word
             )
             for number, token in found.items()

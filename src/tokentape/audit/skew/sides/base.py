@@ -37,7 +37,7 @@ class Rendering:
 
 
 @dataclass(frozen=True, slots=True)
-class AddedToken:
+class BackendToken:
     """A token that is looked for in text before anything else is done with it."""
 
     id: int
@@ -64,7 +64,7 @@ class SideFacts:
     """Hex SHA-256 by name of the files that it is made of."""
     spec: Mapping[str, Any] | None = None
     """What a tokenizer.json for it says."""
-    added: Mapping[str, AddedToken] = field(default_factory=dict)
+    added: Mapping[str, BackendToken] = field(default_factory=dict)
     """Added tokens by what they spell."""
     vocab_size: int | None = None
     """One more than its highest id."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import tokenizers
 
-from tokentape.audit.skew.sides.base import Ability, AddedToken, Rendering, SideFacts, SkewChat
+from tokentape.audit.skew.sides.base import Ability, BackendToken, Rendering, SideFacts, SkewChat
 from tokentape.chat.template import ChatTemplate, plain_message, read_source
 from tokentape.chat.tokenizer import from_text
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
@@ -218,11 +218,11 @@ def load_spec(spec: Mapping[str, Any], source: str | None = None) -> tokenizers.
     return tokenizer
 
 
-def added_of(spec: Mapping[str, Any]) -> dict[str, AddedToken]:
+def added_of(spec: Mapping[str, Any]) -> dict[str, BackendToken]:
     """The added tokens of a tokenizer.json."""
-    names = AddedToken.__dataclass_fields__
+    names = BackendToken.__dataclass_fields__
     return {
-        token["content"]: AddedToken(**{key: value for key, value in token.items() if key in names})
+        token["content"]: BackendToken(**{key: value for key, value in token.items() if key in names})
         for token in spec.get("added_tokens") or ()
     }
 

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit.skew.sides.base import AddedToken, Rendering, SideFacts, SkewChat
+from tokentape.audit.skew.sides.base import BackendToken, Rendering, SideFacts, SkewChat
 from tokentape.audit.skew.sides.from_spec import hash_file
 from tokentape.errors import TemplateRefused, TokenizerUnusable, UnsupportedParameter
 
@@ -32,7 +32,7 @@ class MistralSide:
         for number in range(self._tokenizer.n_words):
             if self._tokenizer.is_special(number):
                 content = self._tokenizer.id_to_piece(number)
-                added[content] = AddedToken(number, content)
+                added[content] = BackendToken(number, content)
             elif number >= self._tokenizer.num_special_tokens:
                 break
         self.facts = SideFacts(

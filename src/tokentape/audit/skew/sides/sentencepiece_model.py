@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit.skew.sides.base import AddedToken, Rendering, SideFacts, SkewChat
+from tokentape.audit.skew.sides.base import BackendToken, Rendering, SideFacts, SkewChat
 from tokentape.audit.skew.sides.from_spec import SideOptions, hash_file
 from tokentape.errors import TemplateRefused, TokenizerUnusable
 
@@ -28,7 +28,7 @@ class SentencePieceSide:
         self._path = file
         model = self._model
         added = {
-            model.id_to_piece(number): AddedToken(number, model.id_to_piece(number))
+            model.id_to_piece(number): BackendToken(number, model.id_to_piece(number))
             for number in range(model.vocab_size())
             if model.is_control(number)
         }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tokentape.audit.skew.known_parts import SPLITS
-from tokentape.audit.skew.sides.base import Ability, AddedToken, Rendering, SideFacts, SkewChat
+from tokentape.audit.skew.sides.base import Ability, BackendToken, Rendering, SideFacts, SkewChat
 from tokentape.audit.skew.sides.from_spec import SideOptions, find_template, hash_file, read_config, special_tokens_of
 from tokentape.chat.template import ChatTemplate, plain_message
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
@@ -40,7 +40,7 @@ class TiktokenSide:
             raise InvalidRequest(f"tiktoken takes one expression to split by; known are {known}, found {split!r}")
         config = read_config(file.parent)
         added = {
-            token["content"]: AddedToken(int(number), token["content"], bool(token.get("special", True)))
+            token["content"]: BackendToken(int(number), token["content"], bool(token.get("special", True)))
             for number, token in config.get("added_tokens_decoder", {}).items()
         }
         try:
