@@ -21,23 +21,12 @@ from tokentape.audit.skew.findings import Kind
 from tokentape.audit.skew.known_parts import SENTENCEPIECE, SPLIT_NAMES, is_byte_level, normalizers, pre_tokenizers
 from tokentape.audit.skew.sides.base import BackendToken, Side, SideFacts
 from tokentape.audit.skew.sides.from_spec import load_spec
+from tokentape.audit.skew.spec_parts import PARTS, Spec, differing_parts, part_of, with_part
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 
 Encoder: TypeAlias = Callable[[Sequence[str]], list[list[int]]]
-Spec: TypeAlias = Mapping[str, Any]
 
 _ADDED = "added"
-_PARTS: Mapping[str, Kind] = {
-    "normalizer": "normalizer",
-    "pre_tokenizer": "pre-tokenizer",
-    "settings": "model settings",
-    "merges": "merges",
-    "vocabulary": "vocabulary",
-    "post_processor": "BOS/EOS",
-    "decoder": "decoder",
-}
-"""Parts of a tokenizer.json in the order in which they are tried, with what a difference by them is called."""
-
 SAME_FILES = "Use the tokenizer.json of the serving side on both: compare the hashes in this report."
 LOAD_THE_FILE = (
     "Load tokenizer.json itself, with `tokenizers` or PreTrainedTokenizerFast(tokenizer_file=...); a loader that "
@@ -107,7 +96,7 @@ class TextCauses:
             made = a
             for name in names:
                 kind, _, said = name.partition(":")
-                made = _with_tokens(made, b, self._added[said]) if kind == _ADDED else _with_part(made, name, b)
+                made = _with_tokens(made, b, self._added[said]) if kind == _ADDED else with_part(made, name, b)
             try:
                 self._exchanged[names] = encoder_of(load_spec(made))
             except TokenizerUnusable:
@@ -120,7 +109,7 @@ class TextCauses:
         for name in names:
             kind, _, how = name.partition(":")
             said.append(added_words(self._added[how], a, b) if kind == _ADDED else _part_words(name, a, b))
-        kind = _PARTS.get(names[0].partition(":")[0], "added token")
+        kind = PARTS.get(names[0].partition(":")[0], "added token")
         return Cause(kind, " and ".join(said), _fix(kind, a, b), "+".join(names), encoder)
 
     def _by_trial(self, text: str, a_ids: list[int], b_ids: list[int]) -> Cause | None:
@@ -153,77 +142,6 @@ def encoder_of(tokenizer: tokenizers.Tokenizer) -> Encoder:
         return [one.ids for one in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     return encode
-
-
-def part_of(spec: Spec, name: str) -> Any:
-    """A part of a tokenizer.json, in a form that can be compared."""
-    model = spec["model"]
-    match name:
-        case "settings":
-            return {key: _setting(key, value) for key, value in model.items() if key not in ("vocab", "merges")}
-        case "merges":
-            return [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model.get("merges") or ()]
-        case "vocabulary":
-            vocab = model["vocab"]
-            return vocab if isinstance(vocab, Mapping) else [tuple(entry) for entry in vocab]
-    return _written(spec.get(name), decoder=name == "decoder")
-
-
-def _written(part: Any, *, decoder: bool) -> Any:
-    """A part without what changes neither ids nor text."""
-    if not isinstance(part, Mapping):
-        return part
-    for steps in ("normalizers", "pretokenizers", "processors", "decoders"):
-        if steps in part:
-            kept = [_written(step, decoder=decoder) for step in part[steps]]
-            return {**part, steps: kept} if kept else None
-    if part.get("type") == "ByteLevel":
-        return {key: value for key, value in part.items() if key != "trim_offsets" and (key == "type" or not decoder)}
-    return part
-
-
-_DEFAULTS = {"continuing_subword_prefix": "", "end_of_word_suffix": "", "ignore_merges": False, "dropout": None}
-
-
-def _setting(key: str, value: Any) -> Any:
-    return _DEFAULTS[key] if key in _DEFAULTS and not value else value
-
-
-def differing_parts(a: SideFacts, b: SideFacts) -> list[str]:
-    """The parts of a tokenizer.json, but added tokens, that differ; none if one side's is not known."""
-    if a.spec is None or b.spec is None:
-        return []
-    found = []
-    for name in _PARTS:
-        one, other = part_of(a.spec, name), part_of(b.spec, name)
-        if name == "vocabulary":
-            one, other = (_without(part, {**a.added, **b.added}) for part in (one, other))
-        if name == "settings":
-            keys = {*one, *other}
-            one, other = ({k: part.get(k, _DEFAULTS.get(k)) for k in keys} for part in (one, other))
-        if one != other:
-            found.append(name)
-    return found
-
-
-def _without(vocab: Any, added: Mapping[str, BackendToken]) -> Any:
-    """A vocabulary without added tokens: many list them too, others don't."""
-    return {token: i for token, i in vocab.items() if token not in added} if isinstance(vocab, Mapping) else vocab
-
-
-def _with_part(spec: Spec, name: str, other: Spec) -> dict[str, Any]:
-    model, theirs = spec["model"], other["model"]
-    big = ("vocab", "merges")
-    match name:
-        case "settings":
-            kept = {key: model[key] for key in big if key in model}
-            return {**spec, "model": {**{k: v for k, v in theirs.items() if k not in big}, **kept}}
-        case "merges":
-            return {**spec, "model": {**model, "merges": theirs.get("merges", [])}}
-        case "vocabulary":
-            taken = {key: theirs[key] for key in big if key in theirs}
-            return {**spec, "model": {**model, **taken}}
-    return {**spec, name: other.get(name)}
 
 
 def _encodes(encoder: Encoder, text: str) -> list[int]:
@@ -361,7 +279,7 @@ def _part_words(name: str, a: SideFacts, b: SideFacts) -> str:
             names = sorted(k for k in {*one, *other} if one.get(k) != other.get(k))
             said = ", ".join(f"{k}={one.get(k)} against {other.get(k)}" for k in names)
             return f"the model settings differ: {said}"
-    return f"the {_PARTS[name]} is {brief(one)} in A and {brief(other)} in B"
+    return f"the {PARTS[name]} is {brief(one)} in A and {brief(other)} in B"
 
 
 def brief(part: Any) -> str:

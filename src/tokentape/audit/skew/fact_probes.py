@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from tokentape.audit.skew.causes import SAME_FILES, added_words, brief, differing_parts, part_of, unlike_tokens
+from tokentape.audit.skew.causes import SAME_FILES, added_words, brief, unlike_tokens
 from tokentape.audit.skew.findings import Skew, SkewResult
 from tokentape.audit.skew.sides.base import SideFacts
+from tokentape.audit.skew.spec_parts import differing_parts, part_of
 
 _PAD_FIX = "Give padding a token of its own: masks made from a padding token that is EOS leave ends of turns untrained."
 

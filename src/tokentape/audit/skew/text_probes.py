@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tokentape.audit.skew.causes import LOAD_THE_FILE, SAME_FILES, Cause, TextCauses, brief, part_of
+from tokentape.audit.skew.causes import LOAD_THE_FILE, SAME_FILES, Cause, TextCauses, brief
 from tokentape.audit.skew.findings import Kind, Probe, Skew, SkewResult
 from tokentape.audit.skew.shrink import smallest, smallest_text
 from tokentape.audit.skew.sides.base import Side
+from tokentape.audit.skew.spec_parts import part_of
 from tokentape.errors import InvalidRequest
 
 MOST_EXAMINED = 60
