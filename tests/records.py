@@ -22,6 +22,9 @@ def make_setup(fingerprint: str = "fingerprint", **template_kwargs: Any) -> Setu
 
 
 SETUP = make_setup()
+UNCHANGED = TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)
+FROM_BEFORE: dict[str, None] = {"sampled_from": None, "logprobs_of": None}
+"""What turns have that were recorded before these were."""
 
 
 def make_turn(session_id: str, seq: int, parent: Turn | None = None, *, tokens: int = 4, **changes: Any) -> Turn:
@@ -46,6 +49,8 @@ def make_turn(session_id: str, seq: int, parent: Turn | None = None, *, tokens: 
         weight_version="step-1",
         created_at=1000.5 + seq,
         digest="",
+        sampled_from=UNCHANGED,
+        logprobs_of=UNCHANGED,
     )
     return seal(dataclasses.replace(turn, **changes), None if parent is None else parent.digest)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
 from importlib import import_module
@@ -134,6 +134,13 @@ class TokenDistribution:
         if self.temperature is not None:
             # One spelling of each number: digests are made of it.
             object.__setattr__(self, "temperature", float(self.temperature) + 0.0)
+
+    def same_as(self, other: TokenDistribution) -> bool | None:
+        """Return whether two are the same distribution; None where that is not known."""
+        pairs = [(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)]
+        if any(ours != theirs for ours, theirs in pairs if ours is not None and theirs is not None):
+            return False
+        return None if any(None in pair for pair in pairs) else True
 
 
 @dataclass(frozen=True, slots=True)

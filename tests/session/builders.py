@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.records import UNCHANGED
 from tokentape.types import FinishReason, Message, Provenance, Turn
 
 
@@ -53,4 +54,6 @@ def make_turn(
         weight_version="1",
         created_at=0.0,
         digest="",
+        sampled_from=UNCHANGED,
+        logprobs_of=UNCHANGED,
     )

@@ -95,6 +95,13 @@ def test_the_schema_is_pinned() -> None:
     )
 
 
+def test_a_file_from_before_distributions_says_that_they_are_not_known(tmp_path: Path) -> None:
+    table = trajectories_table([make_trajectory()]).drop_columns(["sampled_from", "logprobs_of"])
+    pq.write_table(table, tmp_path / "t.parquet")
+    (read,) = read_parquet(tmp_path / "t.parquet")
+    assert (read.verdict, read.sampled_from, read.logprobs_of) == ("exact, logprobs not known", (None,), (None,))
+
+
 def with_extras(number: int = 0) -> Trajectory:
     experts = TokenRows(np.arange(24, dtype=np.uint8).reshape(6, 2, 2), np.array([True] * 5 + [False]))
     advantages = np.array([0, 0, 0, 0.5, np.nan, -1], np.float32)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.records import SETUP, json_values, make_turn, trees
+from tests.records import FROM_BEFORE, SETUP, json_values, make_turn, trees
 from tokentape.canonical import canonical_json
 from tokentape.errors import InvalidRequest, InvariantViolation
 from tokentape.session.chain import (
@@ -74,7 +74,7 @@ def plainly(turn: Turn, parent_digest: str) -> str:
 
 
 def test_digests_never_change_from_release_to_release() -> None:
-    turn = make_turn("session", 0)
+    turn = make_turn("session", 0, **FROM_BEFORE)
     assert SETUP.digest == "02e01f276d638c4c0fa6e9c02088f8ac337a1573d2f62feeb5b3a739b6954723"
     assert session_digest("session") == "dc365e52d021e2230c3dcc52f59d112b20b4c5b90e4e43c3ca41e111901e7475"
     assert turn.digest == "d1291193da632272b7fabeace2b677256d36ddc3f65f17f8606f1f3c61140579"

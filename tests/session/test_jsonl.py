@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.searching import examples
 from tests.session.trajectory_cases import drawn_trajectories, make_trajectory
 from tokentape.errors import InvalidRequest
 from tokentape.session.arrow import trajectory_schema
-from tokentape.session.jsonl import read_jsonl, trajectory_from_json, trajectory_to_json, write_jsonl
+from tokentape.session.jsonl import json_line, read_jsonl, trajectory_from_json, trajectory_to_json, write_jsonl
 from tokentape.types import TokenRows, Trajectory
 
 
@@ -45,6 +46,22 @@ def test_a_line_from_before_turn_rewards_and_spans_is_read() -> None:
     value = trajectory_to_json(make_trajectory())
     del value["turn_rewards"], value["weight_spans"]
     assert bits(trajectory_from_json(value)) == bits(make_trajectory())
+
+
+def test_a_line_from_before_distributions_says_that_they_are_not_known_and_stays_what_it_was() -> None:
+    old = replace(make_trajectory(), sampled_from=(None,), logprobs_of=(None,))
+    line = json_line(old)
+    assert b"sampled_from" not in line
+    assert json.loads(line)["verdict"] == "exact"
+    read = trajectory_from_json(json.loads(line))
+    assert (read.verdict, read.sampled_from, read.logprobs_of) == ("exact, logprobs not known", (None,), (None,))
+    assert json_line(read) == line
+
+
+def test_a_line_that_knows_a_part_keeps_what_it_says() -> None:
+    partly = replace(make_trajectory(), logprobs_of=(None,), verdict="exact, logprobs not known")
+    assert json.loads(json_line(partly))["verdict"] == partly.verdict
+    assert bits(trajectory_from_json(json.loads(json_line(partly)))) == bits(partly)
 
 
 def test_a_payload_of_objects_is_refused() -> None:

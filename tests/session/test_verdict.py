@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from tests.records import UNCHANGED
 from tests.session.builders import make_turn, said, user
 from tokentape.errors import InvalidRequest
 from tokentape.session.verdict import check_verdicts, verdict, wanted_verdict
+from tokentape.types import TokenDistribution
 
 ROOT = make_turn(0, None, [user("a")], said("A"))
 NEXT = make_turn(1, 0, [user("b")], said("B"))
@@ -95,6 +97,41 @@ def test_a_turn_of_a_server_whose_model_is_not_known_leaves_a_reservation() -> N
 def test_a_reservation_has_to_be_wanted_too(found: str, wanted: list[str], matches: bool) -> None:
     check_verdicts(wanted)
     assert wanted_verdict(found, wanted) is matches
+
+
+SCALED = replace(UNCHANGED, temperature=0.6)
+
+
+@pytest.mark.parametrize(
+    ("sampled_from", "logprobs_of", "expected"),
+    [
+        (SCALED, SCALED, "exact"),
+        (SCALED, UNCHANGED, "exact, other logprobs"),
+        (replace(UNCHANGED, temperature=0.0), UNCHANGED, "exact, other logprobs"),
+        (replace(SCALED, truncation=True), SCALED, "exact, other logprobs"),
+        (SCALED, None, "exact, logprobs not known"),
+        (None, SCALED, "exact, logprobs not known"),
+        (None, None, "exact, logprobs not known"),
+        (SCALED, replace(SCALED, grammar=None), "exact, logprobs not known"),
+        (replace(SCALED, grammar=None), replace(SCALED, grammar=None), "exact, logprobs not known"),
+        (SCALED, replace(UNCHANGED, grammar=None), "exact, other logprobs"),
+    ],
+)
+def test_a_turn_with_other_logprobs_than_it_was_sampled_with_leaves_a_reservation(
+    sampled_from: TokenDistribution | None, logprobs_of: TokenDistribution | None, expected: str
+) -> None:
+    turn = replace(NEXT, sampled_from=sampled_from, logprobs_of=logprobs_of)
+    assert verdict([ROOT, turn]) == expected
+    assert verdict([turn, ROOT]) == expected
+
+
+def test_reservations_of_several_turns_all_follow() -> None:
+    turns = [replace(UNKNOWN, sampled_from=SCALED), replace(NEXT, logprobs_of=None)]
+    assert verdict(turns) == "exact, model unverified, other logprobs, logprobs not known"
+    wanted = ["exact", "model unverified", "other logprobs"]
+    check_verdicts(wanted)
+    assert not wanted_verdict(verdict(turns), wanted)
+    assert wanted_verdict(verdict(turns), [*wanted, "logprobs not known"])
 
 
 def test_a_reservation_alone_is_no_verdict() -> None:

@@ -9,8 +9,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tests.records import distributions, finite, json_objects, names
-from tokentape.types import MediaSpan, Provenance, TokenDistribution, TokenRows, Trajectory
+from tests.records import UNCHANGED, distributions, finite, json_objects, names
+from tokentape.session.verdict import verdict_read
+from tokentape.types import MediaSpan, Provenance, TokenRows, Trajectory
 
 finite_logprobs = st.floats(allow_nan=False, allow_infinity=False, width=32)
 or_missing = st.just(np.nan)
@@ -31,6 +32,8 @@ def drawn_trajectories(draw: st.DrawFn) -> Trajectory:
     """Any values that the columns take; the turns don't have to make sense."""
     tokens = draw(st.integers(0, 30))
     turns = draw(st.integers(0, 4))
+    sampled_from = tuple(draw(st.lists(st.none() | distributions, min_size=turns, max_size=turns)))
+    logprobs_of = tuple(draw(st.lists(st.none() | distributions, min_size=turns, max_size=turns)))
     return Trajectory(
         session_id=draw(names),
         leaf=draw(st.integers(0, 2**31 - 1)),
@@ -43,7 +46,7 @@ def drawn_trajectories(draw: st.DrawFn) -> Trajectory:
         completion_ends=draw(arrays(np.int32, turns)),
         weight_versions=tuple(draw(st.lists(names, min_size=turns, max_size=turns))),
         reward=draw(st.none() | finite),
-        verdict=draw(names),
+        verdict=verdict_read(draw(names), sampled_from + logprobs_of),
         metadata=draw(json_objects),
         turn_rewards=draw(arrays(np.float64, turns, elements=finite | or_missing)),
         weight_spans=tuple(
@@ -54,8 +57,8 @@ def drawn_trajectories(draw: st.DrawFn) -> Trajectory:
         ),
         payloads=draw(st.dictionaries(extra_names, drawn_rows(tokens), max_size=2)),
         media=tuple(draw(st.lists(st.builds(MediaSpan, st.integers(0, 99), st.integers(1, 99), names, names)))),
-        sampled_from=tuple(draw(st.lists(st.none() | distributions, min_size=turns, max_size=turns))),
-        logprobs_of=tuple(draw(st.lists(st.none() | distributions, min_size=turns, max_size=turns))),
+        sampled_from=sampled_from,
+        logprobs_of=logprobs_of,
     )
 
 
@@ -78,7 +81,7 @@ def make_trajectory(number: int = 0, tokens: int = 6, reward: float | None = 1.0
         metadata={"task": number},
         turn_rewards=np.array([np.nan]),
         weight_spans=((prompt, tokens, "step-1"),),
-        sampled_from=(TokenDistribution(False, 0.6, False, False),),
-        logprobs_of=(TokenDistribution(False, 1.0, False, False),),
+        sampled_from=(UNCHANGED,),
+        logprobs_of=(UNCHANGED,),
     )
     return replace(trajectory, **changes)

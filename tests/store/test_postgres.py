@@ -15,9 +15,11 @@ from sqlalchemy import make_url, text
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 
 from tests.postgres import Server
-from tests.records import SETUP, bits, make_chain, make_turn
+from tests.records import FROM_BEFORE, SETUP, bits, make_chain, make_turn
+from tests.store.killed_migration import check_kills
 from tests.store.test_schema import with_migrations
 from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError, StoreUnavailable
+from tokentape.store import schema
 from tokentape.store.postgres import PostgresStore, is_url, without_password
 from tokentape.store.verify import verify
 from tokentape.types import Reward, SessionInfo
@@ -195,6 +197,26 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(
         with pytest.raises(StoreError, match="this migration fails"):
             PostgresStore.open(url)
     PostgresStore.open(url).close()
+
+
+@pytest.mark.slow
+def test_a_migration_that_is_killed_at_any_statement_is_undone_and_made_by_who_opens_next(
+    store: PostgresStore, postgres: Server, url: str
+) -> None:
+    run(store.write(SessionInfo("s", 1.0), SETUP, *make_chain("s", 3, **FROM_BEFORE)))
+    store.close()
+    name = str(make_url(url).query["options"]).partition("=")[2]
+    for change in (
+        f"DROP TABLE {name}.events, {name}.record_log",
+        f"ALTER TABLE {name}.snapshot_sessions DROP COLUMN last_event",
+        *(f"ALTER TABLE {name}.turns DROP COLUMN {column.name}" for column in schema._SINCE_4[1:]),
+        f"UPDATE {name}.meta SET value = '3' WHERE key = 'schema_version'",
+    ):
+        postgres.execute(change)
+    check_kills(url)
+    with PostgresStore.open(url) as migrated:
+        run(migrated.write(make_turn("s", 3, migrated.load_session("s").turns[2])))
+    assert verify(url).findings == ()
 
 
 def test_somebody_elses_tables_are_refused_and_left_alone(postgres: Server, url: str) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, text
 
-from tests.records import SETUP, bits, make_chain, make_turn
+from tests.records import FROM_BEFORE, SETUP, bits, make_chain, make_turn
+from tests.store.killed_migration import check_kills
 from tokentape.errors import StoreCorrupt, StoreError
 from tokentape.store import SqliteStore, schema
 from tokentape.store.verify import verify
@@ -89,7 +90,7 @@ def test_a_database_of_every_earlier_version_is_migrated_and_verifies(written: i
     with SqliteStore.open(tmp_path) as store:
         plain, forked = store.load_session("plain"), store.load_session("forked")
         asyncio.run(store.write(make_turn("plain", 3, plain.turns[2])))
-    assert bits(plain.turns) == bits(make_chain("plain", 3))
+    assert bits(plain.turns) == bits(make_chain("plain", 3, **FROM_BEFORE))
     assert (plain.info.metadata, plain.info.owner, len(plain.rewards)) == ({"task": 7}, "", 2)
     # What a turn's reward was then: that of the trajectory which ended there.
     assert [(reward.turn, reward.leaf, reward.value) for reward in plain.rewards] == [
@@ -98,6 +99,28 @@ def test_a_database_of_every_earlier_version_is_migrated_and_verifies(written: i
     ]
     assert [turn.finish_reason for turn in forked.turns] == ["stop", "stop", "stop", "abort"]
     assert verify(tmp_path).findings == ()
+
+
+def test_a_migration_that_is_killed_at_any_statement_is_undone_and_made_by_who_opens_next(tmp_path: Path) -> None:
+    shutil.copy(GOLDEN / "schema-3.db", tmp_path / "tokentape.db")
+    check_kills(str(tmp_path))
+    with SqliteStore.open(tmp_path) as store:
+        asyncio.run(store.write(make_turn("plain", 3, store.load_session("plain").turns[2])))
+    assert verify(tmp_path).findings == ()
+
+
+@pytest.mark.parametrize("written", range(1, NOW))
+def test_a_migrated_database_has_the_tables_of_a_new_one(written: int, directory: Path, tmp_path: Path) -> None:
+    def tables(of: Path) -> dict[object, list[tuple[object, ...]]]:
+        names = execute(of, "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
+        # Name, type and whether it may be null; added columns stand last.
+        return {name: sorted(row[1:4] for row in execute(of, f"PRAGMA table_info({name})")) for (name,) in names}
+
+    older = tmp_path / "older"
+    older.mkdir()
+    shutil.copy(GOLDEN / f"schema-{written}.db", older / "tokentape.db")
+    SqliteStore.open(older).close()
+    assert tables(older) == tables(directory)
 
 
 @pytest.mark.parametrize("read_only", [False, True])

@@ -54,7 +54,8 @@ class Metrics:
         self.verdicts = self._counter(
             "verdicts",
             "Committed turns by what they make of their branch: exact (it goes on), closed, forked; with model "
-            "unverified if the server is not known to serve the folder's model.",
+            "unverified if the server is not known to serve the folder's model; with other logprobs if those recorded "
+            "are not those that it was sampled with, with logprobs not known if that can't be said.",
             "verdict",
         )
         self.parse_problems = self._counter(

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from tokentape.canonical import canonical_json
 from tokentape.errors import InvalidRequest
 from tokentape.session.payloads import rows_as_bytes, rows_from_bytes
+from tokentape.session.verdict import verdict_read
 from tokentape.types import MediaSpan, Provenance, TokenDistribution, TokenRows, Trajectory
 
 if TYPE_CHECKING:
@@ -325,6 +326,8 @@ def _trajectories_of(batch: pa.RecordBatch) -> Iterator[Trajectory]:
                 arrays[name].flags.writeable = False
         scalars = {name: column[row].as_py() for name, column in columns.items() if name not in flat}
         spans = scalars.get("weight_spans")
+        sampled_from = distributions(scalars.get("sampled_from"), scalars["turns"])
+        logprobs_of = distributions(scalars.get("logprobs_of"), scalars["turns"])
         yield Trajectory(
             session_id=scalars["session_id"],
             leaf=scalars["leaf"],
@@ -337,7 +340,7 @@ def _trajectories_of(batch: pa.RecordBatch) -> Iterator[Trajectory]:
             completion_ends=arrays["completion_ends"],
             weight_versions=tuple(scalars["weight_versions"]),
             reward=scalars["reward"],
-            verdict=scalars["verdict"],
+            verdict=verdict_read(scalars["verdict"], (*sampled_from, *logprobs_of)),
             metadata=json.loads(scalars["metadata"]),
             turn_rewards=arrays["turn_rewards"] if "turn_rewards" in arrays else no_rewards(scalars["turns"]),
             weight_spans=spans_of_turns(
@@ -356,8 +359,8 @@ def _trajectories_of(batch: pa.RecordBatch) -> Iterator[Trajectory]:
                 if name.startswith(PAYLOAD_PREFIX) and value is not None
             },
             media=tuple(MediaSpan(**span) for span in scalars.get("media") or ()),
-            sampled_from=distributions(scalars.get("sampled_from"), scalars["turns"]),
-            logprobs_of=distributions(scalars.get("logprobs_of"), scalars["turns"]),
+            sampled_from=sampled_from,
+            logprobs_of=logprobs_of,
         )
 
 

@@ -1,7 +1,8 @@
 """Trajectories as JSON: the columns of `arrow` by the same names, an object per trajectory, in JSONL one per line.
 
 Each object also has `schema_version`, and its `metadata` is an object. `sampled_from` and `logprobs_of` are left out
-where they are not known of any turn, so that lines of older records, and digests over them, stay what they were.
+where they are not known of any turn. In a line the verdict then does not say so either: lines of older records, and
+digests over them, stay what they were.
 Numbers keep every bit: a float32 logprob is written as the double it equals, and NaN, where a reward or value is
 missing, as null. The `data` of a payload is base64. The text is ASCII.
 """
@@ -29,6 +30,7 @@ from tokentape.session.arrow import (
     spans_of_turns,
 )
 from tokentape.session.payloads import rows_as_bytes, rows_from_bytes
+from tokentape.session.verdict import verdict_read, verdict_written
 from tokentape.types import MediaSpan, TokenRows, Trajectory
 
 
@@ -66,7 +68,9 @@ def distributions_to_json(trajectory: Trajectory) -> dict[str, list[dict[str, An
 
 def json_line(trajectory: Trajectory) -> bytes:
     """The trajectory as its line of JSONL. It has no other spelling: a digest over lines is one over contents."""
-    return canonical_json(trajectory_to_json(trajectory)).encode("ascii") + b"\n"
+    known = *trajectory.sampled_from, *trajectory.logprobs_of
+    value = trajectory_to_json(trajectory) | {"verdict": verdict_written(trajectory.verdict, known)}
+    return canonical_json(value).encode("ascii") + b"\n"
 
 
 def trajectory_from_json(value: Mapping[str, Any]) -> Trajectory:
@@ -77,6 +81,8 @@ def trajectory_from_json(value: Mapping[str, Any]) -> Trajectory:
     try:
         starts, ends = np.array(value["completion_starts"], np.int32), np.array(value["completion_ends"], np.int32)
         rewards, spans = value.get("turn_rewards"), value.get("weight_spans")
+        sampled_from = distributions(value.get("sampled_from"), value["turns"])
+        logprobs_of = distributions(value.get("logprobs_of"), value["turns"])
         return Trajectory(
             session_id=value["session_id"],
             leaf=value["leaf"],
@@ -89,7 +95,7 @@ def trajectory_from_json(value: Mapping[str, Any]) -> Trajectory:
             completion_ends=ends,
             weight_versions=tuple(value["weight_versions"]),
             reward=value["reward"],
-            verdict=value["verdict"],
+            verdict=verdict_read(value["verdict"], (*sampled_from, *logprobs_of)),
             metadata=value["metadata"],
             turn_rewards=no_rewards(value["turns"]) if rewards is None else np.array(rewards, np.float64),
             weight_spans=spans_of_turns(starts, ends, value["weight_versions"])
@@ -106,8 +112,8 @@ def trajectory_from_json(value: Mapping[str, Any]) -> Trajectory:
                 if name.startswith(PAYLOAD_PREFIX) and rows is not None
             },
             media=tuple(MediaSpan(**span) for span in value.get("media", ())),
-            sampled_from=distributions(value.get("sampled_from"), value["turns"]),
-            logprobs_of=distributions(value.get("logprobs_of"), value["turns"]),
+            sampled_from=sampled_from,
+            logprobs_of=logprobs_of,
         )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise InvalidRequest(f"a trajectory is damaged ({type(error).__name__}: {error})") from None

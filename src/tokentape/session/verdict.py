@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from tokentape.engines.base import CAPTURED, UNVERIFIED
 from tokentape.errors import InvalidRequest
-from tokentape.types import Event, Provenance, Turn
+from tokentape.types import Event, Provenance, TokenDistribution, Turn
 
 VERDICTS = ("exact", "forked", "closed", "captured", "captured with drift")
 """The words that a verdict begins with."""
 
-RESERVATIONS = ("model unverified", "bridge unchecked", "bridge differs", "kept partial")
-"""What may follow after a comma: what was not known when a turn of the path was sampled, or found out later."""
+NOT_KNOWN = "logprobs not known"
+
+RESERVATIONS = ("model unverified", "bridge unchecked", "bridge differs", "kept partial", "other logprobs", NOT_KNOWN)
+"""What may follow after a comma: what was not known when a turn of the path was sampled, or found out later; or what
+its logprobs are instead of those that it was sampled with."""
 
 BRIDGE_DUE, BRIDGE_SKIPPED, BRIDGE_CHECKED = "bridge_due", "bridge_skipped", "bridge_checked"
 """Kinds of events: the template's own rendering is to be compared with a turn's bridge; it is not; it was."""
@@ -48,8 +52,12 @@ def verdict(path: Sequence[Turn], bridges: Mapping[int, str] | None = None) -> s
     With `bridges`, from `bridge_states`: `, bridge unchecked` follows while a bridge of the path was to be compared
     with the template's own rendering and has not been; `, bridge differs` if one was and is not what the template
     writes. Nothing follows for turns recorded before there were such checks: nothing is known of them.
+
+    `, other logprobs` follows if the logprobs of a turn are of another distribution than the one that it was sampled
+    from; `, logprobs not known` if that can't be said of a turn, as of every turn recorded before it was written down.
     """
     found = {bridges.get(turn.seq, "") for turn in path} if bridges else set()
+    found |= {_of_logprobs(turn.sampled_from, turn.logprobs_of) for turn in path}
     if any(UNVERIFIED in engine.split() for turn in path for engine in _engines(turn)):
         found.add(RESERVATIONS[0])
     if any(turn.sampling.get("aborted", {}).get("outcome") == "kept" for turn in path):
@@ -60,6 +68,26 @@ def verdict(path: Sequence[Turn], bridges: Mapping[int, str] | None = None) -> s
 def _engines(turn: Turn) -> list[str]:
     """All that sampled a turn."""
     return [turn.engine, *(one.engine for one in turn.resumes if one.engine is not None)]
+
+
+@lru_cache(maxsize=256)
+def _of_logprobs(sampled_from: TokenDistribution | None, logprobs_of: TokenDistribution | None) -> str:
+    if sampled_from is None or logprobs_of is None:
+        return NOT_KNOWN
+    return {True: "", False: RESERVATIONS[4], None: NOT_KNOWN}[sampled_from.same_as(logprobs_of)]
+
+
+def verdict_read(verdict: str, distributions: Iterable[TokenDistribution | None]) -> str:
+    """Return a trajectory's verdict as it reads today, given all that is known of the distributions of its turns.
+
+    What was written before they were recorded does not say so.
+    """
+    return verdict if any(distributions) or verdict.endswith(NOT_KNOWN) else f"{verdict}, {NOT_KNOWN}"
+
+
+def verdict_written(verdict: str, distributions: Iterable[TokenDistribution | None]) -> str:
+    """Undo `verdict_read`: digests were computed over what was written."""
+    return verdict if any(distributions) else verdict.removesuffix(f", {NOT_KNOWN}")
 
 
 def _verdict(path: Sequence[Turn]) -> str:

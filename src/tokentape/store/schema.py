@@ -31,6 +31,7 @@ from sqlalchemy import (
     null,
     select,
 )
+from sqlalchemy.schema import CreateColumn
 
 from tokentape.errors import StoreCorrupt, StoreError
 
@@ -318,8 +319,8 @@ def _to_4(connection: Connection) -> None:
     for column in _SINCE_4:
         # There already where the second step has just made the table.
         if column.name not in {one["name"] for one in inspect(connection).get_columns(column.table.name)}:
-            kind = "BIGINT NOT NULL DEFAULT 0" if column is snapshot_sessions.c.last_event else "TEXT"
-            connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {column.name} {kind}")
+            definition = CreateColumn(column).compile(dialect=connection.dialect)
+            connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {definition}")
 
 
 _SINCE_4 = (

@@ -46,6 +46,7 @@ from tokentape.session.arrow import (
     trajectories_table,
 )
 from tokentape.session.jsonl import distributions_to_json, trajectory_from_json, trajectory_to_json
+from tokentape.session.verdict import verdict_read
 from tokentape.training.samples import Sample
 from tokentape.types import MediaSpan, TokenRows, Trajectory
 
@@ -175,6 +176,10 @@ def read_samples_safetensors(path: str | Path) -> list[Sample]:
         turns = np.s_[arrays["turn_offsets"][n] : arrays["turn_offsets"][n + 1]]
         columns, payloads = rest.pop("columns"), rest.pop("payloads")
         reward = float(arrays["rewards"][n])
+        known = {
+            name: distributions(rest.get(name), arrays["turns"][turns]) for name in ("sampled_from", "logprobs_of")
+        }
+        rest["verdict"] = verdict_read(rest["verdict"], (*known["sampled_from"], *known["logprobs_of"]))
         per_token = {name: arrays[name][tokens] for name, _, _ in _PER_TOKEN}
         per_turn: dict[str, Any] = {name: arrays[name][turns] for name, _, _ in _PER_TURN}
         samples.append(
@@ -182,15 +187,12 @@ def read_samples_safetensors(path: str | Path) -> list[Sample]:
                 **rest
                 | per_token
                 | per_turn
+                | known
                 | {
                     "turns": tuple(per_turn["turns"].tolist()),
                     "weight_versions": tuple(rest["weight_versions"]),
                     "weight_spans": tuple((start, end, version) for start, end, version in rest["weight_spans"]),
                     "media": tuple(MediaSpan(**span) for span in rest["media"]),
-                    **{
-                        name: distributions(rest.get(name), per_turn["turns"])
-                        for name in ("sampled_from", "logprobs_of")
-                    },
                     "reward": None if np.isnan(reward) else reward,
                     "columns": {name: arrays[COLUMN_PREFIX + name][tokens] for name in columns},
                     "payloads": {

@@ -28,6 +28,7 @@ from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
 from tokentape.chat.tokenizer import MARK
 from tokentape.errors import InvalidRequest, TemplateRefused
+from tokentape.session.verdict import NOT_KNOWN
 from tokentape.training.samples import Sample
 from tokentape.types import Codes, Message, Provenance, Setup
 
@@ -109,7 +110,7 @@ def sft_sample(
         completion_ends=np.array([end for _, _, end in ranges], np.int32),
         weight_versions=("unknown",) * len(ranges),
         reward=None,
-        verdict="exact",
+        verdict=f"exact, {NOT_KNOWN}",
         metadata={},
         turn_rewards=np.full(len(ranges), np.nan),
         weight_spans=(),

@@ -1,0 +1,92 @@
+"""Opens a record of an older version again and again, killed before its first statement, its second, and so on.
+
+    python -m tests.store.killed_migration LOCATION
+
+A line of JSON is written before the first try and after each one: whether it was killed, the schema version that the
+record has then, and a digest of all its turns and rewards. It ends with the first try that is not killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from sqlalchemy import Engine, event, select
+
+from tests.store.kept.plain import plain
+from tokentape.store import schema
+from tokentape.store.location import open_store
+
+
+def in_child(work: Callable[[], Any]) -> tuple[bool, str]:
+    """Return whether a process that does the work was killed, and what it returned."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(write, json.dumps(work()).encode())
+        os._exit(0)
+    os.close(write)
+    _, status = os.waitpid(child, 0)
+    with open(read, "rb") as pipe:
+        found = pipe.read().decode()
+    assert os.WIFSIGNALED(status) or found, "the process failed"
+    return os.WIFSIGNALED(status), found
+
+
+def open_until(location: str, last: int) -> None:
+    """Open the record to write, and die before the statement or commit of this number, counted from 0."""
+    numbers = count()
+
+    def die(*_: Any) -> None:
+        if next(numbers) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    event.listen(Engine, "before_cursor_execute", die)
+    event.listen(Engine, "commit", die)
+    open_store(location).close()
+
+
+def look(location: str) -> tuple[str, str]:
+    """Return the schema version and the digest, changing nothing."""
+    with open_store(location, read_only=True) as store:
+        with store.reading() as connection:
+            version = connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == "schema_version"))
+            found = version.scalar_one()
+        loaded = [store.load_session(one.info.session_id) for one in store.sessions()]
+        parts = [plain([one.info, one.turns, one.rewards, one.answers]) for one in loaded]
+    return found, hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def check_kills(location: str) -> None:
+    """Assert that a record of version 3 has the same contents after each kill, in version 3 or the current one."""
+    command = [sys.executable, "-m", "tests.store.killed_migration", location]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    tries = [json.loads(line) for line in done.stdout.splitlines()]
+    versions = [one["version"] for one in tries]
+    current = str(len(schema.MIGRATIONS) + 1)
+    assert versions == sorted(versions)
+    assert (versions[0], {*versions}) == ("3", {"3", current})
+    # One try per statement of the migration at least, none of which left anything.
+    assert versions.count("3") > 10
+    assert len({one["digest"] for one in tries}) == 1
+    assert [one["killed"] for one in tries] == [True] * (len(tries) - 1) + [False]
+
+
+def main(location: str) -> None:
+    for number in count(-1):
+        killed = number < 0 or in_child(lambda last=number: open_until(location, last))[0]
+        version, digest = json.loads(in_child(lambda: look(location))[1])
+        print(json.dumps({"killed": killed, "version": version, "digest": digest}), flush=True)
+        if not killed:
+            return
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
