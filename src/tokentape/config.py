@@ -56,6 +56,9 @@ class EngineConfig:
     """CPU threads of the embedded engine."""
     path: Literal["own", "regular", "paged"] = "own"
     """How the embedded engine runs the model: by its own loop, by `generate` on batches, or by `generate_batch`."""
+    logprobs_mode: Literal["raw", "scaled", "processed"] = "processed"
+    """Which log-probabilities the embedded engine reports: the model's own, those after penalties and temperature, or
+    those that tokens are sampled with, after truncation too. Servers have a setting of their own."""
     capture: bool = False
     """Let the server render: its prompts are recorded as they are, and where they drift. For `vllm`."""
     verify_prompts: bool = False

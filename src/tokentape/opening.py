@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -19,7 +19,7 @@ from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.renderer import Renderer
 from tokentape.config import EngineConfig, ServeConfig
 from tokentape.demo import MODEL
-from tokentape.engines.base import ChatServer, Engine, EngineInfo
+from tokentape.engines.base import ChatServer, Engine, EngineInfo, LogprobsMode
 from tokentape.engines.guarded import GuardedEngine, ModelCheck
 from tokentape.engines.http import HttpClient
 from tokentape.engines.identity import served_as
@@ -179,7 +179,9 @@ async def open_configured(
 
         model = model_folder(config)
         threads = engine.threads or (1 if model == MODEL else None)
-        return TransformersEngine.open(model, threads=threads, path=engine.path)
+        modes: dict[str, LogprobsMode] = {mode.removesuffix("_logprobs"): mode for mode in get_args(LogprobsMode)}
+        mode = modes[engine.logprobs_mode]
+        return TransformersEngine.open(model, threads=threads, path=engine.path, logprobs_mode=mode)
     from tokentape.engines.pool import EnginePool
 
     guard = _guard(config, renderer, weights_now) if check else None

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from tests.engines import fake_vllm
 from tests.engines.stand_in import StandIn
 
 from tokentape.chat.renderer import Renderer
 from tokentape.demo import MODEL
 from tokentape.engines import guarded
 from tokentape.engines.base import UNVERIFIED, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.distributions import logprobs_of
 from tokentape.engines.guarded import GuardedEngine, ModelCheck
 from tokentape.engines.http import HttpClient
 from tokentape.engines.identity import served_as
@@ -24,6 +27,7 @@ from tokentape.engines.pool import EnginePool
 from tokentape.engines.vllm import VllmEngine
 from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
 from tokentape.gateway.serve import running
+from tokentape.types import TokenDistribution
 
 PROMPT = np.array([3, 4, 5], np.int32)
 PARAMS = SamplingParams(max_tokens=3)
@@ -47,9 +51,20 @@ class Looked:
 
 
 class Server(StandIn):
-    """A stand-in that may end each connection after one reply."""
+    """A stand-in that may end each connection after one reply, and has a `--logprobs-mode`."""
 
     hangs_up = False
+    processed = False
+
+    def _completion(self, body: dict[str, Any]) -> Response:
+        if not self.processed or body["top_k"] != 1:
+            return super()._completion(body)
+        events = fake_vllm.sampled_events(body)
+        for event in events[:-1]:
+            # One id is left, so that there are no alternatives to it.
+            logprobs = event["choices"][0]["logprobs"]
+            logprobs |= {"token_logprobs": [0.0], "top_logprobs": [{logprobs["tokens"][0]: 0.0}]}
+        return fake_vllm.streaming(fake_vllm.sse(events)) if body["stream"] else JSONResponse(fake_vllm.whole(events))
 
     async def handle(self, request: Request) -> Response:
         response = await super().handle(request)
@@ -167,6 +182,72 @@ def test_a_server_that_was_restarted_is_looked_at_again(server: Server, looked: 
             await engine.close()
 
     asyncio.run(run())
+
+
+RAW = logprobs_of("vllm 0.33.0 raw_logprobs", replace(PARAMS, temperature=0.5))
+PROCESSED = logprobs_of("vllm 0.33.0 processed_logprobs", replace(PARAMS, temperature=0.5))
+
+
+async def mode_of_a_call(engine: GuardedEngine) -> TokenDistribution | None:
+    last = await call(engine)
+    assert last.engine == str(engine.info)
+    return logprobs_of(last.engine, replace(PARAMS, temperature=0.5))
+
+
+def test_a_server_that_was_restarted_in_another_logprobs_mode_is_recorded_under_the_new_one(
+    server: Server, looked: Looked, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        with running(server.app) as url:
+            engine = await open_one(url, looked)
+            assert await mode_of_a_call(engine) == RAW
+        server.processed = True
+        with running(server.app, port=int(url.rpartition(":")[2])):
+            with pytest.raises(EngineUnavailable):
+                await call(engine)
+            assert await mode_of_a_call(engine) == PROCESSED
+            await engine.close()
+
+    asyncio.run(run())
+    assert "were raw_logprobs and are processed_logprobs now" in caplog.text
+
+
+def test_the_mode_is_asked_again_with_other_weights(server: Server, looked: Looked) -> None:
+    version = "1"
+
+    async def run() -> None:
+        nonlocal version
+        async with opened(url, looked, weights_now=lambda: version) as engine:
+            assert await mode_of_a_call(engine) == RAW
+            server.processed = True
+            assert await mode_of_a_call(engine) == RAW
+            version = "2"
+            assert await mode_of_a_call(engine) == PROCESSED
+
+    with running(server.app) as url:
+        asyncio.run(run())
+
+
+def test_a_mode_that_can_not_be_found_out_any_more_is_not_known(
+    server: Server, looked: Looked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = "1"
+
+    async def fail(engine: VllmEngine) -> str:
+        raise EngineError("no")
+
+    async def run() -> None:
+        nonlocal version
+        async with opened(url, looked, weights_now=lambda: version) as engine:
+            assert await mode_of_a_call(engine) == RAW
+            monkeypatch.setattr(VllmEngine, "find_logprobs_mode", fail)
+            version = "2"
+            assert await mode_of_a_call(engine) is None
+            monkeypatch.undo()
+            assert await mode_of_a_call(engine) == RAW
+
+    with running(server.app) as url:
+        asyncio.run(run())
 
 
 def test_connections_made_anew_while_others_live_are_no_restart(server: Server, looked: Looked) -> None:

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from embedded import penalised, reference  # noqa: E402
+
 from tokentape.engines.base import SamplingParams  # noqa: E402
 from tokentape.engines.sampling import choose, distribution, draw, penalise  # noqa: E402
 
@@ -22,25 +24,6 @@ PARAMS = st.builds(
     top_k=st.integers(0, 14),
     min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
 )
-
-
-def reference(logits: list[float], params: SamplingParams) -> list[float]:
-    """Normalised probabilities, the slow and obvious way."""
-    weights = [math.exp(x / params.temperature) for x in logits]
-    floor = params.min_p * max(weights)
-    alive = {i: w for i, w in enumerate(weights) if w >= floor * (1 - 1e-12)}
-    order = sorted(alive, key=lambda i: (-alive[i], i))
-    if params.top_k:
-        order = order[: params.top_k]
-    total = sum(alive[i] for i in order)
-    nucleus: list[int] = []
-    mass = 0.0
-    for i in order:
-        if params.top_p < 1 and mass >= params.top_p * total:
-            break
-        nucleus.append(i)
-        mass += alive[i]
-    return [weights[i] / mass if i in nucleus else 0.0 for i in range(len(weights))]
 
 
 @given(rows=st.lists(st.tuples(LOGITS, PARAMS), min_size=1, max_size=4))
@@ -89,12 +72,24 @@ def test_draws_follow_the_probabilities() -> None:
 def test_rows_are_greedy_or_drawn_each_by_its_own_temperature() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.9]] * 3)
     greedy, warm = (SamplingParams(max_tokens=1, temperature=t) for t in (0.0, 1.0))
-    assert choose(logits, [greedy, warm, warm], [0.999, 0.0, 0.999]).tolist() == [1, 0, 2]
+    params = [greedy, warm, warm]
+    assert choose(logits, distribution(logits, params), params, [0.999, 0.0, 0.999]).tolist() == [1, 0, 2]
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
     tiny = SamplingParams(max_tokens=1, temperature=1e-300)
-    assert choose(torch.tensor([[0.0, 1.0]]), [tiny], [0.0]).tolist() == [1]
+    logits = torch.tensor([[0.0, 1.0]])
+    assert choose(logits, distribution(logits, [tiny]), [tiny], [0.0]).tolist() == [1]
+
+
+def test_the_distribution_of_a_greedy_row_is_that_at_temperature_1_in_any_company() -> None:
+    logits = torch.tensor([[0.0, 1.0, 0.9]] * 2)
+    greedy = SamplingParams(max_tokens=1, temperature=0.0, top_k=1, min_p=0.9, top_p=0.1)
+    warm = SamplingParams(max_tokens=1, top_k=1)
+    alone, beside = distribution(logits, [greedy, warm])
+    torch.testing.assert_close(alone, logits[0].double().softmax(-1))
+    assert (beside > 0).tolist() == [False, True, False]
+    assert (distribution(logits, [greedy, warm], truncate=False) > 0).all()
 
 
 @given(
@@ -116,17 +111,10 @@ def test_penalties_are_the_reference_ones(
     params = SamplingParams(
         max_tokens=1, repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence
     )
-    expected = []
-    for token_id, logit in enumerate(logits):
-        if token_id in prompt + completion:
-            logit = logit / repetition if logit > 0 else logit * repetition
-        logit -= frequency * completion.count(token_id)
-        logit -= presence * (token_id in completion)
-        expected.append(logit)
     got = penalise(
         torch.tensor(logits),
         torch.tensor(prompt, dtype=torch.int64),
         torch.tensor(completion, dtype=torch.int64),
         params,
     )
-    assert got.tolist() == expected
+    assert got.tolist() == penalised(logits, prompt, completion, params)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,13 +19,14 @@ from embedded import (  # noqa: E402
     PATHS,
     WARM,
     Log,
+    assert_declared,
     assert_recomputable,
     prompt,
     recomputed,
     sample,
 )
 
-from tokentape.engines.base import SampleDelta  # noqa: E402
+from tokentape.engines.base import LogprobsMode, SampleDelta, SamplingParams  # noqa: E402
 from tokentape.engines.transformers import FinishedSample, ForwardPath, TransformersEngine  # noqa: E402
 from tokentape.errors import EngineUnavailable, InvalidRequest, UnsupportedParameter  # noqa: E402
 
@@ -65,18 +66,63 @@ def test_greedy_ids_are_those_of_generate(engine: TransformersEngine, model: Any
         assert sample(engine, ids, GREEDY).ids == expected[0, length:].tolist()
 
 
-def test_logprobs_are_the_models_own_whatever_the_sampling(engine: TransformersEngine, model: Any) -> None:
-    shaped = replace(
-        WARM, temperature=0.6, top_p=0.8, top_k=20, min_p=0.01, presence_penalty=1.0, repetition_penalty=1.2
-    )
-    for params in (GREEDY, WARM, shaped):
-        assert_recomputable(model, prompt(12), sample(engine, prompt(12), params))
+SHAPED = replace(WARM, temperature=0.6, top_p=0.8, top_k=20, min_p=0.01, presence_penalty=1.0, repetition_penalty=1.2)
+
+
+@pytest.fixture(scope="module", params=get_args(LogprobsMode))
+def mode(request: pytest.FixtureRequest) -> LogprobsMode:
+    found: LogprobsMode = request.param
+    return found
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def engine_of_mode(request: pytest.FixtureRequest, mode: LogprobsMode, model_dir: Path) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.open(model_dir, path=request.param, logprobs_mode=mode)
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        replace(GREEDY, top_k=3, frequency_penalty=0.5),
+        WARM,
+        replace(WARM, temperature=0.6),
+        replace(WARM, temperature=1.4, top_p=0.9),
+        replace(WARM, min_tokens=0, min_p=0.05),
+        SHAPED,
+    ],
+    ids=str,
+)
+def test_logprobs_are_those_of_the_distribution_that_the_mode_names(
+    engine_of_mode: TransformersEngine, mode: LogprobsMode, model: Any, params: SamplingParams
+) -> None:
+    assert engine_of_mode.info.logprobs_mode == mode
+    assert_declared(model, prompt(12), sample(engine_of_mode, prompt(12), params), params, mode)
+
+
+def test_by_default_they_are_those_that_were_sampled_with(engine: TransformersEngine, model: Any) -> None:
+    sampled = sample(engine, prompt(12), SHAPED)
+    assert_declared(model, prompt(12), sampled, SHAPED, "processed_logprobs")
+    for other in ("raw_logprobs", "scaled_logprobs"):
+        with pytest.raises(AssertionError):
+            assert_declared(model, prompt(12), sampled, SHAPED, other)
+
+
+def test_alternatives_that_truncation_left_out_are_not_reported(engine: TransformersEngine) -> None:
+    sampled = sample(engine, prompt(7), replace(WARM, top_logprobs=5, top_k=2))
+    tops = [top for delta in sampled.deltas for top in delta.top_logprobs]
+    assert {len(top) for top in tops} == {2}
+    for top, token_id, logprob in zip(tops, sampled.ids, sampled.logprobs, strict=True):
+        assert sum(np.exp([value for _, value in top])) == pytest.approx(1)
+        assert dict(top)[token_id] == pytest.approx(logprob)
 
 
 def test_top_logprobs_are_the_most_likely_ids_best_first(engine: TransformersEngine, model: Any) -> None:
     sampled = sample(engine, prompt(7), replace(WARM, top_logprobs=3))
     tops = [top for delta in sampled.deltas for top in delta.top_logprobs]
-    values, ids = recomputed(model, prompt(7), sampled.ids)[:, :300].topk(3)
+    values, ids = recomputed(model, prompt(7), sampled.ids)[:, :300].log_softmax(-1).topk(3)
     assert [[i for i, _ in top] for top in tops] == ids.tolist()
     torch.testing.assert_close(torch.tensor([[x for _, x in top] for top in tops]), values, atol=1e-4, rtol=0)
 

@@ -22,6 +22,7 @@ SETTINGS = {
     "engine_api_key": "engine.api_key",
     "threads": "engine.threads",
     "path": "engine.path",
+    "logprobs_mode": "engine.logprobs_mode",
     "capture": "engine.capture",
     "verify_prompts": "engine.verify_prompts",
     "data": "data",

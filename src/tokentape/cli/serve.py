@@ -25,6 +25,14 @@ class EngineName(StrEnum):
     OPENAI = "openai"
 
 
+class ModeName(StrEnum):
+    """Which log-probabilities the embedded engine reports."""
+
+    RAW = "raw"
+    SCALED = "scaled"
+    PROCESSED = "processed"
+
+
 class PathName(StrEnum):
     """How the embedded engine runs the model."""
 
@@ -149,6 +157,13 @@ def serve(
         typer.Option(
             help="Embedded engine only. own, the default: a loop with a prefix cache. regular: generate on batches. "
             "paged: generate_batch."
+        ),
+    ] = None,
+    logprobs_mode: Annotated[
+        ModeName | None,
+        typer.Option(
+            help="Embedded engine only: which log-probabilities are recorded. processed, the default: those that "
+            "tokens are sampled with. scaled: those before top-p, top-k and min-p. raw: the model's own."
         ),
     ] = None,
     capture: Annotated[

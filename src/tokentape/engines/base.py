@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy.typing as npt
 
@@ -44,6 +44,12 @@ class SamplingParams:
     payloads_from: int | None = None
     """Offset in prompt + completion from which on per-token payloads are returned; None asks for none."""
 
+
+LogprobsMode: TypeAlias = Literal["raw_logprobs", "scaled_logprobs", "processed_logprobs"]
+"""Those of `EngineInfo.logprobs_mode` that the embedded engine has."""
+
+UNKNOWN_MODE = "unverified_logprobs"
+"""The mode of an engine of which it is not known."""
 
 DISTRIBUTION = frozenset(
     {
@@ -133,7 +139,8 @@ class EngineInfo:
     logprobs_mode: str
     """Of which distribution the log-probabilities are. `raw_logprobs`: the model's own, before temperature,
     penalties and truncation. `penalised_logprobs`: after penalties. `scaled_logprobs`: after penalties and
-    temperature. `processed_logprobs`: after all, the one sampled from."""
+    temperature. `processed_logprobs`: after all, the one sampled from. Of greedy sampling all of them are those at
+    temperature 1. `unverified_logprobs`: not known."""
     sampling: frozenset[str]
     """Names of the `SamplingParams` fields that it honours; others must keep their default."""
     capabilities: tuple[str, ...] = ()

@@ -9,6 +9,16 @@ GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them only overflows."""
 
 
+def is_greedy(params: SamplingParams) -> bool:
+    """Return whether the likeliest token is taken."""
+    return params.temperature < GREEDY_BELOW
+
+
+def truncates(params: SamplingParams) -> bool:
+    """Return whether some tokens are left out. The likeliest never is, so that greedy sampling is not truncated."""
+    return not is_greedy(params) and (params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0)
+
+
 def penalises(params: SamplingParams) -> bool:
     """Return whether any of the three penalties is on."""
     return bool(params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty)
@@ -20,12 +30,10 @@ def sampled_from(params: SamplingParams) -> TokenDistribution:
     >>> sampled_from(SamplingParams(max_tokens=8, temperature=0.6))
     TokenDistribution(penalties=False, temperature=0.6, truncation=False, grammar=False)
     """
-    greedy = params.temperature < GREEDY_BELOW
     return TokenDistribution(
         penalties=penalises(params) or params.min_tokens > 0,
-        temperature=0.0 if greedy else params.temperature,
-        # The likeliest token is the same in the truncated distribution.
-        truncation=not greedy and (params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0),
+        temperature=0.0 if is_greedy(params) else params.temperature,
+        truncation=truncates(params),
         grammar=False,
     )
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
-from tokentape.engines.base import UNVERIFIED, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.base import UNKNOWN_MODE, UNVERIFIED, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.http import HttpClient
 from tokentape.engines.identity import ServedAs, served_as
 from tokentape.engines.remote import RemoteEngine
@@ -53,9 +53,9 @@ class GuardedEngine:
     """A `RemoteEngine` of a server that was looked at. Open it with `open`; it is an `Engine`.
 
     The server is looked at again when it may have been restarted, when it samples with other weights and when it
-    serves other models: before a completion ends, so that none is told whose model nobody knows. If it then serves
-    another model, calls fail as long as it does. If it can't be found out, and with `refuse` off in any case, calls go
-    on and `info` has the capability `UNVERIFIED`.
+    serves other models: before a completion ends, so that none is told whose model nobody knows. `info` then says what
+    its log-probabilities are by now. If it serves another model, calls fail as long as it does. If it can't be found
+    out, and with `refuse` off in any case, calls go on and `info` has the capability `UNVERIFIED`.
     """
 
     def __init__(
@@ -73,8 +73,12 @@ class GuardedEngine:
         self._refuse = refuse
         self._weights_now = weights_now
         self._found = ModelCheck("unverified", "nothing is known yet")
-        self._infos = {known: marked(engine.info, unverified=not known) for known in (True, False)}
+        self._infos: dict[bool, EngineInfo] = {}
+        """By whether the model is known."""
+        self._set_mode(engine.info.logprobs_mode)
         self._seen = _Seen(0, None, None)
+        self._opened = False
+        """It was looked at once; the engine had just found out the mode by then."""
         self._served: ServedAs | None = None
         self._named_at = 0.0
         self._looking: asyncio.Task[None] | None = None
@@ -99,7 +103,7 @@ class GuardedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What the server said when it was opened, with `UNVERIFIED` as long as its model is not known."""
+        """What the server said when it was looked at last, with `UNVERIFIED` as long as its model is not known."""
         return self._infos[self._found.status == "ok"]
 
     async def sample(
@@ -178,18 +182,31 @@ class GuardedEngine:
         await asyncio.shield(self._looking)
 
     async def _find_out(self, now: _Seen) -> None:
+        mode = UNKNOWN_MODE if self._opened else self._engine.info.logprobs_mode
         try:
             async with asyncio.timeout(LOOK_SECONDS):
                 self._served = await served_as(self._kind, self.http)
                 found = await self._look(self.http, self._engine.info)
+                if self._opened:
+                    mode = await self._engine.find_logprobs_mode()
             self._seen = replace(now, generation=self.http.generation)
             self._named_at = asyncio.get_running_loop().time()
         except (EngineError, InvalidRequest, TimeoutError) as error:
             found = ModelCheck("unverified", f"the server could not be asked ({type(error).__name__})")
+        self._opened = True
+        self._set_mode(mode)
         if found != self._found:
             level = logging.INFO if found.status == "ok" else logging.WARNING
             _log.log(level, "the model of the %s server is %s: %s", self._kind, _WORDS[found.status], found.reason)
         self._found = found
+
+    def _set_mode(self, mode: str) -> None:
+        """Note what the server's log-probabilities are from now on."""
+        before = self._infos[True].logprobs_mode if self._infos else mode
+        if mode != before:
+            _log.warning("the log-probabilities of the %s server were %s and are %s now", self._kind, before, mode)
+        info = replace(self._engine.info, logprobs_mode=mode)
+        self._infos = {known: marked(info, unverified=not known) for known in (True, False)}
 
 
 _WORDS = {"ok": "verified", "unverified": "unverified", "refused": "not the folder's"}

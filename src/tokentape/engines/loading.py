@@ -175,11 +175,12 @@ _TRIED = 4
 
 
 @torch.inference_mode()
-def plain_completions(model: Any, known: npt.NDArray[np.bool_]) -> list[tuple[list[int], list[float]]]:
+def plain_completions(model: Any, known: npt.NDArray[np.bool_], *, raw: bool) -> list[tuple[list[int], list[float]]]:
     """Greedy completions of two prompts of different lengths, each token from a whole forward pass over one row.
 
     Returns:
-        Per prompt the ids and their logprobs: what `refuse_unfaithful` expects of a path.
+        Per prompt the ids and their logprobs, with `raw` among all rows of the embedding, else among the known ids:
+        what `refuse_unfaithful` expects of a path.
 
     """
     forbidden = torch.from_numpy(~known).to(model.device)
@@ -189,9 +190,10 @@ def plain_completions(model: Any, known: npt.NDArray[np.bool_]) -> list[tuple[li
         logprobs: list[float] = []
         for _ in range(_TRIED):
             row = torch.tensor([[*prompt.tolist(), *ids]], device=model.device)
-            raw = model(input_ids=row, use_cache=False).logits[0, -1].float().log_softmax(-1)
-            ids.append(int(raw.masked_fill(forbidden, -torch.inf).argmax()))
-            logprobs.append(float(raw[ids[-1]]))
+            logits = model(input_ids=row, use_cache=False).logits[0, -1].float()
+            allowed = logits.masked_fill(forbidden, -torch.inf)
+            ids.append(int(allowed.argmax()))
+            logprobs.append(float((logits if raw else allowed).log_softmax(-1)[ids[-1]]))
         completions.append((ids, logprobs))
     return completions
 

@@ -74,6 +74,13 @@ class RemoteEngine(ABC):
             )
         return found
 
+    async def find_logprobs_mode(self) -> str:
+        """Return what `EngineInfo.logprobs_mode` is now: a server that was restarted may have another one.
+
+        Raises as `sample`.
+        """
+        return self._info.logprobs_mode
+
     def _refuse(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
         """Raise for what no server is asked."""
         refuse_prompt(prompt_ids, self._info)

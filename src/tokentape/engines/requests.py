@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tokentape.engines.base import SampleDelta, SamplingParams
+from tokentape.engines.base import LogprobsMode, SampleDelta, SamplingParams
 from tokentape.engines.distributions import penalises
 from tokentape.engines.kv import Ids
-from tokentape.engines.sampling import choose, penalise
+from tokentape.engines.sampling import choose, distribution, penalise
 from tokentape.engines.stopping import StopStrings
 from tokentape.errors import EngineContractError, EngineError
 from tokentape.types import FinishReason
@@ -103,13 +103,20 @@ class Sampler:
         samplable: bool [embedding rows]; False for ids that the tokenizer does not know.
         weight_version: what the first deltas report.
         on_finish: called with each request that ended and was not failed.
+        logprobs_mode: see `EngineInfo.logprobs_mode`.
 
     """
 
     def __init__(
-        self, *, samplable: Tensor, weight_version: str, on_finish: Callable[[Request, FinishReason], None]
+        self,
+        *,
+        samplable: Tensor,
+        weight_version: str,
+        on_finish: Callable[[Request, FinishReason], None],
+        logprobs_mode: LogprobsMode = "processed_logprobs",
     ) -> None:
         self.weight_version = weight_version
+        self._mode = logprobs_mode
         self._forbidden = ~samplable
         self._on_finish = on_finish
 
@@ -126,7 +133,6 @@ class Sampler:
             int64 [requests].
 
         """
-        raw = logits.log_softmax(-1)
         allowed = logits.masked_fill(self._forbidden, -math.inf)
         for row, request in enumerate(requests):
             if not penalises(request.params):
@@ -135,12 +141,24 @@ class Sampler:
             sampled = torch.tensor(request.ids, dtype=torch.int64, device=logits.device)
             allowed[row] = penalise(allowed[row], prompt, sampled, request.params)
         params = [request.params for request in requests]
-        ids = choose(allowed, params, [request.random.random() for request in requests])
-        logprobs = raw.gather(-1, ids.unsqueeze(-1)).squeeze(-1).tolist()
-        alternatives = self._alternatives(raw, params)
-        for row, (request, token_id) in enumerate(zip(requests, ids.tolist(), strict=True)):
-            if math.isfinite(logprobs[row]):
-                _record(request, token_id, logprobs[row], alternatives[row])
+        probabilities = distribution(allowed, params)
+        ids = choose(allowed, probabilities, params, [request.random.random() for request in requests])
+        if self._mode == "raw_logprobs":
+            # Not from probabilities: at high temperatures ids are drawn that have none in float64.
+            reported = logits.log_softmax(-1)
+            logprobs = reported.gather(-1, ids.unsqueeze(-1))
+        else:
+            weights = (
+                probabilities if self._mode != "scaled_logprobs" else distribution(allowed, params, truncate=False)
+            )
+            reported = weights / weights.sum(-1, keepdim=True)
+            logprobs = reported.gather(-1, ids.unsqueeze(-1)).log()
+            reported = reported.log() if any(p.top_logprobs for p in params) else reported
+        alternatives = self._alternatives(reported, params)
+        chosen = zip(requests, ids.tolist(), logprobs.squeeze(-1).tolist(), alternatives, strict=True)
+        for request, token_id, logprob, top in chosen:
+            if math.isfinite(logprob):
+                _record(request, token_id, logprob, top)
             else:
                 self.fail(request, EngineContractError("the model's logits are not finite; nothing was sampled"))
         return ids
@@ -182,14 +200,17 @@ class Sampler:
         request.one_version = False
         request.send(error)
 
-    def _alternatives(self, raw: Tensor, params: Sequence[SamplingParams]) -> list[tuple[tuple[int, float], ...]]:
-        """Per row the `top_logprobs` most likely (id, logprob) pairs, best first."""
+    def _alternatives(self, logprobs: Tensor, params: Sequence[SamplingParams]) -> list[tuple[tuple[int, float], ...]]:
+        """Per row the `top_logprobs` most likely (id, logprob) pairs, best first; those ruled out are left out."""
         most = max(p.top_logprobs for p in params)
         if not most:
             return [()] * len(params)
-        samplable = raw.masked_fill(self._forbidden, -math.inf)
+        samplable = logprobs.masked_fill(self._forbidden, -math.inf)
         values, ids = (tensor.tolist() for tensor in samplable.topk(min(most, samplable.shape[-1])))
-        return [tuple(zip(ids[row], values[row], strict=True))[: p.top_logprobs] for row, p in enumerate(params)]
+        return [
+            tuple(pair for pair in zip(ids[row], values[row], strict=True) if pair[1] > -math.inf)[: p.top_logprobs]
+            for row, p in enumerate(params)
+        ]
 
 
 def _record(request: Request, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tokentape.engines.base import SamplingParams
-from tokentape.engines.distributions import GREEDY_BELOW
+from tokentape.engines.distributions import is_greedy, truncates
 
 
 def penalise(logits: Tensor, prompt_ids: Tensor, completion_ids: Tensor, params: SamplingParams) -> Tensor:
@@ -44,15 +44,16 @@ def penalise(logits: Tensor, prompt_ids: Tensor, completion_ids: Tensor, params:
     return logits
 
 
-def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return what each row is drawn from, after temperature, min-p, top-k and top-p.
+def distribution(logits: Tensor, params: Sequence[SamplingParams], *, truncate: bool = True) -> Tensor:
+    """Return what each row is drawn from, after temperature, min-p, top-k and top-p; a greedy row at temperature 1.
 
     Args:
         logits: float32 [rows, vocab], after penalties; -inf where an id must not be sampled.
         params: one per row.
+        truncate: without it min-p, top-k and top-p are left out.
 
     Returns:
-        float64 [rows, vocab], not normalised; 0 where an id is ruled out. At equal probability top-k and
+        float64 [rows, vocab], not normalized; 0 where an id is ruled out. At equal probability top-k and
         top-p keep the lower id.
 
     """
@@ -60,12 +61,14 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(-1)
 
-    temperature = column([p.temperature if p.temperature >= GREEDY_BELOW else 1.0 for p in params])
+    temperature = column([1.0 if is_greedy(p) else p.temperature for p in params])
     probabilities = (logits.double() / temperature).softmax(-1)
-    if any(p.min_p for p in params):
-        floor = column([p.min_p for p in params]) * probabilities.amax(-1, keepdim=True)
-        probabilities = probabilities.where(probabilities >= floor, 0.0)
-    rows = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0]
+    cut = [(row, p) for row, p in enumerate(params) if truncates(p)] if truncate else []
+    rows = [row for row, p in cut if p.min_p]
+    if rows:
+        floor = column([params[i].min_p for i in rows]) * probabilities[rows].amax(-1, keepdim=True)
+        probabilities[rows] = probabilities[rows].where(probabilities[rows] >= floor, 0.0)
+    rows = [row for row, p in cut if p.top_k or p.top_p < 1.0]
     if rows:
         top_k = column([params[i].top_k or logits.shape[-1] for i in rows])
         top_p = column([params[i].top_p if params[i].top_p < 1.0 else float("inf") for i in rows])
@@ -105,11 +108,14 @@ def draw(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:
     return drawn.clamp(max=probabilities.shape[-1] - 1)
 
 
-def choose(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+def choose(
+    logits: Tensor, probabilities: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> Tensor:
     """Pick one id per row: the most likely where the row is greedy, a drawn one elsewhere.
 
     Args:
         logits: float32 [rows, vocab], after penalties; -inf where an id must not be sampled.
+        probabilities: what `distribution` makes of them.
         params: one per row.
         uniforms: one per row, in [0, 1); not used for greedy rows.
 
@@ -118,8 +124,7 @@ def choose(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
 
     """
     likeliest = logits.argmax(-1)
-    drawn = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
+    drawn = [i for i, p in enumerate(params) if not is_greedy(p)]
     if drawn:
-        probabilities = distribution(logits[drawn], [params[i] for i in drawn])
-        likeliest[drawn] = draw(probabilities, [uniforms[i] for i in drawn])
+        likeliest[drawn] = draw(probabilities[drawn], [uniforms[i] for i in drawn])
     return likeliest

@@ -133,12 +133,12 @@ class SglangEngine(RemoteEngine):
                 sampling=_honoured(server),
             )
             deterministic = server.enable_deterministic_inference
-            probe = cls(http, replace(info, vocab_size=_ANY_ID), deterministic=deterministic)
-            mode = await probe._find_logprobs_mode()
+            engine = cls(http, info, deterministic=deterministic, verify_prompt=verify_prompt)
+            engine._info = replace(info, logprobs_mode=await engine.find_logprobs_mode())
         except BaseException:
             await http.close()
             raise
-        return cls(http, replace(info, logprobs_mode=mode), deterministic=deterministic, verify_prompt=verify_prompt)
+        return engine
 
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
@@ -237,9 +237,14 @@ class SglangEngine(RemoteEngine):
             async with asyncio.timeout(self._http.timeouts.connect):
                 await self._http.post("/abort_request", body, {})
 
-    async def _find_logprobs_mode(self) -> str:
-        """Whether temperature is in the log-probabilities: it is if twice the temperature halves a distance."""
-        plain, heated = [await self._probe(temperature) for temperature in (1.0, 2.0)]
+    async def find_logprobs_mode(self) -> str:
+        """As `RemoteEngine.find_logprobs_mode`, by sampling two tokens.
+
+        Temperature is in the log-probabilities if twice the temperature halves a distance.
+        """
+        any_id = replace(self._info, vocab_size=_ANY_ID)
+        probe = SglangEngine(self._http, any_id, deterministic=self._deterministic)
+        plain, heated = [await probe._probe(temperature) for temperature in (1.0, 2.0)]
         distance = plain[0][1] - plain[1][1]
         if distance < 1e-3:
             return "scaled_logprobs"

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.base import UNKNOWN_MODE, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
 from tokentape.engines.replies import Completion, alternatives
 from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
@@ -69,7 +69,7 @@ class TinkerEngine:
             vocab_size=vocab_size,
             max_context=max_context,
             # The service documents no choice, and there was none here to ask.
-            logprobs_mode="unverified_logprobs",
+            logprobs_mode=UNKNOWN_MODE,
             sampling=_HONOURED,
         )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from tokentape.engines.base import DISTRIBUTION, EngineInfo, PromptMedia, SampleDelta, SamplingParams
+from tokentape.engines.base import DISTRIBUTION, EngineInfo, LogprobsMode, PromptMedia, SampleDelta, SamplingParams
 from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
 from tokentape.engines.image_processor import QwenImageProcessor, find_image_processor
 from tokentape.engines.scoring import Scores, refuse_unscorable
@@ -55,10 +55,10 @@ class TransformersEngine:
     logits are the same. `own`: concurrent calls share every forward pass (continuous batching), and finished
     contexts are kept for a while, so that the next turn of a session computes only its new tokens. `regular`:
     `generate` on left-padded batches; a call that comes while one runs waits for its end. `paged`: the continuous
-    batching of transformers, which shares whole pages of a common beginning. Logprobs are `raw_logprobs`:
-    float32 log-softmax of the model's own logits over all its embedding rows, before penalties, temperature
-    and truncation, which is what a trainer's forward pass gives. Ids that the tokenizer does not know (padding
-    of the embedding) are never sampled and never accepted.
+    batching of transformers, which shares whole pages of a common beginning. Logprobs are those
+    that the tokens were sampled with, after penalties, temperature and truncation, unless another `logprobs_mode` is
+    asked for. Ids that the tokenizer does not know (padding of the embedding) are never sampled and never accepted;
+    `raw_logprobs` alone are over all rows of the embedding, as a trainer's forward pass.
 
         >>> engine = TransformersEngine.open("models/tiny")
         >>> params = SamplingParams(max_tokens=64, temperature=0.0, stop_token_ids=(2,))
@@ -97,6 +97,7 @@ class TransformersEngine:
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         device: str = "cpu",
         threads: int | None = None,
+        logprobs_mode: LogprobsMode = "processed_logprobs",
         max_batch: int = 32,
         max_context: int | None = None,
         prefix_cache_bytes: int = 1 << 30,
@@ -113,6 +114,9 @@ class TransformersEngine:
             device: a torch device, or `auto` for the first GPU if there is one.
             threads: torch's CPU threads, of the whole process; torch's own choice if None. A tiny model is
                 fastest with 1, above all where other processes want the cores too.
+            logprobs_mode: which log-probabilities are reported: those that the tokens were sampled with, after
+                penalties, temperature and truncation (`processed_logprobs`); before truncation (`scaled_logprobs`); or
+                the model's own (`raw_logprobs`).
             max_batch: requests that decode together; further ones wait their turn.
             max_context: prompt and completion together, in tokens; the model's own limit if None.
             prefix_cache_bytes: memory for the keys and values of finished requests; 0 turns reuse off. On the path
@@ -156,7 +160,10 @@ class TransformersEngine:
         samplable = known.copy()
         samplable[sorted(media_ids)] = False
         sampler = Sampler(
-            samplable=torch.from_numpy(samplable).to(model.device), weight_version=weight_version, on_finish=report
+            samplable=torch.from_numpy(samplable).to(model.device),
+            weight_version=weight_version,
+            on_finish=report,
+            logprobs_mode=logprobs_mode,
         )
         runner: Runner
         if path == "own":
@@ -166,7 +173,7 @@ class TransformersEngine:
             runner = Worker(model, sampler, max_batch=max_batch, prefix_cache_bytes=prefix_cache_bytes)
             runner.start()
         else:
-            expected = loading.plain_completions(model, samplable)
+            expected = loading.plain_completions(model, samplable, raw=logprobs_mode == "raw_logprobs")
             if path == "regular":
                 from tokentape.engines.regular import RegularRunner
 
@@ -191,7 +198,7 @@ class TransformersEngine:
             model=folder.resolve().name,
             vocab_size=int(known.nonzero()[0][-1]) + 1,
             max_context=context,
-            logprobs_mode="raw_logprobs",
+            logprobs_mode=logprobs_mode,
             sampling=DISTRIBUTION,
             prompt_penalties=frozenset({"repetition_penalty"}),
             media=frozenset({"image"}) if images is not None and path == "regular" else frozenset(),

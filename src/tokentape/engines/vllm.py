@@ -308,6 +308,12 @@ class VllmEngine(RemoteEngine):
             body["cache_salt"] = params.cache_salt
         return msgspec.json.encode(body)
 
+    async def find_logprobs_mode(self) -> str:
+        """As `RemoteEngine.find_logprobs_mode`, by sampling a token."""
+        # What a model says to one meaningless token may lie outside the tokenizer's vocabulary.
+        any_id = replace(self._info, vocab_size=_ANY_ID)
+        return (await VllmEngine(self._http, any_id, self._server, verify_prompt=False)._probe(stream=True))[0]
+
     async def _tell_abort(self, own: str) -> None:
         # Where the connection is closed already, that aborts the call too.
         with suppress(EngineError, InvalidRequest, TimeoutError):
