@@ -23,6 +23,7 @@ from tokentape.testing.samples import Row, check_samples
 from tokentape.training import exports, files
 from tokentape.training.collate import Batch, packed, padded
 from tokentape.training.samples import Sample, group_advantages
+from tokentape.training.trainers import token_temperatures
 from tokentape.training.trl.asynchronous import _rollout_sample
 
 Samples = Sequence[Sample]
@@ -30,6 +31,12 @@ Samples = Sequence[Sample]
 
 def after_prompt(prompt: Sequence[int], values: Sequence[Any]) -> list[Any]:
     return [0] * len(prompt) + list(values)
+
+
+def only(values: Any) -> float:
+    """The one temperature of a row's trained tokens."""
+    (value,) = {round(float(one), 6) for one in values}
+    return value
 
 
 def trl(samples: Samples) -> Iterator[Row]:
@@ -65,6 +72,7 @@ def verl_agent_loop(samples: Samples) -> Iterator[Row]:
             after_prompt(prompt, made["response_mask"]),
             after_prompt(prompt, made["response_logprobs"]),
             reward=made["reward_score"],
+            temperature=made["extra_fields"]["temperature"],
         )
 
 
@@ -140,7 +148,7 @@ def _slime(made: Sequence[dict[str, Any]]) -> Iterator[Row]:
 def prime_rl(samples: Samples) -> Iterator[Row]:
     for sample in group_advantages(samples):
         made = exports.prime_rl_training_sample(sample, "env")
-        (temperature,) = set(made["temperatures"])
+        temperature = only(np.array(made["temperatures"])[made["mask"]])
         yield Row(made["token_ids"], made["mask"], made["logprobs"], made["advantages"], temperature=temperature)
 
 
@@ -239,6 +247,7 @@ def agent_lightning(samples: Samples) -> Iterator[Row]:
 def of_samples(samples: Samples) -> Iterator[Row]:
     """A loop of one's own over samples. They say nothing of truncation."""
     for sample in samples:
+        temperatures = token_temperatures(sample)
         versions = [""] * len(sample.token_ids)
         for start, end, version in sample.weight_spans:
             versions[start:end] = [version] * (end - start)
@@ -250,6 +259,7 @@ def of_samples(samples: Samples) -> Iterator[Row]:
             sample.reward,
             truncated=False,
             weight_versions=versions,
+            temperature=only(temperatures[sample.loss_mask]),
         )
 
 
@@ -277,6 +287,7 @@ def in_batch(make: Callable[[Samples], Batch]) -> Callable[[Samples], Iterator[R
                 batch.rewards[n],
                 truncated=False,
                 weight_versions=np.array([*batch.versions, ""])[batch.weight_versions[at]],
+                temperature=only(batch.temperatures[at][batch.loss_mask[at]]),
             )
 
     return rows
@@ -294,6 +305,7 @@ def shifted(samples: Samples) -> Iterator[Row]:
             [0, *made["advantages"][n]],
             batch.rewards[n],
             truncated=False,
+            temperature=only(made["temperatures"][n][made["loss_mask"][n]]),
         )
 
 

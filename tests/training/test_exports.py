@@ -89,7 +89,7 @@ def test_slime_gets_response_lengths_and_masks_of_the_response() -> None:
 
 
 def test_prime_rl_gets_everything_aligned_with_the_ids() -> None:
-    made = exports.prime_rl_training_sample(two_branches()[0], "maths", temperature=0.7)
+    made = exports.prime_rl_training_sample(two_branches()[0], "maths")
     assert {len(made[name]) for name in ("token_ids", "mask", "logprobs", "temperatures", "advantages")} == {7}
     assert made["mask"] == [False, False, True, True, False, True, True]
 

@@ -173,7 +173,7 @@ def _session(
 def _with_a_short_one(name: str, parents: Sequence[int | None] = (None, 0, 1), **changed: Any) -> Golden:
     both = {key: value for key, value in changed.items() if key in ("temperature", "recorded_at")}
     sessions = _session("a", 1.0, parents, **changed), _session("b", 0.3, [None], **both)
-    return Golden(name, sessions, refusable="recorded_at" in changed)
+    return Golden(name, sessions, refusable="temperature" in changed)
 
 
 GOLDEN = (

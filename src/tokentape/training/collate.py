@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tokentape.errors import InvalidRequest
 from tokentape.training.samples import Sample
+from tokentape.training.trainers import token_temperatures
 from tokentape.types import MediaSpan, TokenRows
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class Batch:
     """The ids where `loss_mask` is set, else -100. Not shifted."""
     logprobs: npt.NDArray[np.float32]
     """What the token had when it was sampled, 0.0 elsewhere; NaN for a trained token that was not sampled here."""
+    temperatures: npt.NDArray[np.float32]
+    """What to divide the logits by that predict the token, so that `log_softmax` is of the distribution that `logprobs`
+    are of; 1.0 where nothing is trained, NaN for a trained token where that is not known."""
     weight_versions: npt.NDArray[np.int32]
     """Which weights sampled the token: an index into `versions`; -1 for tokens that were not sampled."""
     versions: tuple[str, ...]
@@ -85,14 +89,16 @@ class Batch:
     def shifted(self) -> dict[str, npt.NDArray[Any]]:
         """Arrays of shape [rows, length - 1] whose index t is about the token at t + 1, which `logits[:, t]` predict.
 
-        `target_ids`, `loss_mask`, `logprobs`, `weight_versions` and the columns. A policy's ratio to the one that
-        sampled is `exp(log_softmax(logits[:, :-1]).gather(target_ids) - logprobs)`, where `loss_mask` is set. The first
-        token of a sample never carries loss, so none is predicted from its neighbour in a packed row.
+        `target_ids`, `loss_mask`, `logprobs`, `temperatures`, `weight_versions` and the columns. A policy's ratio to
+        the one that sampled is `exp(log_softmax(logits[:, :-1] / temperatures).gather(target_ids) - logprobs)`, where
+        `loss_mask` is set. The first token of a sample never carries loss, so none is predicted from its neighbor in a
+        packed row.
         """
         return {
             "target_ids": self.input_ids[:, 1:],
             "loss_mask": self.loss_mask[:, 1:],
             "logprobs": self.logprobs[:, 1:],
+            "temperatures": self.temperatures[:, 1:],
             "weight_versions": self.weight_versions[:, 1:],
             **{name: values[:, 1:] for name, values in self.columns.items()},
         }
@@ -114,15 +120,17 @@ def padded(
     side: Literal["right", "left"] = "right",
     length: int | None = None,
     multiple: int = 1,
+    check_logprobs: bool = True,
 ) -> Batch:
     """A row per sample.
 
     Rows are as long as the longest sample, rounded up to a `multiple`, or have exactly `length` tokens. `vocab_size` is
-    the model's: the rows of its embedding.
+    the model's: the rows of its embedding. Turn `check_logprobs` off for a loss that does not use them.
 
     Raises `InvalidRequest` if there is no sample, for an id outside the vocabulary, for a sample longer than `length`
-    (`assemble(..., max_length=...)` cuts or drops those), for one whose first token carries loss, and for a trained
-    token without a value in a column.
+    (`assemble(..., max_length=...)` cuts or drops those), for one whose first token carries loss, for a trained token
+    without a value in a column, and for recorded logprobs that no `log_softmax(logits / temperature)` gives: see
+    `trainers.turn_temperatures`.
     """
     _check(samples, pad_id, vocab_size)
     size = _row_length(max(len(sample.token_ids) for sample in samples), length, multiple)
@@ -130,11 +138,17 @@ def padded(
     for n, sample in enumerate(samples):
         start = size - len(sample.token_ids) if side == "left" else 0
         places[n] = n, start, start + len(sample.token_ids)
-    return _fill(samples, places, len(samples), size, pad_id)
+    return _fill(samples, places, len(samples), size, pad_id, check_logprobs)
 
 
 def packed(
-    samples: Sequence[Sample], *, pad_id: int, vocab_size: int, length: int | None = None, multiple: int = 1
+    samples: Sequence[Sample],
+    *,
+    pad_id: int,
+    vocab_size: int,
+    length: int | None = None,
+    multiple: int = 1,
+    check_logprobs: bool = True,
 ) -> Batch:
     """Samples behind each other: all in one row, or in as few rows of `length` tokens as going by size finds.
 
@@ -155,7 +169,7 @@ def packed(
             used.append(0)
         places[n] = row, used[row], used[row] + sizes[n]
         used[row] += sizes[n]
-    return _fill(samples, places, len(used), size, pad_id)
+    return _fill(samples, places, len(used), size, pad_id, check_logprobs)
 
 
 def _row_length(longest: int, length: int | None, multiple: int) -> int:
@@ -205,12 +219,22 @@ def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
                 )
 
 
-def _fill(samples: Sequence[Sample], places: npt.NDArray[np.int64], rows: int, length: int, pad_id: int) -> Batch:
+def _temperatures(sample: Sample, check: bool) -> npt.NDArray[np.float32]:
+    # Ids that were not sampled have no logprobs.
+    if check and not np.isnan(sample.logprobs[sample.loss_mask]).all():
+        return token_temperatures(sample)
+    return np.where(sample.loss_mask, np.float32(np.nan), np.float32(1))
+
+
+def _fill(
+    samples: Sequence[Sample], places: npt.NDArray[np.int64], rows: int, length: int, pad_id: int, check: bool
+) -> Batch:
     shape = (rows, length)
     input_ids = np.full(shape, pad_id, np.int64)
     attention_mask, position_ids = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     segment_ids, weight_versions = np.zeros(shape, np.int32), np.full(shape, NO_VERSION, np.int32)
     loss_mask, logprobs = np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
+    temperatures = np.ones(shape, np.float32)
     columns = {name: np.zeros(shape, np.float32) for name in sorted(samples[0].columns)}
     payloads = _empty_payloads(samples, shape)
     versions: dict[str, int] = {}
@@ -228,6 +252,7 @@ def _fill(samples: Sequence[Sample], places: npt.NDArray[np.int64], rows: int, l
         segment_ids[at] = segments[row]
         loss_mask[at] = sample.loss_mask
         logprobs[at] = sample.logprobs
+        temperatures[at] = _temperatures(sample, check)
         for a, b, version in sample.weight_spans:
             weight_versions[row, start + a : start + b] = versions.setdefault(version, len(versions))
         for name, values in sample.columns.items():
@@ -244,6 +269,7 @@ def _fill(samples: Sequence[Sample], places: npt.NDArray[np.int64], rows: int, l
         loss_mask=loss_mask,
         labels=np.where(loss_mask, input_ids, IGNORED),
         logprobs=logprobs,
+        temperatures=temperatures,
         weight_versions=weight_versions,
         versions=tuple(versions),
         places=places,

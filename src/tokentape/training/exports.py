@@ -6,6 +6,8 @@ is context here too. `decode` makes the text that some formats have room for; wi
 trainer needs it.
 
 Which fields a trainer has was read in its code; docs/how-to/train.md says in which version, and what was tried on it.
+Logprobs are handed on only where they are what the trainer itself computes (`training.trainers`): every function here
+raises `InvalidRequest` otherwise, and says which setting helps.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 from tokentape.errors import InvalidRequest
 from tokentape.training.collate import padded
 from tokentape.training.samples import Sample
+from tokentape.training.trainers import temperature, token_temperatures
 from tokentape.types import Provenance
 
 Decode = Callable[[Sequence[int]], str]
@@ -30,6 +33,7 @@ def trl_rollouts(samples: Sequence[Sample]) -> dict[str, Any]:
     TRL wants as many as it asked for, in its order of prompts, each prompt's generations together. Whatever else is put
     into the dictionary, rewards for example, reaches the reward functions.
     """
+    temperature(samples, "trl")
     splits = [_split(sample) for sample in samples]
     return {
         "prompt_ids": [sample.token_ids[:at].tolist() for sample, at in zip(samples, splits, strict=True)],
@@ -45,6 +49,7 @@ def verl_agent_loop_output(sample: Sample, experts: str | None = None) -> dict[s
     `experts` names a payload to hand on as `routed_experts`, int16 [tokens, layers, top_k].
     """
     at = _split(sample)
+    divisor = temperature([sample], "verl")
     fields = {
         "prompt_ids": sample.token_ids[:at].tolist(),
         "response_ids": sample.token_ids[at:].tolist(),
@@ -53,7 +58,12 @@ def verl_agent_loop_output(sample: Sample, experts: str | None = None) -> dict[s
         "reward_score": sample.reward,
         "num_turns": len(sample.turns),
         "metrics": {},
-        "extra_fields": {"session_id": sample.session_id, "leaf": sample.leaf, "verdict": sample.verdict},
+        "extra_fields": {
+            "session_id": sample.session_id,
+            "leaf": sample.leaf,
+            "verdict": sample.verdict,
+            "temperature": divisor,
+        },
     }
     if experts is not None:
         fields["routed_experts"] = sample.payloads[experts].rows.astype(np.int16)
@@ -63,8 +73,10 @@ def verl_agent_loop_output(sample: Sample, experts: str | None = None) -> dict[s
 def verl_data_proto(samples: Sequence[Sample], *, pad_id: int, vocab_size: int) -> dict[str, dict[str, Any]]:
     """Arguments of verl's `DataProto.from_dict` once `tensors` are torch's: prompts padded left, responses right.
 
-    `rm_scores` has the reward at the last token of the response; `uid` is the group, which GRPO's advantages go by.
+    `rm_scores` has the reward at the last token of the response; `uid` is the group, which GRPO's advantages go by;
+    `meta_info` has the temperature that logits are divided by.
     """
+    divisor = temperature(samples, "verl")
     splits = [_split(sample) for sample in samples]
     # For its checks: ids in the vocabulary, the same columns in all samples.
     batch = padded(samples, pad_id=pad_id, vocab_size=vocab_size)
@@ -93,7 +105,7 @@ def verl_data_proto(samples: Sequence[Sample], *, pad_id: int, vocab_size: int) 
     names = {"uid": np.array([sample.group or sample.session_id for sample in samples], object)}
     if "advantages" in batch.columns:
         tensors["advantages"] = both(np.float32, 0, lambda sample: sample.columns["advantages"])[:, wide:]
-    return {"tensors": tensors, "non_tensors": names}
+    return {"tensors": tensors, "non_tensors": names, "meta_info": {"temperature": divisor}}
 
 
 def slime_sample(sample: Sample, index: int, group_index: int, decode: Decode | None = None) -> dict[str, Any]:
@@ -102,6 +114,7 @@ def slime_sample(sample: Sample, index: int, group_index: int, decode: Decode | 
     `group_index` is a number there, so it is given and not read off the sample's group.
     """
     at = _split(sample)
+    temperature([sample], "slime")
     response = sample.token_ids[at:].tolist()
     return {
         "group_index": group_index,
@@ -118,18 +131,16 @@ def slime_sample(sample: Sample, index: int, group_index: int, decode: Decode | 
     }
 
 
-def prime_rl_training_sample(
-    sample: Sample, env_name: str, *, temperature: float = 1.0, advantages: str = "advantages"
-) -> dict[str, Any]:
-    """The fields of prime-rl's `TrainingSample`, all aligned with `token_ids`.
+def prime_rl_training_sample(sample: Sample, env_name: str, *, advantages: str = "advantages") -> dict[str, Any]:
+    """The fields of prime-rl's `TrainingSample`, all aligned with `token_ids`; `temperatures` are those of the turns.
 
-    `temperature` is what the turns were sampled with. Raises `InvalidRequest` if the sample has no such column.
+    Raises `InvalidRequest` if the sample has no such column.
     """
     return {
         "token_ids": sample.token_ids.tolist(),
         "mask": sample.loss_mask.tolist(),
         "logprobs": sample.logprobs.tolist(),
-        "temperatures": [temperature] * len(sample.token_ids),
+        "temperatures": token_temperatures(sample, "prime-rl").tolist(),
         "env_name": env_name,
         "advantages": _column(sample, advantages),
     }
@@ -145,6 +156,7 @@ def verifiers_nodes(samples: Sequence[Sample], decode: Decode | None = None) -> 
     """
     if len({sample.session_id for sample in samples}) > 1:
         raise InvalidRequest("a trace is of one session, the samples are of several", "samples")
+    temperature(samples, "verifiers")
     nodes: list[dict[str, Any]] = []
     found: dict[int, int] = {}
     for sample in samples:
@@ -182,6 +194,7 @@ def skyrl_generator_output(samples: Sequence[Sample], *, per_token: str | None =
     Rewards are one number per sample, or with `per_token` the named column. Raises `InvalidRequest` for a sample
     without reward, or without that column.
     """
+    temperature(samples, "skyrl")
     splits = [_split(sample) for sample in samples]
     pairs = list(zip(samples, splits, strict=True))
     rewards = [_reward(one) if per_token is None else _column(one, per_token)[at:] for one, at in pairs]
@@ -204,6 +217,7 @@ def nemo_rl_datum(sample: Sample, idx: int, decode: Decode | None = None) -> dic
     There the role decides: only what is trained here is an `assistant` message, with `generation_logprobs`; all else is
     `user` in front of the first turn and `environment` behind it. `total_reward` is what its rollouts add.
     """
+    temperature([sample], "nemo-rl")
     log: list[dict[str, Any]] = []
     edges = np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8))) + 1
     bounds = [0, *edges.tolist(), len(sample.token_ids)]
@@ -234,6 +248,7 @@ def tinker_datum(sample: Sample, *, advantages: str | None = "advantages") -> di
     if advantages is None:
         inputs: dict[str, Any] = {"target_tokens": targets, "weights": mask.astype(np.float32)}
     else:
+        temperature([sample], "tinker")
         values = np.array(_column(sample, advantages)[1:], np.float32)
         inputs = {
             "target_tokens": targets,
@@ -248,6 +263,7 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
 
     A turn's reward is its own; the last turn without one has the sample's.
     """
+    temperature([sample], "agent-lightning")
     triplets: list[dict[str, Any]] = []
     trained = [n for n, (_, start, end) in enumerate(_turns(sample)) if sample.loss_mask[start:end].any()]
     for n, (turn, start, end) in enumerate(_turns(sample)):

@@ -21,6 +21,7 @@ import numpy as np
 from tokentape.client import Client
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.training.samples import MaxLength, Sample, Select, group_advantages
+from tokentape.training.trainers import temperature
 from tokentape.training.trl.agents import Agent, Rollout, Row, run_agent
 from tokentape.training.trl.serving import Policy
 
@@ -190,6 +191,7 @@ def _rollout_sample(sample: Sample, row: Row, group: int, metrics: dict[str, flo
     """TRL's `RolloutSample`: arrays over the whole sequence, and one advantage."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+    temperature([sample], "trl")
     versions = {version for _, _, version in sample.weight_spans}
     # Some engines name their weights themselves; then what counts is what was there when the session began.
     counted = map(int, versions) if all(map(str.isdecimal, versions)) else [sample.metadata[_VERSION]]

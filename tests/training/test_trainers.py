@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.records import UNCHANGED
+from tests.session.trajectory_cases import make_trajectory
+from tokentape.engines.base import SamplingParams
+from tokentape.engines.distributions import logprobs_of, sampled_from
+from tokentape.errors import InvalidRequest
+from tokentape.training import exports
+from tokentape.training.collate import packed, padded
+from tokentape.training.samples import Sample, assemble, with_column
+from tokentape.training.trainers import (
+    TRAINERS,
+    served,
+    served_line,
+    temperature,
+    token_temperatures,
+    with_distributions,
+)
+from tokentape.types import TokenDistribution, Trajectory
+
+PARAMS = SamplingParams(max_tokens=3)
+Meaning = tuple[TokenDistribution | None, TokenDistribution | None]
+
+
+def sampled(mode: str, **params: Any) -> Meaning:
+    given = replace(PARAMS, **params)
+    return sampled_from(given), logprobs_of(f"e 1 {mode}_logprobs", given)
+
+
+def two_turns(first: Meaning, second: Meaning, *, trained: Sequence[bool] = (True, True)) -> Sample:
+    """A sample of four tokens of two turns, the second and the last sampled."""
+    made = make_trajectory()
+    loss_mask = np.array([False, trained[0], False, trained[1]])
+    path = replace(
+        made,
+        token_ids=made.token_ids[:4],
+        provenance=np.array([4, 1, 4, 1], np.uint8),
+        loss_mask=loss_mask,
+        logprobs=np.array([0, -1, 0, -1], np.float32),
+        turns=(0, 1),
+        completion_starts=np.array([1, 3], np.int32),
+        completion_ends=np.array([2, 4], np.int32),
+        weight_versions=("1", "1"),
+        turn_rewards=np.array([np.nan, np.nan]),
+        weight_spans=((1, 2, "1"), (3, 4, "1")),
+        sampled_from=(first[0], second[0]),
+        logprobs_of=(first[1], second[1]),
+    )
+    (sample,) = assemble([path]).samples
+    return with_column(replace(sample, loss_mask=loss_mask), "advantages", 0.5)
+
+
+def alike(*meaning: Any, **params: Any) -> Sample:
+    return two_turns(sampled(*meaning, **params), sampled(*meaning, **params))
+
+
+EXPORTS: dict[str, Callable[[Sample], Any]] = {
+    "trl": lambda one: exports.trl_rollouts([one]),
+    "verl": exports.verl_agent_loop_output,
+    "verl batch": lambda one: exports.verl_data_proto([one], pad_id=0, vocab_size=99),
+    "slime": lambda one: exports.slime_sample(one, 0, 0),
+    "prime-rl": lambda one: exports.prime_rl_training_sample(one, "env"),
+    "verifiers": lambda one: exports.verifiers_nodes([one]),
+    "skyrl": lambda one: exports.skyrl_generator_output([one]),
+    "nemo-rl": lambda one: exports.nemo_rl_datum(one, 0),
+    "tinker": exports.tinker_datum,
+    "agent-lightning": exports.agent_lightning_triplets,
+    "padded": lambda one: padded([one], pad_id=0, vocab_size=99),
+    "packed": lambda one: packed([one], pad_id=0, vocab_size=99),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize(
+    "sample",
+    [
+        alike("raw"),
+        alike("processed"),
+        alike("scaled", top_p=0.9),
+        alike("raw", top_k=3, presence_penalty=1.0),
+        *(alike(mode, temperature=heat) for mode in ("processed", "scaled") for heat in (0.6, 1.4)),
+    ],
+    ids=lambda one: f"{one.sampled_from[0].temperature} {one.sampled_from[0].truncation}",
+)
+def test_logprobs_that_a_trainer_computes_itself_are_handed_on(name: str, sample: Sample) -> None:
+    if name == "tinker" and sample.logprobs_of[0] != UNCHANGED:
+        with pytest.raises(InvalidRequest, match=r"computes log_softmax\(logits\); .* sample at 1"):
+            EXPORTS[name](sample)
+    else:
+        EXPORTS[name](sample)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize(
+    ("sample", "help_with"),
+    [
+        (alike("raw", temperature=1.4), "--logprobs-mode processed_logprobs"),
+        (alike("penalised", temperature=0.6), "--logprobs-mode processed_logprobs"),
+        (alike("processed", top_p=0.9), "top_p 1.*--logprobs-mode scaled"),
+        (alike("processed", min_p=0.1, temperature=0.6), "top_p 1.*--logprobs-mode scaled"),
+        (alike("scaled", frequency_penalty=0.1), "without presence, frequency and repetition penalties"),
+        (alike("processed", min_tokens=2), "min_tokens"),
+        (alike("processed", temperature=0.0), "temperature above 0"),
+        (alike("unverified"), "with_distributions"),
+        (two_turns((None, None), sampled("raw")), "with_distributions"),
+        (two_turns(sampled("raw"), (UNCHANGED, replace(UNCHANGED, grammar=True))), "without a grammar"),
+        (two_turns(sampled("raw"), (UNCHANGED, replace(UNCHANGED, grammar=None))), "with_distributions"),
+    ],
+)
+def test_others_are_refused_with_the_setting_that_helps(name: str, sample: Sample, help_with: str) -> None:
+    with pytest.raises(InvalidRequest, match=help_with):
+        EXPORTS[name](sample)
+
+
+MIXED = two_turns(sampled("processed", temperature=0.6), sampled("processed"))
+
+
+@pytest.mark.parametrize("name", [name for name in EXPORTS if name not in ("prime-rl", "padded", "packed")])
+def test_a_sample_of_two_temperatures_is_refused_where_there_is_one(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"sampled at (0\.6, 1|temperature)"):
+        EXPORTS[name](MIXED)
+
+
+def test_prime_rl_and_batches_have_the_temperature_of_each_turn() -> None:
+    assert exports.prime_rl_training_sample(MIXED, "env")["temperatures"] == pytest.approx([1, 0.6, 1, 1])
+    np.testing.assert_array_equal(padded([MIXED], pad_id=0, vocab_size=99).temperatures[0], token_temperatures(MIXED))
+
+
+def test_turns_that_are_context_do_not_count() -> None:
+    context = two_turns(sampled("raw", temperature=1.4), sampled("raw"), trained=(False, True))
+    assert temperature([context], "verl") == 1.0
+    assert temperature([two_turns((None, None), (None, None), trained=(False, False))], "verl") == 1.0
+
+
+def test_samples_of_one_batch_are_of_one_temperature() -> None:
+    samples = [alike("processed"), alike("processed", temperature=0.6)]
+    with pytest.raises(InvalidRequest, match="SkyRL divides by one temperature"):
+        exports.skyrl_generator_output(samples)
+    assert exports.verl_data_proto(samples[1:], pad_id=0, vocab_size=99)["meta_info"] == {"temperature": 0.6}
+
+
+def test_a_batch_for_a_loss_without_logprobs_takes_all() -> None:
+    greedy = alike("raw", temperature=0.0)
+    batch = padded([greedy], pad_id=0, vocab_size=99, check_logprobs=False)
+    assert np.isnan(batch.temperatures[batch.loss_mask]).all()
+    assert (batch.temperatures[~batch.loss_mask] == 1).all()
+
+
+def test_what_is_known_of_an_old_record_can_be_said() -> None:
+    old: Trajectory = replace(make_trajectory(), sampled_from=(None,), logprobs_of=(None,))
+    (sample,) = assemble([old]).samples
+    heated = replace(UNCHANGED, temperature=0.6)
+    assert temperature([with_distributions(sample, sampled_from=heated)], "verl") == 0.6
+    with pytest.raises(InvalidRequest, match="processed_logprobs"):
+        temperature([with_distributions(sample, sampled_from=heated, logprobs_of=UNCHANGED)], "verl")
+    # What is recorded is not changed.
+    (known,) = assemble([make_trajectory()]).samples
+    assert with_distributions(known, sampled_from=heated).sampled_from == (UNCHANGED,)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("mode", ["raw", "penalised", "scaled", "processed", "unverified"])
+def test_what_is_said_of_a_mode_is_what_the_exports_do(trainer: str, mode: str) -> None:
+    def works(heat: float) -> bool:
+        try:
+            temperature([alike(mode, temperature=heat)], trainer)
+        except InvalidRequest:
+            return False
+        return True
+
+    said = served(trainer, f"{mode}_logprobs")
+    assert (said.status != "fail") is works(1.0)
+    assert ("at temperature 1" not in said.found and said.status == "ok") is works(0.6)
+    assert (said.status == "ok") is not bool(said.advice)
+
+
+def test_one_line_says_whom_a_mode_serves() -> None:
+    assert served_line("processed_logprobs").startswith("recorded processed_logprobs serve TRL, verl")
+    assert served_line("raw_logprobs").startswith("recorded raw_logprobs serve Tinker; serve at temperature 1 only TRL")
+    assert "serve not" in served_line("unverified_logprobs")
