@@ -66,6 +66,7 @@ def test_a_row_takes_little_more_room_than_its_bytes(store: SqliteStore, tmp_pat
     store.close()
     with sqlite3.connect(tmp_path / "tokentape.db") as connection:
         columns = "added_ids", "completion_ids", "logprobs", "messages", "reply", "sampling", "digest", "setup"
+        columns += "sampled_from", "logprobs_of"
         (payload,) = connection.execute(f"SELECT sum(length({') + length('.join(columns)})) FROM turns").fetchone()
     assert (tmp_path / "tokentape.db").stat().st_size < 1.1 * payload
 

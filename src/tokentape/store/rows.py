@@ -7,7 +7,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from functools import lru_cache
 from sys import intern
 from typing import Any, TypeAlias
@@ -227,12 +227,12 @@ def _sampling(text: str) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=256)
 def _distribution(text: str | None) -> TokenDistribution | None:
-    return None if text is None else TokenDistribution(**json.loads(text))
+    return None if text is None else TokenDistribution(*json.loads(text))
 
 
 @lru_cache(maxsize=256)
 def _distribution_text(distribution: TokenDistribution | None) -> str | None:
-    return None if distribution is None else canonical_json(asdict(distribution))
+    return None if distribution is None else canonical_json(astuple(distribution))
 
 
 def _encode_setup(setup: Setup) -> Values:
