@@ -6,6 +6,7 @@ What serves the application is not decided here: `tokentape serve` does on a soc
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,9 @@ from tokentape.gateway.turns import Turns
 from tokentape.hub import find_model, is_hub_name
 from tokentape.store import Store
 from tokentape.store.served_model import ServedModel
+from tokentape.training.trainers import served_line
+
+_log = logging.getLogger("tokentape.serve")
 
 Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
 
@@ -133,6 +137,7 @@ async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain:
         check_bridges=config.check_bridges,
     )
     made.append(turns)
+    _log.info("%s", served_line(turns.engine.info.logprobs_mode))
     return create_app(
         turns,
         model_id=model_name(config),

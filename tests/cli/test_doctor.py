@@ -52,6 +52,21 @@ def test_a_server_is_asked_what_it_is_and_for_ids(run: Run, model_dir: Path, tmp
     assert "ok    engine: vllm " in done.stdout
 
 
+def test_a_trainer_is_told_whether_it_can_use_what_is_recorded(run: Run, model_dir: Path, tmp_path: Path) -> None:
+    def line(*options: object) -> str:
+        done = run("doctor", model_dir, "--threads", 1, "--data", tmp_path / "data", *options)
+        assert done.exit_code == 0, done.stdout
+        return "\n".join(done.stdout.splitlines()[-2:])
+
+    assert "ok    trainer: verl 0.9.1 computes log_softmax(logits / T)" in line("--trainer", "verl")
+    raw = line("--trainer", "verl", "--logprobs-mode", "raw")
+    assert "warn  trainer: verl 0.9.1" in raw
+    assert "--logprobs-mode processed" in raw
+    done = run("doctor", model_dir, "--trainer", "none")
+    assert done.exit_code == 2
+    assert "agent-lightning" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("version", "noted"), [((3, 6, 23), False), ((3, 40, 1), True), ((3, 51, 2), True), ((3, 51, 3), False)]
 )

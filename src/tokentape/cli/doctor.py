@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from tokentape.cli.arguments import AsJson
@@ -9,7 +11,18 @@ from tokentape.cli.flags import config_of_serve
 from tokentape.cli.output import print_json
 
 
-def doctor(ctx: typer.Context, as_json: AsJson = False) -> None:
+def doctor(
+    ctx: typer.Context,
+    trainer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Also check that a trainer can use the log-probabilities that are recorded: agent-lightning, miles, "
+            "nemo-rl, prime-rl, skyrl, slime, tinker, trl, verifiers or verl.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Check what `tokentape serve` needs, before it needs it.
 
     Takes the arguments of `tokentape serve`. Every check is ok, warn or fail, with what to do. May run beside a
@@ -18,11 +31,14 @@ def doctor(ctx: typer.Context, as_json: AsJson = False) -> None:
     from rich.console import Console
 
     from tokentape.cli.examination import examine
+    from tokentape.training.trainers import TRAINERS
 
+    if trainer is not None and trainer.lower() not in TRAINERS:
+        raise typer.BadParameter(f"{trainer!r} is none of {', '.join(sorted(TRAINERS))}", param_hint="--trainer")
     config = config_of_serve(ctx).config
     findings = []
     with Console(stderr=True).status("looking") as status:
-        for finding in examine(config, status.update):
+        for finding in examine(config, status.update, trainer and trainer.lower()):
             findings.append(finding)
             if not as_json:
                 typer.echo(f"{finding.status:<4}  {finding.name}: {finding.found}")

@@ -35,6 +35,7 @@ from tokentape.store import SqliteStore
 from tokentape.store.lock import LOCK_NAME, DirectoryLock
 from tokentape.store.postgres import PostgresStore, without_password
 from tokentape.store.sqlite import DATABASE_NAME
+from tokentape.training.trainers import served
 from tokentape.version import __version__
 
 _LIBRARIES = ("tokenizers", "jinja2", "numpy", "sqlalchemy", "starlette", "uvicorn", "transformers", "torch")
@@ -46,8 +47,11 @@ _ROUNDING = 1e-2
 _OWN_VARIABLES = ("TOKENTAPE_CONFIG", "TOKENTAPE_CACHE")
 
 
-def examine(config: ServeConfig, progress: Callable[[str], None]) -> Iterator[Finding]:
-    """Yield the findings about this machine and what `config` names, each as soon as it is known."""
+def examine(config: ServeConfig, progress: Callable[[str], None], trainer: str | None = None) -> Iterator[Finding]:
+    """Yield the findings about this machine and what `config` names, each as soon as it is known.
+
+    With a `trainer`, one of `TRAINERS`, also whether it can use the log-probabilities that the engine reports.
+    """
     yield versions()
     yield sqlite_version(sqlite3.sqlite_version_info)
     yield from environment(os.environ)
@@ -67,7 +71,7 @@ def examine(config: ServeConfig, progress: Callable[[str], None]) -> Iterator[Fi
     yield Finding("model", "ok", f"{model}, vocabulary {renderer.tokenizer.vocab_size}")
     yield certified(certificate)
     progress("asking the engine")
-    yield from asyncio.run(_engine(config, renderer))
+    yield from asyncio.run(_engine(config, renderer, trainer))
 
 
 def versions() -> Finding:
@@ -196,13 +200,16 @@ def certified(certificate: Certificate) -> Finding:
     return Finding("certificate", "ok", f"{len(certificate.continuations)} continuations, all certified")
 
 
-async def _engine(config: ServeConfig, renderer: Renderer) -> list[Finding]:
+async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) -> list[Finding]:
     try:
         engine = await open_configured(config, renderer, check=False)
     except (TokentapeError, OSError, ImportError) as error:
         return [Finding("engine", "fail", str(error), "Check that it runs, and its address and API key.")]
     try:
         findings = [Finding("engine", "ok", _described(engine)), await probe(engine, renderer)]
+        if trainer is not None:
+            found = served(trainer, engine.info.logprobs_mode)
+            findings.append(Finding("trainer", found.status, found.found, found.advice))
         for url in config.engine.urls:
             http = HttpClient(url, api_key=config.engine.api_key, timeouts=config.engine.timeouts)
             try:

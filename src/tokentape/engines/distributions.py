@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokentape.engines.base import SamplingParams
+from tokentape.engines.base import UNKNOWN_MODE, SamplingParams
 from tokentape.types import TokenDistribution
 
 GREEDY_BELOW = 1e-5
@@ -38,19 +38,23 @@ def sampled_from(params: SamplingParams) -> TokenDistribution:
     )
 
 
+def mode_of(engine: str) -> str:
+    """Return the mode that `str(EngineInfo)` names: the word that ends with `_logprobs`."""
+    return next((word for word in engine.split() if word.endswith("_logprobs")), UNKNOWN_MODE)
+
+
 def logprobs_of(engine: str, params: SamplingParams) -> TokenDistribution | None:
     """Return the distribution that the log-probabilities of an engine belong to.
 
-    `engine` is as `str(EngineInfo)`: its word that ends with `_logprobs` says the mode. None where that is not known.
+    `engine` is as `str(EngineInfo)`, which names the mode. None where that is not known.
     Engines have no log-probabilities of greedy sampling: they report those at temperature 1.
 
     >>> logprobs_of("vllm 0.32.0 raw_logprobs", SamplingParams(max_tokens=8, temperature=0.6))
     TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)
     """
-    mode = next((word for word in engine.split() if word.endswith("_logprobs")), None)
     known = sampled_from(params)
     temperature = known.temperature or 1.0
-    match mode:
+    match mode_of(engine):
         case "raw_logprobs":
             return TokenDistribution(False, 1.0, False, False)
         case "penalised_logprobs":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -172,7 +173,7 @@ def with_distributions(
 class Served:
     """Whether a trainer can use what an engine records."""
 
-    status: str
+    status: Literal["ok", "warn", "fail"]
     """`ok`: at any temperature. `warn`: at temperature 1 only, though the trainer takes others. `fail`: never."""
     found: str
     advice: str = ""

@@ -14,9 +14,11 @@ from typing import Any, Literal
 import numpy as np
 
 from tokentape.client import Client
+from tokentape.engines.distributions import mode_of
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.training.exports import trl_rollouts
 from tokentape.training.samples import MaxLength, Sample, Select
+from tokentape.training.trainers import served
 from tokentape.training.trl.agents import Agent, Rollout, row_of, run_agents
 
 
@@ -116,11 +118,11 @@ class GatewayRollouts:
 
 def refuse_temperature(client: Client, temperature: float) -> None:
     """Raise `InvalidRequest` if TRL divides logits by a temperature that the recorded logprobs know nothing of."""
-    engine = str(client.engine()["engine"])
-    if temperature != 1.0 and ("raw_logprobs" in engine or "penalised_logprobs" in engine):
+    found = served("trl", mode_of(str(client.engine()["engine"])))
+    if temperature != 1.0 and found.status != "ok":
         raise InvalidRequest(
-            f"TRL's logprobs are at temperature {temperature:g}, those of {engine} at 1: set temperature=1.0 in the "
-            "trainer's config, and sample with it",
+            f"{found.found}, and the trainer's is {temperature:g}: set temperature=1.0 in its config and sample with "
+            f"it. {found.advice}",
             "temperature",
         )
 
