@@ -52,7 +52,7 @@ def vision_model(vision_dir: Path) -> Any:
 
 @pytest.fixture
 def vision_engine(vision_dir: Path) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.open(vision_dir, threads=1)
+    engine = TransformersEngine.open(vision_dir, threads=1, logprobs_mode="raw_logprobs")
     yield engine
     asyncio.run(engine.close())
 
@@ -63,7 +63,7 @@ def serve(vision_dir: Path, vision_renderer: Renderer) -> Serve:
 
     @contextmanager
     def serving(data: Path) -> Iterator[str]:
-        engine = TransformersEngine.open(vision_dir, threads=1)
+        engine = TransformersEngine.open(vision_dir, threads=1, logprobs_mode="raw_logprobs")
         turns = Turns(engine, vision_renderer, SqliteStore.open(data))
         with running(create_app(turns, model_id="vision")) as url:
             yield url

@@ -68,7 +68,7 @@ def test_rows_with_and_without_images_share_a_batch(architecture: str, tmp_path:
     processor = QwenImageProcessor.open(tmp_path)
     shown = [PICTURES[:1], [], PICTURES, PICTURES[1:]]
     prompts = [prompt_of(processor, pictures) for pictures in shown]
-    engine = TransformersEngine.open(tmp_path, threads=1)
+    engine = TransformersEngine.open(tmp_path, threads=1, logprobs_mode="raw_logprobs")
     assert engine.info.media == {"image"}
 
     async def all_at_once() -> list[tuple[list[int], list[float]]]:

@@ -210,9 +210,8 @@ def _dataset(rows: list[dict[str, Any]]) -> Any:
     return Dataset.from_list(rows)
 
 
-def test_the_conformance_kit_finds_only_that_raw_logprobs_are_not_those_at_1_4() -> None:
+def test_the_conformance_kit_finds_nothing_and_raw_logprobs_at_1_4_are_refused() -> None:
     report = check_samples(trl_asynchronous)
-    assert {name: {one.kind for one in found} for name, found in report.goldens.items() if found} == {
-        "sampled at 1.4, recorded at 1": {"logprobs of another temperature"}
-    }
+    assert [name for name, found in report.goldens.items() if found] == []
+    assert "--logprobs-mode processed_logprobs" in report.refused["sampled at 1.4, recorded at 1"]
     assert all(all(caught.values()) for caught in report.planted.values())
