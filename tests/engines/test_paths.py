@@ -21,10 +21,12 @@ torch = pytest.importorskip("torch")
 from embedded import (  # noqa: E402
     ENDLESS,
     GREEDY,
+    KNOWN,
     PATHS,
     WARM,
     Log,
     Sampled,
+    assert_declared,
     assert_recomputable,
     collect,
     load,
@@ -89,9 +91,9 @@ def greedy_alone(model: Any, prompt_ids: TokenIds, tokens: int) -> tuple[list[in
     ids: list[int] = []
     logprobs: list[float] = []
     for _ in range(tokens):
-        raw = recomputed(model, prompt_ids, [*ids, 0])[-1]
-        ids.append(int(raw[:300].argmax()))
-        logprobs.append(float(raw[ids[-1]]))
+        known = recomputed(model, prompt_ids, [*ids, 0])[-1][:KNOWN].log_softmax(-1)
+        ids.append(int(known.argmax()))
+        logprobs.append(float(known[ids[-1]]))
     return ids, logprobs
 
 
@@ -229,7 +231,7 @@ def test_requests_that_come_and_go_sample_what_they_sample_alone(
         if got is not None:
             expected = sample(engines["own"], ids, params)
             assert (got.ids, got.last.finish_reason) == (expected.ids, expected.last.finish_reason)
-            assert_recomputable(model, ids, got)
+            assert_declared(model, ids, got, params, "processed_logprobs")
 
 
 def test_the_next_turn_shares_the_pages_of_the_last(engines: Engines, model: Any, forwards: Forwards) -> None:

@@ -18,6 +18,7 @@ from embedded import (  # noqa: E402
     WARM,
     Log,
     Sampled,
+    assert_declared,
     assert_recomputable,
     collect,
     load,
@@ -121,7 +122,7 @@ def test_requests_that_come_and_go_sample_what_they_sample_alone(
             expected = sample(alone, ids, params)
             assert got.ids == expected.ids
             np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5, rtol=0)
-            assert_recomputable(model, ids, got)
+            assert_declared(model, ids, got, params, "processed_logprobs")
     asyncio.run(alone.close())
 
 
