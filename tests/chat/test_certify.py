@@ -7,9 +7,10 @@ import pytest
 from tests.chat.conftest import load_certificate, load_renderer, load_tokenizer, setup_for
 from tokentape.chat import grammar
 from tokentape.chat.certificate import Certificate
-from tokentape.chat.certify import certify, choose
+from tokentape.chat.certify import certify
 from tokentape.chat.grammar import continuation_name
 from tokentape.chat.renderer import Renderer
+from tokentape.chat.strategy import choose
 from tokentape.chat.template import ChatTemplate
 from tokentape.errors import TemplateRefused
 

@@ -10,10 +10,11 @@ import pytest
 
 from tests.chat.conftest import setup_for
 from tokentape.chat import grammar
-from tokentape.chat.certify import certify, choose
+from tokentape.chat.certify import certify
 from tokentape.chat.foreign_renderer import foreign_parse
 from tokentape.chat.overrides import Overrides
 from tokentape.chat.renderer import Renderer
+from tokentape.chat.strategy import choose
 from tokentape.errors import InvariantViolation, TemplateRefused
 from tokentape.types import Provenance
 

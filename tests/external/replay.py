@@ -19,8 +19,8 @@ from tests.external.oracle import Oracle, Unrenderable
 from tests.external.suites import Conversation
 from tokentape.chat import grammar
 from tokentape.chat.certificate import Certificate
-from tokentape.chat.certify import choose
 from tokentape.chat.renderer import Renderer
+from tokentape.chat.strategy import choose
 from tokentape.errors import TemplateRefused
 from tokentape.types import Message, Setup
 

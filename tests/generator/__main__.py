@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.generator.causes import Cause, known_causes, reduce, unexplained, write_known
 from tests.generator.examine import CONVERSATIONS, case_of, examine, examined, template_of
+from tests.generator.judge import INDEPENDENT, LOCAL
 from tests.generator.options import only
 
 
@@ -70,6 +71,8 @@ def summary(results: list[dict[str, Any]], causes: list[Cause]) -> str:
         compared.update(result["counts"])
     lines = [f"{len(results)} templates, {sum(r['seconds'] for r in results):.0f} s of CPU", "", "compared:"]
     lines += [f"{number:8d}  {what}" for what, number in compared.most_common()]
+    if compared[INDEPENDENT]:
+        lines += ["", f"{100 * compared[LOCAL] / compared[INDEPENDENT]:.1f} % of {INDEPENDENT} are certified local"]
     lines += ["", "templates  findings  kind"]
     kinds = Counter(kind for r in results for kind in {f["kind"] for f in r["findings"]})
     for kind, number in kinds.most_common():

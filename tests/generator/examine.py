@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.generator.compose import ENDS, Template, compose
-from tests.generator.conversations import conversations
+from tests.generator.conversations import constants_of, conversations
 from tests.generator.judge import Finding, Judge
 from tests.generator.mutate import MUTATIONS, beside, real_template, shipped
 from tests.generator.options import Case, draw
@@ -108,7 +108,7 @@ def _examine(
     made = conversations(
         case.random, template.source, controls, numbers, arguments_as_text=takes_text(reference), typed=typed
     )
-    judge.judge(made)
+    judge.judge(made, constants_of(template.source))
     result.findings, result.counts = judge.findings, dict(judge.counts)
 
 

@@ -7,16 +7,19 @@ import random
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.generator.conversations import Conversation, Message, words_in
+from tests.generator.independence import answered, dependence, histories_saying
 from tests.generator.oracle import Reference, Refused, appends, end_of_reply
 from tests.generator.product import Product, message_of
 from tests.generator.replies import Spoken, expected_tail, spoken_turn
+from tokentape.chat.certificate import Continuation
 from tokentape.errors import TemplateRefused
 
-QUESTION: Message = {"role": "user", "content": "What is it?"}
+INDEPENDENT = "continuations that do not depend on the history"
+LOCAL = "of these certified local"
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,17 @@ class Judge:
     findings: list[Finding] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def judge(self, conversations: Sequence[Conversation]) -> None:
-        """Judge all conversations, then what the certificate says of all of them together."""
+    def judge(self, conversations: Sequence[Conversation], constants: Sequence[str]) -> None:
+        """Judge all conversations, then what the certificate says of all of them together.
+
+        `constants` are strings that the template looks for.
+        """
         for conversation in conversations:
             try:
                 self._conversation(conversation)
             except Refused:
                 self.counts["transformers refused"] += 1
-        self._needless(conversations)
+        self._continuations(conversations, constants)
 
     def _found(self, kind: str, conversation: Conversation, detail: str) -> None:
         self.findings.append(Finding(kind, conversation.number, detail[:400]))
@@ -163,10 +169,34 @@ class Judge:
         problem = self._bridge_differs(one, turn, expected, history)
         if problem.startswith("refused: "):
             self._refused(one, full, turn, problem)
+        elif problem and self._leaves_out_what_is_repeated(one, full, turn, history):
+            self.counts["bridges without content that the template repeats after results"] += 1
         elif problem and strategy == "local" and not self._bridge_differs(one, turn, expected, one.history):
             self._found("false local", one, problem)
         elif problem:
             self._found("bridge ids" if problem.startswith("ids ") else "wrong bridge", one, f"{strategy}: {problem}")
+
+    def _leaves_out_what_is_repeated(
+        self, one: Conversation, full: str, turn: Spoken, history: Sequence[Message] | None
+    ) -> bool:
+        """Whether the bridge lacks only content that stands beside calls and is written again after their results.
+
+        That is the policy of docs/decisions/0013: it was sampled in the turn, and the certificate does not say that
+        such a continuation appends only.
+        """
+        content = one.reply.get("content")
+        row = self.product.row(one.history, one.new, one.tools)
+        if not content or not one.reply.get("tool_calls") or (row is not None and row.append_only != "no"):
+            return False
+        if not all(word in full[turn.full_end :] for word in words_in(content)):
+            return False
+        silent = replace(one, reply={**one.reply, "content": ""})
+        written = self.reference.render([*silent.history, silent.reply, *silent.new], silent.tools, generate=True)
+        end = end_of_reply(written, silent.reply, silent.new)
+        if end is None:
+            return False
+        expected = expected_tail(self.reference, silent, written, replace(turn, full_end=end), self.end_tokens)
+        return expected is not None and not self._bridge_differs(one, turn, expected, history)
 
     def _splice(self, one: Conversation, prompt: str, full: str, turn: Spoken) -> None:
         """A conversation rendered from the start, with the sampled ids in place of the reply."""
@@ -247,7 +277,8 @@ class Judge:
         if not self.product.parses(checks):
             self.counts["not compared: the certificate does not say that it is parsed"] += 1
             return
-        problem = _reply_differs(one.reply, message_of(reply, one.reply))
+        exact = self.reference.decode_whole(turn.ids) == turn.text
+        problem = _reply_differs(one.reply, message_of(reply, one.reply), _composed if exact else _squeezed)
         if problem:
             self._found("false claim of parsing", one, f"{problem}; {turn.text[:160]!r}")
 
@@ -311,53 +342,34 @@ class Judge:
 
     # -- all conversations together ----------------------------------------------------------------------------------
 
-    def _needless(self, conversations: Sequence[Conversation]) -> None:
-        """Find continuations called dependent on the history although no history changes what follows the reply."""
-        seen: set[str] = set()
+    def _continuations(self, conversations: Sequence[Conversation], constants: Sequence[str]) -> None:
+        """Compare what the certificate says of each continuation with whether its tail depends on the history."""
+        rows: dict[str, tuple[Continuation, list[Conversation]]] = {}
         for one in conversations:
             row = self.product.row(one.history, one.new, one.tools)
-            if row is None or row.strategy not in ("fork", "contextual") or row.name in seen:
-                continue
-            if self.reference.spells_control([one.history, one.reply, one.new, one.tools]):
-                continue
-            seen.add(row.name)
-            same = [
-                c for c in conversations if (r := self.product.row(c.history, c.new, c.tools)) and r.name == row.name
-            ]
-            histories = [c.history for c in conversations if not self.reference.spells_control(c.history)]
-            if "/no-system" in row.name:
-                histories = [h for h in histories if all(m["role"] != "system" for m in h)]
-            problem = self._depends(same, histories)
-            if problem == "" and len(same) >= 3:
-                self._found(
-                    f"needless {row.strategy}",
-                    one,
-                    f"{row.name}: the same tail after {len(histories)} histories and {len(same)} replies; {row.reason}",
-                )
+            spelled = self.reference.spells_control([one.history, one.reply, one.new, one.tools])
+            if row is not None and row.strategy != "refused" and answered(one) and not spelled:
+                rows.setdefault(row.name, (row, []))[1].append(one)
+        histories = [c.history for c in conversations if not self.reference.spells_control(c.history)]
+        histories += map(tuple, histories_saying(constants))
+        for row, same in rows.values():
+            needed = "/no-system" not in row.name if "/no-tools" in row.name else None
+            asked = [h for h in histories if needed in (None, _says_system(h))]
+            why = dependence(self.reference, same, asked)
+            if why:
+                self.counts["continuations that depend on the history"] += 1
+                if row.strategy == "local":
+                    self._found("false local", same[0], f"{row.name}: {why}")
+            elif why is not None:
+                self.counts[INDEPENDENT] += 1
+                self.counts[LOCAL] += row.strategy == "local"
+                if row.strategy != "local":
+                    detail = f"{row.name}: the same tail after {len(asked)} histories; {row.reason}"
+                    self._found(f"needless {row.strategy}", same[0], detail)
 
-    def _depends(self, conversations: Sequence[Conversation], histories: Sequence[Sequence[Message]]) -> str:
-        """Why what follows the reply depends on the history; empty if it does not as far as was tried."""
-        tried = 0
-        for one in conversations[:4]:
-            tails: set[str] = set()
-            for history in [(QUESTION,), one.history, *histories[:8]]:
-                try:
-                    full = self.reference.render([*history, one.reply, *one.new], one.tools, generate=True)
-                except Refused:
-                    continue
-                end = end_of_reply(full, one.reply, one.new)
-                if end is None:
-                    return "the reply is not shown"
-                tails.add(full[end:])
-                tried += 1
-                said = words_in([*history, *one.tools])
-                if any(word in full[end:] for word in said):
-                    return "the history is said again"
-                if not all(word in full[end:] for word in words_in(list(one.new))):
-                    return "a new message is written elsewhere"
-            if len(tails) > 1:
-                return "another history, another tail"
-        return "" if tried >= 6 else "too few histories"
+
+def _says_system(history: Sequence[Message]) -> bool:
+    return any(message["role"] == "system" for message in history)
 
 
 def _checks(reply: Message) -> list[str]:
@@ -383,10 +395,15 @@ def _composed(text: str | None) -> str:
     return unicodedata.normalize("NFC", text or "").strip()
 
 
-def _reply_differs(wanted: Message, found: Message) -> str:
-    """What of a message did not come back; empty if all did."""
+def _squeezed(text: str | None) -> str:
+    """Text without white space, where `tokenizers` itself does not give back the white space that was encoded."""
+    return "".join(_composed(text).split())
+
+
+def _reply_differs(wanted: Message, found: Message, normal: Callable[[str | None], str]) -> str:
+    """What of a message did not come back, but for what `normal` takes for the same; empty if all did."""
     for key in ("content", "reasoning_content"):
-        if _composed(wanted.get(key)) != _composed(found.get(key)):
+        if normal(wanted.get(key)) != normal(found.get(key)):
             return f"{key} came back as {found.get(key)!r} for {wanted.get(key)!r}"
 
     def plain(message: Message) -> list[tuple[str, Any]]:
@@ -399,6 +416,6 @@ def _reply_differs(wanted: Message, found: Message) -> str:
         except ValueError:
             return value
 
-    if _composed(repr(plain(wanted))) != _composed(repr(plain(found))):
+    if normal(repr(plain(wanted))) != normal(repr(plain(found))):
         return f"calls came back as {plain(found)!r} for {plain(wanted)!r}"
     return ""

@@ -122,8 +122,9 @@ def _with_ids(reference: Reference, full: str, at: int) -> tuple[str, list[int] 
     """The text from there on, with its ids in the whole, if they begin at a control token or after one."""
     encoded = reference.encode(full)
     index = encoded.boundary(at)
-    ends_control = any(full.endswith(token, 0, at) for token in reference.added)
-    begins_control = any(full.startswith(token, at) for token in reference.added)
+    # Runs of spaces and line breaks may be tokens too; those are text, which may merge with the text before.
+    ends_control = any(full.endswith(token, 0, at) for token in reference.controls)
+    begins_control = any(full.startswith(token, at) for token in reference.controls)
     if index is None or not (ends_control or begins_control):
         rstrip = next((n for n, (s, e) in enumerate(encoded.spans) if s < at < e), None)
         if rstrip is None or reference.content_of(encoded.ids[rstrip]) is None:

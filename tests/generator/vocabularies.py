@@ -105,7 +105,9 @@ def _trained(case: Case, first: Sequence[str]) -> dict[str, Any]:
 def tokenizer_json(case: Case, template: Template) -> dict[str, Any]:
     """A tokenizer.json with the template's control tokens and what the case's options ask for."""
     on, rng = case.options, case.random("tokens")
-    controls = [token for token in template.controls if not _left_as_text(case, token)]
+    # transformers adds the tokens that a configuration names to a vocabulary that lacks them.
+    kept = (template.eos, template.bos, *template.other_ends)
+    controls = [token for token in template.controls if token in kept or not _left_as_text(case, token)]
     spec = _trained(case, controls if on["placement"] == "front" else [])
     vocab = spec["model"]["vocab"]
     known = dict(vocab) if isinstance(vocab, Mapping) else {piece: n for n, (piece, _) in enumerate(vocab)}
@@ -113,7 +115,6 @@ def tokenizer_json(case: Case, template: Template) -> dict[str, Any]:
     wanted = {token: token not in template.plain for token in controls}
     if on["flags"] == "mixed":
         # Tags and what frames calls are often no special tokens; what begins messages is mostly one, what ends them is.
-        kept = (template.eos, template.bos, *template.other_ends)
         share = {token: 0.25 if token.startswith(("<|", "<｜")) else 0.7 for token in controls if token not in kept}
         wanted |= {token: False for token, chance in share.items() if rng.random() < chance}
     if on["html"] == "tags":

@@ -65,6 +65,16 @@ class Channels:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnClose:
+    """What a template writes after the last text of a turn that ends a conversation."""
+
+    last: str
+    """Where the conversation is rendered as it is."""
+    prompted: str
+    """Where a generation prompt follows, without that. gpt-oss ends a turn with another token there."""
+
+
+@dataclass(frozen=True, slots=True)
 class AssistantFormat:
     """Everything that bridging and parsing need to know of how a template writes an assistant turn."""
 
@@ -79,14 +89,14 @@ class AssistantFormat:
     """What closes the content within its turn, in front of calls or the turn's end; empty where nothing does."""
     turn_end: str
     """What closes a turn that just speaks behind that, in front of the token that ends it; mostly empty."""
-    content_close: str
+    content_close: TurnClose
     """Behind the content at the end of a conversation."""
     reasoning: Reasoning | None
     shape: CallShape | None
     """None where the template renders no tool calls."""
     calls: CallSyntax | None
     """None where there are no calls or their syntax could not be read off."""
-    calls_close: str
+    calls_close: TurnClose
     """Behind the last call's arguments at the end of a conversation."""
     content_tail: str
     """Behind the content when a user message follows, to the end of the generation prompt."""
@@ -96,7 +106,7 @@ class AssistantFormat:
     """Behind the last call's arguments when a tool result follows; empty where the template refuses that."""
 
     @property
-    def behind_turns(self) -> tuple[str, str, str, str]:
+    def behind_turns(self) -> tuple[TurnClose, str, TurnClose, str]:
         """What may stand behind turns, at the end of a conversation and within it."""
         return self.content_close, self.content_tail, self.calls_close, self.calls_tail
 
@@ -125,14 +135,14 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     content_open, content_close = _around(answer, prompt, CONTENT)
     content_end = turn_end = content_close if MARK.search(content_close) else ""
     shape = find_shape(ask)
-    calls, calls_close, calls_tail = None, "", ""
+    calls, calls_close, calls_tail = None, TurnClose("", ""), ""
     if shape is not None:
         calling = shape.message("", [shape.probe(NAME, {KEY: VALUE})])
         content_end = _before_calls(ask, shape, content_end)
         calls = read_calls(ask, prompt, shape)
         if calls is not None:
             calls = replace(calls, section_open=_without_content(calls.section_open, content_open, content_end))
-        calls_close = _behind(ask([QUESTION, calling], False), VALUE)
+        calls_close = turn_close(ask, calling, VALUE, generation_prompt)
         result = {
             "role": "tool",
             "tool_call_id": NAME if shape.name_is_id else PROBE_ID,
@@ -147,6 +157,8 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     content_reopen = ""
     if reasoning is not None:
         reasoning, content_reopen = _shortest_close(ask, reasoning, shape, content_open)
+        opened, closed = (generation_prompt.rfind(one.strip()) for one in (reasoning.open, reasoning.close))
+        reasoning = replace(reasoning, opened_by_prompt=reasoning.opened_by_prompt and opened >= closed)
     return AssistantFormat(
         generation_prompt=generation_prompt,
         header=header,
@@ -154,7 +166,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         content_reopen=content_reopen,
         content_end=content_end,
         turn_end=turn_end[len(content_end) :],
-        content_close=content_close,
+        content_close=turn_close(ask, said, CONTENT, generation_prompt),
         reasoning=reasoning,
         channels=_read_channels(header, content_open, reasoning, calls),
         shape=shape,
@@ -163,6 +175,19 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         content_tail=_behind(ask([QUESTION, {"role": "assistant", "content": CONTENT}, QUESTION], True), CONTENT),
         calls_tail=calls_tail,
     )
+
+
+def turn_close(render: Render, turn: Message, sentinel: str, generation_prompt: str) -> TurnClose:
+    """Return what the template writes after `sentinel` in a turn that ends a conversation."""
+    last = _behind(render([QUESTION, turn], False), sentinel)
+    with contextlib.suppress(TemplateRefused):
+        prompted = _behind(render([QUESTION, turn], True), sentinel)
+        marks = MARK.findall(generation_prompt)
+        # The prompt may say something else here, such as a number. It begins where its first control token stands.
+        begins = [found.start() for found in MARK.finditer(prompted) if marks and found[0] == marks[0]]
+        again = begins[-marks.count(marks[0]) :] if marks else []
+        return TurnClose(last, prompted[: again[0]] if again else prompted)
+    return TurnClose(last, last)
 
 
 def _left_behind(render: Render, message: Message) -> str:

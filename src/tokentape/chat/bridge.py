@@ -7,11 +7,10 @@ model that stopped by itself has sampled that part.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokentape.chat.assistant_format import AssistantFormat
+from tokentape.chat.assistant_format import AssistantFormat, TurnClose
 from tokentape.chat.call_syntax import common_prefix
 from tokentape.chat.tokenizer import MARK, Tokenizer
 
@@ -30,7 +29,7 @@ class Tail:
 
 def cut_tail(
     tail: str,
-    close: str,
+    close: TurnClose,
     form: AssistantFormat,
     tokenizer: Tokenizer,
     eos_ids: frozenset[int],
@@ -39,24 +38,26 @@ def cut_tail(
     """Cut a tail at the end of the assistant's turn.
 
     `close` is what the template writes after the same turn at the end of a conversation. What tail and `close` share
-    belongs to the turn; the last control token there that can end sampling (an end-of-sequence id, else a special one)
-    is where the model stops. What comes before it, such as a call's closing bracket, is the model's to write. The next
-    message's header ends a turn only if its token does not stand within turns too. Where it does, only `last_id`, the
-    last id that was sampled, says where the turn ended.
+    belongs to the turn. The model stops at the first end-of-sequence id there; without one, at the last special token,
+    or the first of several in a row. What comes before it, such as a call's closing bracket, is the model's to write.
+    The next message's header ends a turn only if its token does not stand within turns too. Where it does, only
+    `last_id`, the last id that was sampled, says where the turn ended.
     """
-    shared = tail[: common_prefix(tail, close)]
+    shared = tail[: common_prefix(tail, close.last)]
     marks = [(match.start(), tokenizer.control_of_mark(match[0])) for match in MARK.finditer(shared)]
-    ends = [at for at, control in marks if control.id in eos_ids] or [
+    ends = [at for at, control in marks if control.id in eos_ids][:1] or [
         at for at, control in marks if control.special and control.mark not in form.within_turns
     ]
     if ends:
-        return Tail(tail[ends[-1] :], ends_turn=True, cut=ends[-1])
-    spelled = form.content_close.strip()
+        last = tail[ends[-1] : ends[-1] + 2]
+        at = min(at for at in ends if tail.startswith(last, at))
+        return Tail(tail[at:], ends_turn=True, cut=at)
+    spelled = form.content_close.last.strip()
     if spelled and spelled in shared:
         # This vocabulary has no token for the end of a turn, so it is text.
         at = shared.rindex(spelled)
         return Tail(tail[at:], ends_turn=True, cut=at)
-    if MARK.match(close, len(shared)) and _closes_messages(tail, len(shared), form.generation_prompt):
+    if MARK.match(tail, len(shared)) and common_prefix(tail, close.prompted) > len(shared):
         # What ends a conversation is another token than what ends a turn within one (gpt-oss).
         return Tail(tail[len(shared) :], ends_turn=True, cut=len(shared))
     header = MARK.search(tail, len(shared))
@@ -67,22 +68,6 @@ def cut_tail(
         # Neither the turn nor the next message is framed by control tokens: all of the tail is text.
         return Tail(tail, ends_turn=False, cut=0)
     return Tail(tail[header.start() :], ends_turn=False, cut=header.start())
-
-
-def _closes_messages(tail: str, at: int, generation_prompt: str) -> bool:
-    """Whether a mark that ends messages stands at `at`.
-
-    It stands after each new message too: the last one is followed by the generation prompt and nothing else, or each is
-    followed by the same mark, the one that begins a message. What begins messages is followed by their roles.
-    """
-    mark = MARK.match(tail, at)
-    if mark is None:
-        return False
-    *before, last = tail[at:].split(mark[0])
-    if len(before) > 1 and last.strip() == generation_prompt.strip():
-        return True
-    behind = [re.match(rf"\s*({MARK.pattern})", part) for part in tail[at:].split(mark[0])[1:]]
-    return len(behind) > 1 and None not in behind and len({found[1] for found in behind if found}) == 1
 
 
 def overlap(completion_ids: Sequence[int], tail_ids: Sequence[int]) -> int:

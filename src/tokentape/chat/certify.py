@@ -7,18 +7,15 @@ conversation tried that proves it.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 from tokentape.chat import grammar
-from tokentape.chat.bridge import Tail, cut_tail
-from tokentape.chat.certificate import Certificate, Continuation, ParseCheck, Strategy
+from tokentape.chat.certificate import Certificate, Continuation, ParseCheck
+from tokentape.chat.certify_continuations import Continuations
 from tokentape.chat.certify_foreign import foreign_continuation
-from tokentape.chat.media import IMAGE, image_parts
 from tokentape.chat.parse import Reply
 from tokentape.chat.reader import Reader
 from tokentape.chat.renderer import Renderer
@@ -48,10 +45,7 @@ def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None
         template_kwargs=kwargs,
         versions={name: version(name) for name in ("tokentape", "tokenizers", "jinja2")},
         overrides=renderer.overrides.name if renderer.overrides else None,
-        continuations=tuple(
-            _continuation(renderer, without_tools if grammar.NO_TOOLS in name else with_tools, name)
-            for name in grammar.NAMES
-        ),
+        continuations=tuple(_continuations(renderer, with_tools, without_tools)),
         parsing=tuple(_parsing(renderer, setup, tools_refused)),
         call_style=form.calls.style if form.calls else None,
         reasoning=(
@@ -85,160 +79,15 @@ def _setup_with_tools(renderer: Renderer, kwargs: Mapping[str, Any]) -> tuple[Se
     return setup, refused
 
 
-def _continuation(renderer: Renderer, setup: Setup, name: str) -> Continuation:
-    if renderer.overrides is not None and renderer.overrides.renderer is not None:
-        return foreign_continuation(renderer, renderer.overrides.renderer, setup, name)
-    refusal = "no conversation with it was taken"
-    tried = 0
-    strategy: Strategy = "local"
-    rewritten: dict[bool, tuple[str, tuple[Message, ...]]] = {}
-    ends: dict[str, None] = {}
-    for history, reply, new in grammar.conversations(name):
-        try:
-            full = renderer.marked([*history, reply, *new], setup, generate=True)
-            found, tail = _strategy(renderer, setup, history, reply, new)
-        except TemplateRefused as error:
-            refusal = str(error)
-            continue
-        tried += 1
-        strategy = _worse(strategy, found)
-        ends |= dict.fromkeys(_ends(renderer, setup, reply, tail))
-        clean = grammar.is_clean(reply)
-        if clean not in rewritten:
-            reason = _rewrites(renderer, setup, history, reply, full, tail)
-            if reason is not None:
-                rewritten[clean] = reason, (*history, reply, *new)
-    if not tried:
-        return Continuation(name, "refused", append_only="no", tried=0, reason=refusal)
-    if True not in rewritten:
-        for reply in _replies_that_merge(renderer, setup):
-            rewritten.setdefault(grammar.is_clean(reply), (_MERGES, (grammar.QUESTION, reply)))
-    if strategy in ("local", "contextual"):
-        depends, found_rewritten = _under_words(renderer, setup, name)
-        strategy = "contextual" if depends else strategy
-        if found_rewritten is not None:
-            rewritten.setdefault(True, found_rewritten)
-    if not rewritten:
-        return Continuation(name, strategy, append_only="yes", tried=tried, reason="", ends=tuple(ends))
-    clean = True in rewritten
-    reason, counterexample = rewritten[clean]
-    return Continuation(name, strategy, "no" if clean else "clean text", tried, reason, counterexample, tuple(ends))
-
-
-def _under_words(renderer: Renderer, setup: Setup, name: str) -> tuple[bool, tuple[str, tuple[Message, ...]] | None]:
-    """Try histories with words that the template compares with texts, such as `/no_think`.
-
-    Return whether the tail depends on them, and how such a conversation is rewritten, with the conversation.
-    """
-    replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
-    reply, depends = replies[0], False
-    rewritten: tuple[str, tuple[Message, ...]] | None = None
-    usual = functools.cache(lambda: renderer.tail(reply, new, setup))
-    for words in renderer.template.compared_strings:
-        for history in grammar.histories_with(words):
-            if grammar.NO_SYSTEM in name and history[0]["role"] == "system":
-                continue
-            try:
-                tail = renderer.tail(reply, new, setup, history)
-                said = {**reply, "content": words}
-                depends = depends or tail != usual() or tail != renderer.tail(said, new, setup, history)
-                full = renderer.marked([*history, reply, *new], setup, generate=True)
-                reason = _rewrites(renderer, setup, history, reply, full, tail) if rewritten is None else None
-            except TemplateRefused:
-                continue
-            if reason is not None:
-                rewritten = reason, (*history, reply, *new)
-            if depends and rewritten is not None:
-                return depends, rewritten
-    return depends, rewritten
-
-
-_MERGES = "the text stays, but it encodes to other ids where the turn meets its prompt"
-
-
-def _replies_that_merge(renderer: Renderer, setup: Setup) -> Iterator[Message]:
-    """Yield replies that share a token with the end of the generation prompt, where nothing stands in between.
-
-    Their first characters are the rest of entries of the vocabulary that begin like the prompt ends.
-    """
-    tokenizer = renderer.tokenizer
-    if renderer.format(setup).content_open:
-        return
-    prompt = renderer.marked([grammar.QUESTION], setup, generate=True)
-    ends = [prompt[-n:] for n in range(1, 4) if not MARK.search(prompt[-n - 1 :])]
-    ids = tokenizer.encode_marked(prompt).ids
-    for end in ends:
-        for rest in tokenizer.continuations(end):
-            if tokenizer.encode_marked(prompt + rest).ids[: len(ids)] != ids:
-                yield {"role": "assistant", "content": rest}
-
-
-def _worse(one: Strategy, other: Strategy) -> Strategy:
-    order: tuple[Strategy, ...] = ("local", "contextual", "fork", "refused")
-    return max(one, other, key=order.index)
-
-
-def _strategy(
-    renderer: Renderer, setup: Setup, history: Sequence[Message], reply: Message, new: Sequence[Message]
-) -> tuple[Strategy, str | None]:
-    """The strategy for one conversation of the grammar, with its tail if there is one that says all that is new."""
-    try:
-        tail = renderer.tail(reply, new, setup, history)
-    except TemplateRefused:
-        if _reaches_prompt(renderer, setup, [*history, reply], new):
-            return "fork", None
-        raise
-    if any(word in tail for word in grammar.words_of([*history, *setup.tools])):
-        return "fork", tail
-    return _local_or_contextual(renderer, setup, reply, new, tail), tail
-
-
-def _local_or_contextual(
-    renderer: Renderer, setup: Setup, reply: Message, new: Sequence[Message], tail: str
-) -> Strategy:
-    try:
-        return "local" if renderer.tail(reply, new, setup) == tail else "contextual"
-    except TemplateRefused:
-        return "contextual"
-
-
-def _rewrites(
-    renderer: Renderer, setup: Setup, history: Sequence[Message], reply: Message, full: str, tail: str | None
-) -> str | None:
-    """How rendering the longer conversation changes the ids before; None if it does not."""
-    if tail is None:
-        return "what a new message says is written in front of the turn"
-    tokenizer = renderer.tokenizer
-    prompt = renderer.marked(history, setup, generate=True)
-    spoken = renderer.marked([*history, reply], setup, generate=False)
-    if not spoken.startswith(prompt):
-        return "the generation prompt is not what the template shows in front of a turn afterwards"
-    behind = _behind_turn(renderer, setup, reply, tail)
-    if not full.startswith(prompt):
-        return "what came before the turn is written differently once the conversation goes on"
-    turn = full[len(prompt) : len(full) - len(behind.text)]
-    if not spoken[len(prompt) :].startswith(turn):
-        return "the turn is written differently once the conversation goes on"
-    context = tokenizer.encode_marked(prompt).ids
-    pieces = context + tokenizer.encode_after_control(turn).ids + tokenizer.encode_after_control(behind.text).ids
-    if pieces != tokenizer.encode_marked(full).ids:
-        return _MERGES
-    return None
-
-
-def _behind_turn(renderer: Renderer, setup: Setup, reply: Message, tail: str) -> Tail:
-    form, tokenizer = renderer.format(setup), renderer.tokenizer
-    close = renderer.turn_close(reply, setup)
-    return cut_tail(tail, close, form, tokenizer, tokenizer.eos_ids)
-
-
-def _ends(renderer: Renderer, setup: Setup, reply: Message, tail: str | None) -> Iterator[str]:
-    """The stop token that the template ends such a turn with, if it is one."""
-    mark = MARK.match(_behind_turn(renderer, setup, reply, tail).text) if tail is not None else None
-    if mark is not None:
-        control = renderer.tokenizer.control_of_mark(mark[0])
-        if control.id in renderer.stop_ids(setup):
-            yield control.content
+def _continuations(renderer: Renderer, with_tools: Setup, without_tools: Setup) -> Iterator[Continuation]:
+    asked = Continuations(renderer, with_tools), Continuations(renderer, without_tools)
+    foreign = renderer.overrides.renderer if renderer.overrides is not None else None
+    for name in grammar.NAMES:
+        bare = grammar.NO_TOOLS in name
+        if foreign is not None:
+            yield foreign_continuation(renderer, foreign, without_tools if bare else with_tools, name)
+        else:
+            yield asked[bare].find(name)
 
 
 _PARTS = {"content": "content", "reasoning_content": "reasoning", "tool_calls": "calls"}
@@ -253,47 +102,61 @@ def _parsing(renderer: Renderer, setup: Setup, tools_refused: str) -> Iterator[P
         if tools_refused and message.get("tool_calls"):
             yield ParseCheck(name, holds=None, detail=tools_refused)
             continue
-        try:
-            written = written_turn(renderer, setup, message)
-        except TemplateRefused as error:
-            yield ParseCheck(name, holds=None, detail=str(error))
-            continue
-        if written is None:
-            yield ParseCheck(name, holds=None, detail="the template writes no such turn behind its own prompt")
-            continue
-        shown, completion = written
-        left_out = [what for key, what in _PARTS.items() if message.get(key) and not shown.get(key)]
-        if left_out:
-            yield ParseCheck(name, holds=None, detail=f"the template leaves out the {' and the '.join(left_out)}")
-            continue
-        if _writes_content_as_reasoning(renderer, setup, message, completion):
-            yield ParseCheck(name, holds=None, detail="the template writes this content just as it writes reasoning")
-            continue
-        parser = renderer.parser(setup)
-        parser.feed(renderer.tokenizer.encode_after_control(completion).ids)
-        problem = _difference(shown, parser.finish()[1])
-        yield ParseCheck(name, holds=problem is None, detail=problem or "")
+        check = _parse_check(renderer, setup, name, message, (grammar.QUESTION,))
+        if check.holds:
+            # A template may number turns, and a model without a generation prompt writes the number.
+            later = _parse_check(renderer, setup, name, message, grammar.LATER)
+            check = later if later.holds is False else check
+        yield check
 
 
-def _writes_content_as_reasoning(renderer: Renderer, setup: Setup, message: Message, completion: str) -> bool:
+def _parse_check(
+    renderer: Renderer, setup: Setup, name: str, message: Message, history: Sequence[Message]
+) -> ParseCheck:
+    """Compare a turn as the template writes it after `history` with what is parsed from it."""
+    try:
+        written = written_turn(renderer, setup, message, history)
+    except TemplateRefused as error:
+        return ParseCheck(name, holds=None, detail=str(error))
+    if written is None:
+        return ParseCheck(name, holds=None, detail="the template writes no such turn behind its own prompt")
+    shown, completion = written
+    left_out = [what for key, what in _PARTS.items() if message.get(key) and not shown.get(key)]
+    if left_out:
+        return ParseCheck(name, holds=None, detail=f"the template leaves out the {' and the '.join(left_out)}")
+    if _writes_content_as_reasoning(renderer, setup, message, completion, history):
+        return ParseCheck(name, holds=None, detail="the template writes this content just as it writes reasoning")
+    parser = renderer.parser(setup)
+    parser.feed(renderer.tokenizer.encode_after_control(completion).ids)
+    problem = _difference(shown, parser.finish()[1])
+    return ParseCheck(name, holds=problem is None, detail=problem or "")
+
+
+def _writes_content_as_reasoning(
+    renderer: Renderer, setup: Setup, message: Message, completion: str, history: Sequence[Message]
+) -> bool:
     if not message.get("content") or "reasoning_content" in message:
         return False
     try:
-        written = written_turn(renderer, setup, {**message, "content": "", "reasoning_content": message["content"]})
+        thought = {**message, "content": "", "reasoning_content": message["content"]}
+        written = written_turn(renderer, setup, thought, history)
     except TemplateRefused:
         return False
     return written is not None and written[1] == completion
 
 
-def written_turn(renderer: Renderer, setup: Setup, message: Message) -> tuple[Message, str] | None:
+def written_turn(
+    renderer: Renderer, setup: Setup, message: Message, history: Sequence[Message] = (grammar.QUESTION,)
+) -> tuple[Message, str] | None:
     """What a model would sample for `message` if it wrote as its template does, and what of the message is in it.
+
+    `history` ends with `grammar.QUESTION`.
 
     The completion is marked text that ends with the stop token. Where the prompt opens reasoning that the template does
     not show for a turn without any, the turn is given some. None where even that is not written behind the prompt.
     """
-    question = [grammar.QUESTION]
     form = renderer.format(setup)
-    prompt = _behind_question(renderer.marked(question, setup, generate=True))
+    prompt = _behind_question(renderer.marked(history, setup, generate=True))
     thought = {**message, "reasoning_content": "A thoughtword."}
     opened = form.reasoning if form.reasoning is not None and form.reasoning.opened_by_prompt else None
     shape = form.shape if message.get("tool_calls") else None
@@ -301,7 +164,7 @@ def written_turn(renderer: Renderer, setup: Setup, message: Message) -> tuple[Me
     def ask(tried: Message) -> str:
         # In the template's own shape: one that takes arguments as text prints an object in some notation of its own.
         shaped = shape.reshape(plain_message(tried)) if shape is not None else tried
-        return _behind_question(renderer.marked([*question, shaped], setup, generate=False))
+        return _behind_question(renderer.marked([*history, shaped], setup, generate=False))
 
     for tried in [message] if opened is None or "reasoning_content" in message else [message, thought]:
         spoken = ask(tried)
@@ -412,90 +275,3 @@ def _prompt(renderer: Renderer, messages: Sequence[Message], setup: Setup) -> st
     reader.feed(renderer.render(messages, setup).ids.tolist())
     reader.finish()
     return reader.text
-
-
-def choose(
-    renderer: Renderer,
-    certificate: Certificate,
-    reply: Message,
-    new_messages: Sequence[Message],
-    setup: Setup,
-    history: Sequence[Message],
-    system: bool | None = None,
-) -> Strategy:
-    """The bridge strategy for these very messages.
-
-    `system` says whether `history` has a message of the system's or the developer's, if that is known already.
-
-    A continuation that the certificate does not name is tried out here and now, at the cost of some full renderings.
-    Raises `TemplateRefused` with the certificate's reason for one that the template does not take.
-    """
-    if system is None:
-        system = any(message["role"] in ("system", "developer") for message in history)
-    name = grammar.continuation_name(new_messages, tools=bool(setup.tools), system=system)
-    found = certificate.continuation(name)
-    if found is None and renderer.overrides is not None and renderer.overrides.renderer is not None:
-        return "fork"
-    if found is not None and found.strategy == "refused":
-        raise TemplateRefused(f"continuation {name!r} is not certified for this chat template: {found.reason}")
-    strategy = _try_out(renderer, reply, new_messages, setup, history) if found is None else found.strategy
-    if strategy == "local" and image_parts(new_messages) and _counts_images(renderer, reply, new_messages, setup):
-        return "contextual"
-    return strategy
-
-
-def _counts_images(renderer: Renderer, reply: Message, new_messages: Sequence[Message], setup: Setup) -> bool:
-    """Whether what the template writes of images depends on those before (`Picture 2:`)."""
-    behind_image = [{"role": "user", "content": [{"type": IMAGE}, {"type": "text", "text": _TELLING}]}]
-    here = renderer.tail(reply, new_messages, setup)
-    return renderer.tail(reply, new_messages, setup, behind_image) != here
-
-
-_TELLING = "tokentapetellingword"
-
-
-def _try_out(
-    renderer: Renderer, reply: Message, new_messages: Sequence[Message], setup: Setup, history: Sequence[Message]
-) -> Strategy:
-    """As `_strategy`, for a real conversation: a word put into all that was said before shows if it comes up again."""
-    try:
-        tail = renderer.tail(reply, new_messages, setup, history)
-    except TemplateRefused:
-        if _reaches_prompt(renderer, setup, [*history, reply], new_messages):
-            return "fork"
-        raise
-    tools = tuple(
-        {**tool, "function": {**tool["function"], "description": _told(tool["function"].get("description") or "")}}
-        for tool in setup.tools
-    )
-    told = [_telling(message) if message["role"] != "assistant" else message for message in history]
-    telling = replace(setup, tools=tools)
-    if _TELLING in renderer.tail(reply, new_messages, telling, told):
-        return "fork"
-    return _local_or_contextual(renderer, setup, reply, new_messages, tail)
-
-
-def _reaches_prompt(renderer: Renderer, setup: Setup, before: Sequence[Message], new: Sequence[Message]) -> bool:
-    """Whether a rendering from the start has, wherever, the turn that `before` ends with and each new message."""
-    messages = [*before, *new]
-    return all(
-        _TELLING in renderer.marked([*messages[:n], _telling(messages[n]), *messages[n + 1 :]], setup, generate=True)
-        for n in range(len(before) - 1, len(messages))
-    )
-
-
-def _telling(message: Message) -> Message:
-    """The message with the telling word in its content, or in the name of its last call."""
-    plain = plain_message(message)
-    if not plain.get("tool_calls"):
-        content = plain.get("content", "")
-        told = _told(content) if isinstance(content, str) else [{"type": "text", "text": _TELLING}, *content]
-        return {**plain, "content": told}
-    *calls, last = plain["tool_calls"]
-    name = _told(last["function"]["name"])
-    return {**plain, "tool_calls": [*calls, {**last, "function": {**last["function"], "name": name}}]}
-
-
-def _told(text: str) -> str:
-    # In the middle: templates look at how texts begin and end.
-    return text[: len(text) // 2] + _TELLING + text[len(text) // 2 :]

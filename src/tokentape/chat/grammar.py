@@ -88,6 +88,9 @@ _EVERY_TYPE = {
     "options": {"deep": {"er": [1, None]}, "no": False},
 }
 
+LATER = (EARLIER, _turn("A pastanswer."), QUESTION)
+"""A question that is not the first one."""
+
 TURNS: Mapping[str, Message] = {
     "content": _turn("An answerword."),
     "leading newline": _turn("\n\nAn answerword."),
@@ -158,6 +161,12 @@ def continuation_name(new_messages: Sequence[Message], *, tools: bool = True, sy
     return name
 
 
+def answers(reply: Message, new_messages: Sequence[Message]) -> bool:
+    """Return whether new messages answer each call of a turn, as in the conversations that are tried here."""
+    answered = [message for message in new_messages if message["role"] == "tool"]
+    return len(reply.get("tool_calls") or ()) == len(answered)
+
+
 def _past_call(call_id: str, city: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": "look_up", "arguments": {"city": city}}}
 
@@ -190,7 +199,7 @@ def _past(call_id: str, *others: str) -> tuple[Message, ...]:
 _HISTORIES: tuple[tuple[Message, ...], ...] = (
     (QUESTION,),
     (SYSTEM, QUESTION),
-    (SYSTEM, EARLIER, _turn("A pastanswer."), QUESTION),
+    (SYSTEM, *LATER),
     (*_past("Xq3vT8nLw"), QUESTION),
     (SYSTEM, *_past("Rk2dY7mPz", "Hc5bJ9sGf"), QUESTION),
     (QUESTION, _turn("", [_past_call("Wn6gK4tBd", "Rome")], "A pastthought."), _past_result("Wn6gK4tBd", "Hail")),

@@ -45,7 +45,7 @@ class Parser:
         stop_strings: Sequence[str] = (),
         tools: Sequence[Tool] = (),
     ) -> None:
-        close = form.content_close.strip()
+        close = form.content_close.last.strip()
         if close and not MARK.search(close):
             # The turn's end is no token of this vocabulary, so the engine can't stop at it.
             stop_strings = [*stop_strings, close]

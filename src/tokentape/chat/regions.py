@@ -61,7 +61,7 @@ class RegionScanner:
         self._calls = borders.calls.fresh(tools) if borders.calls is not None else None
         self._leaves, self._search, self._before_calls = borders.leaves, borders.search, borders.before_calls
         self._held = borders.held
-        self._end_space = len(form.content_close) - len(form.content_close.lstrip())
+        self._end_space = len(form.content_close.last) - len(form.content_close.last.lstrip())
         self._region: _Region = "content"
         self._speech: _Speech = "content"
         """The region of what is said at present, or was before the call that is being read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tokentape.chat import grammar
-from tokentape.chat.assistant_format import AssistantFormat, read_format
+from tokentape.chat.assistant_format import AssistantFormat, TurnClose, read_format, turn_close
 from tokentape.chat.bridge import cut_tail, overlap
 from tokentape.chat.call_syntax import CONTENT, KEY, NAME, PROBE_ID, QUESTION, VALUE, CallShape
 from tokentape.chat.caller_text import (
@@ -174,17 +175,18 @@ class Renderer:
             tokenizer=self.tokenizer,
             form=self.format(setup),
             stop_ids=self.stop_ids(setup) if sampled else frozenset(),
+            prompt_of=lambda n: self._render_or_nothing(self._plain(messages[:n], setup, reshape=True), setup),
             history=history,
             wrong_stop=wrong_stop,
         )
         pieces: list[Added] = []
-        at = 0
+        at, before = 0, None
         for splice in splices:
-            pieces.append(self._encode_piece(text, at, splice.start, codes))
+            pieces.append(self._encode_piece(text, at, splice.start, codes, before))
             provenance = np.full(len(splice.ids), Provenance.ASSISTANT, dtype=np.uint8)
             pieces.append(Added(self.tokenizer.array(splice.ids), provenance))
-            at = splice.end
-        pieces.append(self._encode_piece(text, at, len(text), codes))
+            at, before = splice.end, splice.ids[-1] if splice.ids else None
+        pieces.append(self._encode_piece(text, at, len(text), codes, before))
         ids, codes = np.concatenate([p.ids for p in pieces]), np.concatenate([p.provenance for p in pieces])
         return self._with_images(Added(ids, codes), messages)
 
@@ -204,10 +206,17 @@ class Renderer:
         counts = [part["tokens"] for part in image_parts(messages)]
         return Added(*repeat_placeholders(added.ids, added.provenance, self.images.placeholder_id, counts))
 
-    def _encode_piece(self, text: str, start: int, end: int, codes: Codes) -> Added:
-        """Ids of a stretch of marked text, with `codes` per character of the whole text in which marks count as one."""
-        encode = self.tokenizer.encode_after_control if start else self.tokenizer.encode_marked
-        encoded = encode(text[start:end])
+    def _encode_piece(self, text: str, start: int, end: int, codes: Codes, before: int | None) -> Added:
+        """Ids of a stretch of marked text, with `codes` per character of the whole text in which marks count as one.
+
+        `before` is the id that stands in front of it.
+        """
+        control = None if before is None else self.tokenizer.control_by_id(before)
+        mark = "" if control is None else control.mark
+        if start:
+            encoded = self.tokenizer.encode_after_control(text[start:end], mark)
+        else:
+            encoded = self.tokenizer.encode_marked(text[start:end])
         offset = len(MARK.sub(" ", text[:start]))
         own = codes[offset : offset + len(encoded.text)]
         return Added(self.tokenizer.array(encoded.ids), provenance_of_tokens(own, encoded.spans))
@@ -327,7 +336,7 @@ class Renderer:
                 continue
             # Where the conversation ends with an end-of-sequence token, another one may end the turns within it (Phi),
             # but the next message's header does not.
-            ended = not eos_ids.isdisjoint(self._mark_id(m) for m in MARK.findall(close))
+            ended = not eos_ids.isdisjoint(self._mark_id(m) for m in MARK.findall(close.last))
             if cut.ends_turn or not ended:
                 found.add(self._mark_id(mark[0]))
         return frozenset(found)
@@ -336,9 +345,7 @@ class Renderer:
         """What the template writes around assistant turns under `setup`."""
         found = self._formats.get(setup.key)
         if found is None:
-            found = read_format(
-                lambda messages, generate: self._render(messages, setup, generate=generate), self.tokenizer
-            )
+            found = read_format(functools.partial(self._ask, setup), self.tokenizer)
             found = _keep(self._formats, setup.key, self._without_stops(found))
         return found
 
@@ -365,7 +372,7 @@ class Renderer:
         if form.calls is None:
             return form
 
-        turn_close = form.content_close.strip()
+        turn_close = form.content_close.last.strip()
 
         def cut(text: str) -> str:
             if turn_close and not MARK.search(turn_close):
@@ -417,6 +424,9 @@ class Renderer:
         self._refuse_unknown_roles(plain, edged, setup)
         return text, provenance_of_characters(edged, len(MARK.sub(" ", text)))
 
+    def _ask(self, setup: Setup, plain: Sequence[Message], generate: bool) -> str:
+        return self._render(plain, setup, generate=generate)
+
     def _render(self, plain: Sequence[Message], setup: Setup, *, generate: bool) -> str:
         """Marked text of messages that are disarmed already."""
         disarmed = self._disarmed.get(setup.key)
@@ -450,7 +460,7 @@ class Renderer:
         setup: Setup,
         form: AssistantFormat,
         history: Sequence[Message] | None,
-    ) -> tuple[str, Codes, str]:
+    ) -> tuple[str, Codes, TurnClose]:
         """The tail behind a turn like `reply`, whose its characters are, and how such a turn ends a conversation."""
         before: Sequence[Message] = [QUESTION]
         if history is None:
@@ -468,6 +478,15 @@ class Renderer:
                 if sentinel not in text:
                     continue
                 tail = _behind(text, sentinel)
+                if NAME in tail:
+                    refused = TemplateRefused(
+                        "the chat template writes the name of the tool that a result is of, and neither the result nor "
+                        "a call of the turn before says it. Send the result with a `name`."
+                    )
+                    continue
+                if probe.get("content") and said.strip() and said.strip() in tail and sentinel is VALUE:
+                    # It writes content that stands beside calls after their results. It was sampled already.
+                    continue
                 written = MARK.sub("\0", tail)
                 close = self._close(probe, close, setup, form)
                 known = None if texts is None else self._surroundings.get(kind)
@@ -487,13 +506,14 @@ class Renderer:
             return tail, codes, close
         raise refused
 
-    def _close(self, probe: Message, close: str, setup: Setup, form: AssistantFormat) -> str:
+    def _close(self, probe: Message, close: TurnClose, setup: Setup, form: AssistantFormat) -> TurnClose:
         """Return what ends `probe` at the end of a conversation: `close`, with the ids of its own calls."""
-        if not probe.get("tool_calls") or PROBE_ID not in form.calls_close:
+        if not probe.get("tool_calls") or PROBE_ID not in form.calls_close.last:
             return close
-        return _behind(self._render([QUESTION, probe], setup, generate=False), VALUE)
+        ask = functools.partial(self._ask, setup)
+        return turn_close(ask, probe, VALUE, form.generation_prompt)
 
-    def turn_close(self, reply: Message, setup: Setup) -> str:
+    def turn_close(self, reply: Message, setup: Setup) -> TurnClose:
         """Return what the template writes after a turn like `reply` at the end of a conversation. For certificates."""
         form = self.format(setup)
         calls = [(call["id"], call["function"]["name"]) for call in reply.get("tool_calls") or ()]
@@ -618,10 +638,10 @@ def _keep(kept: dict[_Key, _Kept], key: _Key, value: _Kept) -> _Kept:
 
 def _probes(
     reply: Message, new_messages: Sequence[Message], form: AssistantFormat, said: str
-) -> Iterator[tuple[Message, str, str]]:
+) -> Iterator[tuple[Message, str, TurnClose]]:
     """Yield assistant messages to try as stand-ins for `reply`: message, sentinel in it, what ends it.
 
-    `said` is content of the reply that a stand-in without calls repeats, since a template may look for words in it.
+    `said` is content of the reply that a stand-in repeats, since a template may look for words in it.
     """
     calls = [(call["id"], call["function"]["name"]) for call in reply.get("tool_calls") or ()]
     answered = [
@@ -629,10 +649,12 @@ def _probes(
         for message in new_messages
         if message["role"] == "tool"
     ]
-    plain: tuple[Message, str, str] = ({"role": "assistant", "content": said + CONTENT}, CONTENT, form.content_close)
+    speaking = {"role": "assistant", "content": said + CONTENT}
     if form.shape is not None and calls:
+        if said.strip():
+            yield {**_calling(form.shape, calls), "content": said}, VALUE, form.calls_close
         yield _calling(form.shape, calls), VALUE, form.calls_close
-    yield plain
+    yield speaking, CONTENT, form.content_close
     if form.shape is not None and answered and not calls:
         yield _calling(form.shape, answered), VALUE, form.calls_close
 

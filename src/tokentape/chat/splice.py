@@ -7,7 +7,7 @@ to the ids that were sampled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -42,23 +42,26 @@ def find_splices(
     tokenizer: Tokenizer,
     form: AssistantFormat,
     stop_ids: frozenset[int],
+    prompt_of: Callable[[int], str],
     history: History,
     wrong_stop: WrongStop = "keep",
 ) -> list[Splice]:
     """Where sampled ids belong in `text`, the marked rendering of `messages` with the generation prompt.
 
-    `sampled` maps indices of assistant messages to completion ids. Nothing is spliced into a template whose turns can't
-    be told apart: one without an assistant header of its own for each assistant message.
+    `sampled` maps indices of assistant messages to completion ids. `prompt_of` gives the rendering that a message was
+    sampled after, for templates with more than one generation prompt. Nothing is spliced into a template whose turns
+    can't be told apart: one without an assistant header of its own for each assistant message.
     """
     header = form.header[: common_prefix(form.header, form.generation_prompt)]
     regions = _regions(text, header, tokenizer, stop_ids)
     speakers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     if not MARK.match(header) or len(regions) != len(speakers):
         return []
-    opened, opened_now = form.generation_prompt[len(header) :], text[text.rfind(header) + len(header) :]
-    opened_ids, now_ids = (tokenizer.encode_after_control(one).ids for one in (opened, opened_now))
+    prompt = form.generation_prompt
+    # A number of the turn, a word in a message, or a tool's result before the turn may make another prompt of it.
+    varies = any(one and not one.endswith(prompt) for one in (text, form.content_tail, form.calls_tail))
     splices = []
-    for n, (start, end) in zip(speakers, regions, strict=True):
+    for turn, (n, (start, end)) in enumerate(zip(speakers, regions, strict=True)):
         if n not in sampled:
             continue
         ids = sampled[n].tolist()
@@ -69,9 +72,13 @@ def find_splices(
         else:
             # Of a turn that was cut short, what ends it stays the template's.
             ended = not stop_ids.isdisjoint(ids)
-            # The conversation may say how prompts end (`/no_think`): what this one ends with was in front of the turn.
-            prompted = now_ids if opened_now.strip() and text.startswith(opened_now, start) else opened_ids
-            splices.append(Splice(start, end if ended else _last_mark(text, start, end), prompted + ids))
+            if varies:
+                prompt = prompt_of(n)
+                if prompt.count(header) != turn + 1:
+                    continue
+            opened = prompt.rpartition(header)[2]
+            opened_ids = tokenizer.encode_after_control(opened).ids if opened else []
+            splices.append(Splice(start, end if ended else _last_mark(text, start, end), opened_ids + ids))
     return splices
 
 

@@ -251,13 +251,15 @@ class Tokenizer:
         named = [MARK.sub(lambda match: names.get(match[0], match[0]), text) for text in texts]
         return [one.ids for one in twin.encode_batch_fast(named, add_special_tokens=False)]
 
-    def encode_after_control(self, marked: str) -> Encoded:
-        """Encode marked text as it is encoded behind a control token, not at the start of a text.
+    def encode_after_control(self, marked: str, mark: str = "") -> Encoded:
+        """Encode marked text as it is encoded after a control token, not at the start of a text.
 
-        SentencePiece-style tokenizers put a space in front of a text's first word only.
+        SentencePiece-style tokenizers put a space in front of a text's first word only. `mark` says which control token
+        it is: some take along the white space that follows.
         """
-        encoded = self.encode_marked(self._anchor + marked)
-        if not self._anchor:
+        anchor = mark or self._anchor
+        encoded = self.encode_marked(anchor + marked)
+        if not anchor:
             return encoded
         return Encoded(encoded.ids[1:], encoded.spans[1:] - 1, encoded.text[1:])
 

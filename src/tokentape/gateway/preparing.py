@@ -14,11 +14,11 @@ import numpy as np
 from tokentape.canonical import canonical_json
 from tokentape.chat.certificate import Certificate, Strategy
 from tokentape.chat.certificate_cache import load_or_certify
-from tokentape.chat.certify import choose
 from tokentape.chat.grammar import continuation_name
 from tokentape.chat.media import image_parts
 from tokentape.chat.renderer import Added, Renderer
 from tokentape.chat.splice import History, WrongStop
+from tokentape.chat.strategy import choose
 from tokentape.engines.base import Engine, PromptMedia, SamplingParams
 from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway.events import TurnRequest

@@ -268,7 +268,7 @@ def _with_ends(
         if end is None:
             last = own[(own >= start) & (own < limit)]
             end = int(last[-1]) + 1 if last.size else start
-            close = form.calls_close if messages[n].get("tool_calls") else form.content_close
+            close = (form.calls_close if messages[n].get("tool_calls") else form.content_close).last
             end += common_prefix(text[end:limit], close)
             if n == len(messages) - 1:
                 end = max(end, len(text.rstrip()))

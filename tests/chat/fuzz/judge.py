@@ -88,7 +88,7 @@ def lost_words(
         closing = renderer.tokenizer.spell_marks(form.channels.header_close)
         marks = "|".join(re.escape(renderer.tokenizer.spell_marks(mark)) for mark in form.channels.marks)
         text = re.sub(f"(?:{marks})(?:(?!{marks})[^\n])*{re.escape(closing)}", "", text)
-    close = form.content_close.strip()
+    close = form.content_close.last.strip()
     for stop in [*stop_strings, *([close] if close and not MARK.search(close) else [])]:
         text = text.partition(stop)[0]
     found = "\n".join(texts(reply) + [one for call in reply.tool_calls for one in _strings(call.arguments)])

@@ -1,0 +1,65 @@
+"""Whether what follows a reply depends on what came before it, by the template's own renderings.
+
+No code of the product is used: the reply and the new messages are rendered after many histories, and what stands after
+the reply's last word is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tests.generator.conversations import Conversation, Message, words_in
+from tests.generator.oracle import Reference, Refused, end_of_reply
+
+QUESTION: Message = {"role": "user", "content": "What is it?"}
+_ANSWER: Message = {"role": "assistant", "content": "It is this."}
+_FEWEST = 6
+"""Renderings below which nothing is said."""
+_REPLIES = 2
+"""Replies that are tried after every history."""
+
+
+def answered(one: Conversation) -> bool:
+    """Whether the new messages answer each call of the reply, as in the conversations that certificates speak of."""
+    results = [message for message in one.new if message["role"] == "tool"]
+    return len(results) == len(one.reply.get("tool_calls") or ())
+
+
+def histories_saying(constants: Sequence[str]) -> Iterator[list[Message]]:
+    """Histories in which each of these strings, which a template looks for, is said by everybody in turn."""
+    for constant in constants[:8]:
+        for text in (constant, f"so {constant} then"):
+            yield [{"role": "system", "content": text}, QUESTION]
+            yield [{"role": "user", "content": text}, _ANSWER, QUESTION]
+            yield [QUESTION, {"role": "assistant", "content": text}, QUESTION]
+            yield [QUESTION, _ANSWER, {"role": "user", "content": text}]
+
+
+def dependence(
+    reference: Reference, conversations: Sequence[Conversation], histories: Sequence[Sequence[Message]]
+) -> str | None:
+    """Why what follows such replies depends on the history; empty if it is always the same. None if nothing is known.
+
+    All `conversations` continue alike; each of the first is tried after all of `histories`, and after a question.
+    """
+    tried = 0
+    for one in conversations[:_REPLIES]:
+        tails: set[str] = set()
+        for history in [(QUESTION,), one.history, *histories]:
+            try:
+                full = reference.render([*history, one.reply, *one.new], one.tools, generate=True)
+            except Refused:
+                continue
+            end = end_of_reply(full, one.reply, one.new)
+            if end is None:
+                return None
+            tails.add(full[end:])
+            tried += 1
+            if any(word in full[end:] for word in words_in([*history, *one.tools])):
+                return "the history is said again"
+            if not all(word in full[end:] for word in words_in(list(one.new))):
+                return "a new message is written elsewhere"
+            if len(tails) > 1:
+                one_tail, other = sorted(tails)
+                return f"another history, another tail: {one_tail[-120:]!r} and {other[-120:]!r}"
+    return "" if tried >= _FEWEST else None
