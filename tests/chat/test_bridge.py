@@ -11,6 +11,7 @@ from tests.chat.conftest import call, load_renderer, load_tokenizer, result, set
 from tokentape.chat.bridge import overlap
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
+from tokentape.errors import TemplateRefused
 from tokentape.types import Provenance
 
 NEXT = {"role": "user", "content": "next"}
@@ -60,6 +61,62 @@ def test_a_header_is_not_taken_for_the_end_of_a_turn() -> None:
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(NO_END_OF_TURN))
     text, _ = bridged(renderer, "hi<|endoftext|>")
     assert text.startswith("<|im_start|>user: next<|im_start|>assistant:")
+
+
+ENDS_TWICE = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|><|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_the_model_stops_at_the_first_of_two_tokens_that_end_a_turn() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(ENDS_TWICE))
+    assert bridged(renderer, "hi<|im_end|>")[0].startswith("<|im_end|>\n<|im_start|>user\nnext")
+    assert bridged(renderer, "hi")[0].startswith("<|im_end|><|im_end|>\n<|im_start|>user\nnext")
+
+
+NUMBERED = """{%- for m in messages -%}### {{ m.role }} {{ loop.index }}: {{ m.content }}
+{{- '<|im_end|>' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<|endoftext|>' }}
+{% endfor -%}{%- if add_generation_prompt -%}### assistant {{ messages | length + 1 }}: {% endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_the_end_of_a_turn_is_found_where_prompts_are_numbered_text() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(NUMBERED))
+    for completion in ("hi<|endoftext|>", "hi<|im_end|>"):
+        assert bridged(renderer, completion)[0] == "\n### user 3: next<|endoftext|>\n### assistant 4: "
+
+
+@pytest.mark.usefixtures("source")
+def test_a_result_without_the_name_that_the_template_writes_is_refused_after_a_reply_without_calls() -> None:
+    renderer = load_renderer("gpt_oss/templates/gpt-oss.jinja")
+    ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain("<|channel|>final<|message|>hi<|return|>"))
+    answer = {"role": "tool", "tool_call_id": "call00001", "content": "ok"}
+    with pytest.raises(TemplateRefused, match="Send the result with a `name`"):
+        renderer.bridge(ids, REPLY, [answer], setup_for(renderer))
+    added = renderer.bridge(ids, REPLY, [{**answer, "name": "add"}], setup_for(renderer))
+    assert "functions.add" in renderer.tokenizer.decode(added.ids.tolist())
+
+
+LISTENS = """{%- set ns = namespace(brief=false) -%}{%- for m in messages -%}
+{%- if '/brief' in (m.content or '') %}{% set ns.brief = true %}{% endif -%}
+{{ '<|im_start|>' ~ m.role ~ '\\n' }}
+{%- for t in m.tool_calls or [] -%}
+{{ '<tool_call>' ~ ({'name': t.function.name, 'arguments': t.function.arguments} | tojson) }}
+{%- else -%}{{ m.content }}{%- endfor -%}{{ '<|im_end|>\\n' }}
+{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' ~ ('<think></think>' if ns.brief else '') }}
+{%- endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("said", ["/brief", "at length"])
+def test_a_contextual_bridge_follows_a_word_that_was_said_beside_a_call(said: str) -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(LISTENS))
+    reply = {"role": "assistant", "content": said, "tool_calls": [call(0, {"a": 1})]}
+    ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain("{}<|im_end|>"))
+    added = renderer.bridge(ids, reply, [result(0)], setup_for(renderer), history=[NEXT])
+    assert renderer.tokenizer.decode(added.ids.tolist()).endswith("<think></think>") is (said == "/brief")
 
 
 @pytest.mark.parametrize("arguments", [{"a": 1}, {"note": "x"}])

@@ -89,20 +89,10 @@ def test_what_is_certified_local_raises_no_alarm(template: str) -> None:
     assert alarms(template, 6)[0] == []
 
 
-WRONGLY_LOCAL = (
-    "real/deepseek_v3/templates/DeepSeek-V3-Dec2024.jinja",
-    "real/deepseek_v31/templates/DeepSeek-R1-Distill.jinja",
-)
-"""Certified local for a user's message after a call that nobody answered. After an earlier tool result they close such
-a call with two tokens more, so what is found there is no false alarm."""
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("template", SMALL_TEMPLATES + REAL_TEMPLATES)
-def test_nor_do_200_conversations(template: str, request: pytest.FixtureRequest) -> None:
-    if template in WRONGLY_LOCAL:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="the certificate is wrong, and the check finds it"))
+def test_nor_do_200_conversations(template: str) -> None:
     assert alarms(template, 200)[0] == []
 
 

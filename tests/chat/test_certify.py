@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.chat.conftest import load_certificate, load_renderer, load_tokenizer, setup_for
+from tests.chat.conftest import call, load_certificate, load_renderer, load_tokenizer, result, setup_for
 from tokentape.chat import grammar
 from tokentape.chat.certificate import Certificate
 from tokentape.chat.certify import certify
@@ -83,6 +83,53 @@ def test_an_unknown_continuation_is_tried_out() -> None:
     assert load_certificate(QWEN3).continuation(continuation_name(new)) is None
     reply = {"role": "assistant", "content": "y"}
     assert choose(renderer, load_certificate(QWEN3), reply, new, setup, [grammar.QUESTION]) == "local"
+
+
+CLOSES_OLD_CALLS = """{%- set ns = namespace(results=false, calling=false) -%}{%- for m in messages -%}
+{%- if ns.calling and m.role == 'user' %}{{ '[no result]' ~ ('[again]' if ns.results else '') }}{% endif -%}
+{%- set ns.calling = m.tool_calls is defined -%}{%- if m.role == 'tool' %}{% set ns.results = true %}{% endif -%}
+{{ '<|im_start|>' ~ m.role ~ '\\n' ~ (m.content or '') }}
+{%- for t in m.tool_calls or [] %}{{ '<tool_call>' ~ (t.function | tojson) ~ '</tool_call>' }}{% endfor -%}
+{{ '<|im_end|>\\n' }}{%- endfor -%}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"""
+
+
+def test_a_call_that_is_not_answered_is_tried_out() -> None:
+    # DeepSeek V3's template, too, closes such a call in another way once there was a tool's result.
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(CLOSES_OLD_CALLS))
+    certificate, setup = certify(renderer), setup_for(renderer)
+    earlier, reply = ({"role": "assistant", "content": "", "tool_calls": [call(n, {"a": n})]} for n in (0, 1))
+    found = certificate.continuation("user")
+    assert found is not None
+    assert found.strategy == "local"
+    after_result = [grammar.QUESTION, earlier, result(0)]
+    assert choose(renderer, certificate, reply, [grammar.NEXT], setup, [grammar.QUESTION]) == "local"
+    assert choose(renderer, certificate, reply, [grammar.NEXT], setup, after_result) == "contextual"
+    assert choose(renderer, certificate, reply, [result(1)], setup, after_result) == "local"
+
+
+COUNTS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% if messages | length > 17 %}Briefly: {% endif %}{%- endif -%}"""
+
+
+def test_a_template_that_counts_messages_is_tried_beyond_the_number_it_counts_to() -> None:
+    certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(COUNTS)))
+    for name in ("user", "user/no-tools/no-system"):
+        found = certificate.continuation(name)
+        assert found is not None
+        assert (found.strategy, found.append_only) == ("contextual", "no")
+
+
+NUMBERED = """{%- for m in messages -%}<|im_start|>{{ m.role }} {{ loop.index }}
+{{ m.content }}<|im_end|>
+{% endfor -%}"""
+
+
+def test_a_turn_that_is_read_back_as_the_first_one_only_is_not_called_read_back() -> None:
+    checks = {check.name: check for check in certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(NUMBERED))).parsing}
+    assert checks["content"].holds is False
+    assert "<|im_start|>assistant 4" in checks["content"].detail
 
 
 def test_no_tools_and_no_system_message_choose_their_own_rows() -> None:

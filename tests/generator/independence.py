@@ -40,10 +40,10 @@ def dependence(
 ) -> str | None:
     """Why what follows such replies depends on the history; empty if it is always the same. None if nothing is known.
 
-    All `conversations` continue alike; each of the first is tried after all of `histories`, and after a question.
+    All `conversations` continue alike; some of the shortest are tried after all of `histories`, and after a question.
     """
     tried = 0
-    for one in conversations[:_REPLIES]:
+    for one in sorted(conversations, key=lambda one: len(one.new))[:_REPLIES]:
         tails: set[str] = set()
         for history in [(QUESTION,), one.history, *histories]:
             try:

@@ -19,6 +19,8 @@ from tokentape.chat.certificate import Continuation
 from tokentape.errors import TemplateRefused
 
 INDEPENDENT = "continuations that do not depend on the history"
+ENOUGH = 3
+"""Conversations below which a continuation is not called needlessly contextual: it may depend on the messages."""
 LOCAL = "of these certified local"
 
 
@@ -363,7 +365,7 @@ class Judge:
             elif why is not None:
                 self.counts[INDEPENDENT] += 1
                 self.counts[LOCAL] += row.strategy == "local"
-                if row.strategy != "local":
+                if row.strategy != "local" and len(same) >= ENOUGH:
                     detail = f"{row.name}: the same tail after {len(asked)} histories; {row.reason}"
                     self._found(f"needless {row.strategy}", same[0], detail)
 

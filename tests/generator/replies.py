@@ -78,7 +78,9 @@ def spoken_turn(
         after = full[full_word : at + len(stop)]
         spoken_end = spoken_word
     else:
-        stop, after, spoken_end = "", "", spoken_word
+        # Nothing ends the turn. What follows its last word in any case is the model's to write, such as a call's end.
+        after = os.path.commonprefix([spoken[spoken_word:], full[full_word:]])
+        stop, spoken_end = "", spoken_word
     text = spoken[start:spoken_word] + after
     ids = reference.encode(text).ids
     return Spoken(text, ids, stop, own, False, after, spoken_end, full_word)

@@ -338,6 +338,10 @@ def _read_reasoning(
             return Reasoning(opening, close, opened_by_prompt=False)
         return Reasoning(_prompt_opening(header, generation_prompt), close, opened_by_prompt=True)
     opening = _last_delimiter(before)
+    framed = re.search(rf"{_FRAME.pattern}\s*\Z", before)
+    if framed is not None and opening.strip() in header:
+        # The same token opens the content: what tells them apart is the word in front of it.
+        opening = framed[0]
     opened, closed = generation_prompt.rfind(opening.strip()), generation_prompt.rfind(close.strip())
     return Reasoning(opening, close, opened_by_prompt=opened > closed)
 

@@ -33,7 +33,7 @@ class Continuations:
         strategy: Strategy = "local"
         rewritten: dict[bool, tuple[str, tuple[Message, ...]]] = {}
         ends: dict[str, None] = {}
-        for history, reply, new in grammar.conversations(name):
+        for history, reply, new in grammar.conversations(name, self._renderer.template.highest_compared):
             try:
                 full = self._marked((*history, reply, *new), generate=True)
                 found, tail = self._strategy(history, reply, new)

@@ -1,4 +1,4 @@
-"""String constants that a chat template compares with the texts of messages: words that switch something in it."""
+"""Constants that a chat template compares with messages: words that switch something in it, and numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ _MOST = 32
 """Constants that are tried; a template with more is one that was made to cost time."""
 
 _LONGEST = 200
+_HIGHEST = 64
+"""Numbers that are tried; nothing counts so many messages but to cost time."""
+
 _METHODS = ("startswith", "endswith", "find", "rfind", "index", "count", "split", "rsplit", "partition", "rpartition")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NOT_TEXT = ("role", "type", "name", "format", "arguments")
@@ -39,6 +42,12 @@ def compared_strings(template: nodes.Template) -> tuple[str, ...]:
         if not _holds_no_text(test.node):
             found |= dict.fromkeys(text for argument in test.args or () for text in _strings(argument, assigned))
     return tuple(text for text in found if text.strip() and len(text) <= _LONGEST and text not in _ROLES)[:_MOST]
+
+
+def highest_compared(template: nodes.Template) -> int:
+    """Return the highest number that a template compares something with, such as how many messages there are; or 0."""
+    compared = (one for compare in template.find_all(nodes.Compare) for one in compare.find_all(nodes.Const))
+    return max((one.value for one in compared if type(one.value) is int and one.value <= _HIGHEST), default=0)
 
 
 def _strings(node: nodes.Node, assigned: Mapping[str, nodes.Expr]) -> Iterator[str]:

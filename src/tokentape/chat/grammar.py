@@ -5,8 +5,10 @@ Every text holds a word of its own, so that a template which says something twic
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from tokentape.types import Message, Setup, Tool
@@ -232,15 +234,28 @@ SAMPLES: tuple[tuple[Message, ...], ...] = (
 """Conversations whose renderings show which tokens a template writes."""
 
 
-def conversations(name: str) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
-    """All (history, turn, new messages) of a continuation, the shortest histories first."""
+@functools.lru_cache(maxsize=8)
+def _long_histories(rounds: int) -> tuple[tuple[Message, ...], ...]:
+    """Histories of so many answers, and of so many calls too: a template may count either."""
+    asked = [(EARLIER, _turn("A pastanswer.")) for _ in range(rounds)]
+    called = [_past(f"pastid{n:03d}") for n in range(rounds)]
+    return tuple((*chain.from_iterable(one), QUESTION) for one in (asked, called))
+
+
+def conversations(
+    name: str, most_counted: int = 0
+) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
+    """All (history, turn, new messages) of a continuation, the shortest histories first.
+
+    Some histories have more messages than `most_counted`, the number up to which a template counts.
+    """
     turns, new = CONTINUATIONS[name.partition("/")[0]]
     for history in sorted(_HISTORIES, key=len):
         if NO_SYSTEM in name and SYSTEM in history:
             continue
         for turn in turns:
             yield history, turn, new
-    for history in _OTHER_IDS:
+    for history in (*_OTHER_IDS, *_long_histories(max(3, most_counted + 1))):
         yield history, turns[0], new
 
 

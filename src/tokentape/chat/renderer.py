@@ -176,6 +176,7 @@ class Renderer:
             form=self.format(setup),
             stop_ids=self.stop_ids(setup) if sampled else frozenset(),
             prompt_of=lambda n: self._render_or_nothing(self._plain(messages[:n], setup, reshape=True), setup),
+            words=self.template.compared_strings,
             history=history,
             wrong_stop=wrong_stop,
         )

@@ -43,23 +43,32 @@ def find_splices(
     form: AssistantFormat,
     stop_ids: frozenset[int],
     prompt_of: Callable[[int], str],
+    words: Sequence[str],
     history: History,
     wrong_stop: WrongStop = "keep",
 ) -> list[Splice]:
     """Where sampled ids belong in `text`, the marked rendering of `messages` with the generation prompt.
 
     `sampled` maps indices of assistant messages to completion ids. `prompt_of` gives the rendering that a message was
-    sampled after, for templates with more than one generation prompt. Nothing is spliced into a template whose turns
+    sampled after: the template has more than one generation prompt, or one of `words`, which it looks for, was said.
+    Nothing is spliced into a template whose turns
     can't be told apart: one without an assistant header of its own for each assistant message.
     """
-    header = form.header[: common_prefix(form.header, form.generation_prompt)]
+    prompt = form.generation_prompt
+    header = form.header[: common_prefix(form.header, prompt)]
+    # A number of the turn or a tool's result before it may make another prompt of it.
+    others = [one for one in (text, form.content_tail, form.calls_tail) if one and not one.endswith(prompt)]
+    mark = MARK.match(header)
+    if mark is None:
+        return []
+    for other in others:
+        at = other.rfind(mark[0])
+        header = header[: common_prefix(header, other[at:])] if at >= 0 else header
     regions = _regions(text, header, tokenizer, stop_ids)
     speakers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    if not MARK.match(header) or len(regions) != len(speakers):
+    if len(regions) != len(speakers):
         return []
-    prompt = form.generation_prompt
-    # A number of the turn, a word in a message, or a tool's result before the turn may make another prompt of it.
-    varies = any(one and not one.endswith(prompt) for one in (text, form.content_tail, form.calls_tail))
+    varies = bool(others) or any(word in text for word in words)
     splices = []
     for turn, (n, (start, end)) in enumerate(zip(speakers, regions, strict=True)):
         if n not in sampled:
@@ -88,7 +97,7 @@ def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[i
     The last header, which has no turn yet, is the generation prompt's.
     """
     regions = []
-    at = text.find(header) if header else -1
+    at = text.find(header)
     while at >= 0:
         start = at + len(header)
         end = next(

@@ -21,7 +21,7 @@ import jinja2.nodes
 import jinja2.parser
 
 from tokentape.chat.budget import Budget
-from tokentape.chat.compared_strings import compared_strings
+from tokentape.chat.compared_strings import compared_strings, highest_compared
 from tokentape.chat.media import IMAGE, image_parts
 from tokentape.chat.operations import BUDGET
 from tokentape.chat.sandbox import Sandbox
@@ -71,6 +71,11 @@ class ChatTemplate:
     def compared_strings(self) -> tuple[str, ...]:
         """String constants that the template compares with texts, or looks for in them, see `compared_strings`."""
         return compared_strings(parse_template(self.whole_source.replace("\0", "\n")))
+
+    @cached_property
+    def highest_compared(self) -> int:
+        """The highest number that the template compares something with, see `highest_compared`."""
+        return highest_compared(parse_template(self.whole_source.replace("\0", "\n")))
 
     def render(
         self,

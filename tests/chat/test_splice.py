@@ -1,0 +1,52 @@
+"""Sampled ids in place of what a template would write again, in conversations that are rendered from the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.chat.conftest import load_tokenizer, setup_for
+from tokentape.chat.renderer import Renderer
+from tokentape.chat.template import ChatTemplate
+
+QUESTION: dict[str, Any] = {"role": "user", "content": "and"}
+ANSWER: dict[str, Any] = {"role": "assistant", "content": "hi"}
+TALK = [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "ho"}, QUESTION]
+
+NUMBERED = """{%- for m in messages -%}<|im_start|>{{ m.role }} {{ loop.index }}
+{{ m.content }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant {{ messages | length + 1 }}
+{% endif -%}"""
+
+BRIEF = """{%- for m in messages -%}
+{%- set told = m.role == 'assistant' and '/brief' in messages[loop.index0 - 1].content -%}
+{{ '<|im_start|>' ~ m.role ~ '\\n' ~ ('<think></think>' if told else '') ~ m.content ~ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' ~ ('<think></think>' if '/brief' in messages[-1].content else '') }}
+{%- endif -%}"""
+
+
+def spliced(source: str, messages: list[dict[str, Any]], turns: dict[int, str]) -> tuple[str, str]:
+    """The text of a conversation with these turns by their ids, and without."""
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
+    tokenizer, setup = renderer.tokenizer, setup_for(renderer)
+    sampled = {n: tokenizer.array(tokenizer.encode_plain(text)) for n, text in turns.items()}
+    found = renderer.render(messages, setup, sampled=sampled).ids.tolist()
+    for ids in sampled.values():
+        assert any(found[n : n + len(ids)] == ids.tolist() for n in range(len(found)))
+    return tokenizer.decode(found), tokenizer.decode(renderer.render(messages, setup).ids.tolist())
+
+
+def test_a_turn_keeps_the_number_that_its_own_prompt_had() -> None:
+    with_ids, written = spliced(NUMBERED, TALK, {1: "hi<|im_end|>", 3: "ho<|im_end|>"})
+    assert with_ids == written
+    assert "<|im_start|>assistant 4\nho" in with_ids
+
+
+@pytest.mark.parametrize("last", ["and", "/brief"])
+def test_a_turn_follows_what_its_own_prompt_opened(last: str) -> None:
+    messages = [{**QUESTION, "content": "/brief"}, *TALK[1:-1], {**QUESTION, "content": last}]
+    with_ids, written = spliced(BRIEF, messages, {1: "hi<|im_end|>", 3: "ho<|im_end|>"})
+    assert with_ids == written
