@@ -19,7 +19,7 @@ from tokentape.chat.certificate import Continuation
 from tokentape.errors import TemplateRefused
 
 INDEPENDENT = "continuations that do not depend on the history"
-ENOUGH = 3
+ENOUGH = 2
 """Conversations below which a continuation is not called needlessly contextual: it may depend on the messages."""
 LOCAL = "of these certified local"
 

@@ -61,12 +61,13 @@ def check_bridge(
     try:
         real = _Real(renderer, setup, history, reply, new_messages)
         found = real.compare(completion_ids, added)
-        if found.outcome == "differs" and real.writes_again(added):
-            # What was sampled is in the context already: the policy is not to repeat it.
+        why = real.takes_no_content_beside_calls(added) if found.outcome == "differs" else ""
+        if why:
+            # What was sampled is in the context already: the policy is to go on as after the calls alone.
             said = {key: value for key, value in reply.items() if key not in ("content", "reasoning_content")}
-            silent = _Real(renderer, setup, history, {**said, "content": ""}, new_messages)
+            silent = _Real(renderer, setup, history, {**said, "content": None}, new_messages)
             if silent.compare(completion_ids, added).outcome == "same":
-                return BridgeCheck("same", "the template repeats the turn's content after its calls, the bridge not")
+                return BridgeCheck("same", why)
     except TokentapeError as error:
         return BridgeCheck("unknown", f"the template does not render the conversation ({type(error).__name__})")
     if found.outcome != "differs":
@@ -120,11 +121,15 @@ class _Real:
         expected, found = (spell(one[: len(one) - shared])[-_SHOWN:] for one in (text, bridge))
         return BridgeCheck("differs", expected=expected, found=found)
 
-    def writes_again(self, added: Added) -> bool:
-        """Say whether the template writes content that stands beside a call after the turn, and the bridge does not."""
+    def takes_no_content_beside_calls(self, added: Added) -> str:
+        """Say what the template does of content and calls of one turn, if not both stand in the turn; else empty."""
         content = self._reply.get("content")
-        again = content.strip() if isinstance(content, str) and self._reply.get("tool_calls") else ""
-        return bool(again) and again in self._tail and again not in self._read(added.ids)
+        said = content.strip() if isinstance(content, str) and self._reply.get("tool_calls") else ""
+        if said and not self._tail:
+            return "the template leaves out the calls of a turn that has content, and their end"
+        if said and said in self._tail and said not in self._read(added.ids):
+            return "the template repeats the turn's content after its calls, the bridge not"
+        return ""
 
     def _ends_turn(self, left: str, ended: str, bridge: str) -> bool:
         """Say whether what the template writes between the reply and the bridge is how the sampled turn ended.
