@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 
 from transformers import AutoTokenizer
 
-from tests.generator.conversations import Conversation, Message, conversations
+from tests.generator.conversations import Conversation, Message, constants_of, conversations
 from tests.generator.examine import takes_text
 from tests.generator.judge import Judge
 from tests.generator.mutate import as_template
@@ -125,7 +125,7 @@ def judge(name: str, folder: Path, numbers: Sequence[int], count: int, kwargs: d
     source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     controls, as_text = sorted(reference.controls), takes_text(reference)
     made = conversations(rng_of, source, controls, numbers, arguments_as_text=as_text)
-    judged.judge([one for one in made if _renders(reference, one)][:count])
+    judged.judge([one for one in made if _renders(reference, one)][:count], constants_of(source))
     return judged
 
 

@@ -61,6 +61,10 @@ def cut_tail(
         # What ends a conversation is another token than what ends a turn within one (gpt-oss).
         return Tail(tail[len(shared) :], ends_turn=True, cut=len(shared))
     header = MARK.search(tail, len(shared))
+    ends_both = header is not None and close.last.rstrip().endswith(header[0])
+    if header is not None and ends_both and tokenizer.control_of_mark(header[0]).id in eos_ids:
+        # The template writes something else in front of it where the conversation ends.
+        return Tail(tail[header.start() :], ends_turn=True, cut=header.start())
     if header is not None and header[0] in form.within_turns:
         at = next((at for at, control in reversed(marks) if control.id == last_id), 0)
         return Tail(tail[at:], ends_turn=at > 0, cut=at)

@@ -86,8 +86,12 @@ def find_splices(
                 if prompt.count(header) != turn + 1:
                     continue
             opened = prompt.rpartition(header)[2]
-            opened_ids = tokenizer.encode_after_control(opened).ids if opened else []
-            splices.append(Splice(start, end if ended else _last_mark(text, start, end), opened_ids + ids))
+            # Text is not cut within: what the prompt opened is encoded from a control token on.
+            cut = opened and not MARK.match(opened)
+            again = header[_last_mark(header, 0, len(header)) :] if cut else ""
+            opened_ids = tokenizer.encode_after_control(again + opened).ids if opened else []
+            end = end if ended else _last_mark(text, start, end)
+            splices.append(Splice(start - len(again), end, opened_ids + ids))
     return splices
 
 

@@ -182,8 +182,8 @@ class TemplateText:
         raise refused
 
     def _close(self, probe: Message, close: TurnClose, setup: Setup, form: AssistantFormat) -> TurnClose:
-        """Return what ends `probe` at the end of a conversation: `close`, with the ids of its own calls."""
-        if not probe.get("tool_calls") or PROBE_ID not in form.calls_close.last:
+        """Return what ends `probe` at the end of a conversation: `close`, with the ids and the content of its own."""
+        if not probe.get("tool_calls") or (PROBE_ID not in form.calls_close.last and not probe.get("content")):
             return close
         ask = functools.partial(self._ask, setup)
         return turn_close(ask, probe, VALUE, form.generation_prompt)
