@@ -139,7 +139,9 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     if shape is not None:
         calling = shape.message("", [shape.probe(NAME, {KEY: VALUE})])
         content_end = _before_calls(ask, shape, content_end)
-        calls = read_calls(ask, prompt, shape)
+        with contextlib.suppress(TemplateRefused):
+            # It may take calls, but not with arguments of each type: then they are not read, and the rest holds.
+            calls = read_calls(ask, prompt, shape)
         if calls is not None:
             calls = replace(calls, section_open=_without_content(calls.section_open, content_open, content_end))
         calls_close = turn_close(ask, calling, VALUE, generation_prompt)
