@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import tokentape.demo
 from tokentape.engines.base import Engine, SampleDelta, SamplingParams
@@ -108,3 +109,16 @@ async def collect(
     deltas = [d async for d in engine.sample(prompt, params, stream=stream, request_id="test")]
     ids = np.array([i for d in deltas for i in d.token_ids], np.int32)
     return ids, np.array([lp for d in deltas for lp in d.logprobs]), deltas[-1]
+
+
+class Opening:
+    """An application that opens its engine in the event loop that serves it."""
+
+    def __init__(self, opening: Callable[[], Awaitable[ASGIApp]]) -> None:
+        self._opening = opening
+        self._app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is None:
+            self._app = await self._opening()
+        await self._app(scope, receive, send)

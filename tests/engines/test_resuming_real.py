@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 import pytest
 from openai import AsyncOpenAI
-from real import MODEL, load_forward, served
+from real import MODEL, Opening, load_forward, served
+from starlette.types import ASGIApp
 
 from tokentape.chat.renderer import Renderer
-from tokentape.engines.base import Engine, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.sglang import SglangEngine
 from tokentape.engines.vllm import VllmEngine
 from tokentape.errors import EngineAborted
@@ -313,9 +314,12 @@ def test_a_stream_goes_on_over_pauses_of_the_server(server: Server, renderer: Re
     if not server.pauses:
         pytest.skip("needs a server that is paused")
     with ExitStack() as opened:
-        engine: Engine = asyncio.run(server.open())
-        store = opened.enter_context(SqliteStore.open(tmp_path))
-        url = opened.enter_context(running(create_app(Turns(engine, renderer, store), model_id="m")))
+        store = SqliteStore.open(tmp_path)
+
+        async def opening() -> ASGIApp:
+            return create_app(Turns(await server.open(), renderer, store), model_id="m")
+
+        url = opened.enter_context(running(Opening(opening)))
 
         async def talk(name: str, pauses: int) -> str:
             text = ""

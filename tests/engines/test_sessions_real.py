@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +27,8 @@ import httpx2
 import numpy as np
 import pytest
 from openai import AsyncOpenAI
-from real import MODEL, free_port, load_forward, served
-from starlette.types import ASGIApp, Receive, Scope, Send
+from real import MODEL, Opening, free_port, load_forward, served
+from starlette.types import ASGIApp
 
 from tokentape.chat.renderer import Renderer
 from tokentape.demo.agent import solve
@@ -208,19 +208,6 @@ def renderer() -> Renderer:
 @pytest.fixture(scope="module")
 def forward() -> Callable[[np.ndarray], np.ndarray]:
     return load_forward()
-
-
-class Opening:
-    """An application that opens its engine in the event loop that serves it."""
-
-    def __init__(self, opening: Callable[[], Awaitable[ASGIApp]]) -> None:
-        self._opening = opening
-        self._app: ASGIApp | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._app is None:
-            self._app = await self._opening()
-        await self._app(scope, receive, send)
 
 
 def gateway(server: Server, renderer: Renderer, data: Path, *, pool: bool = False, capture: bool = False) -> Opening:
