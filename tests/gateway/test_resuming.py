@@ -8,15 +8,19 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 
+from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import EngineInfo, Payload, SampleDelta, SamplingParams, WeightSpan
 from tokentape.errors import EngineAborted, EngineError, EngineUnavailable
+from tokentape.gateway.app import create_app
 from tokentape.gateway.events import TurnDelta, TurnDone, TurnRequest
 from tokentape.gateway.limits import Limits, OnAbort
 from tokentape.gateway.resuming import Seam, hindrance, rest
+from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
 from tokentape.session.verdict import verdict
 from tokentape.store import SqliteStore
@@ -474,3 +478,23 @@ def test_the_rest_has_another_seed_at_every_place() -> None:
     seeds = {rest(params, at).seed for at in range(50)} | {7}
     assert len(seeds) == 51
     assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
+
+
+def test_a_stream_goes_on_over_a_pause(call: Caller, renderer: Renderer, ids: list[int]) -> None:
+    engine = Interrupted(renderer, ids, [], stall=4)
+    body = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+    turns = Turns(engine, renderer, call.store)
+    with running(create_app(turns, model_id="m")) as url, httpx2.Client(base_url=url, timeout=PATIENCE) as http:
+        paused, lines = False, []
+        with http.stream("POST", "/sessions/s/v1/chat/completions", json=body) as answer:
+            for line in answer.iter_lines():
+                lines.append(line)
+                if not paused and line.startswith("data: "):
+                    paused = True
+                    assert httpx2.post(f"{url}/engine/pause", json={"mode": "abort"}, timeout=PATIENCE).json()["idle"]
+                    httpx2.post(f"{url}/engine/resume", json={"weight_version": "new"}, timeout=PATIENCE)
+        (turn,) = call.store.load_session("s").turns
+    assert not any("error" in line for line in lines)
+    assert "data: [DONE]" in lines
+    assert turn.completion_ids.tolist() == ids
+    assert [one.cause for one in turn.resumes] == ["paused"]
