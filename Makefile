@@ -10,7 +10,7 @@ ifeq ($(shell uname -s)-$(shell command -v nvidia-smi),Linux-)
 CPU_TORCH = pip install --quiet --no-deps --retries 1 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 endif
 
-.PHONY: demo test lint types layers docs check test-slow test-mutants test-generator test-faults test-postgres test-engines test-differential test-external test-harnesses test-browser test-ray benchmark-gateway clean
+.PHONY: demo test lint types layers docs check test-slow test-mutants test-generator test-faults test-postgres test-engines engine-distributions test-differential test-external test-harnesses test-browser test-ray benchmark-gateway clean
 
 # What runs it, and with the development group what tests it.
 $(RUNS): pyproject.toml constraints-dev.txt
@@ -86,6 +86,14 @@ test-generator: $(STAMP)
 
 test-engines: $(STAMP)
 	$(BIN)/pytest $(LONG) -m engines tests/engines tests/audit/skew
+
+ALL_ENGINES := embedded,embedded-raw,vllm,vllm-raw,sglang
+
+# What each engine's log-probabilities are, as a table: against a forward pass, draws and trainers. ENGINES, DRAWS, PLANT.
+engine-distributions: $(STAMP)
+	$(BIN)/python -m tests.engines.distributions --engines $(or $(ENGINES),$(ALL_ENGINES)) \
+		--draws $(or $(DRAWS),20000) $(if $(PLANT),--plant $(PLANT)) --keep test-output/distributions \
+		--out test-output/distributions.json
 
 # An environment of its own, since renderers needs openai 2; kept between runs.
 PEERS := $(VENV)-peers

@@ -1,0 +1,98 @@
+"""Recorded log-probabilities of each engine against a forward pass, draws and trainers; and wrong readings of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.audit.planted import distribution, forward, load, recorded, sampled
+from tests.engines.distributions.__main__ import main
+from tests.engines.distributions.collecting import COLUMN, MODEL, Cell, prompts
+from tests.engines.distributions.judging import chi_square, judge
+
+from tokentape.audit.rescaling import RAW, Rule
+from tokentape.chat.renderer import Renderer
+from tokentape.types import TokenDistribution
+
+OWN = TokenDistribution(False, 1.0, False, False)
+
+
+@pytest.fixture(scope="module")
+def plain_renderer() -> Renderer:
+    return Renderer.load(MODEL)
+
+
+def cell(renderer: Renderer, engine: str, rule: Rule, *, raw: bool) -> Cell:
+    """What an engine that is right gives: raw numbers, or those that tokens were sampled with."""
+    model = load(MODEL)
+    reported = RAW if raw else rule
+    of = OWN if raw else TokenDistribution(False, rule.temperature, rule.truncates, False)
+    trajectories = []
+    for one in recorded(sampled(MODEL, renderer, rule, count=2), model, reported, of):
+        own = np.zeros(len(one.token_ids), np.float32)
+        at = np.flatnonzero(one.loss_mask)
+        own[at] = forward(model, one.token_ids)[at - 1, one.token_ids[at]]
+        trajectories.append(replace(one, columns={COLUMN: own}))
+    draws = []
+    for prompt in prompts(renderer):
+        rows = forward(model, prompt)[-1:]
+        likely, told = np.exp(distribution(rows, rule)[0]), distribution(rows, reported)[0]
+        ids, counts = np.unique(np.random.default_rng(0).choice(len(likely), 2000, p=likely), return_counts=True)
+        draws.append({int(one): (int(count), float(told[one])) for one, count in zip(ids, counts, strict=True)})
+    sampling = {one.session_id: {0: {"top_p": rule.top_p}} for one in trajectories}
+    return Cell(engine, rule.temperature, rule.top_p, trajectories, sampling, draws)
+
+
+@pytest.mark.parametrize(
+    ("engine", "rule", "raw", "plant", "letters"),
+    [
+        ("embedded", Rule(1.4), False, None, set()),
+        ("embedded", Rule(0.6, top_p=0.9), False, None, set()),
+        ("vllm-raw", Rule(1.4), True, None, set()),
+        ("embedded", Rule(1.4), False, "trainer-temperature", {"(c)"}),
+        ("vllm-raw", Rule(1.4), True, "raw-as-processed", {"(a)", "(b)", "(c)"}),
+        ("embedded", Rule(1.0, top_p=0.9), False, "support-dropped", {"(a)", "(c)"}),
+    ],
+)
+def test_a_right_engine_passes_and_a_wrong_reading_of_it_fails(
+    plain_renderer: Renderer, engine: str, rule: Rule, raw: bool, plant: str | None, letters: set[str]
+) -> None:
+    rows, off = judge([cell(plain_renderer, engine, rule, raw=raw)], plain_renderer, plant)
+    assert {one[:3] for one in off} == letters, off
+    assert rows[0]["tokens"] > 40
+
+
+def test_draws_of_another_distribution_are_unlikely() -> None:
+    likely = np.array([0.5, 0.3, 0.15, 0.05])
+    counts = np.random.default_rng(0).multinomial(20_000, likely).astype(np.float64)
+    assert chi_square(counts, likely) > 0.001
+    assert chi_square(counts, np.array([0.52, 0.28, 0.15, 0.05])) < 0.001
+    # What was never drawn is missed, and there can't be more than all.
+    assert chi_square(counts, likely * 0.95) < 0.001
+    assert chi_square(counts, likely * 1.05) == 0.0
+
+
+@pytest.mark.slow
+def test_the_embedded_engine_is_what_it_says(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    small = ["--engines", "embedded,embedded-raw", "--sessions", "1", "--draws", "500", "--keep", str(tmp_path)]
+    assert main([*small, "--out", str(out)]) == 0, out.read_text()
+    for plant in ("trainer-temperature", "raw-as-processed", "support-dropped"):
+        assert main(["--engines", "embedded,embedded-raw", "--judge", str(tmp_path), "--plant", plant]) == 1
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("engine", "needed"),
+    [("vllm", "TOKENTAPE_VLLM_BIN"), ("vllm-raw", "TOKENTAPE_VLLM_BIN"), ("sglang", "TOKENTAPE_SGLANG_SERVER")],
+)
+def test_a_real_server_is_what_it_says(tmp_path: Path, engine: str, needed: str) -> None:
+    if needed not in os.environ:
+        pytest.skip(f"needs {needed}")
+    out = tmp_path / "out.json"
+    draws = os.environ.get("TOKENTAPE_DRAWS", "2000")
+    assert main(["--engines", engine, "--draws", draws, "--out", str(out)]) == 0, json.loads(out.read_text())["off"]
