@@ -141,8 +141,16 @@ def test_a_session_without_turns_has_another_one_s_ids_and_no_loss(client: Clien
         GatewayRollouts(client, agent, failures="mask")(["bad"], trainer())
 
 
-def test_a_temperature_that_recorded_logprobs_know_nothing_of_is_refused(client: Client) -> None:
-    with pytest.raises(InvalidRequest, match=r"temperature 0\.7, those of transformers .* at 1"):
+def test_a_temperature_that_recorded_logprobs_know_nothing_of_is_refused(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "engine", lambda: {"engine": "vllm 0.32.0 raw_logprobs generate"})
+    with pytest.raises(InvalidRequest, match=r"temperature 1 only, and the trainer's is 0\.7: .*processed_logprobs"):
+        GatewayRollouts(client, one_question)(["a"], trainer(temperature=0.7))
+
+
+def test_agents_that_sample_at_another_temperature_than_the_trainer_s_are_refused(client: Client) -> None:
+    with pytest.raises(InvalidRequest, match=r"sampled at temperature 1, TRL divides logits by 0\.7"):
         GatewayRollouts(client, one_question)(["a"], trainer(temperature=0.7))
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tokentape.engines.base import LogprobsMode, SampleDelta, SamplingParams
-from tokentape.engines.distributions import penalises
+from tokentape.engines.distributions import penalises, truncates
 from tokentape.engines.kv import Ids
 from tokentape.engines.sampling import choose, distribution, penalise
 from tokentape.engines.stopping import StopStrings
@@ -148,12 +148,12 @@ class Sampler:
             reported = logits.log_softmax(-1)
             logprobs = reported.gather(-1, ids.unsqueeze(-1))
         else:
-            weights = (
-                probabilities if self._mode != "scaled_logprobs" else distribution(allowed, params, truncate=False)
-            )
-            reported = weights / weights.sum(-1, keepdim=True)
-            logprobs = reported.gather(-1, ids.unsqueeze(-1)).log()
-            reported = reported.log() if any(p.top_logprobs for p in params) else reported
+            whole = self._mode == "scaled_logprobs" and any(map(truncates, params))
+            weights = distribution(allowed, params, truncate=False) if whole else probabilities
+            total = weights.sum(-1, keepdim=True)
+            logprobs = (weights.gather(-1, ids.unsqueeze(-1)) / total).log()
+            # A logarithm of the whole vocabulary is dear.
+            reported = (weights / total).log() if any(p.top_logprobs for p in params) else weights
         alternatives = self._alternatives(reported, params)
         chosen = zip(requests, ids.tolist(), logprobs.squeeze(-1).tolist(), alternatives, strict=True)
         for request, token_id, logprob, top in chosen:

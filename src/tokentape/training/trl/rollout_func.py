@@ -18,7 +18,7 @@ from tokentape.engines.distributions import mode_of
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.training.exports import trl_rollouts
 from tokentape.training.samples import MaxLength, Sample, Select
-from tokentape.training.trainers import served
+from tokentape.training.trainers import served, temperature
 from tokentape.training.trl.agents import Agent, Rollout, row_of, run_agents
 
 
@@ -72,6 +72,13 @@ class GatewayRollouts:
             max_length=self.max_length,
         )
         samples = self._one_each(rollouts)
+        sampled_at = temperature(samples, "trl")
+        if sampled_at != trainer.temperature and any(sample.loss_mask.any() for sample in samples):
+            raise InvalidRequest(
+                f"agents sampled at temperature {sampled_at:g}, TRL divides logits by {trainer.temperature:g}: "
+                "have both the same",
+                "temperature",
+            )
         return {
             **self.fields(samples),
             "reward": [sample.reward for sample in samples],
