@@ -145,7 +145,7 @@ def test_what_is_not_known_stands_in_the_name_of_the_engine(
 def test_a_server_that_does_not_answer_in_time_is_not_known(
     server: Server, looked: Looked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarded, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(guarded, "FIRST_LOOK_SECONDS", 0.05)
     looked.hangs = True
 
     async def run() -> None:

@@ -18,8 +18,11 @@ from tokentape.types import TokenIds
 
 _log = logging.getLogger("tokentape.engines")
 
+FIRST_LOOK_SECONDS = 60.0
+"""How long the look at the start may take. The first requests of a fresh server take up to 17 s each (vLLM, SGLang)."""
+
 LOOK_SECONDS = 10.0
-"""How long finding out may take; after it nothing is known."""
+"""How long a later look may take, while a call waits for it; after it nothing is known."""
 
 NAMES_SECONDS = 30.0
 """How old what `/v1/models` says may be when a call ends."""
@@ -184,7 +187,7 @@ class GuardedEngine:
     async def _find_out(self, now: _Seen) -> None:
         mode = UNKNOWN_MODE if self._opened else self._engine.info.logprobs_mode
         try:
-            async with asyncio.timeout(LOOK_SECONDS):
+            async with asyncio.timeout(LOOK_SECONDS if self._opened else FIRST_LOOK_SECONDS):
                 self._served = await served_as(self._kind, self.http)
                 found = await self._look(self.http, self._engine.info)
                 if self._opened:
