@@ -114,7 +114,8 @@ def test_a_tool_session_of_several_turns_is_one_exact_branch(
     assert len(run.texts) == len(asked.prompts)
     assert is_solved(asked, run.texts[-1]), run.texts
     assert len(run.turns) > len(asked.prompts), "no tool was called"
-    assert [trajectory.verdict for trajectory in check_branches(run.turns)] == ["exact"]
+    # They sample greedily, and the recorded number is that of temperature 1.
+    assert [trajectory.verdict for trajectory in check_branches(run.turns)] == ["exact, other logprobs"]
 
 
 @pytest.fixture
