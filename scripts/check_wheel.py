@@ -20,7 +20,21 @@ NEEDED = (
     "tokentape/viewer/static/index.html",
 )
 
-SUFFIXES = {".py", ".typed", ".json", ".jinja", ".safetensors", ".html", ".css", ".js", ".svg", ".ico", ".md", ".txt"}
+SUFFIXES = {
+    ".py",
+    ".typed",
+    ".json",
+    ".jinja",
+    ".j2",
+    ".safetensors",
+    ".html",
+    ".css",
+    ".js",
+    ".svg",
+    ".ico",
+    ".md",
+    ".txt",
+}
 
 
 def faults(wheel: Path) -> Iterator[str]:

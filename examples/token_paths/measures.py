@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from paths import Given
 
-from tokentape.training.logprob_check import Forward, numbers
+from tokentape.audit.numbers import numbers
+from tokentape.training.logprob_check import Forward
 from tokentape.types import Logprobs, Trajectory
 
 SEQUENCE_RATIO_LIMIT = 3.0

@@ -149,9 +149,7 @@ def _completion(tokenizer: Tokenizer, sampled: TokenIds, logprobs: Logprobs, aga
     if found.channel != "id drift":
         return _Piece(again, True, given, len(sampled), other_text=lost)
     for change in found.changes:
-        # The tokens around a stretch are in both, and what the trainer has between them is the same text.
-        start = found.partner[change.start - 1] + 1 if change.start else 0
-        end = found.partner[change.end] if change.end < len(sampled) else len(again)
+        start, end = change.trainer_start, change.trainer_end
         given[start:end] = logprobs[change.start : change.end].sum() / (end - start)
     return _Piece(again, True, given, len(sampled), other_ids=lost)
 

@@ -25,6 +25,7 @@ from tests.faults.invariant import Told
 from tests.faults.upstream import Plan, Upstream
 from tests.searching import examples
 from tests.waiting import PATIENCE, calls_of
+from tokentape.engines.http import Timeouts
 from tokentape.gateway.flights import Flight
 from tokentape.gateway.limits import Limits
 
@@ -146,7 +147,9 @@ def test_official_client_that_times_out_and_retries(
     serve: Serve, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """Row 15: one generation serves the call and its retry; the agent's next turn continues it."""
-    gateway = serve(limits=Limits(retry_grace=60.0))
+    # The engine may take longer than the client waits.
+    patient = Timeouts(PATIENCE, first_token=PATIENCE, between_tokens=PATIENCE, total=PATIENCE)
+    gateway = serve(limits=Limits(retry_grace=PATIENCE), timeouts=patient)
     gate = threading.Event()
     upstream.plans = [Plan(gate=gate)]
     joined_by = calls_of(monkeypatch, Flight, "follow")
@@ -158,7 +161,7 @@ def test_official_client_that_times_out_and_retries(
 
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(open_gate_to_the_retry)
-        reply = say(gateway.client(max_retries=9, timeout=5.0), [QUESTION], stream=stream)
+        reply = say(gateway.client(max_retries=9, timeout=2.0), [QUESTION], stream=stream)
         gateway.told += joined(reply) if stream else Told.of(reply)
         opening.result()
     assert len(upstream.bodies) == 1

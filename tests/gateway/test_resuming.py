@@ -298,7 +298,8 @@ def test_under_a_penalty_that_counts_the_completion_alone_it_is_kept(
     assert kept.turn.finish_reason == "length"
     assert kept.turn.sampling["aborted"] == {"cause": "engine_abort", "outcome": "kept", "why": name}
     assert kept.text.endswith("[length]")
-    assert verdict([kept.turn]) == "exact, kept partial"
+    # The scripted engine reports the numbers before penalties.
+    assert verdict([kept.turn]) == "exact, kept partial, other logprobs"
     engine = Interrupted(renderer, ids, [5])
     engine.info = replace(engine.info, prompt_penalties=frozenset({name}))
     assert hindrance(sampling, engine.info) is None
