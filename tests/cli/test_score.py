@@ -38,6 +38,8 @@ def test_the_record_says_which_model_and_a_second_run_finds_nothing_to_do(run: R
     assert "recorded against scored: tokens 48" in done.stdout
     again = run("score", directory)
     assert (again.exit_code, "4 turns had the column" in again.stdout) == (0, True)
+    assert "not compared: no recorded log-probability was checked in this run" in again.stdout
+    assert json.loads(run("score", directory, "--json").stdout)["ok"] is None
     with SqliteStore.open(directory, read_only=True) as store:
         (one,) = store.load_session("a", per_token=True).trajectories()
     np.testing.assert_allclose(one.columns["sampler_logprobs"][one.loss_mask], one.logprobs[one.loss_mask], atol=1e-4)
@@ -84,3 +86,9 @@ def test_another_tokenizer_is_refused(run: Run, directory: Path, model_dir: Path
 @pytest.mark.parametrize("arguments", [("--engine", "vllm"), ("--engine-url", "http://127.0.0.1:1")])
 def test_an_address_goes_with_a_server(run: Run, directory: Path, arguments: tuple[str, ...]) -> None:
     assert run("score", directory, *arguments).exit_code == 2
+
+
+def test_no_record_is_made_where_none_is(run: Run, tmp_path: Path) -> None:
+    done = run("score", tmp_path / "nowhere")
+    assert (done.exit_code, "is not a data directory" in done.stderr) == (1, True), done.output
+    assert not (tmp_path / "nowhere").exists()

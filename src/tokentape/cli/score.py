@@ -118,7 +118,9 @@ def score(
     else:
         report = _of_store(location, engine.value, engine_url, model, **asked)
     if as_json:
-        typer.echo(json.dumps(finite({"ok": not report.causes, **asdict(report)})))
+        # Nothing compared is neither right nor wrong.
+        ok = not report.causes if report.numeric.tokens else None
+        typer.echo(json.dumps(finite({"ok": ok, **asdict(report)})))
     else:
         for line in _lines(report):
             typer.echo(line)
@@ -133,6 +135,8 @@ def _of_store(
     from tokentape.errors import InvalidRequest
     from tokentape.store.location import open_store
 
+    # Opened for writing, a record that does not exist would be made. Opened for reading, it is an error.
+    open_store(location, read_only=True).close()
     with open_store(location) as store:
         source = Source(location, store)
         served = source.served_model()
@@ -155,4 +159,6 @@ def _lines(report: ScoreReport) -> Iterator[str]:
         yield f"not scored: {turns} turns: {why}"
     if report.numeric.tokens:
         yield f"recorded against scored: {numbers_line(report.numeric)}"
+    else:
+        yield "not compared: no recorded log-probability was checked in this run"
     yield from cause_lines(report.not_comparable, report.causes)
