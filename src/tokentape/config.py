@@ -54,8 +54,6 @@ class EngineConfig:
     api_key: str | None = None
     threads: int | None = None
     """CPU threads of the embedded engine."""
-    path: Literal["own", "regular", "paged"] = "own"
-    """How the embedded engine runs the model: by its own loop, by `generate` on batches, or by `generate_batch`."""
     logprobs_mode: Literal["raw", "scaled", "processed"] = "processed"
     """Which log-probabilities the embedded engine reports: the model's own, those after penalties and temperature, or
     those that tokens are sampled with, after truncation too. Servers have a setting of their own."""

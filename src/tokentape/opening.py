@@ -186,7 +186,7 @@ async def open_configured(
         threads = engine.threads or (1 if model == MODEL else None)
         modes: dict[str, LogprobsMode] = {mode.removesuffix("_logprobs"): mode for mode in get_args(LogprobsMode)}
         mode = modes[engine.logprobs_mode]
-        return TransformersEngine.open(model, threads=threads, path=engine.path, logprobs_mode=mode)
+        return TransformersEngine.open(model, threads=threads, logprobs_mode=mode)
     from tokentape.engines.pool import EnginePool
 
     guard = _guard(config, renderer, weights_now) if check else None

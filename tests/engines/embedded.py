@@ -7,7 +7,7 @@ import math
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +16,9 @@ from tests.waiting import PATIENCE
 torch = pytest.importorskip("torch")
 
 from tokentape.engines.base import LogprobsMode, SampleDelta, SamplingParams  # noqa: E402
-from tokentape.engines.transformers import FinishedSample, ForwardPath, TransformersEngine  # noqa: E402
+from tokentape.engines.transformers import FinishedSample, TransformersEngine  # noqa: E402
 from tokentape.types import TokenIds  # noqa: E402
 
-PATHS: tuple[ForwardPath, ...] = get_args(ForwardPath)
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 WARM = SamplingParams(max_tokens=20, temperature=1.0, seed=1)
 ENDLESS = SamplingParams(max_tokens=4000, temperature=1.0, seed=1)

@@ -16,7 +16,6 @@ torch = pytest.importorskip("torch")
 
 from embedded import (  # noqa: E402
     GREEDY,
-    PATHS,
     WARM,
     Log,
     assert_declared,
@@ -27,7 +26,7 @@ from embedded import (  # noqa: E402
 )
 
 from tokentape.engines.base import LogprobsMode, SampleDelta, SamplingParams  # noqa: E402
-from tokentape.engines.transformers import FinishedSample, ForwardPath, TransformersEngine  # noqa: E402
+from tokentape.engines.transformers import FinishedSample, TransformersEngine  # noqa: E402
 from tokentape.errors import EngineUnavailable, InvalidRequest, UnsupportedParameter  # noqa: E402
 
 
@@ -36,16 +35,16 @@ def log() -> Log:
     return Log()
 
 
-@pytest.fixture(scope="module", params=PATHS)
-def engine(request: pytest.FixtureRequest, model_dir: Path, log: Log) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.open(model_dir, path=request.param, on_finish=log)
+@pytest.fixture(scope="module")
+def engine(model_dir: Path, log: Log) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.open(model_dir, on_finish=log)
     yield engine
     asyncio.run(engine.close())
 
 
-@pytest.fixture(scope="module", params=PATHS)
-def short_engine(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.open(model_dir, path=request.param, max_context=256)
+@pytest.fixture(scope="module")
+def short_engine(model_dir: Path) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.open(model_dir, max_context=256)
     yield engine
     asyncio.run(engine.close())
 
@@ -75,9 +74,9 @@ def mode(request: pytest.FixtureRequest) -> LogprobsMode:
     return found
 
 
-@pytest.fixture(scope="module", params=PATHS)
-def engine_of_mode(request: pytest.FixtureRequest, mode: LogprobsMode, model_dir: Path) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine.open(model_dir, path=request.param, logprobs_mode=mode)
+@pytest.fixture(scope="module")
+def engine_of_mode(mode: LogprobsMode, model_dir: Path) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine.open(model_dir, logprobs_mode=mode)
     yield engine
     asyncio.run(engine.close())
 
@@ -293,9 +292,8 @@ def test_a_parameter_that_it_does_not_honour_is_refused_by_name(
     assert caught.value.param == name
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_closed_engine_takes_no_requests(model_dir: Path, path: ForwardPath) -> None:
-    engine = TransformersEngine.open(model_dir, path=path)
+def test_a_closed_engine_takes_no_requests(model_dir: Path) -> None:
+    engine = TransformersEngine.open(model_dir)
     asyncio.run(engine.check())
     asyncio.run(engine.close())
     asyncio.run(engine.close())

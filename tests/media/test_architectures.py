@@ -84,6 +84,42 @@ def test_rows_with_and_without_images_share_a_batch(architecture: str, tmp_path:
         assert_rounding_apart(model, forward, out, logprobs)
 
 
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_the_next_turn_with_the_same_image_computes_only_what_is_new(
+    architecture: str, tmp_path: Path, model_dir: Path
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    write_model(tmp_path, model_dir, architecture)
+    processor = QwenImageProcessor.open(tmp_path)
+    engine = TransformersEngine.open(tmp_path, threads=1, logprobs_mode="raw_logprobs")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    computed: list[int] = []
+    original = type(model).__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        computed.append(kwargs["input_ids"].shape[1])
+        return original(self, *args, **kwargs)
+
+    async def turns() -> None:
+        ids, media = prompt_of(processor, PICTURES[:1])
+        other = picture(9, 100, 60)
+        first, _ = await sampled(engine, ids, media)
+        for image, known in ((media[0].data, len(ids) + len(first) - 1), (other, 0)):
+            computed.clear()
+            context = [*ids, *first, 11, 12, 13]
+            shown = [PromptMedia(media[0].start, media[0].length, image)]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(type(model), "__call__", counted)
+                out, logprobs = await sampled(engine, context, shown)
+            assert computed == [len(context) - known, 1, 1, 1, 1, 1]
+            forward = partial(alone, processor=processor, prompt=context, pictures=[image], out=out)
+            assert_rounding_apart(model, forward, out, logprobs)
+        await engine.close()
+
+    asyncio.run(turns())
+
+
 def test_placeholder_ids_are_never_sampled_and_never_taken_without_an_image(
     vision_engine: TransformersEngine, processor: QwenImageProcessor
 ) -> None:

@@ -1,4 +1,4 @@
-"""A message is tokenized once, when it is new, whatever runs the model: counted at the tokenizer itself."""
+"""A message is tokenized once, when it is new: counted at the tokenizer itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import SharedEngine
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.client import Client
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS
-from tokentape.engines.transformers import FinishedSample, ForwardPath, TransformersEngine
+from tokentape.engines.transformers import FinishedSample, TransformersEngine
 
 TURNS = 20
 
@@ -54,11 +54,10 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.fixture(params=["own", *(pytest.param(path, marks=pytest.mark.slow) for path in ("regular", "paged"))])
-def engine(request: pytest.FixtureRequest, model_dir: Path, encoded: list[int]) -> Iterator[SharedEngine]:
-    path: ForwardPath = request.param
+@pytest.fixture
+def engine(model_dir: Path, encoded: list[int]) -> Iterator[SharedEngine]:
     finished: list[FinishedSample] = []
-    opened = TransformersEngine.open(model_dir, path=path, max_context=4096, on_finish=finished.append)
+    opened = TransformersEngine.open(model_dir, max_context=4096, on_finish=finished.append)
     yield SharedEngine(opened, finished)
     asyncio.run(opened.close())
 

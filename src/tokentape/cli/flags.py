@@ -21,7 +21,6 @@ SETTINGS = {
     "unverified_model": "engine.unverified_model",
     "engine_api_key": "engine.api_key",
     "threads": "engine.threads",
-    "path": "engine.path",
     "logprobs_mode": "engine.logprobs_mode",
     "capture": "engine.capture",
     "verify_prompts": "engine.verify_prompts",

@@ -33,14 +33,6 @@ class ModeName(StrEnum):
     PROCESSED = "processed"
 
 
-class PathName(StrEnum):
-    """How the embedded engine runs the model."""
-
-    OWN = "own"
-    REGULAR = "regular"
-    PAGED = "paged"
-
-
 class HistoryName(StrEnum):
     """What of earlier turns stays in context."""
 
@@ -151,13 +143,6 @@ def serve(
     threads: Annotated[
         int | None,
         typer.Option(min=1, help="CPU threads of the embedded engine. Default: torch's choice; 1 for the tiny model."),
-    ] = None,
-    path: Annotated[
-        PathName | None,
-        typer.Option(
-            help="Embedded engine only. own, the default: a loop with a prefix cache. regular: generate on batches. "
-            "paged: generate_batch."
-        ),
     ] = None,
     logprobs_mode: Annotated[
         ModeName | None,

@@ -2,14 +2,15 @@
 
 A batch is left-padded: row i's tokens sit in the last columns, whatever its length, so that every row's
 next token lands in the same new column and rows of any length decode together. The attention mask hides the
-padding and position ids count real tokens only, so a row computes what it would compute alone.
+padding and position ids count real tokens only, so a row computes what it would compute alone. A model that takes
+images gives the parts of an image positions in three dimensions; a row's later tokens are shifted by what they save.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -85,11 +86,15 @@ class Batch:
         self._forward_options = {"logits_to_keep": 1} if keeps_logits else {}
         self._cache = _empty_cache()
         self._mask = torch.zeros((0, 0), dtype=torch.int64, device=self._device)
+        self._shifts = torch.zeros((0, 1), dtype=torch.int64, device=self._device)
+        """Per row what to add to the number of tokens so far for the position of the next."""
 
     def __len__(self) -> int:
         return int(self._mask.shape[0])
 
-    def prefill(self, contexts: Sequence[Ids], prefixes: Sequence[Prefix]) -> Tensor:
+    def prefill(
+        self, contexts: Sequence[Ids], prefixes: Sequence[Prefix], images: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """Compute new rows together and append them to the batch.
 
         All rows compute the same number of columns, the most that one of them needs: a row that could reuse
@@ -98,9 +103,11 @@ class Batch:
         Args:
             contexts: one array of ids per new row.
             prefixes: per row what of its context is already known; at least one token must not be.
+            images: `Request.images` of a row that has any; it must be the only new row, and its prefix must hold all
+                images or none.
 
         Returns:
-            Logits behind each row's last token, float32 [new rows, vocab].
+            Logits after each row's last token, float32 [new rows, vocab].
 
         """
         lengths = [len(context) for context in contexts]
@@ -118,15 +125,33 @@ class Batch:
             for index, (keys, values) in enumerate(_stacked(prefixes, lengths, fresh)):
                 cache.update(keys, values, index)
         mask_tensor = torch.from_numpy(mask).to(self._device)
-        positions = (mask_tensor.cumsum(-1) - 1).clamp(min=0)[:, reused:]
-        logits = self._forward(torch.from_numpy(ids).to(self._device), mask_tensor, positions, cache)
-        self._append(cache, mask_tensor)
+        new_ids = torch.from_numpy(ids).to(self._device)
+        shifts = mask_tensor.new_zeros((len(contexts), 1))
+        if images:
+            positions, shifts, seen = self._place(contexts[0], images, reused)
+        else:
+            positions, seen = (mask_tensor.cumsum(-1) - 1).clamp(min=0)[:, reused:], {}
+        logits = self._forward(new_ids, mask_tensor, positions, cache, seen)
+        self._append(cache, mask_tensor, shifts)
         return logits
 
+    def _place(
+        self, context: Ids, images: Mapping[str, Tensor], reused: int
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the positions of a row with images, int64 [3, 1, fresh], its shift, and the images to compute."""
+        given = {name: values.to(self._device) for name, values in images.items()}
+        kinds = given.pop("mm_token_type_ids")[None]
+        ids = torch.from_numpy(context).to(self._device)[None]
+        positions, shift = self.model.model.get_rope_index(
+            ids, mm_token_type_ids=kinds, image_grid_thw=given["image_grid_thw"]
+        )
+        known = not kinds[0, reused:].any()
+        return positions[:, :, reused:], shift.reshape(1, 1), {} if known else given
+
     def decode(self, last_ids: Sequence[int]) -> Tensor:
-        """Feed each row the id sampled last; return the logits behind it, float32 [rows, vocab]."""
+        """Feed each row the id sampled last; return the logits after it, float32 [rows, vocab]."""
         ids = torch.tensor(last_ids, dtype=torch.int64, device=self._device).unsqueeze(-1)
-        positions = self._mask.sum(-1, keepdim=True)
+        positions = self._mask.sum(-1, keepdim=True) + self._shifts
         self._mask = pad(self._mask, (0, 1), value=1)
         return self._forward(ids, self._mask, positions, self._cache)
 
@@ -138,14 +163,14 @@ class Batch:
         index = torch.tensor(rows, dtype=torch.int64, device=self._device)
         mask = self._mask[index]
         start = int(mask.shape[1] - mask.sum(-1).max())
-        self._mask = mask[:, start:]
+        self._mask, self._shifts = mask[:, start:], self._shifts[index]
         for layer in self._cache.layers:
             layer.select(index, start)
 
     def clear(self) -> None:
         """Drop all rows."""
         self._cache = _empty_cache()
-        self._mask = self._mask.new_zeros((0, 0))
+        self._mask, self._shifts = self._mask.new_zeros((0, 0)), self._shifts.new_zeros((0, 1))
 
     def row(self, row: int) -> LayerTensors:
         """Copy out one row's keys and values, without padding."""
@@ -154,7 +179,9 @@ class Batch:
             (layer.keys[row, :, start:].clone(), layer.values[row, :, start:].clone()) for layer in self._cache.layers
         ]
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+    def _forward(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, images: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
@@ -162,14 +189,16 @@ class Batch:
             past_key_values=cache,
             use_cache=True,
             **self._forward_options,
+            **(images or {}),
         )
         logits: Tensor = output.logits[:, -1].float()
         return logits
 
-    def _append(self, cache: Any, mask: Tensor) -> None:
+    def _append(self, cache: Any, mask: Tensor, shifts: Tensor) -> None:
         if not len(self):
-            self._cache, self._mask = cache, mask
+            self._cache, self._mask, self._shifts = cache, mask, shifts
             return
+        self._shifts = torch.cat([self._shifts, shifts])
         width = max(self._mask.shape[1], mask.shape[1])
         self._mask = torch.cat([_widened(self._mask, width), _widened(mask, width)])
         for old, new in zip(self._cache.layers, cache.layers, strict=True):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import queue
-import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 from transformers.utils import logging as hf_logging
 
-from tokentape.engines.base import SampleDelta, SamplingParams
 from tokentape.engines.kv import NO_PREFIX, Batch
-from tokentape.engines.requests import Request, Runner
 from tokentape.errors import EngineError, TokenizerUnusable
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -152,7 +148,7 @@ def refuse_unbatchable(model: Any, *, dtype: str) -> None:
             "attention in every layer (DynamicLayer) only: serve this model with vLLM or SGLang"
         )
     rows = model.get_input_embeddings().weight.shape[0]
-    contexts = _tried_prompts(rows)
+    contexts = [np.arange(length, dtype=np.int64) % rows for length in (8, 4)]
     try:
         alone = torch.cat([Batch(model).prefill([context], [NO_PREFIX]) for context in contexts])
         batch = Batch(model)
@@ -168,68 +164,3 @@ def refuse_unbatchable(model: Any, *, dtype: str) -> None:
             f"{name} gives other logprobs in a padded batch than alone (by {apart:.2g}, allowed "
             f"{_TOLERANCE[dtype]:g} in {dtype}): serve this model with vLLM or SGLang"
         )
-
-
-_TRIED = 4
-"""Tokens of each of the greedy completions that a path is tried with."""
-
-
-@torch.inference_mode()
-def plain_completions(model: Any, known: npt.NDArray[np.bool_], *, raw: bool) -> list[tuple[list[int], list[float]]]:
-    """Greedy completions of two prompts of different lengths, each token from a whole forward pass over one row.
-
-    Returns:
-        Per prompt the ids and their logprobs, with `raw` among all rows of the embedding, else among the known ids:
-        what `refuse_unfaithful` expects of a path.
-
-    """
-    forbidden = torch.from_numpy(~known).to(model.device)
-    completions = []
-    for prompt in _tried_prompts(len(known)):
-        ids: list[int] = []
-        logprobs: list[float] = []
-        for _ in range(_TRIED):
-            row = torch.tensor([[*prompt.tolist(), *ids]], device=model.device)
-            logits = model(input_ids=row, use_cache=False).logits[0, -1].float()
-            allowed = logits.masked_fill(forbidden, -torch.inf)
-            ids.append(int(allowed.argmax()))
-            logprobs.append(float((logits if raw else allowed).log_softmax(-1)[ids[-1]]))
-        completions.append((ids, logprobs))
-    return completions
-
-
-def refuse_unfaithful(
-    runner: Runner, expected: list[tuple[list[int], list[float]]], *, embedding_rows: int, dtype: str, name: str
-) -> None:
-    """Raise unless a started runner samples what the model says of each context alone.
-
-    Raises:
-        EngineError: with what was found.
-
-    """
-    arrived: queue.SimpleQueue[SampleDelta | EngineError] = queue.SimpleQueue()
-    params = SamplingParams(max_tokens=_TRIED, temperature=0.0)
-    requests = [
-        Request("tried", prompt, params, _TRIED, None, False, arrived.put, random.Random(0))
-        for prompt in _tried_prompts(embedding_rows)
-    ]
-    for request in requests:
-        runner.submit(request)
-    for _ in requests:
-        answer = arrived.get()
-        if isinstance(answer, EngineError):
-            raise EngineError(f"{name} can't be run on this path ({answer}); open it with another") from answer
-    for request, (ids, logprobs) in zip(requests, expected, strict=True):
-        # Where rounding decided between two ids, what comes behind them can't be compared.
-        common = next((i for i, (a, b) in enumerate(zip(request.ids, ids, strict=True)) if a != b), _TRIED)
-        compared = list(zip(request.logprobs, logprobs, strict=True))[: common + 1]
-        apart = max(abs(ours - alone) for ours, alone in compared)
-        if not apart <= _TOLERANCE[dtype]:
-            raise EngineError(
-                f"{name} gives other logprobs on this path than alone (by {apart:.2g}, allowed {_TOLERANCE[dtype]:g} "
-                f"in {dtype}): open it with another path, or serve this model with vLLM or SGLang"
-            )
-
-
-def _tried_prompts(embedding_rows: int) -> list[npt.NDArray[np.int64]]:
-    return [np.arange(length, dtype=np.int64) % embedding_rows for length in (8, 4)]

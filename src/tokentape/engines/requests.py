@@ -1,19 +1,14 @@
-"""One call on its way through the embedded engine, and the step that all ways of running the model share.
+"""One call of the embedded engine, and what happens with its logits at each step.
 
-Whichever way the logits were computed, each next token is chosen here, recorded with its logprob, looked at for
-the end of the completion, and sent to the caller. So a request samples the same ids on every path.
+Each next token is chosen here, recorded with its logprob, checked for the end of the completion and sent to the caller.
 """
 
 from __future__ import annotations
 
 import math
-import queue
 import random
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,20 +33,23 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One call of `sample` on its way through a runner."""
+    """One call of `sample`."""
 
     request_id: str
     prompt_ids: Ids
+    prefix_key: Ids
+    """The prompt's ids, where those of an image are replaced by a negative number that only this image has. Contexts
+    share cached keys and values as far as they have these in common."""
     params: SamplingParams
     limit: int
     """Tokens to sample at most: `max_tokens`, or what the context has room for."""
     stops: StopStrings | None
     stream: bool
     send: Callable[[SampleDelta | EngineError], None]
-    """Called on one of the runner's threads, or the one that abandons."""
+    """Called on the worker's thread."""
     random: random.Random
     cancelled: bool = False
-    """Set by the caller's thread; the runner looks at it between steps."""
+    """Set by the caller's thread; the worker looks at it between steps."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -65,35 +63,6 @@ class Request:
     `mm_token_type_ids`, int64 [prompt tokens], 1 where an id stands for a part of an image."""
     one_version: bool = True
     """False once the weights changed under it: its keys and values are a mixture."""
-
-
-class Runner(Protocol):
-    """A way to run the model: it takes requests and answers each through its `send`."""
-
-    def start(self) -> None:
-        """Start its thread."""
-        ...
-
-    @property
-    def alive(self) -> bool:
-        """Whether requests are still being worked on."""
-        ...
-
-    def submit(self, request: Request) -> None:
-        """Sample for a request as soon as there is room."""
-        ...
-
-    def abandon(self, request: Request) -> None:
-        """Sample no more for a request: nobody waits for it. Harmless where it has ended."""
-        ...
-
-    def swap_model(self, model: Any, weight_version: str) -> Future[None]:
-        """Go on with other weights. The future raises `EngineError` where they don't fit."""
-        ...
-
-    def stop(self) -> None:
-        """Abort all requests and wait for the thread to end."""
-        ...
 
 
 class Sampler:
@@ -225,41 +194,3 @@ def _record(request: Request, token_id: int, logprob: float, top: tuple[tuple[in
         request.end = End("stop", stop)
     elif len(request.ids) >= request.limit:
         request.end = End("length")
-
-
-class Inbox:
-    """What other threads ask of a runner's thread: requests, and jobs to do between two steps."""
-
-    def __init__(self) -> None:
-        self._arrived: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
-        self.waiting: deque[Request] = deque()
-        """Requests in order of arrival, for the runner to take."""
-        self.closed = False
-        """True once the runner should end."""
-
-    def put(self, item: Request | Callable[[], None]) -> None:
-        """Hand over a request or a job. From any thread."""
-        self._arrived.put(item)
-
-    def close(self) -> None:
-        """Ask the runner to end. From any thread."""
-        self._arrived.put(None)
-
-    def take_in(self, *, wait: bool) -> None:
-        """Do the jobs and queue the requests that arrived; with `wait`, until there is something to do."""
-        try:
-            while not self.closed:
-                item = self._arrived.get(block=wait and not self.waiting)
-                if item is None:
-                    self.closed = True
-                elif isinstance(item, Request):
-                    self.waiting.append(item)
-                else:
-                    item()
-        except queue.Empty:
-            return
-
-
-def shapes(model: Any) -> dict[str, torch.Size]:
-    """Shape of each of a model's tensors, by name: what must agree for weights to be swapped."""
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -7,14 +7,16 @@ loads neither torch nor transformers; `TransformersEngine.open` does.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, LogprobsMode, PromptMedia, SampleDelta, SamplingParams
 from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
@@ -28,11 +30,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from tokentape.engines.forward import ForwardPass
-    from tokentape.engines.requests import Request, Runner
-
-
-ForwardPath: TypeAlias = Literal["own", "regular", "paged"]
-"""How the model is run: our own loop, `generate` of transformers, or its continuous batching."""
+    from tokentape.engines.requests import Request
+    from tokentape.engines.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +50,12 @@ class FinishedSample:
 class TransformersEngine:
     """An `Engine` over a model folder of Hugging Face `transformers`. Made by `open`.
 
-    The model is run on one of three paths, which sample the same ids for the same call and seed as far as its
-    logits are the same. `own`: concurrent calls share every forward pass (continuous batching), and finished
-    contexts are kept for a while, so that the next turn of a session computes only its new tokens. `regular`:
-    `generate` on left-padded batches; a call that comes while one runs waits for its end. `paged`: the continuous
-    batching of transformers, which shares whole pages of a common beginning. Logprobs are those
-    that the tokens were sampled with, after penalties, temperature and truncation, unless another `logprobs_mode` is
-    asked for. Ids that the tokenizer does not know (padding of the embedding) are never sampled and never accepted;
-    `raw_logprobs` alone are over all rows of the embedding, as a trainer's forward pass.
+    Concurrent calls share every forward pass (continuous batching), and finished contexts are kept for a while, so
+    that the next turn of a session computes only its new tokens. A prompt with images is computed by itself, and from
+    its start when it has a new image. Logprobs are those that the tokens were sampled with, after penalties,
+    temperature and truncation, unless another `logprobs_mode` is asked for. Ids that the tokenizer does not know
+    (padding of the embedding) are never sampled and never accepted; `raw_logprobs` alone are over all rows of the
+    embedding, as a trainer's forward pass.
 
         >>> engine = TransformersEngine.open("models/tiny")
         >>> params = SamplingParams(max_tokens=64, temperature=0.0, stop_token_ids=(2,))
@@ -70,7 +67,7 @@ class TransformersEngine:
     def __init__(
         self,
         info: EngineInfo,
-        runner: Runner,
+        worker: Worker,
         tokenizer: Tokenizer,
         load: Callable[[Path], Any],
         model: Any,
@@ -80,7 +77,7 @@ class TransformersEngine:
         self._info = info
         self._media_ids = media_ids
         self._images = images
-        self._runner = runner
+        self._worker = worker
         self._tokenizer = tokenizer
         self._load = load
         self._model = model
@@ -93,7 +90,6 @@ class TransformersEngine:
         cls,
         model_dir: Path | str,
         *,
-        path: ForwardPath = "own",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         device: str = "cpu",
         threads: int | None = None,
@@ -101,7 +97,6 @@ class TransformersEngine:
         max_batch: int = 32,
         max_context: int | None = None,
         prefix_cache_bytes: int = 1 << 30,
-        page_cache_tokens: int = 16384,
         weight_version: str = "0",
         on_finish: Callable[[FinishedSample], None] | None = None,
     ) -> TransformersEngine:
@@ -109,7 +104,6 @@ class TransformersEngine:
 
         Args:
             model_dir: a folder as `save_pretrained` writes it. Code in it is never run.
-            path: how the model is run. A model that takes images is run on the path `regular` in place of `own`.
             dtype: of weights and computation. Only float32 logprobs can be recomputed to 1e-4.
             device: a torch device, or `auto` for the first GPU if there is one.
             threads: torch's CPU threads, of the whole process; torch's own choice if None. A tiny model is
@@ -119,18 +113,14 @@ class TransformersEngine:
                 the model's own (`raw_logprobs`).
             max_batch: requests that decode together; further ones wait their turn.
             max_context: prompt and completion together, in tokens; the model's own limit if None.
-            prefix_cache_bytes: memory for the keys and values of finished requests; 0 turns reuse off. On the path
-                `own` only.
-            page_cache_tokens: tokens whose keys and values are held; raised to `max_context`. Calls wait until all
-                that they may sample fits. On the path `paged` only.
+            prefix_cache_bytes: memory for the keys and values of finished requests; 0 turns reuse off.
             weight_version: reported with every delta until `update_weights`.
-            on_finish: called for every call that ended, on one of the engine's threads or the caller's; it must
-                return soon and not raise.
+            on_finish: called for every call that ended, on the engine's thread; it must return soon and not raise.
 
         Raises:
             TokenizerUnusable: there is no readable `tokenizer.json`.
-            EngineError: the model can't be loaded, or gives other logprobs on this path than alone. The path `own`
-                takes only decoders with full attention in every layer.
+            EngineError: the model can't be loaded, gives other logprobs in a batch than alone, or is not a decoder
+                with full attention in every layer.
 
         """
         import torch
@@ -138,6 +128,7 @@ class TransformersEngine:
 
         from tokentape.engines import loading
         from tokentape.engines.requests import Sampler
+        from tokentape.engines.worker import Worker
 
         if threads is not None:
             torch.set_num_threads(threads)
@@ -148,13 +139,10 @@ class TransformersEngine:
         known = loading.known_ids(tokenizer, model)
         media_ids = loading.media_ids(model)
         images = find_image_processor(folder) if media_ids else None
-        if media_ids and path == "own":
-            path = "regular"
         context = max_context or loading.context_limit(model)
-        opened = False
 
         def report(request: Request, finish_reason: FinishReason) -> None:
-            if on_finish is not None and opened:
+            if on_finish is not None:
                 on_finish(_finished(request, finish_reason))
 
         samplable = known.copy()
@@ -165,35 +153,11 @@ class TransformersEngine:
             on_finish=report,
             logprobs_mode=logprobs_mode,
         )
-        runner: Runner
-        if path == "own":
-            from tokentape.engines.worker import Worker
-
-            loading.refuse_unbatchable(model, dtype=dtype)
-            runner = Worker(model, sampler, max_batch=max_batch, prefix_cache_bytes=prefix_cache_bytes)
-            runner.start()
-        else:
-            expected = loading.plain_completions(model, samplable, raw=logprobs_mode == "raw_logprobs")
-            if path == "regular":
-                from tokentape.engines.regular import RegularRunner
-
-                runner = RegularRunner(model, sampler, max_batch=max_batch)
-            else:
-                from tokentape.engines.paged import PagedRunner
-
-                cache_tokens = max(page_cache_tokens, context)
-                runner = PagedRunner(model, sampler, max_batch=max_batch, cache_tokens=cache_tokens)
-            runner.start()
-            try:
-                loading.refuse_unfaithful(
-                    runner, expected, embedding_rows=len(known), dtype=dtype, name=type(model).__name__
-                )
-            except EngineError:
-                runner.stop()
-                raise
-        opened = True
+        loading.refuse_unbatchable(model, dtype=dtype)
+        worker = Worker(model, sampler, max_batch=max_batch, prefix_cache_bytes=prefix_cache_bytes)
+        worker.start()
         info = EngineInfo(
-            name="transformers" if path == "own" else f"transformers-{path}",
+            name="transformers",
             version=transformers.__version__,
             model=folder.resolve().name,
             vocab_size=int(known.nonzero()[0][-1]) + 1,
@@ -201,9 +165,9 @@ class TransformersEngine:
             logprobs_mode=logprobs_mode,
             sampling=DISTRIBUTION,
             prompt_penalties=frozenset({"repetition_penalty"}),
-            media=frozenset({"image"}) if images is not None and path == "regular" else frozenset(),
+            media=frozenset({"image"}) if images is not None else frozenset(),
         )
-        return cls(info, runner, tokenizer, load, model, media_ids, images)
+        return cls(info, worker, tokenizer, load, model, media_ids, images)
 
     @property
     def info(self) -> EngineInfo:
@@ -238,7 +202,7 @@ class TransformersEngine:
         refuse_prompt(prompt_ids, self._info)
         refuse_params(params)
         refuse_unhonoured(params, self._info)
-        images = await asyncio.to_thread(self._seen, prompt_ids, media) if self._media_ids else {}
+        images = await asyncio.to_thread(self._processed, prompt_ids, media) if self._media_ids else {}
         await self.check()
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[SampleDelta | EngineError] = asyncio.Queue()
@@ -252,6 +216,7 @@ class TransformersEngine:
         request = Request(
             request_id=request_id,
             prompt_ids=np.array(prompt_ids, dtype=np.int64),
+            prefix_key=_prefix_key(prompt_ids, media),
             params=params,
             limit=min(params.max_tokens, self._info.max_context - len(prompt_ids)),
             stops=StopStrings(self._tokenizer, params.stop_strings) if params.stop_strings else None,
@@ -261,7 +226,7 @@ class TransformersEngine:
             images=images,
         )
         self._calls[request_id] = request
-        self._runner.submit(request)
+        self._worker.submit(request)
         try:
             while True:
                 item = await arrived.get()
@@ -272,13 +237,13 @@ class TransformersEngine:
                     return
         finally:
             self._calls.pop(request_id, None)
-            self._runner.abandon(request)
+            self._worker.abandon(request)
 
     def interrupt(self, request_id: str) -> bool:
         """Have a call end with `abort` and all that was sampled of it; False if there is none of this id."""
         request = self._calls.get(request_id)
         if request is not None:
-            self._runner.abandon(request)
+            self._worker.abandon(request)
         return request is not None
 
     async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:
@@ -290,7 +255,6 @@ class TransformersEngine:
         Raises:
             InvalidRequest: see `Scorer.score`; ids stand for parts of images.
             EngineUnavailable: the engine is closed.
-            EngineError: the path is `paged`, where the model runs in no other way.
 
         """
         from tokentape.engines.forward import ForwardPass
@@ -298,15 +262,13 @@ class TransformersEngine:
         refuse_unscorable(ids, start, self._info)
         if self._media_ids and np.isin(ids, sorted(self._media_ids)).any():
             raise InvalidRequest("ids that stand for parts of images are not scored", "ids")
-        if self._info.name == "transformers-paged":
-            raise EngineError("the path paged does not score: open the engine with another one")
         await self.check()
         if self._forward is None or self._forward.model is not self._model:
             self._forward = ForwardPass(self._model)
         return await asyncio.to_thread(self._forward.score, ids, start, top)
 
-    def _seen(self, prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> dict[str, torch.Tensor]:
-        """What the model takes of a prompt's images: `Request.images`."""
+    def _processed(self, prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> dict[str, torch.Tensor]:
+        """Return what the model takes of a prompt's images: `Request.images`."""
         import torch
 
         stands = np.isin(prompt_ids, sorted(self._media_ids))
@@ -331,7 +293,7 @@ class TransformersEngine:
 
     async def check(self) -> None:
         """Return if the engine can take a request now, else raise `EngineUnavailable`."""
-        if self._closed or not self._runner.alive:
+        if self._closed or not self._worker.alive:
             raise EngineUnavailable("the embedded engine is closed; open a new one")
 
     async def update_weights(self, model_dir: Path | str, version: str) -> None:
@@ -341,8 +303,7 @@ class TransformersEngine:
         their deltas say which version sampled which ids.
 
         Raises:
-            EngineError: the folder can't be loaded, its tensors have other names or shapes, or the path is `paged`,
-                which can't forget what the old weights computed.
+            EngineError: the folder can't be loaded, or its tensors have other names or shapes.
             EngineUnavailable: the engine is closed.
 
         """
@@ -359,8 +320,7 @@ class TransformersEngine:
         not among them stays. `tensors` is read on another thread.
 
         Raises:
-            EngineError: a tensor is unknown or of another shape, unless `partial` one is missing, or the path is
-                `paged`.
+            EngineError: a tensor is unknown or of another shape, or unless `partial` one is missing.
             EngineUnavailable: the engine is closed.
 
         """
@@ -372,14 +332,23 @@ class TransformersEngine:
 
     async def _swap(self, model: Any, version: str) -> None:
         await self.check()
-        await asyncio.wrap_future(self._runner.swap_model(model, version))
+        await asyncio.wrap_future(self._worker.swap_model(model, version))
         self._model = model
 
     async def close(self) -> None:
         """Abort what runs and end the thread. May be called again."""
         self._closed = True
-        if self._runner.alive:
-            await asyncio.to_thread(self._runner.stop)
+        if self._worker.alive:
+            await asyncio.to_thread(self._worker.stop)
+
+
+def _prefix_key(prompt_ids: TokenIds, media: Sequence[PromptMedia]) -> npt.NDArray[np.int64]:
+    """Return `Request.prefix_key`."""
+    key = np.array(prompt_ids, dtype=np.int64)
+    for image in media:
+        digest = int.from_bytes(hashlib.sha256(image.data).digest()[:8], "big")
+        key[image.start : image.start + image.length] = -1 - (digest >> 1)
+    return key
 
 
 def _finished(request: Request, finish_reason: FinishReason) -> FinishedSample:

@@ -1,13 +1,15 @@
-"""The own loop of the embedded engine: its thread alone touches the model, and batches requests continuously.
+"""The loop of the embedded engine: its thread alone touches the model, and batches requests continuously.
 
 Between two decoding steps requests join the batch (as many as fit a prefill of bounded size, so that a long
-prompt delays the running ones by one prefill at most) and leave it (finished, or no longer wanted by anyone).
+prompt delays the running ones by one prefill at most) and leave it (finished, or abandoned by their callers).
 """
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tokentape.engines.kv import NO_PREFIX, Batch, Prefix, PrefixCache
-from tokentape.engines.requests import End, Inbox, Request, Sampler, shapes
+from tokentape.engines.requests import End, Request, Sampler
 from tokentape.errors import EngineError
 
 _PREFILL_TOKENS = 2048
@@ -24,7 +26,7 @@ _PREFILL_TOKENS = 2048
 
 
 class Worker:
-    """Owns the model and everything that is computed with it. A `Runner`.
+    """Owns the model and everything that is computed with it.
 
     Args:
         model: a causal language model of `transformers`, in evaluation mode.
@@ -39,7 +41,9 @@ class Worker:
         self._sampler = sampler
         self._max_batch = max_batch
         self._prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
-        self._inbox = Inbox()
+        self._inbox: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
+        """Requests, and jobs to do between two steps; None ends the thread."""
+        self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._thread = threading.Thread(target=self._run, name="tokentape-transformers", daemon=True)
 
@@ -68,7 +72,7 @@ class Worker:
         done: Future[None] = Future()
 
         def swap() -> None:
-            if shapes(model) != shapes(self._batch.model):
+            if _shapes(model) != _shapes(self._batch.model):
                 done.set_exception(EngineError("the new weights have other tensors than the running model"))
                 return
             for request in self._running:
@@ -85,26 +89,37 @@ class Worker:
 
     def stop(self) -> None:
         """Abort all requests and wait for the thread to end."""
-        self._inbox.close()
+        self._inbox.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                while True:
-                    self._inbox.take_in(wait=not self._running)
-                    if self._inbox.closed:
-                        break
+                while self._receive():
                     self._retire()
                     self._admit()
                     self._decode()
         finally:
-            for request in [*self._running, *self._inbox.waiting]:
+            for request in [*self._running, *self._waiting]:
                 self._sampler.finish(request, End("abort"))
+
+    def _receive(self) -> bool:
+        """Do the jobs and queue the requests that arrived, waiting while there is nothing to do; False to end."""
+        while True:
+            try:
+                item = self._inbox.get(block=not self._running and not self._waiting)
+            except queue.Empty:
+                return True
+            if item is None:
+                return False
+            if isinstance(item, Request):
+                self._waiting.append(item)
+            else:
+                item()
 
     def _admit(self) -> None:
         """Prefill one group of waiting requests, in order of arrival, and sample their first tokens."""
-        waiting = self._inbox.waiting
+        waiting = self._waiting
         joining: list[Request] = []
         prefixes: list[Prefix] = []
         widest = 0
@@ -113,21 +128,30 @@ class Worker:
             if request.cancelled:
                 self._sampler.finish(waiting.popleft(), End("abort"))
                 continue
-            prefix = self._prefixes.longest(request.prompt_ids) if self._prefixes is not None else NO_PREFIX
+            prefix = self._known_prefix(request)
             widest = max(widest, len(request.prompt_ids) - prefix.length)
-            if joining and widest * (len(joining) + 1) > _PREFILL_TOKENS:
+            if joining and (request.images or widest * (len(joining) + 1) > _PREFILL_TOKENS):
                 break
             joining.append(waiting.popleft())
             prefixes.append(prefix)
+            if request.images:
+                break
         if not joining:
             return
         try:
-            logits = self._batch.prefill([request.prompt_ids for request in joining], prefixes)
+            contexts = [request.prompt_ids for request in joining]
+            logits = self._batch.prefill(contexts, prefixes, joining[0].images)
             self._running += joining
             self._sample(joining, logits)
         except Exception as error:
             self._fail_all(error, also=joining)
         self._retire()
+
+    def _known_prefix(self, request: Request) -> Prefix:
+        """Return what need not be computed again: of a context with images only what holds all of them."""
+        prefix = self._prefixes.longest(request.prefix_key) if self._prefixes is not None else NO_PREFIX
+        cuts_image = request.images and request.images["mm_token_type_ids"][prefix.length :].any()
+        return NO_PREFIX if cuts_image else prefix
 
     def _decode(self) -> None:
         """Sample one more token for every row."""
@@ -145,7 +169,7 @@ class Worker:
             self._sampler.tell(request)
 
     def _fail_all(self, error: Exception, also: Sequence[Request] = ()) -> None:
-        """Give up the whole batch: after an error in the model nobody knows what its tensors hold."""
+        """Fail the whole batch: after an error in the model its tensors may hold anything."""
         for request in {*self._running, *also}:
             if not request.finished:
                 self._sampler.fail(request, EngineError(f"the model failed: {type(error).__name__}: {error}"))
@@ -162,8 +186,13 @@ class Worker:
             if not request.finished:
                 self._sampler.finish(request, End("abort"))
             if request.one_version and self._prefixes is not None:
-                computed = [*request.prompt_ids.tolist(), *request.ids[:-1]]
+                computed = [*request.prefix_key.tolist(), *request.ids[:-1]]
                 self._prefixes.put(np.array(computed, dtype=np.int64), self._batch.row(row))
         staying = [row for row in range(len(self._running)) if row not in leaving]
         self._running = [self._running[row] for row in staying]
         self._batch.keep(staying)
+
+
+def _shapes(model: Any) -> dict[str, torch.Size]:
+    """Return the shape of each of a model's tensors by name: what must agree for weights to be swapped."""
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""The same greedy requests on the paths of transformers and on a real vLLM server: one prompt, the same ids."""
+"""The same greedy requests to the embedded engine and to a real vLLM server: one prompt, the same ids."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def test_every_path_and_vllm_sample_the_same_greedy_ids(server: str) -> None:
+def test_the_embedded_engine_and_vllm_sample_the_same_greedy_ids(server: str) -> None:
     tokenizer = Tokenizer.from_file(str(real.MODEL / "tokenizer.json"))
     rng = np.random.default_rng(0)
     asked: list[tuple[TokenIds, SamplingParams]] = []
@@ -58,16 +58,15 @@ def test_every_path_and_vllm_sample_the_same_greedy_ids(server: str) -> None:
     async def everywhere() -> dict[str, list[tuple[TokenIds, np.ndarray, str | None]]]:
         vllm = await VllmEngine.open(server, vocab_size=tokenizer.get_vocab_size())
         sampled = {"vllm": await collect_all(vllm)}
-        for path in ("own", "regular", "paged"):
-            sampled[path] = await collect_all(TransformersEngine.open(Path(real.MODEL), path=path, threads=1))
+        sampled["embedded"] = await collect_all(TransformersEngine.open(Path(real.MODEL), threads=1))
         return sampled
 
     sampled = asyncio.run(everywhere())
     apart = dict.fromkeys(sampled, 0.0)
     for number in range(len(asked)):
-        expected_ids, expected, reason = sampled["own"][number]
-        for path, answers in sampled.items():
+        expected_ids, expected, reason = sampled["embedded"][number]
+        for engine, answers in sampled.items():
             ids, logprobs, why = answers[number]
-            assert (ids.tolist(), why) == (expected_ids.tolist(), reason), path
-            apart[path] = max(apart[path], float(np.abs(logprobs - expected).max()))
+            assert (ids.tolist(), why) == (expected_ids.tolist(), reason), engine
+            apart[engine] = max(apart[engine], float(np.abs(logprobs - expected).max()))
     assert max(apart.values()) < TOLERANCE
