@@ -48,7 +48,7 @@ def _section(command: Any, name: str) -> str:
     usage = " ".join([name, *command.collect_usage_pieces(context)])
     usage = usage.replace("{", "").replace("}", "")
     lines = [f"\n## {name}\n", _paragraphs(command.help or ""), f"```console\n$ {usage}\n```\n"]
-    rows = [record for one in command.params if (record := _row(one, context))]
+    rows = [record for one in command.get_params(context) if (record := _row(one, context))]
     if rows:
         lines.append("| | |\n|---|---|\n" + "".join(rows))
     return "\n".join(lines)

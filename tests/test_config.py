@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tokentape.config import SECRETS, env_name, read_keys, resolve, settings
+from tokentape.config import SECRETS, read_keys, resolve, settings
 from tokentape.errors import InvalidRequest
 from tokentape.gateway.limits import Limits
+from tokentape.settings import env_name
 
 KEY = "k" * 16
 
@@ -99,8 +100,9 @@ def test_unknown_names_are_told_with_the_nearest(file: Path) -> None:
     [
         ('port = "1"', "port: expected `int`, got `str`"),
         ("port = 70000", "port: expected `int` <= 65535"),
-        ("port = -1", "port: expected a number that is not negative"),
-        ("drain_seconds = nan", "drain_seconds: expected a number"),
+        ("port = -1", "port: expected `int` >= 0"),
+        ("drain_seconds = nan", "drain_seconds: expected `float` >= 0"),
+        ("drain_seconds = inf", "drain_seconds: expected `float` <= "),
         ('history = "all"', "history: expected one of sampled, template"),
         ("[limits]\nbody_bytes = 1.5", "limits.body_bytes: expected `int`"),
         ("[engine.timeouts]\nconnect = 0", "timeout connect must be a positive number"),

@@ -1,22 +1,19 @@
-"""How a gateway is to be run: one frozen tree of settings, each from a flag, the environment, a TOML file or a default.
+"""Configuration of a gateway: one frozen tree of settings from flags, the environment, a TOML file and defaults.
 
-A setting's name has dots: `limits.body_bytes` is the flag's value if there is one, else that of the environment
-variable `TOKENTAPE_LIMITS_BODY_BYTES`, else `body_bytes` in the file's table `[limits]`, else the default.
+A setting's name has dots. `limits.body_bytes` is the value of its flag if that is given, else of the environment
+variable `TOKENTAPE_LIMITS_BODY_BYTES`, else of `body_bytes` in the file's table `[limits]`, else the default.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
-
-import msgspec
+from typing import Any, Literal, TypeAlias, get_origin
 
 from tokentape.chat.splice import History, WrongStop
 from tokentape.engines.http import Timeouts
@@ -26,6 +23,7 @@ from tokentape.gateway.limits import CheckBridges, Limits, OnAbort
 from tokentape.gateway.logs import Format, Level
 from tokentape.gateway.pins import Pins
 from tokentape.hub import is_hub_name
+from tokentape.settings import Setting, build, env_name, option, walk
 from tokentape.store.postgres import is_url, without_password
 
 Source: TypeAlias = Literal["flag", "env", "file", "default"]
@@ -33,35 +31,45 @@ Source: TypeAlias = Literal["flag", "env", "file", "default"]
 EngineKind: TypeAlias = Literal["transformers", "vllm", "sglang", "llamacpp", "openai"]
 
 DEFAULT_FILE = Path("tokentape.toml")
-"""Read if it is there and no other is named."""
+"""Read if it exists and no other file is named."""
 
 SECRETS = frozenset({"keys", "admin_keys", "engine.api_key"})
-"""Names of the settings that are never shown."""
+"""Settings that are never shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What samples, and where it is."""
+    """The engine that samples, and its address."""
 
-    kind: EngineKind = "transformers"
-    """`transformers` is embedded in the gateway's process; the others are servers at `urls`."""
-    urls: tuple[str, ...] = ()
-    """One for each replica."""
-    model: str | None = None
-    """The name by which the server serves the folder's model; of several that it serves, the one to sample from."""
-    unverified_model: bool = False
-    """Serve although the server is not known to serve the folder's model, and say so in every verdict."""
-    api_key: str | None = None
-    threads: int | None = None
-    """CPU threads of the embedded engine."""
-    logprobs_mode: Literal["raw", "scaled", "processed"] = "processed"
-    """Which log-probabilities the embedded engine reports: the model's own, those after penalties and temperature, or
-    those that tokens are sampled with, after truncation too. Servers have a setting of their own."""
-    capture: bool = False
-    """Let the server render: its prompts are recorded as they are, and where they drift. For `vllm`."""
-    verify_prompts: bool = False
-    """Have the server return the ids of every prompt, and compare them. Without, it has to count them right. For `vllm`
-    and `sglang`."""
+    kind: EngineKind = option(
+        "transformers", "transformers: in this process. The others: the server at --engine-url.", "--engine"
+    )
+    urls: tuple[str, ...] = option(
+        (), "Base URL of the engine's server. Repeat it for several replicas.", "--engine-url", "URL"
+    )
+    model: str | None = option(
+        None, "Name of the folder's model on the server. Default: the first that it lists.", "--engine-model", "NAME"
+    )
+    unverified_model: bool = option(
+        False, "Serve even if the server may serve a different model. Every verdict then says so."
+    )
+    api_key: str | None = option(
+        None, "API key for the engine's server. Better set in the environment.", "--engine-api-key", "KEY"
+    )
+    threads: int | None = option(
+        None, "CPU threads of the embedded engine. Default: torch's choice; 1 for the tiny model.", least=1
+    )
+    logprobs_mode: Literal["raw", "scaled", "processed"] = option(
+        "processed",
+        "Which log-probabilities the embedded engine reports. processed: those that tokens are sampled with. scaled: "
+        "those before top-p, top-k and min-p. raw: the model's own.",
+    )
+    capture: bool = option(False, "Let the vLLM server render the prompts, and record them and where they drift.")
+    verify_prompts: bool = option(
+        False,
+        "Have vLLM or SGLang return the ids of every prompt and compare them, which costs as much as sending them. "
+        "Otherwise only their number is compared.",
+    )
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
@@ -69,53 +77,78 @@ class EngineConfig:
 class LogConfig:
     """What is logged, and how."""
 
-    level: Level = "info"
-    format: Format = "auto"
+    level: Level = option("info", "Lowest level that is logged.", "--log-level")
+    format: Format = option("auto", "auto: text on a terminal, JSON lines elsewhere.", "--log-format")
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """All that `tokentape serve` takes."""
+    """All settings of `tokentape serve`. Raises `InvalidRequest` if they contradict each other."""
 
-    model: Path | None = None
-    """Model folder, or a Hub name of which the cache of this machine has the files. None: the tiny model shipped, if it
-    is embedded."""
-    model_id: str | None = None
-    """The model's name in replies. None: the folder's."""
-    chat_template: Path | None = None
-    strict_text: bool = False
-    """Keep every added token out of the text of callers, not control tokens only."""
-    data: Path = Path("runs/serve")
-    store: str | None = None
-    """A database instead of the data directory: `postgresql://user@host/database`, for several gateways over it."""
-    workers: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
-    """Processes that serve together."""
-    host: str = "127.0.0.1"
-    port: Annotated[int, msgspec.Meta(le=65535)] = 8800
-    allowed_hosts: tuple[str, ...] | None = None
-    """See `create_app`."""
-    history: History = "sampled"
-    wrong_stop: WrongStop = "keep"
-    on_abort: OnAbort = "resume"
-    """What becomes of a completion that the engine aborts, for new weights for example."""
-    pin: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters that callers can't change, by name; see `gateway.pins`."""
-    default: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters of calls that name none."""
-    payloads: bool = False
-    """Record what the engine says of each token besides its logprob, such as routed experts."""
-    synchronous: Literal["full", "normal"] = "full"
-    drain_seconds: float = 30.0
-    """How long calls may go on after SIGTERM."""
-    tracing: bool = False
-    """Open OpenTelemetry spans."""
-    drift_share: Annotated[float, msgspec.Meta(le=1)] = 0.01
-    """Of the completions, how many go through text and back to count drift, apart from calls. 0: none."""
-    check_bridges: CheckBridges = "sample"
-    """Which bridges are compared with the template's own rendering, apart from calls: `all`, `sample`, `off`."""
-    keys_file: Path | None = None
-    """Lines `name=key`, besides `keys`."""
-    admin_keys_file: Path | None = None
+    model: Path | None = option(
+        None,
+        "Model folder with tokenizer and chat template, and the weights for the embedded engine; or a Hub name that is "
+        "in this machine's cache. Default for the embedded engine: the tiny model shipped.",
+    )
+    model_id: str | None = option(None, "Name of the model in replies. Default: the folder's name.", metavar="NAME")
+    chat_template: Path | None = option(None, "Chat template to use instead of the model's own.")
+    strict_text: bool = option(
+        False,
+        "Keep every added token out of callers' text, HTML tags too. Without it only control tokens are kept out, and "
+        "other text is encoded as the tokenizer encodes it.",
+    )
+    data: Path = option(Path("runs/serve"), "Directory of the record.")
+    store: str | None = option(
+        None,
+        "Keep the record in PostgreSQL instead, postgresql://user@host/database. Several gateways may share it.",
+        metavar="URL",
+    )
+    workers: int = option(1, "Processes that serve together. Not with the embedded engine.", least=1, most=1024)
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8800, "Port to listen on; 0 takes a free one.", most=65535)
+    allowed_hosts: tuple[str, ...] | None = option(
+        None,
+        "Host name that requests may be addressed to. Repeat it for several; * allows any. Default: any with API keys, "
+        "otherwise this machine.",
+        "--allowed-host",
+        "NAME",
+    )
+    history: History = option(
+        "sampled",
+        "What stays in context of earlier turns. sampled: everything that was sampled. template: what the chat "
+        "template keeps; dropping the rest starts a new branch.",
+    )
+    wrong_stop: WrongStop = option(
+        "keep",
+        "What to do when a turn ended with a different stop token than the template renders. keep: keep the token. "
+        "fork: start a new branch with the template's token.",
+    )
+    on_abort: OnAbort = option(
+        "resume",
+        "What to do with a completion that the engine aborts, for example for new weights. resume: continue it in the "
+        "same turn if its distribution stays the same, otherwise keep it. keep: return it as it is. resample: answer "
+        "with an error, so that the caller asks again.",
+    )
+    pin: Mapping[str, Any] = option(
+        {}, "Sampling parameter that callers can't change, such as temperature=1.0.", metavar="NAME=VALUE"
+    )
+    default: Mapping[str, Any] = option({}, "Sampling parameter for calls that don't name it.", metavar="NAME=VALUE")
+    payloads: bool = option(False, "Record what the engine returns per token, such as routed experts.")
+    synchronous: Literal["full", "normal"] = option(
+        "full", "full: acknowledged turns survive a power cut. normal: they survive a crash of the gateway."
+    )
+    drain_seconds: float = option(30.0, "How long calls may continue after SIGTERM.")
+    tracing: bool = option(False, "Open OpenTelemetry spans.")
+    drift_share: float = option(
+        0.01, "Fraction of completions to re-tokenize in the background for drift metrics.", most=1
+    )
+    check_bridges: CheckBridges = option(
+        "sample",
+        "Which bridges to compare in the background with the template's own rendering. sample: the first of each kind "
+        "on a branch, and some more.",
+    )
+    keys_file: Path | None = option(None, "File with API keys of callers, a line name=key for each.")
+    admin_keys_file: Path | None = option(None, "File with API keys that see every session and the metrics.")
     keys: Mapping[str, str] = field(default_factory=dict)
     admin_keys: Mapping[str, str] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -185,11 +218,11 @@ class Resolved:
 
 
 def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Path | None = None) -> Resolved:
-    """The configuration from `flags`, `environ` and a file.
+    """Return the configuration from `flags`, `environ` and a file.
 
-    `flags` are settings by name, None and empty lists where one is not given. `file` None stands for the one that
-    `TOKENTAPE_CONFIG` names, else for `tokentape.toml` if that is there; paths in it start at its folder. Raises
-    `InvalidRequest` for a file that can't be read, for unknown names in it, and for a value that a setting can't have.
+    `flags` are settings by name, None or empty where one is not given. `file` None stands for the file that
+    `TOKENTAPE_CONFIG` names, else for `tokentape.toml` if it exists; paths in it are relative to its folder. Raises
+    `InvalidRequest` for a file that can't be read, unknown names in it, and values that a setting can't have.
     """
     if file is None and (named := environ.get("TOKENTAPE_CONFIG")):
         file = Path(named)
@@ -198,42 +231,33 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, f
     in_file = {} if file is None else _read_file(file)
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
-    for name, kind in settings().items():
+    for name, setting in settings().items():
         variable = env_name(name)
         if flags.get(name) not in (None, (), []):
             sources[name] = "flag"
-            values[name] = _convert(flags[name], kind, name, strict=False)
+            values[name] = setting.convert(flags[name], name, strict=False)
         elif variable in environ:
             sources[name] = "env"
-            value = _convert(_from_text(environ[variable], kind, variable), kind, variable, strict=False)
+            value = setting.convert(_from_text(environ[variable], setting, variable), variable, strict=False)
             values[name] = value.expanduser() if isinstance(value, Path) else value
         elif name in in_file:
             assert file is not None
             sources[name] = "file"
-            value = _convert(in_file[name], kind, f"{file}: {name}", strict=True)
+            value = setting.convert(in_file[name], f"{file}: {name}", strict=True)
             inside = isinstance(value, Path) and not (name == "model" and is_hub_name(value))
             values[name] = file.parent / value.expanduser() if inside else value
         else:
             sources[name] = "default"
     try:
-        return Resolved(_build(ServeConfig, values, ""), sources, file)
+        return Resolved(build(ServeConfig, values), sources, file)
     except ValueError as error:
         raise error if isinstance(error, InvalidRequest) else InvalidRequest(str(error)) from None
 
 
 @cache
-def settings() -> Mapping[str, Any]:
-    """The type of each setting, by its name."""
-    return dict(_walk(ServeConfig, ""))
-
-
-def env_name(name: str) -> str:
-    """The environment variable of a setting.
-
-    >>> env_name("limits.body_bytes")
-    'TOKENTAPE_LIMITS_BODY_BYTES'
-    """
-    return "TOKENTAPE_" + name.replace(".", "_").upper()
+def settings() -> Mapping[str, Setting]:
+    """Return the settings by name."""
+    return {one.name: one for one in walk(ServeConfig())}
 
 
 def read_keys(path: Path) -> dict[str, str]:
@@ -243,26 +267,6 @@ def read_keys(path: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the keys in {path} can't be read: {_reason(error)}", "keys_file") from None
     return _named_keys([line for line in lines if line.strip() and not line.lstrip().startswith("#")], str(path))
-
-
-def _walk(kind: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, inner in get_type_hints(kind, include_extras=True).items():
-        if is_dataclass(inner):
-            yield from _walk(inner, f"{prefix}{name}.")
-        else:
-            yield prefix + name, inner
-
-
-def _build(kind: Any, values: Mapping[str, Any], prefix: str) -> Any:
-    given = {}
-    for one in fields(kind):
-        name = prefix + one.name
-        inner = get_type_hints(kind)[one.name]
-        if is_dataclass(inner):
-            given[one.name] = _build(inner, values, f"{name}.")
-        elif name in values:
-            given[one.name] = values[name]
-    return kind(**given)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -296,13 +300,12 @@ def _with_nearest(name: str) -> str:
     return f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
 
 
-def _from_text(text: str, kind: Any, variable: str) -> Any:
-    """What an environment variable says, for a setting of this type: lists are separated by commas."""
-    shapes = {get_origin(one) for one in (kind, *get_args(kind))}
-    if not shapes & {Mapping, tuple}:
+def _from_text(text: str, setting: Setting, variable: str) -> Any:
+    """Read an environment variable; commas separate the entries of a list."""
+    if not setting.repeats:
         return text
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    return _named_keys(parts, variable) if Mapping in shapes else parts
+    return _named_keys(parts, variable) if get_origin(setting.kind) is Mapping else parts
 
 
 def _named_keys(entries: list[str], where: str) -> dict[str, str]:
@@ -322,18 +325,6 @@ def _joined(keys: Mapping[str, str], path: Path | None) -> dict[str, str]:
     if twice := sorted(in_file.keys() & keys.keys()):
         raise InvalidRequest(f"{path} names keys that are given elsewhere too: {', '.join(twice)}", "keys_file")
     return {**keys, **in_file}
-
-
-def _convert(value: Any, kind: Any, where: str, *, strict: bool) -> Any:
-    if get_origin(kind) is Literal and value not in get_args(kind):
-        raise InvalidRequest(f"{where}: expected one of {', '.join(get_args(kind))}", where)
-    try:
-        found = msgspec.convert(value, kind, strict=strict, dec_hook=lambda wanted, given: wanted(given))
-    except (msgspec.ValidationError, TypeError) as error:
-        raise InvalidRequest(f"{where}: {str(error)[:1].lower()}{str(error)[1:]}", where) from None
-    if isinstance(found, int | float) and not 0 <= found < math.inf:
-        raise InvalidRequest(f"{where}: expected a number that is not negative", where)
-    return found
 
 
 def _reason(error: Exception) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from tokentape.cli.flags import SETTINGS
 from tokentape.config import settings
 
 KEY = "LEAKMARKER-LEAKMARKER"
@@ -56,7 +55,3 @@ def test_a_wrong_file_is_exit_code_2(run: Run, tmp_path: Path) -> None:
     done = run("config", "show")
     assert done.exit_code == 2
     assert "did you mean 'port'?" in done.stderr
-
-
-def test_flags_give_settings_that_there_are() -> None:
-    assert set(SETTINGS.values()) <= set(settings())

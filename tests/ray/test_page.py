@@ -16,7 +16,8 @@ import yaml
 from tests.postgres import Server
 from tests.records import SETUP, make_chain
 from tokentape import ray
-from tokentape.config import env_name, resolve, settings
+from tokentape.config import resolve, settings
+from tokentape.settings import env_name
 from tokentape.store.location import open_store
 from tokentape.types import SessionInfo
 

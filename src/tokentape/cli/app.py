@@ -18,12 +18,11 @@ from tokentape.cli.demo import demo
 from tokentape.cli.doctor import doctor
 from tokentape.cli.drift import drift
 from tokentape.cli.export import export
-from tokentape.cli.flags import SAME_AS_SERVE
 from tokentape.cli.lock import lock
 from tokentape.cli.premium import premium
 from tokentape.cli.probe import probe
 from tokentape.cli.score import score
-from tokentape.cli.serve import serve
+from tokentape.cli.serve import SAME_AS_SERVE, ServeCommand, serve
 from tokentape.cli.show import show
 from tokentape.cli.snapshot import snapshot
 from tokentape.cli.verify import verify
@@ -73,7 +72,7 @@ def _options(
 
 
 # A short help where the first sentence is too long for the list of commands.
-app.command(short_help="Serve a model, and record token-exactly.")(serve)
+app.command(cls=ServeCommand, short_help="Serve a model, and record token-exactly.")(serve)
 app.add_typer(config, name="config")
 app.command(context_settings=SAME_AS_SERVE)(doctor)
 app.command()(certify)

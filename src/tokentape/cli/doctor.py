@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from tokentape.cli.arguments import AsJson
-from tokentape.cli.flags import config_of_serve
 from tokentape.cli.output import print_json
+from tokentape.cli.serve import config_of_serve
 
 
 def doctor(

@@ -24,13 +24,14 @@ from tokentape.audit.served import Finding, same_template, serves_model
 from tokentape.chat.certificate import Certificate
 from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.renderer import Renderer
-from tokentape.config import ServeConfig, env_name, settings
+from tokentape.config import ServeConfig, settings
 from tokentape.engines.base import Engine, SampleDelta, SamplingParams
 from tokentape.engines.http import HttpClient
 from tokentape.engines.identity import offered_routes
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest, StoreLocked, TokentapeError
 from tokentape.opening import folder_model, model_folder, open_configured
 from tokentape.session.invariants import check_completion
+from tokentape.settings import env_name
 from tokentape.store import SqliteStore
 from tokentape.store.lock import LOCK_NAME, DirectoryLock
 from tokentape.store.postgres import PostgresStore, without_password

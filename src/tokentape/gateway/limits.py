@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from tokentape.errors import LimitReached
+from tokentape.settings import option
 
 CheckBridges: TypeAlias = Literal["all", "sample", "off"]
 """Which bridges are checked: each; the first of each kind on a branch and a sample; none."""
@@ -21,23 +22,24 @@ caller told to ask again."""
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a gateway. 0 stands for none, where a count is meant."""
+    """The limits of a gateway. 0 means no limit, where a count is meant."""
 
-    body_bytes: int = 64 * 2**20
-    """Largest request body."""
-    open_sessions: int = 0
-    """Sessions in memory per API key; those that idle don't count."""
-    turns_per_session: int = 0
-    idle_seconds: float = 3600.0
-    """A session that nobody used for so long is let go of. It is read from the store when it goes on."""
-    calls_per_key: int = 0
-    """Calls under way per API key."""
+    body_bytes: int = option(64 * 2**20, "Largest request body, in bytes. Default: 64 MiB.", "--max-body-bytes")
+    open_sessions: int = option(
+        0, "Sessions in memory per API key, idle ones not counted; 0 for no limit.", "--max-open-sessions"
+    )
+    turns_per_session: int = option(0, "Turns per session; 0 for no limit.", "--max-turns-per-session")
+    idle_seconds: float = option(
+        3600.0, "Time after which an unused session leaves the memory. The store still has it."
+    )
+    calls_per_key: int = option(0, "Calls in flight per API key; 0 for no limit.", "--max-calls-per-key")
     pause_patience: float = 600.0
     """Seconds that a call waits while sampling is paused."""
-    resumes: int = 32
-    """How often a completion goes on that the engine aborted; after that it is kept as it is."""
+    resumes: int = option(
+        32, "How often an aborted completion is continued before it is kept as it is.", "--max-resumes"
+    )
     retry_grace: float = 2.0
-    """Seconds that a call goes on after its client has left, so that a retry can take it up. 0: it is aborted."""
+    """Seconds that a call continues after its client has left, so that a retry can join it. 0: it is aborted."""
 
 
 class Calls:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp
 
-from tokentape.config import ServeConfig, env_name, resolve, settings
+from tokentape.config import ServeConfig, resolve, settings
 from tokentape.errors import InvalidRequest, StoreError
 from tokentape.gateway.logs import logging_to
 from tokentape.opening import open_app, open_renderer, served_model, synchronous
 from tokentape.ray.installed import require_ray
+from tokentape.settings import env_name
 from tokentape.store.location import note_served_model, open_store
 
 if TYPE_CHECKING:
