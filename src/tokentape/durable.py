@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 PART = ".part"
 """How the name of a file ends that is not whole yet; a process that is killed leaves it behind."""
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file, making its folder if there is none. It appears under its name once it is whole and on the disk."""
+@contextmanager
+def durable_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file, making its folder if there is none. It appears under its name once it is whole and on the disk.
+
+    If the context raises, there is no file.
+    """
     made = [one for one in path.parents if not one.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + PART)
     try:
         with open(part, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
@@ -24,6 +31,12 @@ def write_durably(path: Path, data: bytes) -> None:
         part.unlink(missing_ok=True)
     for changed in (path.parent, *(one.parent for one in made)):
         flush_directory(changed)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file as `durable_file` does."""
+    with durable_file(path) as file:
+        file.write(data)
 
 
 def flush_directory(directory: Path) -> None:

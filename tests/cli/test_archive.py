@@ -24,7 +24,7 @@ def test_old_sessions_are_archived_deleted_and_read_from_the_archive(run: Run, d
     exported = run("export", archive, "-o", tmp_path / "t.jsonl", "--json")
     assert json.loads(exported.stdout)["trajectories"] == 3
     again = run("archive", data_dir, "--to", archive, "--json")
-    assert json.loads(again.stdout) == {"runs": [], "sessions": 0, "deleted": [], "kept": []}
+    assert json.loads(again.stdout) == {"run": None, "sessions": 0, "deleted": [], "kept": []}
 
 
 def test_a_gateway_that_has_the_record_open_takes_part(

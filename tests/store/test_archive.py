@@ -7,7 +7,9 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
+from typing import IO, Any
 
 import fsspec
 import numpy as np
@@ -19,7 +21,7 @@ from tests.store.conftest import Place
 from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError
 from tokentape.session.jsonl import json_line
 from tokentape.store import Store, archive
-from tokentape.store.archiving import Archived, OwnCustodian, archive_sessions
+from tokentape.store.archive import Archived, SnapshotClient, archive_sessions
 from tokentape.store.custody import Custody
 from tokentape.store.location import open_store
 from tokentape.store.snapshots import Selection
@@ -70,7 +72,7 @@ def memory() -> Iterator[str]:
 
 
 def archived(store: Store, target: str, *, delete: bool = False) -> Archived:
-    return archive_sessions(store, OwnCustodian(store), target, idle_seconds=86400, delete=delete)
+    return archive_sessions(store, SnapshotClient(store), target, idle_seconds=86400, delete=delete)
 
 
 def names(store: Store) -> list[str]:
@@ -85,7 +87,7 @@ def lines(store: Store, *session_ids: str) -> list[bytes]:
 def check_archived_and_read(store: Store, target: str) -> None:
     before = {name: bits(store.load_session(name, per_token=True)) for name in "ab"}
     done = archived(store, target, delete=True)
-    assert (done.sessions, done.deleted, done.kept) == (2, ("a", "b"), ())
+    assert (done.sessions, done.deleted, done.kept) == (2, ["a", "b"], ())
     assert names(store) == ["new"]
     with open_store(target, read_only=True) as read:
         assert names(read) == ["a", "b"]
@@ -126,7 +128,7 @@ def test_without_delete_everything_stays_and_only_what_changed_is_written_again(
     with open_store(target, read_only=True) as read:
         assert sorted(names(read)) == ["a", "b"]
         assert lines(read, "a", "b") == lines(store, "a", "b")
-    assert archived(store, target, delete=True).deleted == ("a", "b")
+    assert archived(store, target, delete=True).deleted == ["a", "b"]
     with open_store(target, read_only=True) as read:
         assert sorted(names(read)) == ["a", "b"]
 
@@ -134,52 +136,46 @@ def test_without_delete_everything_stays_and_only_what_changed_is_written_again(
 def test_what_was_recorded_after_the_snapshot_is_kept(
     store: Store, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = OwnCustodian.take
+    take = SnapshotClient.take
 
-    def take_and_go_on(self: OwnCustodian, selection: Selection, owner: str) -> int:
+    def take_and_go_on(self: SnapshotClient, selection: Selection, owner: str) -> int:
         taken = take(self, selection, owner)
         run(store.write(make_turn("a", 3, CHAIN[2])))
         return taken
 
-    monkeypatch.setattr(OwnCustodian, "take", take_and_go_on)
+    monkeypatch.setattr(SnapshotClient, "take", take_and_go_on)
     done = archived(store, target, delete=True)
-    assert (done.deleted, done.kept) == (("b",), (("a", "changed since the snapshot"),))
+    assert (done.deleted, done.kept) == (["b"], (("a", "changed since the snapshot"),))
     assert len(store.load_session("a").turns) == 4
     with open_store(target, read_only=True) as read:
         assert len(read.load_session("a").turns) == 3
 
 
-@pytest.mark.parametrize("at", range(6))
-def test_cut_off_anywhere_it_goes_on(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Each session is a part of its own; the process dies at the write after so many, or before the deletion."""
-    monkeypatch.setattr(archive, "PART_BYTES", 1)
-    write, counts = archive.Folder.write, [0, 0]
-    target = str(tmp_path / "archive")
+@pytest.mark.parametrize("at", range(12))
+def test_cut_off_anywhere_it_goes_on(store: Store, target: str, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """The process dies at the write of a file after so many, or before the deletion."""
+    write, writes = archive._write, iter(range(at))
     before = lines(store, "a", "b")
 
     class Killed(BaseException):
         pass
 
-    def write_until(self: archive.Folder, name: str, data: bytes) -> None:
-        if name.endswith(".json"):
-            if counts[0] == at:
-                raise Killed
-            counts[0] += 1
-        elif name.endswith("turns.parquet"):
-            counts[1] += 1
-        write(self, name, data)
+    def write_until(folder: Any, name: str, source: IO[bytes]) -> None:
+        if next(writes, None) is None:
+            raise Killed
+        write(folder, name, source)
 
-    def drop_not(self: OwnCustodian, snapshot_id: int) -> tuple[list[str], dict[str, str]]:
+    def drop_not(self: SnapshotClient, snapshot_id: int, digest: str) -> tuple[list[str], dict[str, str]]:
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(archive.Folder, "write", write_until)
-        patched.setattr(OwnCustodian, "drop", drop_not)
+        patched.setattr(archive, "_write", write_until)
+        patched.setattr(SnapshotClient, "drop", drop_not)
         with pytest.raises(Killed):
             archived(store, target, delete=True)
     assert names(store) == ["a", "b", "new"]
     done = archived(store, target, delete=True)
-    assert done.deleted == ("a", "b")
+    assert done.deleted == ["a", "b"]
     assert names(store) == ["new"]
     with open_store(target, read_only=True) as read:
         assert lines(read, "a", "b") == before
@@ -196,30 +192,30 @@ def test_cut_off_within_the_snapshot_it_holds_nothing_for_ever(
         patched.setattr(Custody, "_read", die)
         with pytest.raises(SystemExit):
             archived(store, target, delete=True)
-    assert archived(store, target, delete=True).deleted == ("a", "b")
+    assert archived(store, target, delete=True).deleted == ["a", "b"]
 
 
 def test_killed_within_its_first_write_it_goes_on(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "archive"
     target.mkdir()
     (target / "tokentape-archive.json.part").write_bytes(b"{")
-    assert archived(store, str(target), delete=True).deleted == ("a", "b")
+    assert archived(store, str(target), delete=True).deleted == ["a", "b"]
     assert [one.name for one in target.glob("*.part")] == []
 
 
 def test_what_was_begun_for_another_archive_is_left_to_it(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die(self: OwnCustodian, snapshot_id: int, digest: str) -> None:
+    def die(self: SnapshotClient, snapshot_id: int, digest: str) -> None:
         raise SystemExit
 
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     with monkeypatch.context() as patched:
-        patched.setattr(OwnCustodian, "confirm", die)
+        patched.setattr(SnapshotClient, "drop", die)
         with pytest.raises(SystemExit):
             archived(store, one, delete=True)
     assert [name for name, _ in archived(store, other, delete=True).kept] == ["a", "b"]
-    assert archived(store, one, delete=True).deleted == ("a", "b")
+    assert archived(store, one, delete=True).deleted == ["a", "b"]
 
 
 def test_nothing_is_confirmed_before_what_was_written_is_on_the_disk(
@@ -233,27 +229,27 @@ def test_nothing_is_confirmed_before_what_was_written_is_on_the_disk(
         fsync(handle)
         flushed.add((os.fstat(handle).st_dev, os.fstat(handle).st_ino))
 
-    confirm = OwnCustodian.confirm
+    drop = SnapshotClient.drop
 
-    def check(self: OwnCustodian, snapshot_id: int, digest: str) -> None:
+    def check(self: SnapshotClient, snapshot_id: int, digest: str) -> tuple[list[str], dict[str, str]]:
         there = [tmp_path, target.parent, target, *target.rglob("*")]
         assert target / "tokentape-archive.json" in there
         assert [one for one in there if (one.stat().st_dev, one.stat().st_ino) not in flushed] == []
-        confirm(self, snapshot_id, digest)
+        return drop(self, snapshot_id, digest)
 
     monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(OwnCustodian, "confirm", check)
-    assert archived(store, str(target), delete=True).deleted == ("a", "b")
+    monkeypatch.setattr(SnapshotClient, "drop", check)
+    assert archived(store, str(target), delete=True).deleted == ["a", "b"]
 
 
 def test_what_can_t_be_read_back_is_not_deleted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = archive.Folder.write
+    write = archive._write
 
-    def spoil(self: archive.Folder, name: str, data: bytes) -> None:
-        write(self, name, data[:-1] + b"?" if name.endswith("turns.parquet") else data)
+    def spoil(folder: Any, name: str, source: IO[bytes]) -> None:
+        write(folder, name, BytesIO(source.read()[:-1] + b"?") if name == "turns.parquet" else source)
 
     with monkeypatch.context() as patched:
-        patched.setattr(archive.Folder, "write", spoil)
+        patched.setattr(archive, "_write", spoil)
         with pytest.raises(StoreCorrupt, match=r"turns\.parquet is not the file that was written"):
             archived(store, str(tmp_path / "archive"), delete=True)
     assert names(store) == ["a", "b", "new"]
@@ -262,7 +258,7 @@ def test_what_can_t_be_read_back_is_not_deleted(store: Store, tmp_path: Path, mo
 def test_a_file_that_is_damaged_later_is_found(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "archive"
     archived(store, str(target))
-    (damaged,) = target.glob("*/00000/rewards.parquet")
+    (damaged,) = target.glob("*/rewards.parquet")
     damaged.write_bytes(damaged.read_bytes()[:-9])
     (finding,) = verify(target).findings
     assert "rewards.parquet" in str(finding)
@@ -284,7 +280,7 @@ def test_archives_of_two_stores_are_one(store: Store, tmp_path: Path) -> None:
     archived(store, target, delete=True)
     with open_store(tmp_path / "other") as other:
         run(other.write(SessionInfo("c", 1.0), SETUP, make_turn("c", 0)))
-        assert archived(other, target, delete=True).deleted == ("c",)
+        assert archived(other, target, delete=True).deleted == ["c"]
     with open_store(target, read_only=True) as read:
         assert sorted(names(read)) == ["a", "b", "c"]
 
@@ -301,7 +297,7 @@ def test_a_folder_of_something_else_is_refused(store: Store, tmp_path: Path) -> 
 def test_an_archive_of_a_later_version_is_refused(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "archive"
     archived(store, str(target))
-    (part,) = target.glob("*/00000.json")
+    (part,) = target.glob("*/manifest.json")
     part.write_text(json.dumps({**json.loads(part.read_text()), "schema_version": 99}))
     with pytest.raises(StoreCorrupt, match="later release"):
         open_store(target, read_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,13 +41,13 @@ def archive(
 ) -> None:
     """Archive old sessions as Parquet files with hashes.
 
-    What was written is read back and compared before anything is deleted. Cut off, the same command goes on. What
-    reads a record reads an archive: `show`, `view`, `export`, `verify`, `drift`, `compare`, `check-logprobs`.
+    What was written is read back and compared before anything is deleted. If it is cut off, run it again. What reads a
+    record reads an archive: `show`, `view`, `export`, `verify`, `drift`, `compare`, `check-logprobs`.
     """
     from rich.console import Console
 
     from tokentape.client import Client
-    from tokentape.store.archiving import Custodian, OwnCustodian, archive_sessions
+    from tokentape.store.archive import SnapshotClient, archive_sessions
     from tokentape.store.location import open_store, served_model, shown
 
     seconds = _age(older_than)
@@ -56,12 +56,12 @@ def archive(
         open_store(store, read_only=url is not None) as opened,
         Console(stderr=True).status("selecting sessions") as status,
     ):
-        custodian: Custodian = OwnCustodian(opened)
+        taker: Any = SnapshotClient(opened)
         if url is not None:
-            custodian = _RemoteCustodian(held.enter_context(Client(url, api_key=api_key)))
+            taker = _GatewaySnapshots(held.enter_context(Client(url, api_key=api_key)))
         done = archive_sessions(
             opened,
-            custodian,
+            taker,
             to,
             idle_seconds=seconds,
             delete=delete,
@@ -76,21 +76,19 @@ def archive(
         typer.echo(f"kept {session_id}: {reason}", err=True)
 
 
-class _RemoteCustodian:
-    """Asks the gateway that has the record open."""
+class _GatewaySnapshots:
+    """`SnapshotClient` of the gateway that has the record open."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     def take(self, selection: Selection, owner: str) -> int:
-        taken = self._client.take_snapshot(since=selection.since, idle_seconds=selection.idle_seconds)
-        return taken.snapshot_id
+        return self._client.take_snapshot(since=selection.since, idle_seconds=selection.idle_seconds).snapshot_id
 
-    def confirm(self, snapshot_id: int, digest: str) -> None:
-        self._client.snapshot(snapshot_id).confirm(digest)
-
-    def drop(self, snapshot_id: int) -> tuple[list[str], dict[str, str]]:
-        report = self._client.snapshot(snapshot_id).drop()
+    def drop(self, snapshot_id: int, digest: str) -> tuple[list[str], dict[str, str]]:
+        snapshot = self._client.snapshot(snapshot_id)
+        snapshot.confirm(digest)
+        report = snapshot.drop()
         return report["dropped"], {one["session_id"]: one["reason"] for one in report["kept"]}
 
     def release(self, snapshot_id: int) -> None:

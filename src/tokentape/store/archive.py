@@ -1,273 +1,308 @@
-"""An archive of a record: Parquet files with hashes, in a folder or on object storage, written from snapshots.
+"""Archive a record: snapshots of it as Parquet files, one per table, in a folder or on object storage.
 
-    TARGET/tokentape-archive.json       says what this is
-    TARGET/RUN/begun.json               a run: one snapshot, named by its id and its digest
-    TARGET/RUN/00000/turns.parquet      a part: the rows of some sessions, a file per table
-    TARGET/RUN/00000.json               its manifest, written behind its files: sessions, SHA-256 of each file
-    TARGET/RUN/manifest.json            written when all parts have been read back and were found to be the snapshot
+    TARGET/tokentape-archive.json       names the format
+    TARGET/RUN/turns.parquet            the rows of a snapshot, a file per table of `schema` that has any
+    TARGET/RUN/manifest.json            written last: sessions, digests, model
 
-A run that was cut off goes on at the part that it had come to. Rows are those of `schema`, so an archive is read by
-putting them into a database again: whatever reads a record reads an archive.
-
-`fsspec` (extra `archive`) and `pyarrow` are imported on first use.
+A run without a manifest was cut off and is not read. Sessions are copied to a temporary record, and its tables to the
+files; an archive is read by loading them into a temporary record again. So whatever reads a record reads an archive.
+`fsspec` (extra `archive`) and `pyarrow` are imported on use.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
-import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import IO, TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, Column, Connection, Double, Integer, LargeBinary, Table, insert, select
+from sqlalchemy import URL, Engine, Table, create_engine, insert, select
 
-from tokentape.durable import write_durably
-from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt
+from tokentape.chat.media import image_parts
+from tokentape.durable import PART, durable_file
+from tokentape.errors import InvalidRequest, StoreCorrupt
 from tokentape.session.jsonl import json_line
 from tokentape.store import schema
-from tokentape.store.driver import passing_engine
-from tokentape.store.reads import batched
+from tokentape.store.base import Store
+from tokentape.store.custody import Custody
+from tokentape.store.reads import StoredSession
+from tokentape.store.rows import Record
 from tokentape.store.served_model import ServedModel
-from tokentape.store.snapshots import Entry
+from tokentape.store.snapshots import Selection, Snapshot
 from tokentape.store.sqlite import DATABASE_NAME, SqliteStore
+from tokentape.version import __version__
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from fsspec import AbstractFileSystem
+    from fsspec.implementations.dirfs import DirFileSystem
 
-MARKER = "tokentape-archive.json"
-FORMAT = {"format": "tokentape-archive", "version": 1}
+MARKER, MANIFEST = "tokentape-archive.json", "manifest.json"
+FORMAT = {"format": "tokentape-archive", "version": 2}
 
-PART_BYTES = 64 * 2**20
-"""About how many bytes of rows a part has."""
-
-_SHARED = (schema.setups, schema.media)
-_OF_SESSION = (
-    schema.sessions,
-    schema.turns,
-    schema.answers,
-    schema.rewards,
-    schema.events,
-    schema.token_columns,
-    schema.token_payloads,
-    schema.turn_media,
-)
-TABLES = (*_SHARED, *_OF_SESSION)
-"""In an order in which each refers to those before it only."""
-
-Rows = dict[str, list[dict[str, Any]]]
-"""Rows of a part, by table."""
+GROUP_BYTES = 16 * 2**20
+"""About how many bytes of rows a row group has; one is in memory at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A place on a file system or object storage."""
+def _open(location: str) -> DirFileSystem:
+    """Return the folder that a path or URL names. Raises `InvalidRequest` if there is nothing to reach it with."""
+    try:
+        import fsspec
+        from fsspec.implementations.dirfs import DirFileSystem
+    except ImportError:
+        raise InvalidRequest("archives need fsspec: pip install 'tokentape[archive]'", "to") from None
+    try:
+        files, path = fsspec.core.url_to_fs(location)
+    except (ImportError, ValueError) as error:
+        raise InvalidRequest(f"{location.partition('://')[0]}:// can't be reached: {error}", "to") from None
+    return DirFileSystem(path.rstrip("/"), files)
 
-    files: AbstractFileSystem
-    path: str
 
-    @classmethod
-    def at(cls, location: str) -> Folder:
-        """The folder that a path or URL names. Raises `InvalidRequest` if there is nothing to reach it by."""
-        try:
-            import fsspec
-        except ImportError:
-            raise InvalidRequest("archives need fsspec: pip install 'tokentape[archive]'", "to") from None
-        try:
-            files, path = fsspec.core.url_to_fs(location)
-        except (ImportError, ValueError) as error:
-            raise InvalidRequest(f"{location.partition('://')[0]}:// can't be reached: {error}", "to") from None
-        return cls(files, path.rstrip("/"))
+def _below(folder: DirFileSystem, name: str) -> DirFileSystem:
+    return type(folder)(f"{folder.path}/{name}", folder.fs)
 
-    @property
-    def url(self) -> str:
-        """Where it is, however it was named."""
-        found: str = self.files.unstrip_protocol(self.path)
-        return found
 
-    def below(self, name: str) -> Folder:
-        """A folder in this one."""
-        return Folder(self.files, f"{self.path}/{name}")
+def _names(folder: DirFileSystem) -> list[str]:
+    """Return the names of files and folders in a folder, sorted."""
+    return sorted(name.strip("/") for name in folder.ls("", detail=False)) if folder.exists("") else []
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file, all of it or, on storage that can, nothing. On a disk it is durable when this returns."""
-        from fsspec.implementations.local import LocalFileSystem
 
-        path = f"{self.path}/{name}"
-        if isinstance(self.files, LocalFileSystem):
-            write_durably(Path(path), data)
-            return
-        self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self.files.pipe_file(path, data)
+def _write(folder: DirFileSystem, name: str, source: IO[bytes]) -> None:
+    """Write a file. On a disk it is durable when this returns."""
+    path = f"{folder.path}/{name}"
+    if "file" in folder.fs.protocol:
+        with durable_file(Path(path)) as sink:
+            shutil.copyfileobj(source, sink)
+    else:
+        folder.fs.makedirs(folder.path, exist_ok=True)
+        with folder.fs.open(path, "wb") as sink:
+            shutil.copyfileobj(source, sink)
 
-    def read(self, name: str) -> bytes | None:
-        """A file's bytes; None if there is none."""
-        try:
-            data: bytes = self.files.cat_file(f"{self.path}/{name}")
-        except FileNotFoundError:
-            return None
-        return data
 
-    def read_json(self, name: str) -> Any:
-        """What a JSON file holds; None if there is none. Raises `StoreCorrupt` if it is damaged."""
-        data = self.read(name)
-        try:
-            return None if data is None else json.loads(data)
-        except ValueError:
-            raise StoreCorrupt(f"{self.path}/{name} is damaged") from None
+def _write_json(folder: DirFileSystem, name: str, value: Any) -> None:
+    _write(folder, name, BytesIO(json.dumps(value, indent=1).encode()))
 
-    def folders(self) -> list[str]:
-        """Names of the folders in this one, sorted."""
-        if not self.files.exists(self.path):
-            return []
-        found = self.files.ls(self.path, detail=True)
-        return sorted(one["name"].rstrip("/").rpartition("/")[2] for one in found if one["type"] == "directory")
+
+def _read_json(folder: DirFileSystem, name: str) -> Any:
+    """Return the contents of a JSON file, None if there is no file. Raises `StoreCorrupt` if it is damaged."""
+    try:
+        return json.loads(folder.cat_file(name))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise StoreCorrupt(f"{folder.path}/{name} is damaged") from None
+
+
+def _manifests(folder: DirFileSystem) -> dict[str, Any]:
+    """Return the manifest of each finished run, oldest first."""
+    found = {name: _read_json(_below(folder, name), MANIFEST) for name in _names(folder) if name != MARKER}
+    return {name: manifest for name, manifest in found.items() if manifest is not None}
 
 
 def is_archive(location: str | Path) -> bool:
-    """Say whether `location` is one of an archive: a URL, or a folder that says so."""
+    """Return whether `location` is a URL, or a folder with an archive."""
     return "://" in str(location) or (Path(location) / MARKER).is_file()
 
 
 def shown_archive(location: str) -> str:
-    """The location without a password, as URLs of FTP or SSH may have one."""
-    scheme, mark, rest = location.partition("://")
-    authority, slash, path = rest.partition("/")
-    user, at, host = authority.rpartition("@")
-    name, colon, _ = user.partition(":")
-    return f"{scheme}{mark}{name}:***@{host}{slash}{path}" if at and colon else location
+    """Return the location without a password, which URLs of FTP or SSH may have."""
+    return re.sub(r"^(\w+://[^/:]*):[^/]*@", r"\1:***@", location)
 
 
-def run_name(snapshot_id: int, digest: str) -> str:
-    """The folder of a snapshot's run. Snapshots of another store have another digest."""
-    return f"{snapshot_id:08d}-{digest[:16]}"
+class SnapshotClient:
+    """Takes snapshots and drops sessions of a store that this process has open for writing."""
+
+    def __init__(self, store: Store) -> None:
+        self._custody = Custody(store)
+
+    def take(self, selection: Selection, owner: str) -> int:
+        """Freeze sessions and return the snapshot's id. Raises `InvalidRequest` if none is selected."""
+        return asyncio.run(self._custody.take(selection, owner, None)).snapshot_id
+
+    def drop(self, snapshot_id: int, digest: str) -> tuple[list[str], dict[str, str]]:
+        """Confirm the snapshot and delete its sessions. Return their ids, and why each other session was kept."""
+        asyncio.run(self._custody.confirm(snapshot_id, None, digest))
+        return asyncio.run(self._custody.drop(snapshot_id, None))
+
+    def release(self, snapshot_id: int) -> None:
+        """Keep nothing for the snapshot any more."""
+        asyncio.run(self._custody.release(snapshot_id, None))
 
 
-# Writing
+@dataclass(frozen=True, slots=True)
+class Archived:
+    """The result of `archive_sessions`."""
+
+    run: str | None = None
+    """The folder that was written; None if no session had to be archived."""
+    sessions: int = 0
+    deleted: Sequence[str] = ()
+    kept: Sequence[tuple[str, str]] = ()
+    """Sessions that were to be deleted and were not, and why."""
 
 
-def write_parts(connection_rows: Iterator[tuple[str, Rows]], run: Folder, skip: Collection[str]) -> Iterator[list[str]]:
-    """Write the rows of sessions in parts; yields the ids of the sessions of each part once it is written.
+def archive_sessions(
+    store: Store,
+    client: SnapshotClient,
+    target: str,
+    *,
+    idle_seconds: float,
+    delete: bool,
+    model: ServedModel | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Archived:
+    """Archive the sessions of `store` without a turn for `idle_seconds`, and with `delete` delete them afterwards.
 
-    `connection_rows` gives session ids with their rows. Sessions in `skip` are in earlier parts.
+    `model` is the one that the record was made with last. Without `delete`, sessions that are in the archive as they
+    are now are left out. Cut off anywhere, call it again. Make one call at a time for a target: another one takes this
+    one's snapshot for left over and releases it, and this one ends with `Conflict`, nothing deleted.
+
+    Raises `InvalidRequest` for a target that can't be reached or holds something else, and `StoreCorrupt` if the files
+    do not read back as the snapshot: then nothing is deleted.
     """
-    number = _parts(run)
-    some: Rows = {table.name: [] for table in TABLES}
-    ids: list[str] = []
-    size = 0
-    for session_id, rows in connection_rows:
-        if session_id in skip:
-            continue
-        ids.append(session_id)
-        for name, more in rows.items():
-            some[name] += more
-            size += sum(len(value) for row in more for value in row.values() if isinstance(value, str | bytes))
-        if size >= PART_BYTES:
-            _write_part(run, number, ids, some)
-            yield ids
-            number, ids, size, some = number + 1, [], 0, {table.name: [] for table in TABLES}
-    if ids:
-        _write_part(run, number, ids, some)
-        yield ids
+    folder = _open(target)
+    found = _read_json(folder, MARKER)
+    if found not in (None, FORMAT) or (found is None and set(_names(folder)) - {MARKER + PART}):
+        raise InvalidRequest(f"{shown_archive(target)} holds something else than an archive; name an empty place", "to")
+    if found is None:
+        _write_json(folder, MARKER, FORMAT)
+    owner = f"archive {folder.fs.unstrip_protocol(folder.path)}"
+    finished, begun = _manifests(folder), _names(folder)
+    newest = None
+    for snapshot in Custody(store).all(None):
+        if snapshot.state == "held" and (snapshot.owner == owner or _run_name(snapshot) in begun):
+            client.release(snapshot.snapshot_id)  # left over by a run that was cut off
+        newest = snapshot.snapshot_id if _run_name(snapshot) in finished else newest
+    try:
+        taken = client.take(Selection(idle_seconds=idle_seconds, since=None if delete else newest), owner)
+    except InvalidRequest:
+        return Archived()
+    snapshot = Custody(store).find(taken, None)
+    assert snapshot.digest is not None
+    run = _below(folder, _run_name(snapshot))
+    _write_run(store, snapshot, run, model, progress)
+    name, sessions = _run_name(snapshot), len((snapshot.contents or {})["sessions"])
+    if not delete:
+        client.release(taken)
+        return Archived(name, sessions)
+    dropped, kept = client.drop(taken, snapshot.digest)
+    return Archived(name, sessions, dropped, tuple(kept.items()))
 
 
-def _write_part(run: Folder, number: int, session_ids: Sequence[str], rows: Rows) -> None:
+def _run_name(snapshot: Snapshot) -> str:
+    """Return the folder of a snapshot's run. Snapshots of another store have another digest."""
+    return f"{snapshot.snapshot_id:08d}-{(snapshot.digest or '')[:16]}"
+
+
+def _write_run(
+    store: Store, snapshot: Snapshot, run: DirFileSystem, model: ServedModel | None, progress: Callable[[str], None]
+) -> None:
+    with TemporaryDirectory(prefix="tokentape-archive-") as directory:
+        session_ids = []
+        with SqliteStore.open(directory, synchronous="NORMAL") as copy:
+            for stored in Custody(store).sessions(snapshot.snapshot_id):
+                session_ids.append(stored.info.session_id)
+                progress(f"copying session {len(session_ids)}")
+                asyncio.run(copy.write(*_records(store, stored)))
+        manifest = {
+            "schema_version": schema.VERSION,
+            "snapshot_id": snapshot.snapshot_id,
+            "digest": snapshot.digest,
+            "sessions": session_ids,
+            "files": _write_tables(Path(directory), run),
+            "archived_at": time.time(),
+            "tokentape": __version__,
+            "model": model and asdict(model),
+        }
+    progress("reading back")
+    with TemporaryDirectory(prefix="tokentape-archive-") as directory:
+        _load(Path(directory), [(run, manifest, set(session_ids))])
+        hasher = hashlib.sha256()
+        with SqliteStore.open(directory, read_only=True) as read:
+            for stored in read.iter_sessions(per_token=True):
+                for one in stored.trajectories():
+                    hasher.update(json_line(one))
+    if hasher.hexdigest() != snapshot.digest:
+        raise StoreCorrupt(
+            f"the sessions in {run.path} have digest {hasher.hexdigest()}, the snapshot has {snapshot.digest}; nothing "
+            "was deleted. Delete that folder and archive again"
+        )
+    _write_json(run, MANIFEST, manifest)
+
+
+def _records(store: Store, stored: StoredSession) -> list[Record]:
+    """Return everything that is recorded of a session, in an order in which it can be written."""
+    images = image_parts(message for turn in stored.turns for message in turn.messages)
+    hashes = dict.fromkeys(part[name] for part in images for name in ("sha256", "settings"))
+    media = [store.load_media(stored.info.session_id, sha256) for sha256 in hashes]
+    later = *stored.answers, *stored.rewards, *stored.events, *stored.columns, *stored.payloads
+    return [stored.info, *stored.setups.values(), *media, *stored.turns, *later]
+
+
+def _write_tables(directory: Path, run: DirFileSystem) -> dict[str, Any]:
+    """Write the tables of the database in `directory` to a run. Return rows and SHA-256 of each file."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
-    from pyarrow import BufferOutputStream
-    from pyarrow import Table as ArrowTable
 
-    files = []
-    for table in TABLES:
-        key = [column.name for column in table.primary_key]
-        # What sessions share is there once.
-        own = list({tuple(row[name] for name in key): row for row in rows[table.name]}.values())
-        sink = BufferOutputStream()
-        pq.write_table(ArrowTable.from_pylist(own, _arrow_schema(table)), sink, compression="zstd")
-        data = sink.getvalue().to_pybytes()
-        name = f"{number:05d}/{table.name}.parquet"
-        run.write(name, data)
-        files.append({"name": name, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "rows": len(own)})
-    manifest = {"schema_version": len(schema.MIGRATIONS) + 1, "sessions": list(session_ids), "files": files}
-    run.write(f"{number:05d}.json", json.dumps(manifest, indent=1).encode())
-
-
-def session_rows(connection: Connection, entry: Entry) -> Rows:
-    """The rows of one session of a snapshot, as they were then. Raises `Conflict` if it has been deleted."""
-    extent = entry.extent
-    limits = {
-        schema.sessions: schema.sessions.c.position == extent.position,
-        schema.turns: schema.turns.c.seq < extent.turns,
-        schema.answers: schema.answers.c.first_turn < extent.turns,
-        schema.rewards: schema.rewards.c.position <= extent.last_reward,
-        schema.events: schema.events.c.position <= extent.last_event,
-        schema.token_columns: schema.token_columns.c.position <= extent.last_column,
-        schema.token_payloads: schema.token_payloads.c.turn < extent.turns,
-        schema.turn_media: schema.turn_media.c.turn < extent.turns,
-    }
-    rows: Rows = {}
-    for table in _OF_SESSION:
-        statement = select(table).where(table.c.session_id == entry.session_id, limits[table])
-        rows[table.name] = [dict(row) for row in connection.execute(statement.order_by(*table.primary_key)).mappings()]
-    if not rows[schema.sessions.name]:
-        raise Conflict(f"session {entry.session_id!r} was deleted since the snapshot was taken")
-    for table, column, of in (
-        (schema.setups, schema.setups.c.digest, {row["setup"] for row in rows[schema.turns.name]}),
-        (schema.media, schema.media.c.sha256, {row["sha256"] for row in rows[schema.turn_media.name]}),
-    ):
-        rows[table.name] = [
-            dict(row)
-            for some in batched(sorted(of), 500)
-            for row in connection.execute(select(table).where(column.in_(some))).mappings()
-        ]
-    return rows
+    files = {}
+    with _engine(directory).connect() as connection:
+        for table in schema.metadata.sorted_tables:
+            rows = connection.execution_options(yield_per=100).execute(select(table).order_by(*table.primary_key))
+            path, kinds, count = directory / f"{table.name}.parquet", _arrow_schema(table), 0
+            with pq.ParquetWriter(path, kinds, compression="zstd") as writer:
+                for group in _groups(rows.mappings()):
+                    writer.write_table(pa.Table.from_pylist(group, kinds))
+                    count += len(group)
+            if count and table is not schema.meta:
+                with open(path, "rb") as file:
+                    files[path.name] = {"rows": count, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+                    file.seek(0)
+                    _write(run, path.name, file)
+            path.unlink()
+    return files
 
 
-# Reading back
+def _groups(rows: Iterable[Mapping[Any, Any]]) -> Iterator[list[dict[str, Any]]]:
+    group: list[dict[str, Any]] = []
+    size = 0
+    for row in rows:
+        group.append(dict(row))
+        size += sum(len(value) for value in row.values() if isinstance(value, str | bytes))
+        if size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
-def _parts(run: Folder) -> int:
-    """How many parts of a run are written."""
-    number = 0
-    while run.files.exists(f"{run.path}/{number:05d}.json"):
-        number += 1
-    return number
+def _arrow_schema(table: Table) -> pa.Schema:
+    import pyarrow as pa
+
+    kinds = {int: pa.int64(), float: pa.float64(), bytes: pa.large_binary(), str: pa.large_string()}
+    return pa.schema([(column.name, kinds[column.type.python_type]) for column in table.columns])
 
 
-def written_sessions(run: Folder) -> list[str]:
-    """The sessions of all parts that are written, in order."""
-    return [one for number in range(_parts(run)) for one in _part_manifest(run, number)["sessions"]]
-
-
-def contents_digest(run: Folder) -> str:
-    """Read a run back, file by file against its hashes, and return the digest of its trajectories.
-
-    Raises `StoreCorrupt` for a file that is missing or is not the one that was written.
-    """
-    hasher = hashlib.sha256()
-    for number in range(_parts(run)):
-        with tempfile.TemporaryDirectory(prefix="tokentape-archive-") as directory:
-            manifest = _part_manifest(run, number)
-            _make_database(Path(directory), [(run, number, set(manifest["sessions"]))])
-            with SqliteStore.open(directory, read_only=True) as store:
-                for session_id in manifest["sessions"]:
-                    for one in store.load_session(session_id, per_token=True).trajectories():
-                        hasher.update(json_line(one))
-    return hasher.hexdigest()
+def _engine(directory: Path) -> Engine:
+    return create_engine(URL.create("sqlite", database=str(directory / DATABASE_NAME)))
 
 
 @contextmanager
-def restored(location: str, session_ids: Collection[str] | None = None) -> Iterator[Path]:
-    """A data directory with the sessions of an archive, of all if None, for as long as the context lasts.
+def restored(location: str) -> Iterator[Path]:
+    """Yield a data directory with the sessions of an archive, which is deleted afterwards.
 
-    Of a session that was archived several times it has what was archived last. Raises `InvalidRequest` if there is no
-    archive, and `StoreCorrupt` for one that is damaged.
+    Of a session that was archived several times it has the last. Raises `InvalidRequest` if there is no archive, and
+    `StoreCorrupt` for one that is damaged or was written by another release.
     """
-    target = Folder.at(location)
-    found = target.read_json(MARKER)
+    target = _open(location)
+    found = _read_json(target, MARKER)
     if found is None:
         raise InvalidRequest(
             f"{shown_archive(location)} is no archive: it has no {MARKER}; name what `tokentape archive --to` wrote to",
@@ -277,104 +312,70 @@ def restored(location: str, session_ids: Collection[str] | None = None) -> Itera
         raise StoreCorrupt(
             f"{shown_archive(location)} is an archive of another version: {found}, this Tokentape reads {FORMAT}"
         )
-    chosen: list[tuple[Folder, int, set[str]]] = []
+    runs: list[tuple[DirFileSystem, Any, set[str]]] = []
     seen: set[str] = set()
-    for name in reversed(target.folders()):
-        run = target.below(name)
-        if run.read_json("manifest.json") is None:
-            continue  # not finished
-        for number in reversed(range(_parts(run))):
-            wanted = set(_part_manifest(run, number)["sessions"]) - seen
-            seen |= wanted
-            if session_ids is not None:
-                wanted &= set(session_ids)
-            if wanted:
-                chosen.append((run, number, wanted))
-    with tempfile.TemporaryDirectory(prefix="tokentape-archive-") as directory:
-        _make_database(Path(directory), chosen[::-1])
+    for name, manifest in reversed(_manifests(target).items()):
+        runs.insert(0, (_below(target, name), manifest, set(manifest["sessions"]) - seen))
+        seen.update(manifest["sessions"])
+    with TemporaryDirectory(prefix="tokentape-archive-") as directory:
+        _load(Path(directory), runs)
         yield Path(directory)
 
 
 def archived_model(location: str) -> ServedModel | None:
-    """Which model the newest run's record was made with; None if nothing says so. Raises `InvalidRequest`."""
-    target = Folder.at(location)
-    manifests = (target.below(name).read_json("manifest.json") for name in reversed(target.folders()))
-    newest = next((manifest for manifest in manifests if manifest is not None), None)
-    return ServedModel(**newest["model"]) if newest is not None and "model" in newest else None
+    """Return the model of the newest run's record; None if it is not known. Raises `InvalidRequest`."""
+    models = [manifest["model"] for manifest in _manifests(_open(location)).values()]
+    return ServedModel(**models[-1]) if models and models[-1] else None
 
 
 def open_archive(location: str) -> SqliteStore:
-    """A store that can only be read, over a copy of the archive that goes away with it. Raises as `restored`."""
+    """Return a read-only store over a temporary copy of the archive. Raises as `restored`."""
     with ExitStack() as undo:
-        directory = undo.enter_context(restored(location))
-        store = SqliteStore.open(directory, read_only=True)
+        store = SqliteStore.open(undo.enter_context(restored(location)), read_only=True)
         store.keep_until_closed(undo.pop_all())
     return store
 
 
-def _make_database(directory: Path, parts: Sequence[tuple[Folder, int, set[str]]]) -> None:
-    """Put the rows of some sessions of some parts into the database of a new data directory."""
-    known: set[tuple[str, str]] = set()
-    with passing_engine(directory / DATABASE_NAME).connect() as connection:
-        with connection.begin():
-            schema.prepare(connection)
-        for run, number, wanted in parts:
-            with connection.begin():
-                files = {one["name"].rpartition("/")[2]: one for one in _part_manifest(run, number)["files"]}
-                for table in TABLES:
-                    if table is schema.events and f"{table.name}.parquet" not in files:
-                        continue  # archived before there were any
-                    rows = _rows(run, files[f"{table.name}.parquet"])
-                    if table in _SHARED:
-                        (key,) = table.primary_key
-                        rows = [row for row in rows if (table.name, row[key.name]) not in known]
-                        known |= {(table.name, row[key.name]) for row in rows}
-                    else:
-                        rows = [_unplaced(row) for row in rows if row["session_id"] in wanted]
-                    if rows:
-                        connection.execute(insert(table), rows)
+def _load(directory: Path, runs: Sequence[tuple[DirFileSystem, Any, set[str]]]) -> None:
+    """Make a database of some sessions of some runs."""
+    with _engine(directory).begin() as connection:
+        schema.prepare(connection)
+        for run, manifest, wanted in runs:
+            if manifest["schema_version"] > schema.VERSION:
+                raise StoreCorrupt(
+                    f"{run.path} was written by a later release, with schema version {manifest['schema_version']}; "
+                    f"this one reads {schema.VERSION}"
+                )
+            for table in schema.metadata.sorted_tables:
+                name = f"{table.name}.parquet"
+                for rows in _read(run, name, manifest["files"].get(name), directory):
+                    # A row's rank among all rows of its table is another one here.
+                    own = [
+                        {key: value for key, value in row.items() if key != "position"}
+                        for row in rows
+                        if row.get("session_id", "") in ("", *wanted)
+                    ]
+                    if own:
+                        # Runs share setups and media.
+                        shared = "session_id" not in table.c
+                        connection.execute(insert(table).prefix_with("OR IGNORE" if shared else ""), own)
 
 
-def _unplaced(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row without its rank among all rows of its table, which is another one here."""
-    return {name: value for name, value in row.items() if name != "position"}
-
-
-def _rows(run: Folder, file: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _read(run: DirFileSystem, name: str, about: Any, directory: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of a file, a row group at a time. Raises `StoreCorrupt` unless it is the one that was written."""
     import pyarrow.parquet as pq
-    from pyarrow import BufferReader
 
-    data = run.read(file["name"])
-    if data is None:
-        raise StoreCorrupt(f"{run.path}/{file['name']} is missing")
-    if hashlib.sha256(data).hexdigest() != file["sha256"]:
-        raise StoreCorrupt(f"{run.path}/{file['name']} is not the file that was written: its hash is another")
-    rows: list[dict[str, Any]] = pq.read_table(BufferReader(data)).to_pylist()
-    return rows
-
-
-def _part_manifest(run: Folder, number: int) -> Any:
-    manifest = run.read_json(f"{number:05d}.json")
-    current = len(schema.MIGRATIONS) + 1
-    if manifest is None or manifest["schema_version"] > current:
-        raise StoreCorrupt(
-            f"part {number} of {run.path} is missing, or was written by a later release than this one, "
-            f"which reads schema version {current}"
-        )
-    return manifest
-
-
-def _arrow_schema(table: Table) -> pa.Schema:
-    import pyarrow as pa
-
-    def kind(column: Column[Any]) -> pa.DataType:
-        match column.type:
-            case Integer() | BigInteger():
-                return pa.int64()
-            case Double():
-                return pa.float64()
-            case LargeBinary():
-                return pa.large_binary()
-        return pa.string()
-
-    return pa.schema([pa.field(column.name, kind(column), nullable=bool(column.nullable)) for column in table.columns])
+    if about is None:
+        return
+    path = directory / name
+    try:
+        run.get_file(name, str(path))
+    except FileNotFoundError:
+        raise StoreCorrupt(f"{run.path}/{name} is missing") from None
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
+            raise StoreCorrupt(f"{run.path}/{name} is not the file that was written: its hash is another")
+        parquet = pq.ParquetFile(file)
+        for group in range(parquet.num_row_groups):
+            yield parquet.read_row_group(group).to_pylist()
+    path.unlink()

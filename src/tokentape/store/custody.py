@@ -80,12 +80,24 @@ class Custody:
             return snapshots.list_snapshots(connection, owner)
 
     def trajectories(self, snapshot_id: int) -> Iterator[Trajectory]:
-        """Yield the contents, the same each time, loading one session at a time.
+        """Yield the contents, the same each time. Raises as `sessions`."""
+        for stored in self.sessions(snapshot_id):
+            yield from stored.trajectories()
+
+    def sessions(self, snapshot_id: int) -> Iterator[StoredSession]:
+        """Yield the sessions as they were then, loading one at a time.
 
         Raises `Conflict` if the snapshot was released, or a session deleted in spite of it.
         """
-        for stored in self._sessions(snapshot_id):
-            yield from stored.trajectories()
+        if self.find(snapshot_id, None).state == "released":
+            raise Conflict(f"snapshot {snapshot_id} was released: its contents are no longer kept; take another one")
+        for entry in self._entries(snapshot_id):
+            try:
+                yield self._store.load_session(entry.session_id, per_token=True, extent=entry.extent)
+            except NotFound:
+                raise Conflict(
+                    f"session {entry.session_id!r} of snapshot {snapshot_id} was deleted; take another snapshot"
+                ) from None
 
     async def confirm(self, snapshot_id: int, owner: str | None, digest: str) -> None:
         """Note that the consumer has the contents and has made them safe. Raises `Conflict` for another digest."""
@@ -133,17 +145,6 @@ class Custody:
         with self._store.reading() as connection:
             return snapshots.entries(connection, snapshot_id)
 
-    def _sessions(self, snapshot_id: int) -> Iterator[StoredSession]:
-        if self.find(snapshot_id, None).state == "released":
-            raise Conflict(f"snapshot {snapshot_id} was released: its contents are no longer kept; take another one")
-        for entry in self._entries(snapshot_id):
-            try:
-                yield self._store.load_session(entry.session_id, per_token=True, extent=entry.extent)
-            except NotFound:
-                raise Conflict(
-                    f"session {entry.session_id!r} of snapshot {snapshot_id} was deleted; take another snapshot"
-                ) from None
-
     def _read(self, snapshot_id: int) -> tuple[str, dict[str, Any]]:
         """The digest of the contents, and what a manifest says of them."""
         hasher = hashlib.sha256()
@@ -151,7 +152,7 @@ class Custody:
         verdicts: Counter[str] = Counter()
         names = ExtraNames()
         sessions = []
-        for stored in self._sessions(snapshot_id):
+        for stored in self.sessions(snapshot_id):
             found = stored.trajectories()
             for one in found:
                 hasher.update(json_line(one))

@@ -34,20 +34,6 @@ def writing_engine(path: Path, synchronous: Synchronous) -> Engine:
     return engine
 
 
-def passing_engine(path: Path) -> Engine:
-    """Return an engine that makes a file which need not outlive this process: nothing is flushed."""
-
-    def connect() -> sqlite3.Connection:
-        connection = _connect(path, "rwc")
-        connection.execute("PRAGMA synchronous = OFF")
-        connection.execute("PRAGMA journal_mode = OFF")
-        return connection
-
-    engine = create_engine("sqlite://", creator=connect, poolclass=NullPool, hide_parameters=True)
-    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
-    return engine
-
-
 def reading_engine(path: Path) -> Engine:
     """Return an engine whose connections can't change the file, not even by a checkpoint."""
     engine = create_engine(

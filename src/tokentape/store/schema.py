@@ -335,6 +335,9 @@ _SINCE_4 = (
 MIGRATIONS: tuple[Migration, ...] = (_to_2, _to_3, _to_4)
 """`MIGRATIONS[i]` turns schema version i + 1 into i + 2. Only ever appended to."""
 
+VERSION = len(MIGRATIONS) + 1
+"""The schema version of this release."""
+
 
 def prepare(connection: Connection) -> None:
     """Create the tables in an empty database, or bring an older one to the current version.
