@@ -313,7 +313,7 @@ class MediaSpan:
     """SHA-256 of the settings that the image was processed with."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenRows:
     """A named array with one row per token of a trajectory."""
 
@@ -323,7 +323,7 @@ class TokenRows:
     """True where the engine gave a row, shape [tokens]."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """One root-to-leaf path as arrays. All per-token arrays have the length of `token_ids`."""
 

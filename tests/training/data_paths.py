@@ -263,11 +263,11 @@ def of_samples(samples: Samples) -> Iterator[Row]:
         )
 
 
-def through_file(write: Callable[[Samples, Path], None], read: Callable[[Path], Any], advantages: bool = True) -> Any:
+def through_file(name: str, advantages: bool = True) -> Any:
     def rows(samples: Samples) -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as folder:
-            write(group_advantages(samples) if advantages else samples, Path(folder) / "samples")
-            yield from of_samples(list(read(Path(folder) / "samples")))
+            files.write_samples(group_advantages(samples) if advantages else samples, Path(folder) / name)
+            yield from of_samples(list(files.read_samples(Path(folder) / name)))
 
     return rows
 
@@ -325,10 +325,9 @@ PATHS: dict[str, Callable[[Samples], Iterator[Row]]] = {
     "Tinker": tinker,
     "Tinker cross_entropy": tinker_cross_entropy,
     "Agent Lightning": agent_lightning,
-    "Parquet": through_file(files.write_samples_parquet, files.read_samples_parquet),
-    "Parquet without advantages": through_file(files.write_samples_parquet, files.read_samples_parquet, False),
-    "JSON lines": through_file(files.write_samples_jsonl, files.read_samples_jsonl),
-    "safetensors": through_file(files.write_samples_safetensors, files.read_samples_safetensors),
+    "Parquet": through_file("samples.parquet"),
+    "Parquet without advantages": through_file("samples.parquet", False),
+    "JSON lines": through_file("samples.jsonl"),
     "padded right": in_batch(lambda samples: padded(samples, pad_id=PAD, vocab_size=VOCAB_SIZE)),
     "padded left": in_batch(lambda samples: padded(samples, pad_id=PAD, vocab_size=VOCAB_SIZE, side="left")),
     "packed in one row": in_batch(lambda samples: packed(samples, pad_id=PAD, vocab_size=VOCAB_SIZE)),

@@ -32,7 +32,7 @@ BRANCHES = "trajectory_ids and is_last_step are None, so that a session of sever
 LENGTH = "length is that of the whole sample, and NeMo-RL takes it for the prompt's: every group has one member"
 
 KNOWN: dict[tuple[str, str], tuple[set[str], str]] = {}
-for name in ("slime", "Miles", "verifiers", "SkyRL", "NeMo-RL", "JSON lines", "safetensors", "padded and shifted"):
+for name in ("slime", "Miles", "verifiers", "SkyRL", "NeMo-RL", "JSON lines", "padded and shifted"):
     KNOWN[name, "truncated at the end"] = {"truncation hidden"}, TRUNCATION
 for name in NAMES:
     if name.startswith(("Parquet", "padded", "packed")):

@@ -16,7 +16,7 @@ import pytest
 from tokentape.session.arrow import trajectory_schema
 from tokentape.testing.golden import GOLDEN, GoldenSession
 from tokentape.testing.samples import golden_samples
-from tokentape.training.files import write_samples_jsonl
+from tokentape.training.files import write_samples
 from tokentape.training.samples import Sample, with_column
 
 SCHEMA = json.loads((package_files("tokentape.training") / "samples.schema.json").read_text())
@@ -27,7 +27,7 @@ SESSIONS = [session for golden in GOLDEN for session in golden.sessions]
 
 def lines(session: GoldenSession, folder: Path) -> list[dict[str, Any]]:
     samples = [with_column(one, "advantages", 0.5) for one in golden_samples(session.trajectories())]
-    write_samples_jsonl(samples, folder / "samples.jsonl")
+    write_samples(samples, folder / "samples.jsonl")
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 

@@ -18,7 +18,8 @@ from tokentape.gateway.endpoint import Gateway
 from tokentape.gateway.http import check_depth, json_response, read_as, read_json
 from tokentape.gateway.keys import Caller
 from tokentape.gateway.sessions import PARQUET, query_flag
-from tokentape.session.arrow import SCHEMA_VERSION, ExtraNames, write_parquet
+from tokentape.session.arrow import ExtraNames, write_parquet
+from tokentape.session.fields import SCHEMA_VERSION
 from tokentape.session.jsonl import json_line
 from tokentape.store.custody import Custody
 from tokentape.store.snapshots import Selection, Snapshot

@@ -29,7 +29,7 @@ from tokentape.session.verdict import check_verdicts, wanted_verdict
 from tokentape.types import TokenRows, TokenValues, Trajectory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sample(Trajectory):
     """What a trainer consumes: a trajectory, or the beginning of one, with its mask decided.
 
