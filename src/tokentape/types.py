@@ -7,11 +7,11 @@ A *turn* is one engine call, a *session* one agent's tree of turns, a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
-from importlib import import_module
+from html import escape
 from sys import intern
 from typing import Any, Literal, TypeAlias
 
@@ -372,6 +372,24 @@ class Trajectory:
                 object.__setattr__(self, name, (None,) * len(self.turns))
 
     def _repr_html_(self) -> str:
-        # By its name, for what draws lies far above this room, and is needed in notebooks only.
-        drawn: str = import_module("tokentape.viewer.notebook").trajectory_html(self)
-        return drawn
+        rows = {
+            "verdict": self.verdict,
+            "reward": self.reward,
+            "turns": ", ".join(map(str, self.turns)),
+            "tokens": f"{len(self.token_ids):,}",
+            "sampled": f"{int((self.provenance == Provenance.SAMPLED).sum()):,}",
+            "with loss": f"{int(self.loss_mask.sum()):,}",
+            "token by token": "tokentape.viewer.notebook.shown_with(trajectory, tokenizer)",
+        }
+        return html_table(f"Session {self.session_id}, branch to turn {self.leaf}", rows.items())
+
+
+def html_table(title: str, rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table for a notebook, all of it escaped. Characters that can't be seen are shown as `U+XXXX`."""
+
+    def cell(value: Any, tag: str = "td") -> str:
+        seen = "".join(char if char.isprintable() else f"U+{ord(char):04X}" for char in str(value))
+        return f"<{tag}>{escape(seen)}</{tag}>"
+
+    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
+    return f"<table>{cell(title, 'caption')}{body}</table>"

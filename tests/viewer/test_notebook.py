@@ -75,14 +75,12 @@ CERTIFICATE = Certificate(
 )
 
 
-def test_a_trajectory_alone_shows_its_ids_and_lanes() -> None:
+def test_a_trajectory_alone_is_a_table() -> None:
     (one,) = trajectories(Session(SessionInfo("s", 1.0), make_chain("s", 2)))
     page = Page(one._repr_html_())
-    tokens = [attributes for tag, attributes in page.elements if tag == "span"]
-    assert len(tokens) == len(one.token_ids)
-    assert all(str(token_id) in page.text for token_id in one.token_ids.tolist())
-    assert sum("tt-m" in str(token["class"]).split() for token in tokens) == int(one.loss_mask.sum())
-    assert "shown_with" in page.text
+    assert [tag for tag, _ in page.elements].count("tr") == 7
+    for shown in (one.verdict, str(len(one.token_ids)), str(int(one.loss_mask.sum())), "shown_with"):
+        assert shown in page.text
 
 
 def test_with_a_tokenizer_it_shows_text_with_whole_characters(renderer: Renderer) -> None:
@@ -92,15 +90,17 @@ def test_with_a_tokenizer_it_shows_text_with_whole_characters(renderer: Renderer
     assert "shown_with" not in page.text
 
 
-@pytest.mark.parametrize("html", ["trajectory", "certificate"])
+@pytest.mark.parametrize("html", ["text", "trajectory", "certificate"])
 def test_what_others_wrote_stays_text(renderer: Renderer, html: str) -> None:
-    written = (
-        shown_with(trajectory_of(renderer, HOSTILE, HOSTILE), renderer.tokenizer)._repr_html_()
-        if html == "trajectory"
-        else CERTIFICATE._repr_html_()
-    )
+    one = replace(trajectory_of(renderer, HOSTILE, HOSTILE), session_id=HOSTILE, verdict=HOSTILE)
+    shown = {
+        "text": shown_with(one, renderer.tokenizer),
+        "trajectory": one,
+        "certificate": replace(CERTIFICATE, generation_prompt=HOSTILE),
+    }
+    written = shown[html]._repr_html_()  # type: ignore[attr-defined]
     page = Page(written)
-    assert {tag for tag, _ in page.elements} <= {"style", "div", "span", "h4", "table", "tr", "th", "td"}
+    assert {tag for tag, _ in page.elements} <= {"style", "div", "span", "h4", "table", "caption", "tr", "td"}
     assert all(set(attributes) <= {"class", "title"} for _, attributes in page.elements)
     assert not re.search("[\u202e\u2066\u200b\x07\x1b]", written)
 

@@ -9,11 +9,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from typing import Any, Literal
 
 from tokentape.chat import grammar
-from tokentape.types import Message
+from tokentape.types import Message, html_table
 
 Strategy = Literal["local", "contextual", "fork", "refused"]
 
@@ -132,9 +131,23 @@ class Certificate:
         return [checks[name] for name in FEATURES[feature] if checks[name].holds is not True]
 
     def _repr_html_(self) -> str:
-        # By its name, for what draws lies above this room, and is needed in notebooks only.
-        drawn: str = import_module("tokentape.viewer.notebook").certificate_html(self)
-        return drawn
+        facts = {
+            "generation prompt": self.generation_prompt,
+            "stop tokens": ", ".join(self.stop_tokens),
+            "calls": self.call_style or "none",
+            "reasoning": "none" if self.reasoning is None else " … ".join(self.reasoning),
+            "callers' text stays text": "yes" if self.injection_safe else "NO",
+            "depends on the date": "yes" if self.date_dependent else "no",
+            "silently drops": ", ".join(self.dropped) or "nothing that was tried",
+            "overridden by": self.overrides or "nothing",
+        }
+        words = {True: "holds", False: "FAILS", None: "not tried"}
+        continued = [
+            (f"continued by {one.name}", one.strategy, f"append-only: {one.append_only}", one.reason)
+            for one in self.continuations
+        ]
+        parsed = [(f"parsing {one.name}", words[one.holds], one.detail) for one in self.parsing]
+        return html_table(f"Certificate {self.fingerprint[:12]}", [*facts.items(), *continued, *parsed])
 
     def to_json(self) -> str:
         """Return one JSON object, keys sorted. It is valid UTF-8: a lone surrogate is written as `U+XXXX`."""

@@ -98,7 +98,7 @@ def trajectory_schema(extra: ExtraNames = ExtraNames(), layout: Layout = TRAJECT
             *(pa.field(PAYLOAD_PREFIX + name, payload) for name in extra.payloads),
         ],
         metadata={
-            **{f"tokentape.{name}": str(version) for name, version in layout.versions.items()},
+            **{f"tokentape.{name}".encode(): str(version) for name, version in layout.versions.items()},
             PROVENANCE_KEY: json.dumps({code.name.lower(): int(code) for code in Provenance}),
         },
     )

@@ -243,7 +243,7 @@ def _records(store: Store, stored: StoredSession) -> list[Record]:
     images = image_parts(message for turn in stored.turns for message in turn.messages)
     hashes = dict.fromkeys(part[name] for part in images for name in ("sha256", "settings"))
     media = [store.load_media(stored.info.session_id, sha256) for sha256 in hashes]
-    later = *stored.answers, *stored.rewards, *stored.events, *stored.columns, *stored.payloads
+    later: tuple[Record, ...] = *stored.answers, *stored.rewards, *stored.events, *stored.columns, *stored.payloads
     return [stored.info, *stored.setups.values(), *media, *stored.turns, *later]
 
 

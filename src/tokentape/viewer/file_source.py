@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from tokentape.errors import InvalidRequest, NotFound
-from tokentape.session.arrow import iter_parquet
-from tokentape.session.jsonl import read_jsonl, trajectory_from_json
-from tokentape.store.listing import ANY_FORK, NO_FORK, ListedPage, ListedSession, Listing
+from tokentape.session.arrow import iter_parquet, open_parquet
+from tokentape.session.jsonl import read_jsonl_places
+from tokentape.store.listing import ANY_FORK, NO_FORK, ListedPage, ListedSession, Listing, SortKey
 from tokentape.types import SessionInfo, Trajectory
 from tokentape.viewer.source import SessionView, TurnNode
 
@@ -68,16 +69,12 @@ class FileSource:
             and (wanted.reward_min is None or (one.reward is not None and one.reward >= wanted.reward_min))
             and (wanted.reward_max is None or (one.reward is not None and one.reward <= wanted.reward_max))
         ]
-        sign = -1 if wanted.descending else 1
-        key = _SORT_KEYS[wanted.sort]
-        if wanted.sort == "created":
-            found.sort(key=lambda pair: sign * pair[0])
-        elif wanted.sort == "session":
-            found.sort(key=lambda pair: pair[1].info.session_id, reverse=wanted.descending)
-        else:
-            found.sort(key=lambda pair: ((value := key(pair[1])) is None, sign * (value or 0), sign * pair[0]))
-        shown = found[wanted.offset : wanted.offset + wanted.limit]
-        return ListedPage(len(found), tuple(one for _, one in shown))
+        values = [(_sort_value(wanted.sort, one), position, one) for position, one in found]
+        # What has no value comes last in either order.
+        known = sorted((row for row in values if row[0] is not None), key=itemgetter(0, 1), reverse=wanted.descending)
+        rest = sorted((row for row in values if row[0] is None), key=itemgetter(1), reverse=wanted.descending)
+        shown = (known + rest)[wanted.offset : wanted.offset + wanted.limit]
+        return ListedPage(len(found), tuple(one for *_, one in shown))
 
     def version(self, session_id: str) -> tuple[str, str]:
         """Nobody's, and always the same. Raises `NotFound`."""
@@ -92,26 +89,20 @@ class FileSource:
         return SessionView(self._info(session_id), "file", self._nodes(session_id, trajectories), trajectories)
 
     def _all(self) -> Iterator[tuple[int, Trajectory]]:
-        if self._parquet:
-            # Tells what is wrong with a file that is none of ours.
-            next(iter_parquet(self._path), None)
-            for group in range(_row_groups(self._path)):
-                for one in iter_parquet(self._path, row_group=group):
-                    yield group, one
+        if not self._parquet:
+            yield from read_jsonl_places(self._path)
             return
-        offset = 0
-        with open(self._path, "rb") as file:
-            for one, line in zip(read_jsonl(self._path), file, strict=True):
-                yield offset, one
-                offset += len(line)
+        # Raises for a file of something else, even without a row group.
+        next(iter_parquet(self._path), None)
+        for group in range(open_parquet(self._path).num_row_groups):
+            for one in iter_parquet(self._path, row_group=group):
+                yield group, one
 
     def _read(self, session_id: str, line: _Line) -> Trajectory:
-        if self._parquet:
-            rows = iter_parquet(self._path, row_group=line.place)
-            return next(one for one in rows if one.session_id == session_id and one.leaf == line.leaf)
-        with open(self._path, "rb") as file:
-            file.seek(line.place)
-            return trajectory_from_json(json.loads(file.readline()))
+        if not self._parquet:
+            return next(read_jsonl_places(self._path, start=line.place))[1]
+        rows = iter_parquet(self._path, row_group=line.place)
+        return next(one for one in rows if one.session_id == session_id and one.leaf == line.leaf)
 
     def _info(self, session_id: str) -> SessionInfo:
         return SessionInfo(session_id, 0.0, self._metadata[session_id])
@@ -156,13 +147,6 @@ class FileSource:
         return tuple(nodes[seq] for seq in sorted(nodes))
 
 
-def _row_groups(path: Path) -> int:
-    import pyarrow.parquet as pq
-
-    found: int = pq.ParquetFile(path).metadata.num_row_groups
-    return found
-
-
 def _cause(verdict: str) -> str | None:
     word, _, why = verdict.split(", ")[0].partition(": ")
     return why if word == "forked" else None
@@ -172,13 +156,12 @@ def _text(metadata: Any) -> str:
     return json.dumps(metadata, ensure_ascii=False).casefold()
 
 
-_SORT_KEYS: dict[str, Callable[[ListedSession], float | None]] = {
-    "created": lambda one: 0,
-    "session": lambda one: 0,
-    "turns": lambda one: one.turns,
-    "tokens": lambda one: one.tokens,
-    "sampled": lambda one: one.sampled_tokens,
-    "reward": lambda one: one.reward,
-    "forks": lambda one: one.forks,
-    "aborted": lambda one: one.aborted,
-}
+def _sort_value(sort: SortKey, one: ListedSession) -> Any:
+    match sort:
+        case "created":
+            return 0
+        case "session":
+            return one.info.session_id
+        case "sampled":
+            return one.sampled_tokens
+    return getattr(one, sort)
