@@ -2,7 +2,7 @@
 
     python -m benchmarks.http_client
 
-The server is the gateway benchmark's stand-in for vLLM, in a process of its own. docs/decisions/0012 has the figures.
+The server is the gateway benchmark's stand-in for vLLM, in a process of its own. docs/decisions/0019 has figures.
 """
 
 from __future__ import annotations

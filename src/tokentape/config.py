@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_origin
 
 from tokentape.chat.splice import History, WrongStop
-from tokentape.engines.http import Timeouts
+from tokentape.engines.base import Timeouts
 from tokentape.errors import InvalidRequest
 from tokentape.gateway.keys import Keys
 from tokentape.gateway.limits import CheckBridges, Limits, OnAbort

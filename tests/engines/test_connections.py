@@ -1,21 +1,23 @@
-"""HTTP/1.1 as servers may speak it: how a body ends, what is used again, and what is no reply."""
+"""HTTP/1.1 as servers may speak it: how a body ends, which connection is used again, and what is no reply."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import TypeVar
 
 import pytest
+from test_http import Peer, call
 from tests.waiting import PATIENCE
 
-from tokentape.engines.connections import ConnectionBroken, Connections, Response
+from tokentape.engines.http import HttpClient
+from tokentape.errors import EngineError, EngineUnavailable
 
 _T = TypeVar("_T")
 
 
-def asked(use: Callable[[Connections], Awaitable[_T]], *answers: bytes, close: bool = False) -> tuple[_T, int]:
+def asked(use: Callable[[HttpClient], Awaitable[_T]], *answers: bytes, close: bool = False) -> tuple[_T, int]:
     """What `use` returns with a server that gives these answers, one per request, and how often it was connected to."""
     left, connected = list(answers), 0
 
@@ -33,33 +35,26 @@ def asked(use: Callable[[Connections], Awaitable[_T]], *answers: bytes, close: b
 
     async def main() -> tuple[_T, int]:
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        connections = Connections(f"http://127.0.0.1:{port}", {}, idle_seconds=60, most_idle=2)
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         async with server:
             try:
-                return await asyncio.wait_for(use(connections), PATIENCE), connected
+                return await asyncio.wait_for(use(client), PATIENCE), connected
             finally:
-                connections.close()
+                await client.close()
 
     return asyncio.run(main())
 
 
-def _soon() -> float:
-    return asyncio.get_running_loop().time() + 60
+async def get(client: HttpClient) -> bytes:
+    return await client.get("/")
 
 
-async def get(connections: Connections) -> tuple[int, bytes]:
-    """One request; status and body."""
-    response = await connections.send(await connections.connect(), "GET", "/", {}, [])
-    body = b""
-    while chunk := await response.read(_soon()):
-        body += chunk
-    response.close()
-    return response.status, body
+async def post(client: HttpClient) -> bytes:
+    return await client.post("/", b"", {})
 
 
-async def twice(connections: Connections) -> list[tuple[int, bytes]]:
-    return [await get(connections), await get(connections)]
+async def twice(client: HttpClient) -> list[bytes]:
+    return [await get(client), await get(client)]
 
 
 TOLD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
@@ -68,84 +63,138 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nh\r\n1;x=y
 
 @pytest.mark.parametrize("answer", [TOLD, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + TOLD])
 def test_a_connection_is_used_again_after_a_whole_body(answer: bytes) -> None:
-    assert asked(twice, answer, answer) == ([(200, b"hi"), (200, b"hi")], 1)
+    assert asked(twice, answer, answer) == ([b"hi", b"hi"], 1)
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 def test_a_body_without_a_length_ends_with_its_connection(version: bytes) -> None:
     answer = b"HTTP/" + version + b" 200 OK\r\n\r\nhi"
-    assert asked(twice, answer, answer, close=True) == ([(200, b"hi"), (200, b"hi")], 2)
+    assert asked(twice, answer, answer, close=True) == ([b"hi", b"hi"], 2)
 
 
 def test_a_server_that_will_close_is_connected_to_anew() -> None:
     answer = TOLD.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
-    assert asked(twice, answer, answer, close=True) == ([(200, b"hi"), (200, b"hi")], 2)
+    assert asked(twice, answer, answer, close=True) == ([b"hi", b"hi"], 2)
 
 
-@pytest.mark.parametrize("answer", [TOLD[:-1], CHUNKED[:-5], b"HTTP/1.1 200 OK\r\n", b"no http\r\n\r\n", b""])
-def test_what_is_no_whole_reply_is_broken(answer: bytes) -> None:
-    with pytest.raises(ConnectionBroken):
-        asked(get, answer, close=True)
+@pytest.mark.parametrize("answer", [TOLD[:-1], CHUNKED[:-5]])
+def test_a_body_that_is_cut_off_is_an_error(answer: bytes) -> None:
+    with pytest.raises(EngineError, match="broke within the engine's reply") as caught:
+        asked(post, answer, close=True)
+    assert type(caught.value) is EngineError
+
+
+ENDLESS = b"HTTP/1.1 200 OK\r\n"
+MALFORMED = {
+    "cut off": b"HTTP/1.1 200 OK\r\n",
+    "empty": b"",
+    "another protocol": b"no http\r\n\r\n",
+    "SSH": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "a status that is no number": b"HTTP/1.1 two OK\r\n\r\n",
+    "a header without a colon": b"HTTP/1.1 200 OK\r\nnonsense\r\n\r\n",
+    "two lengths": b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nhi",
+    "a length that is no number": b"HTTP/1.1 200 OK\r\ncontent-length: -2\r\n\r\nhi",
+    "a header without end": ENDLESS + b"x: " + b"y" * (1 << 20),
+    "headers without end": ENDLESS + b"x: y\r\n" * (1 << 17),
+}
+
+
+@pytest.mark.parametrize("answer", MALFORMED.values(), ids=MALFORMED)
+def test_what_has_no_head_is_no_reply(answer: bytes) -> None:
+    with pytest.raises(EngineUnavailable, match="broke before it answered"):
+        asked(post, answer, close=True)
+
+
+@pytest.mark.parametrize("size", [b"nonsense", b"-1", b"F" * 40])
+def test_a_chunk_of_an_impossible_size_is_an_error(size: bytes) -> None:
+    answer = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nh\r\n" + size + b"\r\n"
+    with pytest.raises(EngineError, match="the connection"):
+        asked(post, answer)
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.1])
-def test_more_than_was_asked_for_is_read_by_nobody(pause: float) -> None:
-    async def use(connections: Connections) -> list[tuple[int, bytes]]:
-        first = await get(connections)
+def test_more_than_was_asked_for_is_not_read(pause: float) -> None:
+    async def use(client: HttpClient) -> list[bytes]:
+        first = await get(client)
         await asyncio.sleep(pause)
-        return [first, await get(connections)]
+        return [first, await get(client)]
 
     other = TOLD.replace(b"hi", b"no")
-    assert asked(use, TOLD + other, TOLD) == ([(200, b"hi"), (200, b"hi")], 2)
+    assert asked(use, TOLD + other, TOLD) == ([b"hi", b"hi"], 2)
+
+
+def test_a_reply_that_comes_between_two_requests_is_not_read() -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(TOLD)
+        await asyncio.sleep(0.1)
+        writer.write(TOLD.replace(b"hi", b"no"))
+
+    async def use(client: HttpClient, peer: Peer) -> tuple[bytes, bytes, int]:
+        first = await get(client)
+        await asyncio.sleep(0.3)
+        return first, await get(client), peer.connections
+
+    assert call(script, use) == (b"hi", b"hi", 2)
 
 
 def test_a_protocol_that_was_not_asked_for_is_no_reply(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConnectionBroken, match="not HTTP"):
-        asked(get, b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n")
+    with pytest.raises(EngineUnavailable, match="101"):
+        asked(post, b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n")
     assert not caplog.records
 
 
-async def left(connections: Connections, by: Callable[[Response], Awaitable[object]]) -> tuple[int, bytes]:
+@pytest.mark.parametrize("again", [get, post])
+def test_only_a_get_is_sent_again_when_a_kept_connection_ends(again: Callable[[HttpClient], Awaitable[bytes]]) -> None:
+    """A POST may have been worked on: whether to repeat it is for the caller to say."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(TOLD)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    async def use(client: HttpClient, peer: Peer) -> tuple[bytes | str, int]:
+        await get(client)
+        try:
+            return await again(client), peer.connections
+        except EngineUnavailable as error:
+            return str(error), peer.connections
+
+    answered, connections = call(script, use)
+    if again is get:
+        assert (answered, connections) == (b"hi", 2)
+    else:
+        assert "before it answered" in str(answered)
+        assert connections == 1
+
+
+async def _left(client: HttpClient, by: str) -> bytes:
     """A request after one whose reply was left in the midst of its body."""
-    response = await connections.send(await connections.connect(), "GET", "/", {}, [])
-    await by(response)
-    response.close()
-    return await get(connections)
+    async with aclosing(client.arrivals("/", b"", {})) as arrivals:
+        await anext(arrivals)
+        if by == "cancelling":
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(arrivals), 0.05)
+    return await get(client)
 
 
-async def _nothing(response: Response) -> None: ...
-
-
-async def _a_part(response: Response) -> None:
-    assert await response.read(_soon()) == b"h"
-
-
-async def _until_cancelled(response: Response) -> None:
-    await response.read(_soon())
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(response.read(_soon()), 0.05)
-
-
-@pytest.mark.parametrize("by", [_nothing, _a_part, _until_cancelled])
-def test_a_connection_is_not_used_again_behind_a_reply_that_was_left(
-    by: Callable[[Response], Awaitable[object]],
-) -> None:
-    assert asked(lambda connections: left(connections, by), TOLD[:-1], TOLD) == ((200, b"hi"), 2)
+@pytest.mark.parametrize("by", ["closing", "cancelling"])
+def test_a_connection_is_not_used_again_after_a_reply_that_was_left(by: str) -> None:
+    streamed = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\ndata: 1\n\n"
+    assert asked(lambda client: _left(client, by), streamed, TOLD) == (b"hi", 2)
 
 
 def test_a_body_that_is_not_read_waits_in_the_server() -> None:
-    size = 64 << 20
-    answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + bytes(size)
+    event = b"data: " + bytes(1000).replace(b"\0", b"x") + b"\n\n"
+    count = 64_000
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (count * len(event)) + event * count
 
-    async def use(connections: Connections) -> tuple[int, int]:
-        response = await connections.send(await connections.connect(), "GET", "/", {}, [])
-        await asyncio.sleep(0.2)
-        first = len(await response.read(_soon()))
-        rest = 0
-        while chunk := await response.read(_soon()):
-            rest += len(chunk)
-        return first, rest
+    async def use(client: HttpClient) -> tuple[int, int]:
+        async with aclosing(client.arrivals("/", b"", {})) as arrivals:
+            first = len(await anext(arrivals))
+            await asyncio.sleep(0.2)
+            second = len(await anext(arrivals))
+            return second, first + second + sum([len(several) async for several in arrivals])
 
-    (first, rest), _ = asked(use, answer)
-    assert first + rest == size
-    assert first < size // 8
+    (second, total), _ = asked(use, answer)
+    assert total == count
+    assert second < count // 8

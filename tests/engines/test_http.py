@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.waiting import PATIENCE
 
 from tokentape.engines import http
-from tokentape.engines.http import HttpClient, SseReader, Timeouts
+from tokentape.engines.base import Timeouts
+from tokentape.engines.http import HttpClient, SseReader
 from tokentape.errors import (
     EngineContractError,
     EngineError,

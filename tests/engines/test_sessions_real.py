@@ -33,8 +33,7 @@ from starlette.types import ASGIApp
 from tokentape.chat.renderer import Renderer
 from tokentape.demo.agent import solve
 from tokentape.demo.tasks import is_solved, sample_tasks
-from tokentape.engines.base import ChatServer, Engine
-from tokentape.engines.http import Timeouts
+from tokentape.engines.base import ChatServer, Engine, Timeouts
 from tokentape.engines.opening import open_engine
 from tokentape.engines.pool import EnginePool
 from tokentape.engines.vllm_chat import VllmChatServer

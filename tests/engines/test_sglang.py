@@ -40,8 +40,7 @@ from starlette.responses import JSONResponse, Response
 from tests.searching import examples
 from tests.waiting import PATIENCE
 
-from tokentape.engines.base import DISTRIBUTION, SampleDelta, SamplingParams, WeightSpan
-from tokentape.engines.http import Timeouts
+from tokentape.engines.base import DISTRIBUTION, SampleDelta, SamplingParams, Timeouts, WeightSpan
 from tokentape.engines.sglang import SglangEngine
 from tokentape.engines.sglang_reply import DONE, Reply
 from tokentape.errors import (

@@ -18,7 +18,7 @@ from tests.faults.invariant import Told, invariant
 from tests.faults.upstream import Upstream
 from tests.waiting import until
 from tokentape.chat.renderer import Renderer
-from tokentape.engines.http import Timeouts
+from tokentape.engines.base import Timeouts
 from tokentape.engines.vllm import VllmEngine
 from tokentape.gateway.app import create_app
 from tokentape.gateway.keys import Keys

@@ -25,7 +25,7 @@ from tests.faults.invariant import Told
 from tests.faults.upstream import Plan, Upstream
 from tests.searching import examples
 from tests.waiting import PATIENCE, calls_of
-from tokentape.engines.http import Timeouts
+from tokentape.engines.base import Timeouts
 from tokentape.gateway.flights import Flight
 from tokentape.gateway.limits import Limits
 

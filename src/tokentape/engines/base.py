@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy.typing as npt
 
+from tokentape.errors import InvalidRequest
 from tokentape.types import FinishReason, Message, TokenIds, Tool
 
 
@@ -152,6 +154,30 @@ class EngineInfo:
 
     def __str__(self) -> str:
         return " ".join([self.name, self.version, self.logprobs_mode, *self.capabilities])
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds allowed for each stage of a call to an engine; each positive and finite.
+
+    Raises:
+        InvalidRequest: a value is not a positive, finite number.
+
+    """
+
+    connect: float = 10.0
+    """To open a connection, and for the whole of a health check."""
+    first_token: float = 600.0
+    """From sending a streamed request to its first event: queueing and prefill. Also for questions at start-up."""
+    between_tokens: float = 300.0
+    """From one event of a stream to the next. A server that pauses for a weight update is silent as long."""
+    total: float = 7200.0
+    """For the whole call. The only limit, besides `connect`, on a call that is not streamed."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0 < getattr(self, field.name) < math.inf:
+                raise InvalidRequest(f"timeout {field.name} must be a positive number of seconds", field.name)
 
 
 class Engine(Protocol):

@@ -7,17 +7,19 @@ name the path, the status and the limit that was met; never a body, a header or 
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, fields
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
+import aiohttp
 import msgspec
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.connector import Connection
 
-from tokentape.engines.connections import ConnectionBroken, Connections, Response
+from tokentape.engines.base import Timeouts
 from tokentape.errors import (
     EngineContractError,
     EngineError,
@@ -35,6 +37,9 @@ MAX_BODY_BYTES = 256 << 20
 
 _MAX_ERROR_BYTES = 64 << 10
 
+_HIGH_WATER = 1 << 18
+"""Bytes of a body that may wait to be read before the server is made to wait."""
+
 # uvicorn, which vLLM and SGLang serve with, closes idle connections after 5 s. We drop them first, so that no
 # request is sent into a connection that is being closed.
 _KEEPALIVE_SECONDS = 3.0
@@ -46,30 +51,6 @@ Stage: TypeAlias = Literal["connect", "first_token", "between_tokens", "total"]
 
 Body: TypeAlias = bytes | Sequence[bytes]
 """Of a request: JSON, whole or in pieces, so that a long prompt is not copied into it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Seconds allowed for each stage of a call to an engine; each positive and finite.
-
-    Raises:
-        InvalidRequest: a value is not a positive, finite number.
-
-    """
-
-    connect: float = 10.0
-    """To open a connection, and for the whole of a health check."""
-    first_token: float = 600.0
-    """From sending a streamed request to its first event: queueing and prefill. Also for questions at start-up."""
-    between_tokens: float = 300.0
-    """From one event of a stream to the next. A server that pauses for a weight update is silent as long."""
-    total: float = 7200.0
-    """For the whole call. The only limit, besides `connect`, on a call that is not streamed."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if not 0 < getattr(self, field.name) < math.inf:
-                raise InvalidRequest(f"timeout {field.name} must be a positive number of seconds", field.name)
 
 
 class SseReader:
@@ -157,7 +138,7 @@ class SseReader:
 
 
 class HttpClient:
-    """Connections to one engine.
+    """Connections to one engine. For one event loop.
 
     Redirects are not followed, replies not decompressed, and neither proxies nor credentials are taken from the
     environment: an engine is addressed directly.
@@ -176,27 +157,29 @@ class HttpClient:
     def __init__(self, base_url: str, *, api_key: str | None = None, timeouts: Timeouts | None = None) -> None:
         self.timeouts = timeouts or Timeouts()
         self._base = _checked_base(base_url)
-        headers = {"accept-encoding": "identity", "user-agent": "tokentape"}
+        self._headers = {"accept-encoding": "identity", "user-agent": "tokentape"}
         if api_key is not None:
-            headers["authorization"] = f"Bearer {header_value(api_key, 'api_key')}"
-        self._connections = Connections(self._base, headers, idle_seconds=_KEEPALIVE_SECONDS, most_idle=256)
+            self._headers["authorization"] = f"Bearer {header_value(api_key, 'api_key')}"
+        self._connector: _Connector | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     @property
     def generation(self) -> int:
         """Grows whenever a connection is opened while no other is alive, as after a restart of the server."""
-        return self._connections.generation
+        return self._connector.generation if self._connector is not None else 0
 
     async def get(self, path: str, *, stage: Stage = "first_token") -> bytes:
-        """Body of a GET, within the timeout of `stage`.
+        """Return the body of a GET, within the timeout of `stage`.
 
         Raises:
             EngineError: or one of its kinds; see `post`.
 
         """
-        return await self._whole("GET", path, b"", {}, _Limit.after(stage, self.timeouts))
+        return await self._whole("GET", path, None, {}, _Limit.after(stage, self.timeouts))
 
     async def post(self, path: str, body: Body, headers: Mapping[str, str]) -> bytes:
-        """Body of the reply to a JSON `body`, within `Timeouts.total`.
+        """Return the body of the reply to a JSON `body`, within `Timeouts.total`.
 
         Raises:
             InvalidRequest: the engine refused the request's content (400, 422).
@@ -210,7 +193,7 @@ class HttpClient:
         return await self._whole("POST", path, body, headers, _Limit.after("total", self.timeouts))
 
     async def events(self, path: str, body: Body, headers: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
-        """Data of each server-sent event of the reply to a JSON `body`, until the stream ends.
+        """Yield the data of each server-sent event of the reply to a JSON `body`, until the stream ends.
 
         Close it (`contextlib.aclosing`) to give up: the connection is closed with it.
 
@@ -225,73 +208,127 @@ class HttpClient:
                     yield data
 
     async def arrivals(self, path: str, body: Body, headers: Mapping[str, str]) -> AsyncGenerator[list[bytes], None]:
-        """As `events`, but what has arrived together comes together: what is done for each has to be done once."""
+        """Yield lists of the events that arrived together, so that they can be handled together; see `events`."""
         total, between = _Limit.after("total", self.timeouts), _Limit.after("between_tokens", self.timeouts)
         limit = min(_Limit.after("first_token", self.timeouts), total)
         reader, now = SseReader(), asyncio.get_running_loop().time
-        response = await self._send("POST", path, body, headers, limit)
+        reply = await self._send("POST", path, body, headers, limit)
         try:
-            while chunk := await response.read(limit.at):
+            while chunk := await reply.read(limit):
                 if events := reader.feed(chunk):
                     yield events
                     between.at = now() + between.seconds
                     limit = between if between.at < total.at else total
-        except TimeoutError:
-            raise limit.error(path) from None
-        except ConnectionBroken as error:
-            raise _cut_off(path, error) from None
         finally:
-            response.close()
+            reply.close()
         if reader.pending:
             raise EngineError(f"the engine's stream at {path} ended within an event; send the request again")
 
     async def close(self) -> None:
         """Close all connections, running calls included. May be called again."""
-        self._connections.close()
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
 
-    async def _whole(self, method: str, path: str, body: Body, headers: Mapping[str, str], limit: _Limit) -> bytes:
-        response = await self._send(method, path, body, headers, limit)
-        try:
-            received = await _read(response, path, limit, MAX_BODY_BYTES)
-        finally:
-            response.close()
+    async def _whole(
+        self, method: str, path: str, body: Body | None, headers: Mapping[str, str], limit: _Limit
+    ) -> bytes:
+        reply = await self._send(method, path, body, headers, limit)
+        received = await reply.read_all(limit, MAX_BODY_BYTES)
         if received is None:
             raise EngineContractError(f"the engine's reply at {path} is larger than {MAX_BODY_BYTES} bytes")
         return received
 
-    async def _send(self, method: str, path: str, body: Body, headers: Mapping[str, str], limit: _Limit) -> Response:
-        """The reply with its body still to be read. Anything but a 200 is raised."""
-        if self._connections.closed:
+    async def _send(
+        self, method: str, path: str, body: Body | None, headers: Mapping[str, str], limit: _Limit
+    ) -> _Reply:
+        """Return the reply with its body still to be read. Anything but a 200 is raised."""
+        if self._closed:
             raise EngineUnavailable("this engine was closed; open it again")
-        content = {**headers, "content-type": "application/json"} if body else headers
-        pieces = [body] if isinstance(body, bytes) else body
-        connecting = True
-        connect = _Limit.after("connect", self.timeouts)
+        content = headers if body is None else {**headers, "content-type": "application/json"}
+        data = None if body is None else _JsonBody(body)
         try:
-            async with asyncio.timeout_at(min(limit.at, connect.at)) as timeout:
-                connection = await self._connections.connect()
-                connecting = False
-                timeout.reschedule(limit.at)
-                response = await self._connections.send(connection, method, path, content, pieces)
-        except TimeoutError:
-            if connecting and connect.at <= limit.at:
-                raise EngineUnavailable(
-                    f"no connection to the engine within {self.timeouts.connect:g} s (connect); is it running?"
-                ) from None
-            raise limit.error(path) from None
-        except OSError:
-            raise EngineUnavailable("the engine refuses connections or its address is wrong; is it running?") from None
-        except ConnectionBroken as error:
+            async with asyncio.timeout_at(limit.at):
+                response = await self._opened().request(
+                    method, self._base + path, data=data, headers=content, allow_redirects=False
+                )
+        except aiohttp.ConnectionTimeoutError:
             raise EngineUnavailable(
-                f"the connection to the engine broke before it answered at {path} ({error})"
+                f"no connection to the engine within {self.timeouts.connect:g} s (connect); is it running?"
             ) from None
-        if response.status == 200:
-            return response
-        try:
-            received = await _read(response, path, limit, _MAX_ERROR_BYTES)
-        finally:
-            response.close()
-        raise status_error(response.status, path, received or b"")
+        except TimeoutError:
+            raise limit.error(path) from None
+        except aiohttp.ClientConnectorError:
+            raise EngineUnavailable("the engine refuses connections or its address is wrong; is it running?") from None
+        except aiohttp.ClientError as error:
+            raise EngineUnavailable(
+                f"the connection to the engine broke before it answered at {path} ({type(error).__name__})"
+            ) from None
+        reply = _Reply(response, path)
+        if reply.status == 200:
+            return reply
+        if reply.status < 200:
+            reply.close()
+            raise EngineUnavailable(f"the engine answered {reply.status} at {path}, which is no reply")
+        raise status_error(reply.status, path, await reply.read_all(limit, _MAX_ERROR_BYTES) or b"")
+
+    def _opened(self) -> aiohttp.ClientSession:
+        """Return the session. It belongs to an event loop, so it is made with the first request."""
+        if self._session is None:
+            self._connector = _Connector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
+            self._session = aiohttp.ClientSession(
+                connector=self._connector,
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(total=None, connect=self.timeouts.connect),
+                read_bufsize=_HIGH_WATER,
+            )
+        return self._session
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Keeps no connection on which the server sent more than it was asked for: it is no part of the next reply.
+
+    Counts how often a connection is opened while no other is alive: a server that restarts ends all of them.
+    """
+
+    generation = 0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._alive: set[asyncio.Transport] = set()
+
+    async def connect(self, *args: Any, **options: Any) -> Connection:
+        """Return a connection that is free, a new one if there is none."""
+        connection = await super().connect(*args, **options)
+        while connection.protocol is not None and connection.protocol.should_close:
+            connection.close()
+            connection = await super().connect(*args, **options)
+        transport = connection.transport
+        if transport is not None and transport not in self._alive:
+            self._alive = {other for other in self._alive if not other.is_closing()}
+            self.generation += not self._alive
+            self._alive.add(transport)
+        return connection
+
+
+class _JsonBody(aiohttp.Payload):
+    """A request's body. `aiohttp` would warn of long ones, and join the pieces."""
+
+    _value: Sequence[bytes]
+
+    def __init__(self, body: Body) -> None:
+        pieces = [body] if isinstance(body, bytes) else body
+        super().__init__(pieces, content_type="application/json")
+        self._size = sum(map(len, pieces))
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return b"".join(self._value).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        for piece in self._value:
+            await writer.write(piece)
 
 
 @dataclass(slots=True, order=True)
@@ -315,26 +352,49 @@ class _Limit:
         )
 
 
-async def _read(response: Response, path: str, limit: _Limit, max_bytes: int) -> bytes | None:
-    """The whole body, or None if it is larger than `max_bytes`."""
-    received = bytearray()
-    try:
-        while chunk := await response.read(limit.at):
-            received += chunk
-            if len(received) > max_bytes:
-                return None
-    except TimeoutError:
-        raise limit.error(path) from None
-    except ConnectionBroken as error:
-        raise _cut_off(path, error) from None
-    return bytes(received)
+class _Reply:
+    """A reply with its head read."""
 
+    def __init__(self, response: aiohttp.ClientResponse, path: str) -> None:
+        self.status = response.status
+        self._response = response
+        self._path = path
+        framed = response.headers.keys() & {"Content-Length", "Transfer-Encoding"}
+        connection = None if framed else response.connection
+        self._ended_by = connection.protocol if connection is not None else None
+        """The connection, where its end is the end of the body."""
 
-def _cut_off(path: str, error: ConnectionBroken) -> EngineError:
-    return EngineError(
-        f"the connection broke within the engine's reply at {path} ({error}); nothing of it was kept, send the "
-        "request again"
-    )
+    async def read(self, limit: _Limit) -> bytes:
+        """Return what has arrived of the body, waiting for it; nothing at the end."""
+        try:
+            async with asyncio.timeout_at(limit.at):
+                chunk = await self._response.content.readany()
+            if not chunk and self._ended_by is not None and isinstance(self._ended_by.exception(), OSError):
+                raise aiohttp.ClientPayloadError
+        except TimeoutError:
+            raise limit.error(self._path) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineError(
+                f"the connection broke within the engine's reply at {self._path} ({type(error).__name__}); nothing of "
+                "it was kept, send the request again"
+            ) from None
+        return chunk
+
+    async def read_all(self, limit: _Limit, max_bytes: int) -> bytes | None:
+        """Return the body, or None if it is larger than `max_bytes`, and close the reply."""
+        received = bytearray()
+        try:
+            while chunk := await self.read(limit):
+                received += chunk
+                if len(received) > max_bytes:
+                    return None
+        finally:
+            self.close()
+        return bytes(received)
+
+    def close(self) -> None:
+        """Close the connection, unless the whole body was read."""
+        self._response.close()
 
 
 class _ErrorDetail(msgspec.Struct):

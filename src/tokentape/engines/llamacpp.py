@@ -20,8 +20,8 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines.http import HttpClient, Timeouts, safe_name
+from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams, Timeouts
+from tokentape.engines.http import HttpClient, safe_name
 from tokentape.engines.identity import served_cards
 from tokentape.engines.remote import RemoteEngine
 from tokentape.engines.replies import Alternatives, Completion, alternatives, decode, joined

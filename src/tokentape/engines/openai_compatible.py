@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines.http import HttpClient, Timeouts, header_value, safe_name, status_error
+from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams, Timeouts
+from tokentape.engines.http import HttpClient, header_value, safe_name, status_error
 from tokentape.engines.identity import chosen, served_cards
 from tokentape.engines.remote import RemoteEngine
 from tokentape.engines.replies import Completion, alternatives, decode, taken

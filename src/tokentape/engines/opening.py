@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokentape.engines.http import Timeouts
+from tokentape.engines.base import Timeouts
 from tokentape.engines.remote import RemoteEngine
 from tokentape.errors import InvalidRequest
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines.http import HttpClient, Timeouts, header_value, safe_name
+from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams, Timeouts
+from tokentape.engines.http import HttpClient, header_value, safe_name
 from tokentape.engines.identity import served_cards
 from tokentape.engines.remote import RemoteEngine
 from tokentape.engines.replies import Alternatives, decode, taken

@@ -22,8 +22,8 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines.http import Body, HttpClient, Timeouts, header_value
+from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams, Timeouts
+from tokentape.engines.http import Body, HttpClient, header_value
 from tokentape.engines.identity import chosen, served_cards
 from tokentape.engines.prompt_json import PromptWriter
 from tokentape.engines.remote import RemoteEngine

@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from tokentape.engines.base import CAPTURED, ChatCall, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.base import CAPTURED, ChatCall, EngineInfo, SampleDelta, SamplingParams, Timeouts
 from tokentape.engines.checks import refuse_params, refuse_unhonoured
 from tokentape.engines.guarded import GuardedEngine
-from tokentape.engines.http import Timeouts, header_value
+from tokentape.engines.http import header_value
 from tokentape.engines.vllm import VllmEngine
 from tokentape.engines.vllm_reply import Reply, alternatives_to_ask
 from tokentape.errors import EngineContractError, InvalidRequest
