@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 import tracemalloc
 
 import pytest
 
 from tests.chat.conftest import slow_unless
-from tokentape.chat import budget
+from tokentape.chat import limits
 from tokentape.chat.template import ChatTemplate
 from tokentape.errors import TemplateRefused, TokenizerUnusable
 
@@ -61,14 +62,26 @@ def _render(source: str, messages: list[dict[str, str]]) -> str:
         DEEP_TUPLE + "{{ {}[ns.x] }}",
         DEEP_TUPLE + "{{ {}.get(ns.x) }}",
         DEEP_TUPLE + "{{ [ns.x] | unique | list }}",
+        EACH + "{% set x = range(99999).count(1.5) %}{% endfor %}",
+        EACH + "{% set x = 1.5 in range(99999) %}{% endfor %}",
+        "{% macro m() %}{{ varargs | length }}{% endmacro %}" + EACH + "{{ m(*range(99999)) }}{% endfor %}",
+        "{{ range(99999) | map('string') | map('list') | map('sort') | map('join') | list }}" * 200,
+        "{% set l = [0] * 100000 %}" + EACH + "{{ l | max }}{% endfor %}",
+        "{% set l = [0] * 100000 %}{{ ([1.5] * 1000000) | select('in', l) | list }}",
+        BIG + "{% set t = s ~ '' %}{{ ([s] | batch(1) | map('first') | map('eq', t)) | list }}" + "{{ s == t }}" * 1000,
+        BIG + EACH + "{% for c in s if false %}{% endfor %}{% endfor %}",
+        "{% set l = [{'a': 1}] * 100000 %}" + EACH + "{{ l | sort(attribute='a') | length }}{% endfor %}",
+        "{% set l = [{'a': 1}] * 100000 %}{{ l | sort(attribute='" + "a." * 10000 + "a') }}",
     ],
     ids=lambda source: source[:60],
 )
-@pytest.mark.parametrize("steps", [budget.MOST_STEPS // 20, pytest.param(budget.MOST_STEPS, marks=pytest.mark.slow)])
-def test_what_runs_for_ever_is_ended(source: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "MOST_STEPS", steps)
-    with pytest.raises(TemplateRefused, match=f"more than {steps} steps"):
+@pytest.mark.parametrize("seconds", [0.1, pytest.param(limits.MOST_SECONDS, marks=pytest.mark.slow)])
+def test_what_runs_for_ever_is_ended(source: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MOST_SECONDS", seconds)
+    start = time.thread_time()
+    with pytest.raises(TemplateRefused, match=f"more than {seconds} seconds|makes |parts|too long a text"):
         render(source)
+    assert time.thread_time() - start < seconds + 3
     assert render("{{ messages[0].content }}") == "hi"
 
 
@@ -123,6 +136,13 @@ HUGE = [
     GROWING + "{% set ns.l = ns.l + ['a' * 60000000] %}{% endfor %}",
     GROWING + "{% set ns.l = [ns.l, [1] | batch(100000, 0) | list] %}{% endfor %}",
     "{% set d = dict.fromkeys(range(100000)) %}" + GROWING + "{% set ns.l = [ns.l, d.copy()] %}{% endfor %}",
+    "{{ range(99999) | map('batch', 100000, 0) | map('list') | list }}",
+    "{{ dict.fromkeys(range(99999), 'a' * 100000) }}",
+    "{{ ([1] * 1000) | batch(100000, 'a' * 100000) | list }}",
+    "{{ [{}] * 100000 | map(attribute='x', default='a' * 100000) | list }}",
+    "{% set ns = namespace(s='a' * 60000000) %}{{ [ns] * 1000 }}",
+    "{% set ns = namespace(s='a' * 60000000) %}{{ '{0.s}{0.s}{0.s}{0.s}{0.s}'.format(ns) }}",
+    BIG + "{% macro m(n) %}{% set t = s[n:] %}{% if n %}{{ m(n - 1) }}{% endif %}{{ t }}{% endmacro %}{{ m(99) }}",
     "{% set ns = namespace(x=2) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x % 7 }}",
     "{{ ('f' * 60000000) | int(0, 16) // ('f' * 30000000) | int(0, 16) }}",
 ]

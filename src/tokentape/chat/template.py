@@ -20,10 +20,9 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
-from tokentape.chat.budget import Budget
 from tokentape.chat.compared_strings import compared_strings, highest_compared
+from tokentape.chat.limits import limited
 from tokentape.chat.media import IMAGE, image_parts
-from tokentape.chat.operations import BUDGET
 from tokentape.chat.sandbox import Sandbox
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 from tokentape.types import Message, Tool
@@ -115,11 +114,11 @@ class ChatTemplate:
         return not shows(_ASKED) and shows([{"type": "text", "text": _ASKED}])
 
 
-def _render(template: jinja2.Template, given: Mapping[str, Any]) -> str:
+def _render(template: jinja2.Template, given: dict[str, Any]) -> str:
     try:
         # Not by `Template.render`, which rewrites tracebacks: several times the memory of what a refused template made.
-        context = template.new_context({**given, BUDGET: Budget()})
-        return template.environment.concat(template.root_render_func(context))
+        with limited():
+            return template.environment.concat(template.root_render_func(template.new_context(given)))
     except jinja2.TemplateError as error:
         raise TemplateRefused(f"the chat template refused this conversation: {error.message}") from error
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
@@ -227,7 +226,8 @@ def _compile(source: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["dict"] = _Dict()
     try:
-        return environment.from_string(source)
+        with limited():
+            return environment.compiled(source)
     except jinja2.TemplateSyntaxError as error:
         raise TokenizerUnusable(
             f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
