@@ -24,12 +24,12 @@ from tokentape.training.samples import Sample, group_advantages
 # The other one imports TRL, so it is run where that is imported anyway: test_trl_async.py.
 NAMES = [name for name in PATHS if name != "TRL asynchronous"]
 
-TRUNCATION = "a sample does not say how its turns ended"
+TRUNCATION = "samples don't record yet how turns ended"
 QUEUE = "extra_fields lack reward_extra_info, min_global_steps and max_global_steps"
-UID = "verl takes the mean over all samples of a uid, where a forked session counts more than once"
-ROLLOUT = "no rollout_id says which samples are of one session"
-BRANCHES = "trajectory_ids and is_last_step are None, so that a session of several samples is refused"
-LENGTH = "length is that of the whole sample, and NeMo-RL takes it for the prompt's: every group has one member"
+UID = "verl averages over all samples of a uid, so a forked session counts more than once"
+ROLLOUT = "without rollout_id, slime can't tell which samples belong to one session"
+BRANCHES = "trajectory_ids and is_last_step are None, so SkyRL refuses a session with several samples"
+LENGTH = "length is the length of the whole sample, but NeMo-RL reads it as the prompt's: every group has one member"
 
 KNOWN: dict[tuple[str, str], tuple[set[str], str]] = {}
 for name in ("slime", "Miles", "verifiers", "SkyRL", "NeMo-RL", "JSON lines", "padded and shifted"):
