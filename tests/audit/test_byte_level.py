@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokentape.audit.byte_level import Bounds, Spellings, bytes_logprob, canonical_only, price
-from tokentape.audit.token_model import TransformersModel
+from tokentape.audit.byte_level import Bounds, Spellings, TransformersModel, bytes_logprob, canonical_only, price
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
@@ -99,7 +98,7 @@ def test_what_begins_with_bytes_goes_on_or_stops(text: bytes) -> None:
 def test_a_search_that_was_cut_short_bounds_the_sum_on_both_sides(text: bytes, most: int, ends: bool) -> None:
     stop_ids = [STOP] if ends else []
     exact = bytes_logprob(MODEL, text, SPELLINGS, stop_ids=stop_ids)
-    cut = bytes_logprob(MODEL, text, SPELLINGS, stop_ids=stop_ids, max_evaluations=most, batch=3)
+    cut = bytes_logprob(MODEL, text, SPELLINGS, stop_ids=stop_ids, max_evaluations=most)
     assert cut.evaluations <= most
     assert cut.lower <= exact.lower + 1e-12
     assert cut.upper >= exact.lower - 1e-12

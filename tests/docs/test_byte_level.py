@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tokentape.audit.byte_level import Bounds, Spellings, price
-from tokentape.audit.token_model import TransformersModel
+from tokentape.audit.byte_level import Bounds, Spellings, TransformersModel, price
 from tokentape.chat import grammar
 from tokentape.chat.renderer import Renderer
 

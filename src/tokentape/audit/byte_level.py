@@ -1,25 +1,24 @@
-"""How probable a model of tokens finds bytes, whatever tokens they are spelled with; and what drift costs by it.
+"""Compute how probable a model of tokens finds bytes, whatever tokens spell them, and what drift costs by that.
 
-One text has many spellings in tokens, and a model gives each a probability of its own. The probability of the text is
-their sum. For the bytes that a completion *begins* with, the spellings are the cover encodings of the Byte-Token
-Representation Lemma (arXiv 2410.09303): token sequences of which all but the last token lie within the bytes, and the
-last one reaches their end or beyond. For bytes that the completion *is*, they are the sequences that spell exactly
-them, each with the probability that the model stops there.
+A text has many spellings in tokens, and a model gives each its own probability. The probability of the text is their
+sum. For bytes that a completion *begins* with, the spellings are the cover encodings of the Byte-Token Representation
+Lemma (arXiv 2410.09303): all but the last token are within the bytes, and the last reaches their end or beyond. For
+bytes that the completion *is*, they are the sequences that spell exactly them, followed by a stop token.
 
-A model looks at all tokens before, so the spellings share no work but common beginnings, and their number grows
-exponentially with the bytes. They are searched from the most probable beginning on. What was found is a lower bound of
-the sum; with the probability of every beginning not yet followed it is an upper bound. Where none is left the sum is
-exact. A model that was trained on canonical ids has nearly all of its mass there, so the bounds meet early.
+The number of spellings grows exponentially with the bytes. The search follows the most probable beginning first. The
+sum of what was found is a lower bound; with the probability of every beginning not yet followed it is an upper bound.
 """
 
 from __future__ import annotations
 
+import copy
 import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,68 +27,69 @@ from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
 
 _NEAR = 3.0
-"""Beginnings this much less probable than the best, in nats, are looked at together with it."""
+"""Beginnings that are less probable than the best by no more than this, in nats, share a batch with it."""
+_BATCH = 16
+_DONE = 1e-6
 
 
 class TokenModel(Protocol):
-    """A model behind one context."""
+    """A model after a fixed context."""
 
     def next_logprobs(self, prefixes: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
-        """Natural-log probability of every id behind the context and each prefix, float64 [prefixes, ids]."""
+        """Return the natural-log probability of every id after the context and each prefix, [prefixes, ids]."""
         ...
 
     def logprobs_of(self, ids: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Natural-log probability of each id behind the context and the ids before it, float64 [ids]."""
+        """Return the natural-log probability of each id after the context and the ids before it, [ids]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """A log-probability, from below and above."""
+    """A lower and an upper bound of a log-probability."""
 
     lower: float
     """Natural log of the summed probability of the spellings found; minus infinity if there is none."""
     upper: float
     exact: bool
-    """Whether every spelling was found; then the bounds are equal."""
+    """True if every spelling was found; then the bounds are equal."""
     spellings: int
-    """How many were found: beginnings that end the bytes, in one or many ways."""
+    """The number of spellings found."""
     evaluations: int
-    """How many contexts the model was asked about."""
+    """The number of contexts that the model computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What the same bytes cost in different ids, as natural-log probabilities."""
+    """Natural-log probabilities of the same bytes in different ids."""
 
     sampled: float
-    """Of the ids as they are."""
+    """Of the sampled ids."""
     canonical: float | None
-    """Of the ids that encoding the bytes gives; None where they are no UTF-8, or do not come back the same."""
+    """Of the ids that encoding the bytes gives; None if the bytes are no UTF-8, or do not come back the same."""
     text: Bounds
     """Of the bytes, over all spellings."""
 
     @property
     def drift(self) -> float | None:
-        """What a trainer that re-encodes is off by: `canonical - sampled`, in nats. 0 without drift."""
+        """`canonical - sampled` in nats, the error of a trainer that encodes again. 0 without drift."""
         return None if self.canonical is None else self.canonical - self.sampled
 
 
 class Spellings:
-    """Which ids spell which bytes. Use `Spellings.of`; ids that spell nothing take part in no spelling."""
+    """An index of the ids that spell bytes. Ids that spell nothing are in no spelling."""
 
     def __init__(self, pieces: Mapping[int, bytes]) -> None:
-        by_bytes: dict[bytes, list[int]] = {}
+        self._by_bytes: dict[bytes, list[int]] = {}
         for token_id, piece in pieces.items():
             if piece:
-                by_bytes.setdefault(piece, []).append(token_id)
-        self._by_bytes = by_bytes
-        self._sorted = sorted(by_bytes)
-        self._longest = max(map(len, by_bytes), default=0)
+                self._by_bytes.setdefault(piece, []).append(token_id)
+        self._sorted = sorted(self._by_bytes)
+        self._longest = max(map(len, self._by_bytes), default=0)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Spellings:
-        """Those of a tokenizer's text tokens. Control tokens spell nothing, whatever their name."""
+        """Index a tokenizer's text tokens. Control tokens spell nothing, whatever their name."""
         pieces = {}
         for token_id in range(tokenizer.vocab_size):
             if tokenizer.control_by_id(token_id) is None:
@@ -100,39 +100,32 @@ class Spellings:
         return cls(pieces)
 
     def within(self, rest: bytes) -> Iterator[tuple[int, int]]:
-        """(id, length) of each token that spells a beginning of `rest`, all of it included."""
+        """Yield (id, length) of each token that `rest` begins with."""
         for length in range(1, min(len(rest), self._longest) + 1):
             for token_id in self._by_bytes.get(rest[:length], ()):
                 yield token_id, length
 
     def covering(self, rest: bytes) -> list[int]:
-        """Ids of all tokens that begin with `rest`."""
-        found: list[int] = []
-        for at in range(bisect_left(self._sorted, rest), len(self._sorted)):
-            if not self._sorted[at].startswith(rest):
-                break
-            found += self._by_bytes[self._sorted[at]]
-        return found
+        """Return the ids of all tokens that begin with `rest`."""
+        first = bisect_left(self._sorted, rest)
+        last = bisect_left(self._sorted, True, first, key=lambda piece: not piece.startswith(rest))
+        return [token_id for piece in self._sorted[first:last] for token_id in self._by_bytes[piece]]
 
 
 def canonical_only(tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
-    """A filter for `bytes_logprob`: whether ids are those that encoding their own text gives.
+    """Return a filter for `bytes_logprob` that keeps only ids that encoding their own text gives.
 
-    For models that never sample others; then there are few spellings, however long the bytes. Tokens at the end that
-    break off within a character are taken for canonical, since nothing can be encoded to compare them with.
+    There are few such spellings, however long the bytes. Tokens at the end that break off within a character count as
+    canonical, since there is nothing to compare them with.
     """
 
     def canonical(ids: Sequence[int]) -> bool:
-        kept = list(ids)
-        pieces = [tokenizer.token_bytes(token_id) for token_id in kept]
-        while kept:
+        pieces = [tokenizer.token_bytes(token_id) for token_id in ids]
+        for end in range(len(ids), 0, -1):
             try:
-                text = b"".join(pieces).decode()
+                return tokenizer.encode_plain(b"".join(pieces[:end]).decode()) == list(ids[:end])
             except UnicodeDecodeError:
-                kept.pop()
-                pieces.pop()
                 continue
-            return tokenizer.encode_plain(text) == kept
         return True
 
     return canonical
@@ -144,22 +137,20 @@ def bytes_logprob(
     spellings: Spellings,
     *,
     stop_ids: Iterable[int] = (),
-    allowed: Callable[[Sequence[int]], bool] | None = None,
+    allowed: Callable[[Sequence[int]], bool] = lambda ids: True,
     max_evaluations: int = 2048,
     tolerance: float = 1e-9,
-    batch: int = 16,
 ) -> Bounds:
-    """Log-probability of `text` behind the model's context.
+    """Compute the log-probability of bytes after the model's context.
 
     Args:
         model: see `TokenModel`.
         text: the bytes.
-        spellings: of the model's tokenizer.
+        spellings: those of the model's tokenizer.
         stop_ids: if given, the completion is `text` and then one of these; else it begins with `text`.
-        allowed: which sequences of ids count; all if not given. See `canonical_only`.
-        max_evaluations: contexts to ask the model about at most; each costs it a forward pass.
-        tolerance: the search ends where the upper bound is no further above the lower one than this, in nats.
-        batch: contexts per call of the model.
+        allowed: a filter of sequences of ids, such as `canonical_only`.
+        max_evaluations: the largest number of contexts to compute, one forward pass each.
+        tolerance: the search ends when the bounds are this close, in nats.
 
     Raises:
         InvalidRequest: there are no bytes.
@@ -168,39 +159,38 @@ def bytes_logprob(
     if not text:
         raise InvalidRequest("there are no bytes to find the probability of")
     stops = np.array(sorted(stop_ids), np.int64)
-    # Of beginnings: minus the log-probability, how many bytes they spell, the ids.
+    # Beginnings: minus the log-probability, the number of bytes that they spell, the ids.
     open_: list[tuple[float, int, tuple[int, ...]]] = [(-0.0, 0, ())]
     found, lower, evaluations = 0, -math.inf, 0
+
+    def upper() -> float:
+        return float(np.logaddexp(lower, _log_sum([-cost for cost, _, _ in open_])))
+
     while open_ and evaluations < max_evaluations:
-        if _sum(lower, -open_[0][0]) - lower <= tolerance and _upper(lower, open_) - lower <= tolerance:
+        # The sum of all beginnings is taken only if the best one alone would not prevent the end.
+        if np.logaddexp(lower, -open_[0][0]) - lower <= tolerance and upper() - lower <= tolerance:
             break
-        most = open_[0][0] + _NEAR
-        taken = [heapq.heappop(open_)]
-        while open_ and open_[0][0] <= most and len(taken) < min(batch, max_evaluations - evaluations):
-            taken.append(heapq.heappop(open_))
-        evaluations += len(taken)
-        rows = model.next_logprobs([ids for _, _, ids in taken])
-        for (cost, offset, ids), row in zip(taken, rows, strict=True):
-            rest = text[offset:]
+        furthest = open_[0][0] + _NEAR
+        batch = [heapq.heappop(open_)]
+        while open_ and open_[0][0] <= furthest and len(batch) < min(_BATCH, max_evaluations - evaluations):
+            batch.append(heapq.heappop(open_))
+        evaluations += len(batch)
+        for (cost, at, ids), row in zip(batch, model.next_logprobs([ids for _, _, ids in batch]), strict=True):
+            rest = text[at:]
+            last: Sequence[int] | npt.NDArray[np.int64] = ()
             if not rest:
-                lower = _sum(lower, _log_sum(row[stops]) - cost)
+                last = stops
                 found += 1
-                continue
+            elif not len(stops):
+                last = [one for one in spellings.covering(rest) if allowed((*ids, one))]
+                found += len(last)
+            if rest or len(stops):
+                lower = float(np.logaddexp(lower, _log_sum(row[list(last)]) - cost))
             for token_id, length in spellings.within(rest):
-                begun = (*ids, token_id)
-                ends = offset + length == len(text)
-                if ends and not len(stops):
-                    continue  # one of those that cover the rest
-                if row[token_id] > -math.inf and (allowed is None or allowed(begun)):
-                    heapq.heappush(open_, (cost - float(row[token_id]), offset + length, begun))
-            if not len(stops):
-                covering = spellings.covering(rest)
-                if allowed is not None:
-                    covering = [token_id for token_id in covering if allowed((*ids, token_id))]
-                lower = _sum(lower, _log_sum(row[covering]) - cost)
-                found += len(covering)
-    exact = not open_
-    return Bounds(lower, lower if exact else _upper(lower, open_), exact, found, evaluations)
+                ends_it = length == len(rest) and not len(stops)  # already in `last`
+                if not ends_it and row[token_id] > -math.inf and allowed((*ids, token_id)):
+                    heapq.heappush(open_, (cost - float(row[token_id]), at + length, (*ids, token_id)))
+    return Bounds(lower, upper() if open_ else lower, not open_, found, evaluations)
 
 
 def price(
@@ -211,29 +201,23 @@ def price(
     *,
     stop_ids: Iterable[int] = (),
     max_evaluations: int = 2048,
-    tolerance: float = 1e-6,
 ) -> Price:
-    """What a completion costs in its own ids, in canonical ids, and as bytes.
+    """Compute the log-probability of a completion in its own ids, in canonical ids, and as bytes.
 
-    `sampled` may end with one of `stop_ids`: then all three are of the completion that ends there. Without, the text's
-    is that of all completions that begin with its bytes, and so above the sampled one's.
+    `sampled` may end with one of `stop_ids`: then all three are of the completion that ends there. Otherwise the text's
+    is that of all completions that begin with its bytes, and so is above the sampled one's.
 
-    Raises `InvalidRequest` if there is no text, or a control token within it, which has no bytes to compare.
+    Raises `InvalidRequest` if there is no text, or a control token in it, which has no bytes to compare.
     """
-    stops = frozenset(stop_ids)
     body = list(sampled)
-    end = [body.pop()] if body and body[-1] in stops else []
+    end = [body.pop()] if body and body[-1] in frozenset(stop_ids) else []
     if any(tokenizer.control_by_id(token_id) is not None for token_id in body):
-        raise InvalidRequest("a control token stands within the ids: price the texts before and behind it")
+        raise InvalidRequest("a control token stands within the ids: price the texts before and after it")
     spelled = b"".join(map(tokenizer.token_bytes, body))
     canonical = _canonical(spelled, tokenizer)
-    return Price(
-        sampled=float(model.logprobs_of([*body, *end]).sum()),
-        canonical=None if canonical is None else float(model.logprobs_of([*canonical, *end]).sum()),
-        text=bytes_logprob(
-            model, spelled, spellings, stop_ids=end, max_evaluations=max_evaluations, tolerance=tolerance
-        ),
-    )
+    bounds = bytes_logprob(model, spelled, spellings, stop_ids=end, max_evaluations=max_evaluations, tolerance=_DONE)
+    again = None if canonical is None else float(model.logprobs_of([*canonical, *end]).sum())
+    return Price(float(model.logprobs_of([*body, *end]).sum()), again, bounds)
 
 
 def _canonical(spelled: bytes, tokenizer: Tokenizer) -> list[int] | None:
@@ -244,13 +228,61 @@ def _canonical(spelled: bytes, tokenizer: Tokenizer) -> list[int] | None:
     return ids if b"".join(map(tokenizer.token_bytes, ids)) == spelled else None
 
 
-def _upper(lower: float, open_: Sequence[tuple[float, int, tuple[int, ...]]]) -> float:
-    return _sum(lower, _log_sum(np.array([-cost for cost, _, _ in open_])))
-
-
-def _sum(one: float, other: float) -> float:
-    return float(np.logaddexp(one, other))
-
-
-def _log_sum(values: npt.NDArray[np.float64]) -> float:
+def _log_sum(values: Sequence[float] | npt.NDArray[np.float64]) -> float:
     return float(np.logaddexp.reduce(values)) if len(values) else -math.inf
+
+
+class TransformersModel:
+    """A causal language model of transformers after one context, which is computed once.
+
+    >>> model = TransformersModel.load("path/to/model", context_ids)            # doctest: +SKIP
+    >>> bytes_logprob(model, b"hello", Spellings.of(tokenizer))                 # doctest: +SKIP
+    """
+
+    def __init__(self, model: Any, context_ids: Sequence[int]) -> None:
+        """`model` is a `PreTrainedModel` in evaluation mode. Raises `InvalidRequest` for an empty context."""
+        import torch
+
+        if not len(context_ids):
+            raise InvalidRequest("the context is empty; give at least the id that texts begin with")
+        self._torch, self._model = torch, model
+        begun = self._run([list(context_ids)], None)
+        self._cache = begun.past_key_values
+        self._first = self._logprobs(begun.logits[0, -1])
+
+    @classmethod
+    def load(cls, folder: str | Path, context_ids: Sequence[int], *, device: str = "cpu") -> TransformersModel:
+        """Load a folder's weights in float32, without downloads. Raises `EngineError` if they can't be loaded."""
+        from tokentape.engines.loading import load_model
+
+        return cls(load_model(Path(folder), dtype="float32", device=device), context_ids)
+
+    def next_logprobs(self, prefixes: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
+        """See `TokenModel`. Prefixes of the same length are one batch."""
+        rows = np.empty((len(prefixes), len(self._first)))
+        for length in {len(prefix) for prefix in prefixes}:
+            places = [at for at, prefix in enumerate(prefixes) if len(prefix) == length]
+            if not length:
+                rows[places] = self._first
+                continue
+            cache = copy.deepcopy(self._cache)
+            cache.batch_repeat_interleave(len(places))
+            rows[places] = self._logprobs(self._run([list(prefixes[at]) for at in places], cache).logits[:, -1])
+        return rows
+
+    def logprobs_of(self, ids: Sequence[int]) -> npt.NDArray[np.float64]:
+        """See `TokenModel`. One forward pass."""
+        rows = self._first[None]
+        if len(ids) > 1:
+            after = self._run([list(ids[:-1])], copy.deepcopy(self._cache)).logits[0]
+            rows = np.concatenate([rows, self._logprobs(after)])
+        return rows[np.arange(len(ids)), list(ids)]
+
+    def _run(self, rows: list[list[int]], cache: Any) -> Any:
+        ids = self._torch.tensor(rows, device=self._model.device)
+        with self._torch.inference_mode():
+            return self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+
+    def _logprobs(self, logits: Any) -> npt.NDArray[np.float64]:
+        found: npt.NDArray[np.float64] = logits.double().log_softmax(-1).cpu().numpy()
+        return found

@@ -75,10 +75,9 @@ def probe(
     from rich.progress import Progress
 
     from tokentape.audit.lock.goldens import DATE
-    from tokentape.audit.probe.record import ProbeFile, header
-    from tokentape.audit.probe.running import Settings, run_trials
+    from tokentape.audit.probe.running import ProbeFile, Settings, header, run_trials
     from tokentape.audit.probe.summary import probe_layout, summarise
-    from tokentape.audit.probe.trials import built_in, read_texts, trials
+    from tokentape.audit.probe.trials import BUILT_IN, read_texts, trials
     from tokentape.audit.report import json_value
     from tokentape.chat import grammar
     from tokentape.chat.renderer import Renderer
@@ -86,7 +85,7 @@ def probe(
     renderer = Renderer.load(path)
     setup = grammar.setup(renderer.fingerprint, template_kwargs, tools=(), date=DATE)
     settings = Settings(max_tokens, temperature, seed, ban, concurrency)
-    sentences = read_texts(texts, seed=seed) if texts is not None else built_in()
+    sentences = read_texts(texts or BUILT_IN, seed=seed)
     asked = list(trials(sentences, repetitions=repetitions))[:limit]
     place = {trial: at for at, trial in enumerate(asked)}
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.chat.conftest import load_tokenizer
 from tokentape.audit.byte_level import Spellings
-from tokentape.audit.probe.outcomes import outcome
-from tokentape.audit.probe.trials import Trial, built_in
+from tokentape.audit.probe.trials import Trial, outcome, read_texts
 from tokentape.audit.tokendiff import ARTIFACTS
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
@@ -116,7 +115,7 @@ def test_any_other_spelling_of_the_word_is_a_phantom_edit_and_nothing_else_is(
 ) -> None:
     """Against tokens told apart by where they begin and end, on sentences that are cut at random."""
     tokenizer = renderer.tokenizer
-    before, target, after = data.draw(st.sampled_from(built_in()))
+    before, target, after = data.draw(st.sampled_from(read_texts()))
     given_ids = tokenizer.encode_plain(before + target + after)
     said: list[int] = []
     rest = (before + target + after).encode()

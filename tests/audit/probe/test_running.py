@@ -14,11 +14,9 @@ from typer.testing import CliRunner
 
 from tests.chat.conftest import load_tokenizer
 from tokentape.audit.lock.goldens import DATE
-from tokentape.audit.probe.outcomes import outcome
-from tokentape.audit.probe.record import ProbeFile, header, read_results
-from tokentape.audit.probe.running import Result, Settings, run_trials
+from tokentape.audit.probe.running import ProbeFile, Result, Settings, header, read_results, run_trials
 from tokentape.audit.probe.summary import probe_layout, summarise
-from tokentape.audit.probe.trials import Trial, built_in, read_texts, trials
+from tokentape.audit.probe.trials import Trial, outcome, read_texts, trials
 from tokentape.chat import grammar
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
@@ -154,7 +152,7 @@ def test_the_summary_counts_with_intervals_and_the_page_shows_the_ids(qwen: Rend
 
 
 def test_a_probe_goes_on_where_it_was_cut_off(qwen: Renderer, tmp_path: Path) -> None:
-    asked = list(trials(built_in()[:3]))
+    asked = list(trials(read_texts()[:3]))
     engine = written(qwen, REPLACED)
     made = header(engine, qwen, setup_of(qwen), Settings())
     path = tmp_path / "probe.jsonl"
@@ -207,7 +205,7 @@ def test_what_was_sampled_before_an_engine_failed_is_kept(qwen: Renderer) -> Non
     seen = []
 
     async def collect() -> None:
-        asked = list(trials(built_in()[:3]))
+        asked = list(trials(read_texts()[:3]))
         async with aclosing(run_trials(asked, engine, qwen, setup_of(qwen), Settings(concurrency=1))) as results:
             async for result in results:
                 seen.append(result)
@@ -218,7 +216,7 @@ def test_what_was_sampled_before_an_engine_failed_is_kept(qwen: Renderer) -> Non
 
 
 def test_the_built_in_sentences_hold_their_word_once() -> None:
-    texts = built_in()
+    texts = read_texts()
     assert len(texts) > 30
     for before, target, after in texts:
         assert target

@@ -1,31 +1,39 @@
-"""Trials on an engine: sampled, read, and, where a phantom edit came, sampled again with its ids banned.
+"""Run trials on an engine, and keep their results in a file so that a stopped probe can go on.
 
-A ban is exact and needs nothing of the engine but alternatives per token. Up to the first id of the phantom edit greedy
-decoding is the same with a ban as without; there the likeliest other id is taken, and decoding goes on behind it. An
-engine that reports no alternatives gets no ban, which the results say.
+A phantom edit may be sampled again with its ids banned. A ban is exact and needs only alternatives per token: up to the
+first id of the phantom edit, greedy decoding is the same with a ban as without. There the likeliest other id is taken,
+and decoding goes on after it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
 
+import msgspec
 import numpy as np
 
-from tokentape.audit.probe.outcomes import Outcome, outcome
-from tokentape.audit.probe.trials import Trial
+from tokentape.audit.probe.trials import Outcome, Trial, outcome
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import Engine, SamplingParams
 from tokentape.errors import InvalidRequest
 from tokentape.types import Setup
 
 ALTERNATIVES = 8
-"""Asked for per token, of which the likeliest that is not banned is taken."""
+"""The number of alternatives per token that a ban asks for."""
 
 MOST_BANS = 8
-"""In one completion. What is a phantom edit still is counted as one."""
+"""The largest number of bans in one completion."""
+
+FORMAT = 1
+_HEAD = b'{"format": %d,' % FORMAT
+
+Header = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,46 +49,53 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One trial's outcome."""
+    """The outcome of one trial."""
 
     trial: Trial
     completion: tuple[int, ...]
     outcome: Outcome
     banned: Outcome | None = None
-    """With the phantom edit's ids banned; None where there was none, or no ban."""
+    """The outcome with the phantom edit's ids banned; None without a phantom edit or a ban."""
     bans: tuple[tuple[int, int], ...] = ()
-    """What was banned: (position in the completion, id)."""
+    """The bans: (position in the completion, id)."""
 
 
-def refuse_settings(engine: Engine, settings: Settings) -> None:
-    """Raise `InvalidRequest` for a ban that would not be exact here."""
-    if not settings.ban:
-        return
-    if settings.temperature:
-        raise InvalidRequest("ids are banned in greedy decoding only: set temperature 0", "ban")
-    if "top_logprobs" not in engine.info.sampling:
-        raise InvalidRequest(
-            f"the engine {engine.info.name} reports no alternatives per token, so it can't be probed with ids banned",
-            "ban",
-        )
+def header(engine: Engine, renderer: Renderer, setup: Setup, settings: Settings) -> Header:
+    """Return the first line of a file: all that results must share to be counted together."""
+    how = asdict(settings)
+    del how["concurrency"]
+    return {
+        "format": FORMAT,
+        "engine": str(engine.info),
+        "model": Path(engine.info.model).name,
+        "fingerprint": renderer.fingerprint,
+        "template_kwargs": dict(setup.template_kwargs),
+        **how,
+    }
 
 
 async def run_trials(
     trials: Sequence[Trial], engine: Engine, renderer: Renderer, setup: Setup, settings: Settings
 ) -> AsyncGenerator[Result, None]:
-    """Yield the result of each trial as soon as it is there, `settings.concurrency` at a time.
+    """Yield results as they arrive, with `settings.concurrency` trials at a time.
 
-    Raises `InvalidRequest` as `refuse_settings`, `TemplateRefused` if the template does not take a question, and
-    `EngineError` as `Engine.sample`: what was yielded before then holds.
+    Raises `InvalidRequest` for a ban that would not be exact here, `TemplateRefused` if the template refuses a
+    question, and `EngineError` as `Engine.sample`; results that were yielded before stay valid.
     """
-    refuse_settings(engine, settings)
+    if settings.ban and settings.temperature:
+        raise InvalidRequest("ids are banned in greedy decoding only: set temperature 0", "ban")
+    if settings.ban and "top_logprobs" not in engine.info.sampling:
+        raise InvalidRequest(
+            f"the engine {engine.info.name} reports no alternatives per token, so it can't be probed with ids banned",
+            "ban",
+        )
     room = asyncio.Semaphore(settings.concurrency)
 
-    async def one(trial: Trial) -> Result:
+    async def run(trial: Trial) -> Result:
         async with room:
             return await _run(trial, engine, renderer, setup, settings)
 
-    tasks = [asyncio.create_task(one(trial)) for trial in trials]
+    tasks = [asyncio.create_task(run(trial)) for trial in trials]
     try:
         for done in asyncio.as_completed(tasks):
             yield await done
@@ -101,38 +116,34 @@ async def _run(trial: Trial, engine: Engine, renderer: Renderer, setup: Setup, s
     )
     if settings.temperature and "seed" in engine.info.sampling:
         params = replace(params, seed=settings.seed + trial.repetition)
+
+    def read(ids: Sequence[int]) -> Outcome:
+        return outcome(trial, ids[:-1] if ids and ids[-1] in stops else ids, renderer.tokenizer)
+
     ids, tops = await _sample(engine, prompt, params, trial.name)
-    first = _read(trial, ids, stops, renderer)
-    result = Result(trial, tuple(ids), first)
-    if not settings.ban or first.kind not in ("phantom", "spacing"):
+    found = read(ids)
+    result = Result(trial, tuple(ids), found)
+    if not settings.ban or found.kind not in ("phantom", "spacing"):
         return result
     banned: dict[int, set[int]] = {}
-    found = first
     for _ in range(MOST_BANS):
-        if found.kind not in ("phantom", "spacing") or found.at < 0 or found.at >= len(ids):
+        at = found.at
+        if found.kind not in ("phantom", "spacing") or not 0 <= at < len(ids):
             break
-        refused = banned.setdefault(found.at, set())
-        refused.add(ids[found.at])
-        other = next((one for one, _ in tops[found.at] if one not in refused), None)
+        banned.setdefault(at, set()).add(ids[at])
+        other = next((token_id for token_id, _ in tops[at] if token_id not in banned[at]), None)
         if other is None:
             break
-        kept, kept_tops = [*ids[: found.at], other], tops[: found.at + 1]
-        # A ban behind this place was one behind other ids.
-        banned = {at: refused for at, refused in banned.items() if at <= found.at}
-        more: list[int] = []
-        more_tops: list[tuple[tuple[int, float], ...]] = []
-        if other not in stops and len(kept) < settings.max_tokens:
-            left = replace(params, max_tokens=settings.max_tokens - len(kept))
-            more, more_tops = await _sample(engine, [*prompt, *kept], left, trial.name)
-        ids, tops = kept + more, kept_tops + more_tops
-        found = _read(trial, ids, stops, renderer)
-    bans = tuple((at, one) for at, refused in sorted(banned.items()) for one in sorted(refused))
+        # Bans after this place followed other ids.
+        banned = {place: refused for place, refused in banned.items() if place <= at}
+        ids, tops = [*ids[:at], other], tops[: at + 1]
+        if other not in stops and len(ids) < settings.max_tokens:
+            left = replace(params, max_tokens=settings.max_tokens - len(ids))
+            more, more_tops = await _sample(engine, [*prompt, *ids], left, trial.name)
+            ids, tops = ids + more, tops + more_tops
+        found = read(ids)
+    bans = tuple((place, one) for place, refused in sorted(banned.items()) for one in sorted(refused))
     return replace(result, banned=found, bans=bans)
-
-
-def _read(trial: Trial, ids: Sequence[int], stops: Sequence[int], renderer: Renderer) -> Outcome:
-    said = ids[:-1] if ids and ids[-1] in stops else ids
-    return outcome(trial, said, renderer.tokenizer)
 
 
 async def _sample(
@@ -146,3 +157,73 @@ async def _sample(
             ids += delta.token_ids
             tops += delta.top_logprobs
     return ids, tops
+
+
+class ProbeFile:
+    """A JSONL file of results after a header, opened to continue it. Use it as a context.
+
+    A last line that a crash cut off is dropped.
+
+    Raises `InvalidRequest` if the file is of another model, was made with other settings, or has no results.
+    """
+
+    def __init__(self, path: str | Path, made: Header) -> None:
+        self.results: list[Result] = []
+        path = Path(path)
+        whole = 0
+        if path.exists():
+            found, self.results, whole = _read(path)
+            other = [key for key, value in made.items() if found is not None and found.get(key) != value]
+            if other:
+                raise InvalidRequest(
+                    f"{path} has results of another probe ({', '.join(other)} differ); name another file, or move "
+                    "this one away"
+                )
+        self._file: IO[bytes] = path.open("r+b" if path.exists() else "xb")
+        self._file.truncate(whole)
+        self._file.seek(whole)
+        if not whole:
+            self._write(made)
+
+    def __enter__(self) -> ProbeFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+    def missing(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Return the trials without a result."""
+        done = {result.trial.name for result in self.results}
+        return [trial for trial in trials if trial.name not in done]
+
+    def add(self, result: Result) -> None:
+        """Append a result. It is in the file when this returns."""
+        self._write(asdict(result))
+        self.results.append(result)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+
+
+def read_results(path: str | Path) -> tuple[Header, list[Result]]:
+    """Return the header and the results of a file. Raises `InvalidRequest` if it has none."""
+    found, results, _ = _read(Path(path))
+    if found is None:
+        raise InvalidRequest(f"{path} is empty")
+    return found, results
+
+
+def _read(path: Path) -> tuple[Header | None, list[Result], int]:
+    """Return the header, the results, and the number of bytes of whole lines."""
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    try:
+        rows = [json.loads(line) for line in content[:whole].splitlines()]
+        if not rows and not _HEAD.startswith(content[: len(_HEAD)]):
+            raise ValueError("it is one line of something else")
+        if rows and rows[0].get("format") != FORMAT:
+            raise ValueError(f"its first line is not that of format {FORMAT}")
+        return (rows[0] if rows else None), msgspec.convert(rows[1:], list[Result]), whole
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InvalidRequest(f"{path} has no results of a probe: {error}") from None

@@ -1,4 +1,4 @@
-"""What a probe found: shares with intervals, classes of phantom edits, examples; as text's data and as a page."""
+"""Summarize a probe: shares with intervals, classes of phantom edits, examples."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tokentape.audit.intervals import Rate, wilson
-from tokentape.audit.probe.outcomes import KINDS
-from tokentape.audit.probe.record import Header
-from tokentape.audit.probe.running import Result
+from tokentape.audit.probe.running import Header, Result
+from tokentape.audit.probe.trials import KINDS
 from tokentape.audit.report import Bar, Bars, Block, Details, Facts, Heading, Paragraph, Report, Table
 from tokentape.audit.tokendiff import ARTIFACTS
 from tokentape.chat.tokenizer import Tokenizer
@@ -25,15 +24,15 @@ class Summary:
     outcomes: Mapping[str, Rate]
     """By kind, of all trials."""
     strict: Rate
-    """Phantom edits, byte-strict, of the trials whose sentence came back."""
+    """Phantom edits, byte-strict, of the trials with a sentence that came back."""
     normalised: Rate
-    """With white space normalised: those of other white space too."""
+    """The same, with those that have other white space."""
     classes: Mapping[str, Rate]
-    """By artifact, of all phantom edits, white space normalised."""
+    """By artifact, of all phantom edits, white space normalized."""
     noncanonical: Rate
-    """Completions, of all, that another encoding of their text does not give again."""
+    """Completions that encoding their text does not give again."""
     banned: Mapping[str, Rate]
-    """What became of phantom edits once their ids were banned, by kind; empty if none was."""
+    """Outcomes of phantom edits with their ids banned, by kind; empty without a ban."""
 
 
 def summarise(results: Sequence[Result]) -> Summary:
