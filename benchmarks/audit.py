@@ -26,8 +26,8 @@ from pathlib import Path
 
 import tokenizers
 
+from tokentape.audit.skew.backends import open_backend
 from tokentape.audit.skew.corpus import RANGE_BYTES, Range, batches, compare_corpus, documents_of
-from tokentape.audit.skew.sides.opening import open_side
 
 _loaded: list[tokenizers.Tokenizer] = []
 
@@ -95,7 +95,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.jsonl"
         size = write_corpus(corpus, int(options.megabytes * 1e6)) / 1e6
-        a, b = (open_side(f"json:{one}") for one in folders)
+        a, b = (open_backend(f"json:{one}") for one in folders)
         print(f"{size:.1f} MB, {options.a} and {options.b}, {options.workers} processes")
         print(f"{'':>8}{'CPU s':>9}{'wall s':>9}{'MB/s of CPU':>13}{'MB/s':>8}")
         ratios = []

@@ -66,8 +66,8 @@ def audit(
     from rich.console import Console
 
     from tokentape.audit.skew.auditor import audit as audit_sides
-    from tokentape.audit.skew.layout import audit_layout
-    from tokentape.audit.skew.sides.from_spec import SideOptions
+    from tokentape.audit.skew.backends.spec import BackendOptions
+    from tokentape.audit.skew.report_text import audit_layout
     from tokentape.errors import InvalidRequest
 
     with Console(stderr=True).status("") as status:
@@ -76,8 +76,8 @@ def audit(
                 a,
                 b,
                 corpus=corpus or (),
-                options_a=SideOptions(template_a, given_a, date, api_key),
-                options_b=SideOptions(template_b, given_b, date, api_key),
+                options_a=BackendOptions(template_a, given_a, date, api_key),
+                options_b=BackendOptions(template_b, given_b, date, api_key),
                 workers=workers,
                 progress=status.update,
             )

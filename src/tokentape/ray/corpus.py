@@ -8,18 +8,18 @@ from functools import partial
 from pathlib import Path
 
 from tokentape.audit.skew.auditor import audit
+from tokentape.audit.skew.backends import open_backend
+from tokentape.audit.skew.backends.base import Backend
 from tokentape.audit.skew.corpus import Compared, Range, compare_range, corpus_files, merged, ranges_of
 from tokentape.audit.skew.findings import AuditReport, CorpusStatistics
-from tokentape.audit.skew.sides.base import Side
-from tokentape.audit.skew.sides.opening import open_side
 from tokentape.audit.skew.text_probes import Differing
 from tokentape.errors import InvalidRequest
 from tokentape.ray.work import in_order
 
 
 def audit_corpus(
-    a: str | Path | Side,
-    b: str | Path | Side,
+    a: str | Path | Backend,
+    b: str | Path | Backend,
     paths: str | Path | Iterable[str | Path],
     *,
     actors: int | None = None,
@@ -50,7 +50,7 @@ def audit_corpus(
     named = [paths] if isinstance(paths, str | Path) else list(paths)
 
     def compare(
-        a: Side, b: Side, paths: Sequence[Path], workers: int | None, progress: Callable[[str], None]
+        a: Backend, b: Backend, paths: Sequence[Path], workers: int | None, progress: Callable[[str], None]
     ) -> tuple[CorpusStatistics, list[Differing]]:
         names = a.reopen(), b.reopen()
         if None in names:
@@ -73,7 +73,7 @@ def audit_corpus(
     return audit(_absolute(a), _absolute(b), corpus=named, progress=progress, compare=compare)
 
 
-def _absolute(side: str | Path | Side) -> str | Side:
+def _absolute(side: str | Path | Backend) -> str | Backend:
     """An actor has another working directory."""
     if not isinstance(side, str | Path):
         return side
@@ -83,4 +83,4 @@ def _absolute(side: str | Path | Side) -> str | Side:
 
 
 def _comparing(a: str, b: str) -> Callable[[Range], Compared]:
-    return partial(compare_range, open_side(a), open_side(b))
+    return partial(compare_range, open_backend(a), open_backend(b))

@@ -16,12 +16,12 @@ from tests.audit.mutator.texts import about
 from tests.audit.mutator.undo import AREAS, AREAS_OF_KIND, areas_between, exchange
 from tokentape.audit.lock import examine, make_lock
 from tokentape.audit.skew.auditor import audit
+from tokentape.audit.skew.backends import open_backend
+from tokentape.audit.skew.backends.base import Backend, SkewChat
 from tokentape.audit.skew.findings import AuditReport, Skew
-from tokentape.audit.skew.sides.base import Side, SkewChat
-from tokentape.audit.skew.sides.opening import open_side
 from tokentape.errors import TokentapeError
 
-Audit: TypeAlias = Callable[[str | Side, str | Side], AuditReport]
+Audit: TypeAlias = Callable[[str | Backend, str | Backend], AuditReport]
 
 CLEAN = "called clean"
 ALARM = "false alarm"
@@ -83,7 +83,7 @@ class Base:
         self.folder = write(model, root / model.name / "healthy")
         self.view = View(model, self.folder)
         self.lock = make_lock(self.folder)
-        self.side = open_side(str(self.folder))
+        self.side = open_backend(str(self.folder))
         self.prefix = ""
         self.last = self.folder
         self._written = 0

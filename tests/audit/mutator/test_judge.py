@@ -14,14 +14,15 @@ from tests.audit.mutator.files import GENERATION, TEMPLATE, TOKENIZER
 from tests.audit.mutator.harmless import REWRITINGS
 from tests.audit.mutator.judge import Audit, Base, Verdict, judge_harmless, judge_mutant
 from tests.chat.conftest import slow_unless
+from tokentape.audit.skew.backends.base import Backend, BackendFacts
 from tokentape.audit.skew.findings import AuditReport, Kind, Skew
-from tokentape.audit.skew.sides.base import Side, SideFacts
 from tokentape.errors import TokenizerUnusable
 
 NO_NORMALIZER = Change(TOKENIZER, "set", ("normalizer",), None)
 
 
-CLEAN = AuditReport(SideFacts("a", "planted", frozenset()), SideFacts("b", "planted", frozenset()), (), {}, {}, (), 0.0)
+A, B = (BackendFacts(name, "planted", frozenset()) for name in "ab")
+CLEAN = AuditReport(A, B, (), {}, {}, (), 0.0)
 
 
 def _judged(base: Base, change: Change, run: Audit | None = None, *, check: bool = False) -> Verdict:
@@ -65,7 +66,7 @@ def test_an_audit_that_always_says_skewed_is_caught(base: Base, name: str) -> No
 
 
 def test_an_audit_that_refuses_a_healthy_folder_is_caught(base: Base) -> None:
-    def refuse(a: str | Side, b: str | Side) -> AuditReport:
+    def refuse(a: str | Backend, b: str | Backend) -> AuditReport:
         raise TokenizerUnusable("planted")
 
     verdict = judge_harmless(base, "copied", base.model, refuse)
@@ -90,7 +91,7 @@ def test_a_vocabulary_that_differs_without_a_text_is_caught(base: Base) -> None:
 
 
 def test_an_audit_that_raises_what_it_should_not_is_caught(base: Base) -> None:
-    def crash(a: str | Side, b: str | Side) -> AuditReport:
+    def crash(a: str | Backend, b: str | Backend) -> AuditReport:
         raise IndexError
 
     assert _judged(base, NO_NORMALIZER, crash).complaints == ["audit crashes: normalizer: IndexError"]

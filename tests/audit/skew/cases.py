@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.chat.conftest import model_path
+from tokentape.audit.skew.backends.base import Rendering, SkewChat
+from tokentape.audit.skew.backends.spec import BackendOptions, SpecBackend, open_json
 from tokentape.audit.skew.findings import Kind
 from tokentape.audit.skew.known_parts import byte_level, metaspace
-from tokentape.audit.skew.sides.base import Rendering, SkewChat
-from tokentape.audit.skew.sides.from_spec import SideOptions, SpecSide, open_json
 from tokentape.chat.template import ChatTemplate
 from tokentape.demo import MODEL
 
@@ -41,15 +41,15 @@ class Base:
         config: Mapping[str, Any] | None = None,
         template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
-        kind: type[SpecSide] = SpecSide,
-    ) -> SpecSide:
+        kind: type[SpecBackend] = SpecBackend,
+    ) -> SpecBackend:
         source = template or self.template
         return kind(
             name,
             self.spec if spec is None else spec,
             config=self.config if config is None else config,
             template=ChatTemplate(source) if source else None,
-            options=SideOptions(kwargs=kwargs or {}),
+            options=BackendOptions(kwargs=kwargs or {}),
         )
 
 
@@ -67,12 +67,12 @@ def _base(folder: Path, template: Path | None) -> Base:
     return Base(json.loads((folder / "tokenizer.json").read_bytes()), config, source)
 
 
-def healthy(family: str, template: str | None = None) -> SpecSide:
+def healthy(family: str, template: str | None = None) -> SpecBackend:
     return _healthy(model_folder(family), model_path(template) if template else None)
 
 
 @cache
-def _healthy(folder: Path, template: Path | None) -> SpecSide:
+def _healthy(folder: Path, template: Path | None) -> SpecBackend:
     return _base(folder, template).side("A")
 
 
@@ -80,8 +80,8 @@ def model_folder(family: str) -> Path:
     return MODEL if family == TINY else model_path(family)
 
 
-def opened(folder: Path) -> SpecSide:
-    return open_json(str(folder), folder, SideOptions())
+def opened(folder: Path) -> SpecBackend:
+    return open_json(str(folder), folder, BackendOptions())
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Case:
     what: str
     family: str
     kind: Kind
-    make: Callable[[Base], SpecSide]
+    make: Callable[[Base], SpecBackend]
     template: str | None = None
     says: str = ""
     """What the cause must mention."""
@@ -106,26 +106,26 @@ class Case:
         return f"{self.row}-{self.what.replace(' ', '-')}"
 
 
-def part(name: str, value: Any) -> Callable[[Base], SpecSide]:
+def part(name: str, value: Any) -> Callable[[Base], SpecBackend]:
     return lambda base: base.side(spec={**base.spec, name: value})
 
 
-def split(name: str) -> Callable[[Base], SpecSide]:
+def split(name: str) -> Callable[[Base], SpecBackend]:
     return part("pre_tokenizer", byte_level(name))
 
 
-def flags(only: str = ".*", **changed: Any) -> Callable[[Base], SpecSide]:
-    def make(base: Base) -> SpecSide:
+def flags(only: str = ".*", **changed: Any) -> Callable[[Base], SpecBackend]:
+    def make(base: Base) -> SpecBackend:
         tokens = [{**t, **changed} if re.fullmatch(only, t["content"]) else t for t in base.spec["added_tokens"]]
         return base.side(spec={**base.spec, "added_tokens": tokens})
 
     return make
 
 
-def unknown(*contents: str) -> Callable[[Base], SpecSide]:
+def unknown(*contents: str) -> Callable[[Base], SpecBackend]:
     """The added tokens are not in the table, nor in the vocabulary."""
 
-    def make(base: Base) -> SpecSide:
+    def make(base: Base) -> SpecBackend:
         return base.side(spec=without_tokens(base.spec, contents))
 
     return make
@@ -135,10 +135,10 @@ def without_tokens(spec: Spec, contents: Sequence[str]) -> dict[str, Any]:
     return {**spec, "added_tokens": [t for t in spec["added_tokens"] if t["content"] not in contents]}
 
 
-def edited(*changes: tuple[str, str]) -> Callable[[Base], SpecSide]:
+def edited(*changes: tuple[str, str]) -> Callable[[Base], SpecBackend]:
     """The template with pieces replaced, each of which must be there."""
 
-    def make(base: Base) -> SpecSide:
+    def make(base: Base) -> SpecBackend:
         source = base.template
         assert source is not None
         for old, new in changes:
@@ -149,30 +149,30 @@ def edited(*changes: tuple[str, str]) -> Callable[[Base], SpecSide]:
     return make
 
 
-def config(**changed: Any) -> Callable[[Base], SpecSide]:
+def config(**changed: Any) -> Callable[[Base], SpecBackend]:
     return lambda base: base.side(config={**base.config, **changed})
 
 
-def running(kind: type[SpecSide]) -> Callable[[Base], SpecSide]:
+def running(kind: type[SpecBackend]) -> Callable[[Base], SpecBackend]:
     return lambda base: base.side(kind=kind)
 
 
-def with_template(path: str) -> Callable[[Base], SpecSide]:
+def with_template(path: str) -> Callable[[Base], SpecBackend]:
     return lambda base: base.side(template=model_path(path).read_text(encoding="utf-8"))
 
 
-def fewer_merges(base: Base) -> SpecSide:
+def fewer_merges(base: Base) -> SpecBackend:
     model = dict(base.spec["model"])
     model["merges"] = model["merges"][: len(model["merges"]) // 2]
     return base.side(spec={**base.spec, "model": model})
 
 
-def kimi_by_auto(base: Base) -> SpecSide:
+def kimi_by_auto(base: Base) -> SpecBackend:
     spec = without_tokens(base.spec, ("<think>", "</think>"))
     return base.side(spec={**spec, "pre_tokenizer": byte_level("kimi-k2")})
 
 
-class EncodesSpecial(SpecSide):
+class EncodesSpecial(SpecBackend):
     """Renders, and then has BOS put before what it rendered."""
 
     def render(self, conversation: SkewChat) -> Rendering:
@@ -181,14 +181,14 @@ class EncodesSpecial(SpecSide):
         return Rendering(self.encode([made.text], special=True)[0], made.text)
 
 
-class NeverPrompts(SpecSide):
+class NeverPrompts(SpecBackend):
     """Drops add_generation_prompt on its way to the template."""
 
     def render(self, conversation: SkewChat) -> Rendering:
         return super().render(replace(conversation, generate=False))
 
 
-class PromotesEmpty(SpecSide):
+class PromotesEmpty(SpecBackend):
     """Makes content parts of empty text, which the template prints."""
 
     def render(self, conversation: SkewChat) -> Rendering:
@@ -197,7 +197,7 @@ class PromotesEmpty(SpecSide):
         return super().render(replace(conversation, messages=messages))
 
 
-class CleansUp(SpecSide):
+class CleansUp(SpecBackend):
     """Decodes as clean_up_tokenization_spaces does."""
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
@@ -209,7 +209,7 @@ class CleansUp(SpecSide):
         return texts
 
 
-class KeepsText(SpecSide):
+class KeepsText(SpecBackend):
     """Lets no message become control: what it spells is encoded as text."""
 
     def render(self, conversation: SkewChat) -> Rendering:
@@ -223,7 +223,7 @@ class KeepsText(SpecSide):
         spelled = [t for text in said for t in self.facts.added if t in text]
         if not spelled:
             return made
-        plain = SpecSide("plain", without_tokens(self.facts.spec or {}, tuple(self.facts.added)))
+        plain = SpecBackend("plain", without_tokens(self.facts.spec or {}, tuple(self.facts.added)))
         for piece in pieces:
             ids += plain.encode([piece])[0] if piece in spelled else self.encode([piece])[0]
         return Rendering(ids, made.text)

@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tokentape.audit.skew.sides.base import Side, SkewChat
+from tokentape.audit.skew.backends.base import Backend, SkewChat
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.gateway.serve import running
 
 
 @contextmanager
-def serving(kind: str, side: Side, *, echo_offset: int = 0) -> Iterator[str]:
+def serving(kind: str, side: Backend, *, echo_offset: int = 0) -> Iterator[str]:
     """Address of a server of a kind. It says that it samples from what it renders, without the first `echo_offset`."""
 
     async def tokenize(request: Request) -> Response:

@@ -10,8 +10,8 @@ import pytest
 from tests.audit.skew.cases import CASES, TINY, Case, base, healthy
 from tests.chat.conftest import slow_unless
 from tokentape.audit.skew.auditor import audit
+from tokentape.audit.skew.backends.base import Backend, SkewChat
 from tokentape.audit.skew.findings import Skew
-from tokentape.audit.skew.sides.base import Side, SkewChat
 
 OF_MODELS = [case for case in CASES if case.family != TINY or case.template]
 
@@ -56,7 +56,7 @@ def check(case: Case) -> None:
         check_smallest(a, b, finding)
 
 
-def check_smallest(a: Side, b: Side, finding: Skew) -> None:
+def check_smallest(a: Backend, b: Backend, finding: Skew) -> None:
     """The input differs, and no character or message of it can be left out."""
     if finding.probe == "encode" and isinstance(finding.example, str):
         text = finding.example

@@ -12,23 +12,23 @@ import pytest
 
 from tests.audit.skew.cases import TINY, base, healthy
 from tokentape.audit.skew.auditor import audit
+from tokentape.audit.skew.backends.base import Rendering, SkewChat
+from tokentape.audit.skew.backends.spec import BackendOptions, SpecBackend, open_json
 from tokentape.audit.skew.findings import Skew
-from tokentape.audit.skew.layout import quoted
-from tokentape.audit.skew.sides.base import Rendering, SkewChat
-from tokentape.audit.skew.sides.from_spec import SideOptions, SpecSide, open_json
+from tokentape.audit.skew.report_text import quoted
 from tokentape.demo import MODEL
 from tokentape.errors import TokenizerUnusable
 
 
-def found(b: SpecSide) -> dict[str, Skew]:
+def found(b: SpecBackend) -> dict[str, Skew]:
     return {one.kind: one for one in audit(healthy(TINY), b).findings if one.severity == "skew"}
 
 
-def with_model(**changed: Any) -> SpecSide:
+def with_model(**changed: Any) -> SpecBackend:
     return base(TINY).side(spec={**base(TINY).spec, "model": {**base(TINY).spec["model"], **changed}})
 
 
-class Stutters(SpecSide):
+class Stutters(SpecBackend):
     """Says the first id of digits twice, though its tokenizer.json is the same."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
@@ -61,7 +61,7 @@ def test_a_vocabulary_that_no_text_tried_shows_is_found_by_its_facts() -> None:
     assert "vocabulary" in kinds
 
 
-class FillsInTools(SpecSide):
+class FillsInTools(SpecBackend):
     """Writes every field that its own schema of a tool has, as servers do that read tools into objects."""
 
     def render(self, conversation: SkewChat) -> Rendering:
@@ -94,7 +94,7 @@ def test_another_end_token_in_the_configuration_is_found() -> None:
 def test_rows_without_a_token_are_told(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((MODEL / "tokenizer.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 4096}}))
-    notes = open_json("A", tmp_path, SideOptions()).facts.notes
+    notes = open_json("A", tmp_path, BackendOptions()).facts.notes
     assert notes == ("ids 4000 to 4095 are rows of the embedding without a token: never sample them",)
 
 
@@ -102,7 +102,7 @@ def test_rows_without_a_token_are_told(tmp_path: Path) -> None:
 def test_a_broken_tokenizer_json_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(TokenizerUnusable):
-        open_json("A", tmp_path, SideOptions())
+        open_json("A", tmp_path, BackendOptions())
 
 
 def test_what_can_not_be_told_apart_by_eye_is_quoted_with_escapes() -> None:

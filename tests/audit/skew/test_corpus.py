@@ -81,9 +81,9 @@ def test_processes_find_what_one_process_finds(tmp_path: Path, monkeypatch: pyte
     path.write_text("".join(f"line {n} cafe{chr(0x301) if n % 97 == 0 else ''}\n" for n in range(9000)))
     monkeypatch.setattr(corpus, "RANGE_BYTES", 60_000)
     monkeypatch.setattr(corpus, "_SMALL", 0)
-    from tokentape.audit.skew.sides.opening import open_side
+    from tokentape.audit.skew.backends import open_backend
 
-    a, b = open_side(str(MODEL)), open_side(str(skewed))
+    a, b = open_backend(str(MODEL)), open_backend(str(skewed))
     many, differing = compare_corpus(a, b, [path], workers=2)
     alone, expected = compare_corpus(a, b, [path], workers=1)
     assert (many.documents, many.tokens, many.differing) == (alone.documents, alone.tokens, alone.differing)

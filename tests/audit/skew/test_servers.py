@@ -7,7 +7,7 @@ import pytest
 from tests.audit.skew.cases import TINY, base, healthy
 from tests.audit.skew.fake_server import serving
 from tokentape.audit.skew.auditor import audit
-from tokentape.audit.skew.sides.opening import open_side
+from tokentape.audit.skew.backends import open_backend
 from tokentape.errors import EngineError, InvalidRequest
 
 
@@ -22,7 +22,7 @@ def test_a_server_with_the_same_tokenizer_and_template_is_clean(kind: str) -> No
 
 def test_a_gateway_is_asked_for_texts_only() -> None:
     with serving("gateway", healthy(TINY)) as url:
-        side = open_side(f"gateway:{url}")
+        side = open_backend(f"gateway:{url}")
         try:
             assert side.facts.abilities >= {"special", "controls", "decode"}
             assert side.facts.versions == {"gateway": "tokentape-1.2"}
@@ -34,7 +34,7 @@ def test_a_gateway_is_asked_for_texts_only() -> None:
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp", "gateway"])
 def test_the_kind_of_a_server_is_found_out(kind: str) -> None:
     with serving(kind, healthy(TINY)) as url:
-        side = open_side(url)
+        side = open_backend(url)
         try:
             assert side.facts.kind.lower().replace(".", "") == f"{kind} server"
         finally:
@@ -62,9 +62,9 @@ def test_nobody_at_the_address_is_an_error() -> None:
     with serving("vllm", healthy(TINY)) as url:
         pass
     with pytest.raises(EngineError, match=f"vllm:{url}: .* is it running"):
-        open_side(f"vllm:{url}")
+        open_backend(f"vllm:{url}")
 
 
 def test_an_address_that_is_none_is_an_invalid_request() -> None:
     with pytest.raises(InvalidRequest, match="address"):
-        open_side("vllm:models/tiny")
+        open_backend("vllm:models/tiny")

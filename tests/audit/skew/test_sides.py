@@ -13,12 +13,12 @@ import pytest
 from tests.audit.skew.cases import TINY, base, healthy
 from tests.data import REAL
 from tokentape.audit.skew.auditor import audit
+from tokentape.audit.skew.backends import PREFIXES, open_backend
+from tokentape.audit.skew.backends.base import SkewChat
+from tokentape.audit.skew.backends.gguf import merges_of
+from tokentape.audit.skew.backends.spec import BackendOptions, open_json
 from tokentape.audit.skew.findings import AuditReport
 from tokentape.audit.skew.known_parts import SPLITS
-from tokentape.audit.skew.sides.base import SkewChat
-from tokentape.audit.skew.sides.from_spec import SideOptions, open_json
-from tokentape.audit.skew.sides.gguf_file import merges_of
-from tokentape.audit.skew.sides.opening import PREFIXES, open_side
 from tokentape.chat.tokenizer import _BYTE_OF as BYTE_OF
 from tokentape.demo import MODEL
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
@@ -82,12 +82,12 @@ def test_what_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
     pytest.importorskip("gguf")
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(TokenizerUnusable, match=r"a\.gguf is damaged or no GGUF file"):
-        open_side(str(tmp_path / "a.gguf"))
+        open_backend(str(tmp_path / "a.gguf"))
 
 
 def test_a_gguf_of_an_unknown_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerUnusable, match="'of-tomorrow', whose split is not known"):
-        open_side(str(write_gguf(tmp_path / "tiny.gguf", pre="of-tomorrow")))
+        open_backend(str(write_gguf(tmp_path / "tiny.gguf", pre="of-tomorrow")))
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_tiktoken_ranks_with_another_split_are_found(tiktoken_folder: Path) -> N
 def test_tiktoken_takes_a_split_that_is_known_only(tiktoken_folder: Path) -> None:
     pytest.importorskip("tiktoken")
     with pytest.raises(InvalidRequest, match="known are gpt2, cl100k_base"):
-        open_side(f"tiktoken:{tiktoken_folder}#nonsense")
+        open_backend(f"tiktoken:{tiktoken_folder}#nonsense")
 
 
 @pytest.fixture(scope="module")
@@ -261,22 +261,22 @@ def test_template_kwargs_that_differ_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", [p for p in PREFIXES if p not in ("vllm", "sglang", "llamacpp", "gateway")])
 def test_nothing_there_is_an_invalid_request_for_each_prefix(prefix: str) -> None:
     with pytest.raises(InvalidRequest, match="there is no nowhere"):
-        open_side(f"{prefix}:nowhere")
+        open_backend(f"{prefix}:nowhere")
 
 
 def test_a_file_of_unknown_kind_must_be_named(tmp_path: Path) -> None:
     (tmp_path / "thing.bin").write_bytes(b"x")
     with pytest.raises(InvalidRequest, match="can't tell what"):
-        open_side(str(tmp_path / "thing.bin"))
+        open_backend(str(tmp_path / "thing.bin"))
 
 
 def test_a_folder_without_a_tokenizer_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"no tokenizer\.json, tekken\.json"):
-        open_side(str(tmp_path))
+        open_backend(str(tmp_path))
 
 
 def test_a_side_without_a_template_refuses_conversations() -> None:
-    side = open_json("A", MODEL / "tokenizer.json", SideOptions(template=None))
+    side = open_json("A", MODEL / "tokenizer.json", BackendOptions(template=None))
     if "render" not in side.facts.abilities:
         with pytest.raises(TemplateRefused):
             side.render(SkewChat(({"role": "user", "content": "hi"},)))

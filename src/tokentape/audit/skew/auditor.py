@@ -1,4 +1,4 @@
-"""The skew auditor: whether two sides map the same texts and messages to the same ids, and if not, why.
+"""Find out if two backends map the same texts and messages to the same ids, and if not, why.
 
 report = audit("models/train", "vllm:http://127.0.0.1:8000")
 for finding in report.findings:
@@ -10,57 +10,53 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 from tokentape.audit.skew import battery
+from tokentape.audit.skew.backends import open_backend
+from tokentape.audit.skew.backends.base import Ability, Backend
+from tokentape.audit.skew.backends.spec import BackendOptions
 from tokentape.audit.skew.causes import TextCauses
 from tokentape.audit.skew.chat_probes import chat_findings, echo_findings
 from tokentape.audit.skew.corpus import compare_corpus
-from tokentape.audit.skew.fact_probes import fact_findings, fact_notes
+from tokentape.audit.skew.facts import fact_findings, fact_notes
 from tokentape.audit.skew.findings import AuditReport, CorpusStatistics, Probe, Skew
-from tokentape.audit.skew.sides.base import Ability, Side
-from tokentape.audit.skew.sides.from_spec import SideOptions
-from tokentape.audit.skew.sides.opening import open_side
 from tokentape.audit.skew.text_probes import Differing, compare_texts, decode_findings, explain_texts, special_texts
 
 CompareCorpus: TypeAlias = Callable[
-    [Side, Side, Sequence[Path], int | None, Callable[[str], None]], tuple[CorpusStatistics, list[Differing]]
+    [Backend, Backend, Sequence[Path], int | None, Callable[[str], None]], tuple[CorpusStatistics, list[Differing]]
 ]
 """A function like `compare_corpus`."""
 
 
-def _silent(_: str) -> None:
-    pass
-
-
 def audit(
-    a: str | Path | Side,
-    b: str | Path | Side,
+    a: str | Path | Backend,
+    b: str | Path | Backend,
     *,
     corpus: Sequence[str | Path] = (),
-    options_a: SideOptions | None = None,
-    options_b: SideOptions | None = None,
+    options_a: BackendOptions | None = None,
+    options_b: BackendOptions | None = None,
     workers: int | None = None,
-    progress: Callable[[str], None] = _silent,
+    progress: Callable[[str], None] = lambda _: None,
     compare: CompareCorpus = compare_corpus,
 ) -> AuditReport:
-    """Compare two sides, and explain what differs.
+    """Compare two backends, and explain what differs.
 
     Args:
-        a: what `open_side` takes, or a `Side` of your own, which is left open. Usually the training side.
+        a: a name for `open_backend`, or a `Backend` of your own, which is left open. Usually the training side.
         b: the same. Usually the serving side.
         corpus: files or folders of text or JSON lines to encode besides the battery.
-        options_a: template, template kwargs and date of side A, if it is opened here.
-        options_b: the same for side B.
+        options_a: template, template kwargs and date of backend A, if it is opened here.
+        options_b: the same for backend B.
         workers: processes that encode the corpus; by default one per core.
-        progress: told what is being done.
-        compare: compares the corpus, for somebody who has more machines than this one.
+        progress: called with a description of each step.
+        compare: compares the corpus, to use more machines than this one.
 
     Raises:
-        InvalidRequest: a name says nothing that there is, or the corpus has no text.
-        TokenizerUnusable: a side can't be read.
+        InvalidRequest: nothing has that name, or the corpus has no text.
+        TokenizerUnusable: a backend can't be read.
         EngineError: a server does not answer.
 
     Example:
@@ -70,26 +66,24 @@ def audit(
     """
     began = time.monotonic()
     with ExitStack() as opened:
-        sides = []
+        backends = []
         for given, options in ((a, options_a), (b, options_b)):
             if isinstance(given, str | Path):
                 progress(f"opening {given}")
-                side = open_side(str(given), options)
-                opened.callback(side.close)
-            else:
-                side = given
-            sides.append(side)
-        run = _Run(sides[0], sides[1], progress)
+                given = open_backend(str(given), options)
+                opened.callback(given.close)
+            backends.append(given)
+        run = _Run(backends[0], backends[1], progress)
         run.texts()
         run.decoding()
-        run.facts()
+        run.findings += fact_findings(run.a.facts, run.b.facts, run.findings)
+        run.notes += fact_notes(run.a.facts, run.b.facts, run.findings)
         run.conversations()
         statistics = run.corpus([Path(path) for path in corpus], workers, compare) if corpus else None
-        order = {"skew": 0, "caution": 1}
         return AuditReport(
             a=run.a.facts,
             b=run.b.facts,
-            findings=tuple(sorted(run.findings, key=lambda one: order[one.severity])),
+            findings=tuple(sorted(run.findings, key=lambda one: one.severity == "caution")),
             tried=run.tried,
             skipped=run.skipped,
             notes=tuple(run.notes),
@@ -98,36 +92,30 @@ def audit(
         )
 
 
-@dataclass(slots=True)
 class _Run:
-    """One audit while it runs."""
+    """An audit while it runs."""
 
-    a: Side
-    b: Side
-    progress: Callable[[str], None]
-    findings: list[Skew] = field(default_factory=list)
-    tried: dict[Probe, int] = field(default_factory=dict)
-    skipped: dict[Probe, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    causes: TextCauses = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.causes = TextCauses(self.a, self.b)
+    def __init__(self, a: Backend, b: Backend, progress: Callable[[str], None]) -> None:
+        self.a, self.b, self.progress = a, b, progress
+        self.findings: list[Skew] = []
+        self.tried: dict[Probe, int] = {}
+        self.skipped: dict[Probe, str] = {}
+        self.notes: list[str] = []
+        self.causes = TextCauses(a, b)
 
     def texts(self) -> None:
-        """Plain texts, control tokens, BOS and EOS."""
+        """Probe plain texts, control tokens, BOS and EOS."""
         self.progress("encoding the battery")
         groups: dict[str, Sequence[str]] = dict(battery.texts())
+        added = dict.fromkeys([*self.a.facts.added, *self.b.facts.added])
         if self._able("controls", "encode", "control tokens within text"):
-            tokens = dict.fromkeys([*self.a.facts.added, *self.b.facts.added])
-            groups["control tokens"] = tuple(battery.control_token_texts(tokens))
+            groups["control tokens"] = tuple(battery.control_token_texts(added))
         else:
-            spelled = {*self.a.facts.added, *self.b.facts.added}
-            groups = {name: [t for t in texts if not any(s in t for s in spelled)] for name, texts in groups.items()}
+            groups = {name: [t for t in texts if not any(s in t for s in added)] for name, texts in groups.items()}
         texts = battery.by_text(groups)
         self.tried["encode"] = len(texts)
         differing = compare_texts(self.a, self.b, texts)
-        self._explained(*explain_texts(self.a, self.b, self.causes, differing, "encode", self.progress))
+        self._add(*explain_texts(self.a, self.b, self.causes, differing, "encode", self.progress))
         if not self._able("special", "special", "BOS and EOS"):
             return
         plain = special_texts(self.a, self.b)
@@ -135,10 +123,10 @@ class _Run:
         agreed = {text: group for text, group in plain.items() if text not in unlike}
         self.tried["special"] = len(agreed)
         differing = compare_texts(self.a, self.b, agreed, special=True)
-        self._explained(*explain_texts(self.a, self.b, self.causes, differing, "special", special=True))
+        self._add(*explain_texts(self.a, self.b, self.causes, differing, "special", special=True))
 
     def decoding(self) -> None:
-        """Ids back to text: those of the battery on which both sides agree."""
+        """Decode the ids of the battery on which both backends agree."""
         if not self._able("decode", "decode", "decoding"):
             return
         self.progress("decoding")
@@ -149,41 +137,33 @@ class _Run:
         self.tried["decode"] = len(sequences)
         self.findings += decode_findings(self.a, self.b, sequences)
 
-    def facts(self) -> None:
-        """What the sides say of themselves, where no probe has shown it yet."""
-        self.findings += fact_findings(self.a.facts, self.b.facts, self.findings)
-        self.notes += fact_notes(self.a.facts, self.b.facts, self.findings)
-
     def conversations(self) -> None:
-        """Renderings, their loss masks, and the prompts that servers say they used."""
+        """Probe renderings, their loss masks, and the prompts that servers say they used."""
         if self._able("render", "render", "rendering"):
             self.progress("rendering conversations")
             found = chat_findings(self.a, self.b, self.causes, self.progress)
-            self._explained(found.findings, found.left)
+            self._add(found.findings, found.left)
             self.tried["render"] = found.tried
             if found.masks:
                 self.tried["masks"] = found.masks
-        for letter, side in (("A", self.a), ("B", self.b)):
-            echoed = echo_findings(side, letter)
+        for letter, backend in (("A", self.a), ("B", self.b)):
+            echoed = echo_findings(backend, letter)
             if echoed is not None:
                 self.tried["echo"] = self.tried.get("echo", 0) + echoed.tried
                 self.findings += echoed.findings
 
     def corpus(self, paths: Sequence[Path], workers: int | None, compare: CompareCorpus) -> CorpusStatistics:
-        """The user's own texts, explained by what is known already where that is enough."""
+        """Compare the user's own texts. Known causes explain them where they can."""
         statistics, differing = compare(self.a, self.b, paths, workers, self.progress)
         self.tried["corpus"] = statistics.documents
-        before = len(differing)
-        findings, left = explain_texts(self.a, self.b, self.causes, differing, "corpus", self.progress)
-        if statistics.differing > before:
-            self.notes.append(
-                f"{statistics.differing - before} more documents differ: only {before} were kept to explain"
-            )
-        self._explained(findings, left)
+        if statistics.differing > len(differing):
+            more = statistics.differing - len(differing)
+            self.notes.append(f"{more} more documents differ: only {len(differing)} were kept to explain")
+        self._add(*explain_texts(self.a, self.b, self.causes, differing, "corpus", self.progress))
         return statistics
 
-    def _explained(self, findings: Sequence[Skew], left: int) -> None:
-        """Add findings, one with the same cause as an earlier one to its count."""
+    def _add(self, findings: Sequence[Skew], left: int) -> None:
+        """Add findings. One with the cause of an earlier one adds to its count."""
         for new in findings:
             for at, old in enumerate(self.findings):
                 if (old.kind, old.cause) == (new.kind, new.cause):

@@ -1,30 +1,27 @@
-"""Why two sides give a text different ids: found by exchanging one part at a time.
+"""Find why two backends give a text different ids, by exchanging one part at a time.
 
-Where both tokenizer.json are known, one part of side B is put into side A. If that makes B's ids of the text, that part
-is the cause. Where only one is known, parts in common use are tried in its place. Only where neither is known, or
-nothing helps, the ids themselves are looked at.
+If both tokenizer.json are known, a part of backend B is put into backend A. If that makes B's ids of the text, the part
+is the cause. If only one is known, parts in common use are tried in its place. Only if neither is known, or nothing
+helps, the ids themselves are looked at.
 """
 
 from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import Any
 
 import tokenizers
 
-from tokentape.audit.skew.findings import Kind
+from tokentape.audit.skew.backends.base import Backend, BackendFacts, BackendToken
+from tokentape.audit.skew.backends.spec import load_spec
+from tokentape.audit.skew.findings import Cause, Encoder, Kind
 from tokentape.audit.skew.known_parts import SENTENCEPIECE, SPLIT_NAMES, is_byte_level, normalizers, pre_tokenizers
-from tokentape.audit.skew.sides.base import BackendToken, Side, SideFacts
-from tokentape.audit.skew.sides.from_spec import load_spec
 from tokentape.audit.skew.spec_parts import PARTS, Spec, differing_parts, part_of, with_part
 from tokentape.errors import InvalidRequest, TokenizerUnusable
-
-Encoder: TypeAlias = Callable[[Sequence[str]], list[list[int]]]
 
 _ADDED = "added"
 SAME_FILES = "Use the tokenizer.json of the serving side on both: compare the hashes in this report."
@@ -34,25 +31,10 @@ LOAD_THE_FILE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """One cause of different ids."""
-
-    kind: Kind
-    what: str
-    fix: str
-    key: str
-    """Two inputs with causes of one key differ for the same reason."""
-    encoder: Encoder | None = None
-    """Encodes as one side does, made from the other with nothing but the cause changed."""
-    gives: str = "b"
-    """Which side's ids `encoder` gives, `a` or `b`."""
-
-
 class TextCauses:
-    """Explains differences between two sides. Exchanged tokenizers are made when first needed, and kept."""
+    """Explains differences between two backends. Exchanged tokenizers are made when first needed, and kept."""
 
-    def __init__(self, a: Side, b: Side) -> None:
+    def __init__(self, a: Backend, b: Backend) -> None:
         self._a, self._b = a, b
         self._exchanged: dict[tuple[str, ...], Encoder | None] = {}
         self._trials: _Trials | None = None
@@ -61,95 +43,80 @@ class TextCauses:
         self._added = unlike_tokens(a.facts, b.facts) if both else {}
 
     def cause_of(self, text: str, a_ids: list[int], b_ids: list[int], *, special: bool = False) -> Cause:
-        """Why the sides give a text these ids. With `special`, BOS and EOS were asked for."""
-        if special or _bos_only(a_ids, b_ids, self._a.facts, self._b.facts):
-            return _special_cause(text, a_ids, b_ids, self._a, self._b)
+        """Return why the backends give a text these ids. With `special`, BOS and EOS were asked for."""
         a, b = self._a.facts, self._b.facts
-        token = _token_at_fault(text, a, b)
-        if a.spec is not None and b.spec is not None:
-            found = self._by_exchange(text, b_ids)
-        else:
-            found = self._by_trial(text, a_ids, b_ids)
-        return found or _by_looking(text, a_ids, b_ids, self._a, self._b, token)
+        if special or _bos_only(a_ids, b_ids, a, b):
+            return _special_cause(text, a_ids, b_ids, self._a, self._b)
+        both = a.spec is not None and b.spec is not None
+        found = self._by_exchange(text, b_ids) if both else self._by_trial(text, a_ids, b_ids)
+        return found or _by_looking(text, a_ids, b_ids, self._a, self._b)
 
     def _by_exchange(self, text: str, b_ids: list[int]) -> Cause | None:
+        a, b = self._a.facts, self._b.facts
         names = [*self._differing, *(f"{_ADDED}:{said}" for said in self._added)]
-        for several in (1, 2):
-            for group in combinations(names, several):
-                encoder = self._exchange(group)
-                if encoder is not None and _encodes(encoder, text) == b_ids:
-                    return self._exchanged_cause(group, encoder)
+        for group in (*combinations(names, 1), *combinations(names, 2)):
+            encoder = self._exchange(group)
+            if encoder is not None and encoder([text])[0] == b_ids:
+                first = group[0].partition(":")[0]
+                kind = PARTS.get(first, "added token")
+                return Cause(kind, " and ".join(map(self._words, group)), _fix(kind, a, b), "+".join(group), encoder)
         if not names:
-            a, b = self._a.facts, self._b.facts
-            what = (
-                f"tokenizer.json says the same on both sides; {a.kind} ({_versions(a)}) and {b.kind} ({_versions(b)})"
-            )
-            return Cause("library", f"{what} run it differently", _library_fix(a, b), "library")
+            loaders = " and ".join(f"{one.kind} ({_versions(one)})" for one in (a, b))
+            what = f"tokenizer.json says the same on both sides; {loaders} run it differently"
+            pin = "Pin the same library versions on both sides."
+            return Cause("library", what, pin if dict(a.versions) != dict(b.versions) else LOAD_THE_FILE, "library")
         return None
 
     def _exchange(self, names: tuple[str, ...]) -> Encoder | None:
-        """Side A's tokenizer with these parts of B's; None if they don't fit together."""
+        """Return backend A's tokenizer with these parts of B's; None if they don't fit together."""
         if names not in self._exchanged:
-            a, b = self._a.facts.spec, self._b.facts.spec
-            assert a is not None
-            assert b is not None
-            made = a
+            made, b = self._a.facts.spec or {}, self._b.facts.spec or {}
             for name in names:
                 kind, _, said = name.partition(":")
                 made = _with_tokens(made, b, self._added[said]) if kind == _ADDED else with_part(made, name, b)
             try:
-                self._exchanged[names] = encoder_of(load_spec(made))
+                self._exchanged[names] = _encoder_of(load_spec(made))
             except TokenizerUnusable:
                 self._exchanged[names] = None
         return self._exchanged[names]
 
-    def _exchanged_cause(self, names: tuple[str, ...], encoder: Encoder) -> Cause:
+    def _words(self, name: str) -> str:
         a, b = self._a.facts, self._b.facts
-        said = []
-        for name in names:
-            kind, _, how = name.partition(":")
-            said.append(added_words(self._added[how], a, b) if kind == _ADDED else _part_words(name, a, b))
-        kind = PARTS.get(names[0].partition(":")[0], "added token")
-        return Cause(kind, " and ".join(said), _fix(kind, a, b), "+".join(names), encoder)
+        kind, _, said = name.partition(":")
+        if kind == _ADDED:
+            return added_words(self._added[said], a, b)
+        one, other = part_of(a.spec or {}, name), part_of(b.spec or {}, name)
+        if name in ("merges", "vocabulary"):
+            return f"the {name} differ: {len(one)} entries in A, {len(other)} in B"
+        if name == "settings":
+            names = sorted(key for key in {*one, *other} if one.get(key) != other.get(key))
+            changed = ", ".join(f"{key}={one.get(key)} against {other.get(key)}" for key in names)
+            return f"the model settings differ: {changed}"
+        return f"the {PARTS[name]} is {brief(one)} in A and {brief(other)} in B"
 
     def _by_trial(self, text: str, a_ids: list[int], b_ids: list[int]) -> Cause | None:
-        """Try parts in common use on the side whose tokenizer.json is known."""
+        """Try parts in common use on the backend with a known tokenizer.json."""
         known, wanted, gives = (self._a, b_ids, "b") if self._a.facts.spec is not None else (self._b, a_ids, "a")
         if known.facts.spec is None:
             return None
-        for kind, what, encoder in self._trials_of(known.facts.spec):
-            if _encodes(encoder, text) == wanted:
-                return Cause(
-                    kind,
-                    f"{'B' if gives == 'b' else 'A'} behaves as {'A' if gives == 'b' else 'B'} would with {what}",
-                    _fix(kind, self._a.facts, self._b.facts),
-                    f"{kind}:{what}",
-                    encoder,
-                    gives,
-                )
+        self._trials = self._trials or _Trials(known.facts.spec)
+        one, other = ("B", "A") if gives == "b" else ("A", "B")
+        for kind, what, encoder in self._trials:
+            if encoder([text])[0] == wanted:
+                fix = _fix(kind, self._a.facts, self._b.facts)
+                return Cause(kind, f"{one} behaves as {other} would with {what}", fix, f"{kind}:{what}", encoder, gives)
         return None
 
-    def _trials_of(self, spec: Spec) -> _Trials:
-        if self._trials is None:
-            self._trials = _Trials(spec)
-        return self._trials
 
-
-def encoder_of(tokenizer: tokenizers.Tokenizer) -> Encoder:
-    """Plain encoding with a tokenizer, many texts at once."""
-
+def _encoder_of(tokenizer: tokenizers.Tokenizer) -> Encoder:
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [one.ids for one in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     return encode
 
 
-def _encodes(encoder: Encoder, text: str) -> list[int]:
-    return encoder([text])[0]
-
-
 class _Trials:
-    """What a known tokenizer might be on the other side: one thing changed at a time. Made when first asked for."""
+    """Variants of a known tokenizer, with one thing changed at a time. Each is made when first needed."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
@@ -157,46 +124,40 @@ class _Trials:
 
     def __iter__(self) -> Iterator[tuple[Kind, str, Encoder]]:
         for what, part in normalizers().items():
-            yield "normalizer", what, self._swapped(normalizer=part)
+            yield "normalizer", what, partial(self._swapped, {"normalizer": part})
         for what, part in pre_tokenizers(self._spec).items():
-            yield "pre-tokenizer", what, self._swapped(pre_tokenizer=part)
-        if not is_byte_level(self._spec):
-            for what, (normalizer, pre_tokenizer) in SENTENCEPIECE.items():
-                yield "pre-tokenizer", what, self._swapped(normalizer=normalizer, pre_tokenizer=pre_tokenizer)
+            yield "pre-tokenizer", what, partial(self._swapped, {"pre_tokenizer": part})
+        for what, (normalizer, pre_tokenizer) in () if is_byte_level(self._spec) else SENTENCEPIECE.items():
+            both = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+            yield "pre-tokenizer", what, partial(self._swapped, both)
         added = self._spec.get("added_tokens") or []
         for what, tokens in _added_trials(added).items():
             if tokens != added:
-                yield "added token", what, self._loaded(what, {**self._spec, "added_tokens": tokens})
+                yield "added token", what, self._loaded(what, added_tokens=tokens)
         model = self._spec["model"]
         if model["type"] == "BPE":
-            what = f"ignore_merges={not model.get('ignore_merges')}"
-            settings = {**model, "ignore_merges": not model.get("ignore_merges")}
-            yield "model settings", what, self._loaded(what, {**self._spec, "model": settings})
+            value = not model.get("ignore_merges")
+            what = f"ignore_merges={value}"
+            yield "model settings", what, self._loaded(what, model={**model, "ignore_merges": value})
 
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
         return load_spec(self._spec)
 
-    def _swapped(self, **parts: Any) -> Encoder:
-        """Encodes with other parts put into the one tokenizer for as long as it takes: loading another is slow."""
-        tokenizer = self._tokenizer
-        new = {name: _loaded_part(name, part) for name, part in parts.items()}
-        own = {name: getattr(tokenizer, name) for name in parts}
+    def _swapped(self, parts: Mapping[str, Any], texts: Sequence[str]) -> list[list[int]]:
+        """Encode with other parts in the one tokenizer, and put its own back: loading another one is slow."""
+        own = {name: getattr(self._tokenizer, name) for name in parts}
+        try:
+            for name, part in parts.items():
+                setattr(self._tokenizer, name, _loaded_part(name, part))
+            return _encoder_of(self._tokenizer)(texts)
+        finally:
+            for name, part in own.items():
+                setattr(self._tokenizer, name, part)
 
-        def encode(texts: Sequence[str]) -> list[list[int]]:
-            try:
-                for name, part in new.items():
-                    setattr(tokenizer, name, part)
-                return encoder_of(tokenizer)(texts)
-            finally:
-                for name, part in own.items():
-                    setattr(tokenizer, name, part)
-
-        return encode
-
-    def _loaded(self, what: str, spec: Spec) -> Encoder:
+    def _loaded(self, what: str, **changed: Any) -> Encoder:
         if what not in self._made:
-            self._made[what] = encoder_of(load_spec(spec))
+            self._made[what] = _encoder_of(load_spec({**self._spec, **changed}))
         return self._made[what]
 
 
@@ -216,81 +177,56 @@ def _loaded_part(name: str, part: Any) -> Any:
     if part is None:
         return None
     empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}, name: part}
-    loaded = tokenizers.Tokenizer.from_str(json.dumps(empty))
-    return loaded.normalizer if name == "normalizer" else loaded.pre_tokenizer
+    return getattr(tokenizers.Tokenizer.from_str(json.dumps(empty)), name)
 
 
-def _token_at_fault(text: str, a: SideFacts, b: SideFacts) -> str | None:
-    """The longest added token that the text spells and the two sides hold differently; else any that it spells."""
-    spelled = sorted((t for t in {*a.added, *b.added} if t in text), key=len, reverse=True)
-    unlike = [t for t in spelled if a.added.get(t) != b.added.get(t)]
-    return next(iter(unlike or spelled), None)
-
-
-def unlike_tokens(a: SideFacts, b: SideFacts) -> dict[str, tuple[str, ...]]:
-    """Added tokens that the sides hold differently, by what the difference is."""
+def unlike_tokens(a: BackendFacts, b: BackendFacts) -> dict[str, tuple[str, ...]]:
+    """Return the added tokens that differ between the backends, by the difference."""
     found: dict[str, list[str]] = {}
     for content in {**a.added, **b.added}:
         one, other = a.added.get(content), b.added.get(content)
-        if one == other:
-            continue
         if one is None or other is None:
-            said = f"not in {'A' if one is None else 'B'}"
-        elif one.id != other.id:
-            said = "ids"
-        else:
-            names = [n for n in BackendToken.__dataclass_fields__ if getattr(one, n) != getattr(other, n)]
-            said = ", ".join(f"{n}={getattr(one, n)} against {getattr(other, n)}" for n in names)
-        found.setdefault(said, []).append(content)
+            found.setdefault(f"not in {'A' if one is None else 'B'}", []).append(content)
+        elif one != other:
+            found.setdefault("ids" if one.id != other.id else _flags(one, other), []).append(content)
     return {said: tuple(tokens) for said, tokens in found.items()}
 
 
-def added_words(tokens: Sequence[str], a: SideFacts, b: SideFacts) -> str:
-    """How the sides hold these added tokens, all in the same way differently."""
-    token, others = tokens[0], f" (and of {len(tokens) - 1} more)" if len(tokens) > 1 else ""
+def _flags(one: BackendToken, other: BackendToken) -> str:
+    names = [name for name in BackendToken.__dataclass_fields__ if getattr(one, name) != getattr(other, name)]
+    return ", ".join(f"{name}={getattr(one, name)} against {getattr(other, name)}" for name in names)
+
+
+def added_words(tokens: Sequence[str], a: BackendFacts, b: BackendFacts) -> str:
+    """Return in words how these added tokens, which all differ in the same way, differ."""
+    token, more = tokens[0], len(tokens) - 1
     one, other = a.added.get(token), b.added.get(token)
     if one is None or other is None:
         have, lack = ("B", "A") if one is None else ("A", "B")
-        more = f" and {len(tokens) - 1} more" if len(tokens) > 1 else ""
-        verb = "are added tokens" if more else "is an added token"
-        return f"{token!r}{more} {verb} of {have} and not of {lack}, which reads it as text"
+        are = f" and {more} more are added tokens" if more else " is an added token"
+        return f"{token!r}{are} of {have} and not of {lack}, which reads it as text"
+    named = f"the added token {token!r}" + (f" (and of {more} more)" if more else "")
     if one.id != other.id:
-        return f"the id of the added token {token!r}{others} is {one.id} in A and {other.id} in B"
-    names = [n for n in BackendToken.__dataclass_fields__ if getattr(one, n) != getattr(other, n)]
-    said = ", ".join(f"{n}={getattr(one, n)} against {getattr(other, n)}" for n in names)
-    return f"the flags of the added token {token!r}{others} differ: {said}"
+        return f"the id of {named} is {one.id} in A and {other.id} in B"
+    return f"the flags of {named} differ: {_flags(one, other)}"
 
 
 def _with_tokens(spec: Spec, other: Spec, tokens: Sequence[str]) -> dict[str, Any]:
-    """A tokenizer.json that holds these added tokens as the other one does, or lacks them as it does."""
+    """Return a tokenizer.json with these added tokens as the other one has them, or without those that it lacks."""
     kept = [token for token in spec.get("added_tokens") or () if token["content"] not in tokens]
     taken = [token for token in other.get("added_tokens") or () if token["content"] in tokens]
     return {**spec, "added_tokens": sorted([*kept, *taken], key=lambda token: token["id"])}
 
 
-def _part_words(name: str, a: SideFacts, b: SideFacts) -> str:
-    assert a.spec is not None
-    assert b.spec is not None
-    one, other = part_of(a.spec, name), part_of(b.spec, name)
-    match name:
-        case "merges" | "vocabulary":
-            return f"the {name} differ: {len(one)} entries in A, {len(other)} in B"
-        case "settings":
-            names = sorted(k for k in {*one, *other} if one.get(k) != other.get(k))
-            said = ", ".join(f"{k}={one.get(k)} against {other.get(k)}" for k in names)
-            return f"the model settings differ: {said}"
-    return f"the {PARTS[name]} is {brief(one)} in A and {brief(other)} in B"
-
-
 def brief(part: Any) -> str:
-    """A part of a tokenizer.json in a few words."""
+    """Return a part of a tokenizer.json in a few words."""
     if part is None:
         return "none"
     steps = next((part[key] for key in ("normalizers", "pretokenizers", "processors", "decoders") if key in part), None)
     if steps is not None:
-        return " + ".join(brief(step) for step in steps) or "none"
+        return " + ".join(map(brief, steps)) or "none"
     said = [_argument(key, value) for key, value in part.items() if key != "type" and value not in (None, False, "")]
-    short = ", ".join(one for one in said if one)
+    short = ", ".join(filter(None, said))
     return f"{part['type']}({short})" if short else str(part["type"])
 
 
@@ -305,31 +241,32 @@ def _argument(key: str, value: Any) -> str:
     return f"{key}={text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _bos_only(a_ids: list[int], b_ids: list[int], a: SideFacts, b: SideFacts) -> bool:
-    """Whether one side's ids are the other's with nothing but special tokens before or behind them."""
+def _bos_only(a_ids: list[int], b_ids: list[int], a: BackendFacts, b: BackendFacts) -> bool:
+    """Return True if the ids of one backend are the other's with only special tokens before or after them."""
     longer, shorter = sorted((a_ids, b_ids), key=len, reverse=True)
     at = _place(shorter, longer)
     if at is None or a_ids == b_ids:
         return False
-    edges = {t.id for side in (a, b) for t in side.added.values() if t.special}
-    return edges.issuperset([*longer[:at], *longer[at + len(shorter) :]])
+    special = {token.id for facts in (a, b) for token in facts.added.values() if token.special}
+    return special.issuperset([*longer[:at], *longer[at + len(shorter) :]])
 
 
 def _place(part: Sequence[int], whole: Sequence[int]) -> int | None:
-    """Where a sequence stands within another, from the end if it is in several places."""
+    """Return the last position of a sequence in another."""
     places = range(len(whole) - len(part), -1, -1)
     return next((at for at in places if whole[at : at + len(part)] == part), None) if part else None
 
 
-def _special_cause(text: str, a_ids: list[int], b_ids: list[int], a: Side, b: Side) -> Cause:
-    def around(side: Side, ids: list[int]) -> str:
-        plain = side.encode([text])[0]
+def _special_cause(text: str, a_ids: list[int], b_ids: list[int], a: Backend, b: Backend) -> Cause:
+    def around(backend: Backend, ids: list[int]) -> str:
+        plain = backend.encode([text])[0]
         at = _place(plain, ids) if plain else len(ids)
         if at is None:
             return "other tokens around"
-        before, after = ids[:at], ids[at + len(plain) :]
-        said = [f"{' '.join(side.token(i) or str(i) for i in before)} before"] if before else []
-        said += [f"{' '.join(side.token(i) or str(i) for i in after)} after"] if after else []
+        sides = {"before": ids[:at], "after": ids[at + len(plain) :]}
+        said = [
+            f"{' '.join(backend.token(i) or str(i) for i in some)} {where}" for where, some in sides.items() if some
+        ]
         return " and ".join(said) or "nothing around"
 
     one, other = around(a, a_ids), around(b, b_ids)
@@ -341,9 +278,8 @@ def _special_cause(text: str, a_ids: list[int], b_ids: list[int], a: Side, b: Si
     )
 
 
-def _fix(kind: Kind, a: SideFacts, b: SideFacts) -> str:
-    """What to do about a cause of that kind."""
-    if any("GGUF" in side.kind or "llama.cpp" in side.kind for side in (a, b)):
+def _fix(kind: Kind, a: BackendFacts, b: BackendFacts) -> str:
+    if any("GGUF" in facts.kind or "llama.cpp" in facts.kind for facts in (a, b)):
         if kind == "pre-tokenizer":
             return (
                 "Convert the GGUF with a converter that knows this model: its tokenizer.ggml.pre names another split."
@@ -355,46 +291,42 @@ def _fix(kind: Kind, a: SideFacts, b: SideFacts) -> str:
     return SAME_FILES if a.kind == b.kind else LOAD_THE_FILE
 
 
-def _by_looking(text: str, a_ids: list[int], b_ids: list[int], a: Side, b: Side, token: str | None) -> Cause:
-    """What the ids show by themselves."""
+def _by_looking(text: str, a_ids: list[int], b_ids: list[int], a: Backend, b: Backend) -> Cause:
+    """Return the cause that the ids themselves show."""
     for form in ("NFC", "NFKC", "NFD", "NFKD"):
         normal = unicodedata.normalize(form, text)
-        if normal == text:
-            continue
         try:
-            if a.encode([normal]) == b.encode([normal]):
+            if normal != text and a.encode([normal]) == b.encode([normal]):
                 what = f"the sides agree on the text in {form}: one of them normalizes to it and the other does not"
                 return Cause("normalizer", what, SAME_FILES, f"normalizer:{form}")
         except InvalidRequest:
             continue
-    if token is not None and token in text:
-        what = added_words((token,), a.facts, b.facts)
-        if a.facts.added.get(token) == b.facts.added.get(token):
-            what = f"{token!r} is read as a control token on one side, or takes the white space around it"
+    ours, theirs = a.facts.added, b.facts.added
+    spelled = sorted((token for token in {*ours, *theirs} if token in text), key=len, reverse=True)
+    unlike = [token for token in spelled if ours.get(token) != theirs.get(token)]
+    if spelled:
+        token = (unlike or spelled)[0]
+        what = f"{token!r} is read as a control token on one side, or takes the white space around it"
+        what = added_words((token,), a.facts, b.facts) if unlike else what
         return Cause("added token", what, SAME_FILES, f"added:{token}")
     one, other = _pieces(a, a_ids), _pieces(b, b_ids)
-    if one and one == other:
-        what = "the same tokens have other ids"
-        return Cause("vocabulary", what, SAME_FILES, "vocabulary")
-    if one and other and "".join(one) == "".join(other):
+    if not one or not other:
+        return Cause("unknown", "the sides give this text other tokens", SAME_FILES, "unknown")
+    if one == other:
+        return Cause("vocabulary", "the same tokens have other ids", SAME_FILES, "vocabulary")
+    if "".join(one) == "".join(other):
         what = "the text is cut elsewhere: another split, other merges, or another way to choose between tokens"
         return Cause("pre-tokenizer", what, SAME_FILES, "cut")
-    if one and other and "".join(one).strip(" ▁Ġ") == "".join(other).strip(" ▁Ġ"):
+    if "".join(one).strip(" ▁Ġ") == "".join(other).strip(" ▁Ġ"):
         what = "one side puts a space before the text, or takes one away"
         return Cause("pre-tokenizer", what, SAME_FILES, "prefix space")
     return Cause("unknown", "the sides give this text other tokens", SAME_FILES, "unknown")
 
 
-def _pieces(side: Side, ids: list[int]) -> list[str]:
-    found = [side.token(one) for one in ids]
+def _pieces(backend: Backend, ids: list[int]) -> list[str]:
+    found = [backend.token(token_id) for token_id in ids]
     return [piece for piece in found if piece is not None] if None not in found else []
 
 
-def _versions(facts: SideFacts) -> str:
+def _versions(facts: BackendFacts) -> str:
     return ", ".join(f"{name} {number}" for name, number in facts.versions.items())
-
-
-def _library_fix(a: SideFacts, b: SideFacts) -> str:
-    if dict(a.versions) != dict(b.versions):
-        return "Pin the same library versions on both sides."
-    return LOAD_THE_FILE

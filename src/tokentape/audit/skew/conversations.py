@@ -1,15 +1,15 @@
-"""The conversations that chat templates are compared on: those that certificates are made of, and what else differs.
+"""The conversations on which chat templates are compared: those that certificates are made of, and more.
 
-Server and trainer get them as they are, so they hold what both take: content as text, arguments as objects.
+Servers and trainers get them unchanged, so content is text and arguments are objects, which both take.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokentape.audit.skew.sides.base import SkewChat
+from tokentape.audit.skew.backends.base import SkewChat
 from tokentape.chat import grammar
 from tokentape.types import Message, Tool
 
@@ -38,7 +38,7 @@ _BARE_TOOL: Tool = {
 
 
 def conversations(control: str | None = None) -> Iterator[SkewChat]:
-    """All conversations, the shortest first of each kind. Some spell `control`, a control token, if it is given."""
+    """Yield all conversations, the shortest first of each kind. Some spell the control token `control`, if given."""
     user: Message = {"role": "user", "content": "What is a questionword?"}
     system: Message = {"role": "system", "content": "You are a systemword."}
     yield SkewChat((user,), name="one question")
@@ -53,7 +53,7 @@ def conversations(control: str | None = None) -> Iterator[SkewChat]:
         tools = (grammar.TOOL,) if "call" in name or "argument" in name else ()
         yield SkewChat((user, turn), tools, generate=False, name=f"answer: {name}")
         if turn.get("tool_calls"):
-            yield SkewChat((user, _with_text_arguments(turn)), tools, generate=False, name=f"text args: {name}")
+            yield SkewChat((user, with_text_arguments(turn)), tools, generate=False, name=f"text args: {name}")
     yield from _spoken(system, user)
     if control is not None:
         yield SkewChat(({"role": "user", "content": f"a{control}b"},), name="user spells a control token")
@@ -95,9 +95,15 @@ def _from_grammar() -> Iterator[SkewChat]:
             yield SkewChat((*history, turn, *new), tools, name=f"{name} {number}")
 
 
-def _with_text_arguments(turn: Message) -> Message:
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in turn["tool_calls"]
-    ]
-    return {**turn, "tool_calls": calls}
+def with_text_arguments(message: Message) -> Message:
+    """Return the message with the arguments of its calls as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+
+
+def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments", ""), str):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}

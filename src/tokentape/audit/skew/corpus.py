@@ -1,7 +1,7 @@
-"""The user's own corpus, encoded by both sides in parallel processes.
+"""Encode the user's own corpus with both backends in parallel processes.
 
-Work is given out as ranges of files: each process reads its range, encodes it with both sides in batches, and compares
-lists of ids as a whole. Only documents that differ come back.
+The work is split into ranges of files. Each process reads its range, encodes it with both backends in batches, and
+returns only the documents that differ.
 
 A record of JSON lines or Parquet may have its text in the fields `text`, `content`, `prompt`... and in `messages`.
 """
@@ -18,20 +18,20 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from tokentape.audit.skew.backends import open_backend
+from tokentape.audit.skew.backends.base import Backend
 from tokentape.audit.skew.findings import CorpusStatistics
-from tokentape.audit.skew.sides.base import Side
-from tokentape.audit.skew.sides.opening import open_side
 from tokentape.audit.skew.text_probes import Differing
 from tokentape.errors import InvalidRequest
 
 RANGE_BYTES = 4 << 20
-"""What one process reads at a time."""
+"""The bytes that one process reads at a time."""
 
 PIECE_CHARACTERS = 1 << 14
 """Plain text is compared in pieces of about this length, cut at ends of lines."""
 
 MOST_KEPT = 2000
-"""How many differing documents are kept to be explained; the others are counted."""
+"""The largest number of differing documents that are kept to be explained; the others are counted."""
 
 _SUFFIXES = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".parquet", ".py", ".rst", ".csv")
 _FIELDS = ("text", "content", "prompt", "completion", "response", "instruction", "input", "output")
@@ -41,7 +41,7 @@ _BATCH_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The lines of a file that begin at offset `start` or behind it, and before `end`; or a row group of Parquet."""
+    """The lines of a file that begin at offset `start` or later, and before `end`; or a row group of Parquet."""
 
     path: Path
     start: int
@@ -51,7 +51,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What came of one range."""
+    """The result of one range."""
 
     documents: int
     characters: int
@@ -62,15 +62,15 @@ class Compared:
 
 
 def compare_corpus(
-    a: Side,
-    b: Side,
+    a: Backend,
+    b: Backend,
     paths: Sequence[Path],
     workers: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[CorpusStatistics, list[Differing]]:
-    """Encode every document of files and folders on both sides; return what was compared and what differs.
+    """Encode every document of files and folders with both backends; return what was compared and what differs.
 
-    Sides that can't be opened again in another process (servers) are asked from this one.
+    Backends that can't be opened in another process (servers) are used from this one.
 
     Raises `InvalidRequest` if there is no text.
     """
@@ -82,8 +82,10 @@ def compare_corpus(
     began = time.monotonic()
     found: list[Compared] = []
     done = 0
-    alone = workers == 1 or total <= _SMALL or None in names
-    results = _here(a, b, ranges) if alone else _elsewhere((str(names[0]), str(names[1])), ranges, workers)
+    if workers == 1 or total <= _SMALL or None in names:
+        results: Iterator[Compared] = (compare_range(a, b, one) for one in ranges)
+    else:
+        results = _in_processes((str(names[0]), str(names[1])), ranges, workers)
     for one in results:
         found.append(one)
         done += one.bytes
@@ -93,23 +95,17 @@ def compare_corpus(
 
 
 def merged(files: int, found: Sequence[Compared], seconds: float) -> tuple[CorpusStatistics, list[Differing]]:
-    """What came of all ranges of so many files together. Raises `InvalidRequest` if there is no text."""
-    statistics = CorpusStatistics(
-        files=files,
-        documents=sum(one.documents for one in found),
-        characters=sum(one.characters for one in found),
-        bytes=sum(one.bytes for one in found),
-        tokens=sum(one.tokens for one in found),
-        differing=sum(one.differing for one in found),
-        seconds=seconds,
-    )
+    """Merge the results of all ranges of `files` files. Raises `InvalidRequest` if there is no text."""
+    names = ("documents", "characters", "bytes", "tokens", "differing")
+    sums = {name: sum(getattr(one, name) for one in found) for name in names}
+    statistics = CorpusStatistics(files=files, seconds=seconds, **sums)
     if not statistics.documents:
         raise InvalidRequest("the corpus holds no text: records need a field such as `text` or `messages`")
     return statistics, [differing for one in found for differing in one.kept][:MOST_KEPT]
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
-    """Files as given, and the files of folders whose endings are those of text, in order.
+    """Return the files, and those in folders that have endings of text, in order.
 
     Raises `InvalidRequest` for a path that is not there, and if there is no file at all.
     """
@@ -127,7 +123,7 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def ranges_of(files: Iterable[Path]) -> Iterator[Range]:
-    """The ranges that files are compared in. Raises `InvalidRequest` for a file that is not what its name says."""
+    """Yield the ranges of files. Raises `InvalidRequest` for a file that is not what its name says."""
     for path in files:
         if path.suffix == ".parquet":
             yield from _row_groups(path)
@@ -152,35 +148,30 @@ def _row_groups(path: Path) -> Iterator[Range]:
         start = end
 
 
-def _here(a: Side, b: Side, ranges: Iterable[Range]) -> Iterator[Compared]:
-    for one in ranges:
-        yield compare_range(a, b, one)
-
-
-def _elsewhere(names: tuple[str, str], ranges: Sequence[Range], workers: int) -> Iterator[Compared]:
+def _in_processes(names: tuple[str, str], ranges: Sequence[Range], workers: int) -> Iterator[Compared]:
     # Forked processes would share the parent's threads of `tokenizers`, which then refuse to run.
     with ProcessPoolExecutor(
-        min(workers, len(ranges)), get_context("spawn"), initializer=_open_sides, initargs=names
+        min(workers, len(ranges)), get_context("spawn"), initializer=_open_backends, initargs=names
     ) as pool:
         for finished in as_completed([pool.submit(_compare_opened, one) for one in ranges]):
             yield finished.result()
 
 
-_opened: list[Side] = []
-"""The two sides of a worker process."""
+_opened: list[Backend] = []
+"""The two backends of a worker process."""
 
 
-def _open_sides(a: str, b: str) -> None:
+def _open_backends(a: str, b: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _opened[:] = [open_side(a), open_side(b)]
+    _opened[:] = [open_backend(a), open_backend(b)]
 
 
 def _compare_opened(one: Range) -> Compared:
     return compare_range(_opened[0], _opened[1], one)
 
 
-def compare_range(a: Side, b: Side, one: Range) -> Compared:
-    """Encode the documents of a range on both sides."""
+def compare_range(a: Backend, b: Backend, one: Range) -> Compared:
+    """Encode the documents of a range with both backends."""
     documents = characters = tokens = differing = 0
     kept: list[Differing] = []
     for batch in batches(documents_of(one)):
@@ -199,7 +190,7 @@ def compare_range(a: Side, b: Side, one: Range) -> Compared:
 
 
 def documents_of(one: Range) -> Iterator[str]:
-    """The texts of a range: one per string field of JSON lines and Parquet, pieces of some lines of other files.
+    """Yield the texts of a range: one per string field of JSON lines and Parquet, pieces of some lines of other files.
 
     Bytes that are not UTF-8 become U+FFFD.
     """
@@ -268,7 +259,7 @@ def _texts_of(record: Any) -> Iterator[str]:
 
 
 def batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Documents in lists of about half a million characters, to be encoded at once."""
+    """Yield documents in lists of about half a million characters, to be encoded at once."""
     batch: list[str] = []
     size = 0
     for text in documents:

@@ -1,70 +1,69 @@
-"""What an audit found: its findings, and the report that holds them."""
+"""The result of an audit: findings, and the report that holds them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from tokentape.audit.report import json_value
-from tokentape.audit.skew.sides.base import SideFacts, SkewChat
+from tokentape.audit.skew.backends.base import BackendFacts, SkewChat
 
 Kind: TypeAlias = Literal[
-    "normalizer",
-    "pre-tokenizer",
-    "added token",
-    "vocabulary",
-    "merges",
-    "model settings",
-    "BOS/EOS",
-    "decoder",
-    "decode clean-up",
-    "template",
-    "generation prompt",
-    "template kwargs",
-    "special tokens",
-    "date",
-    "JSON",
-    "booleans",
-    "content parts",
-    "control text",
-    "tools",
-    "reasoning",
-    "loss mask",
-    "padding",
-    "server",
-    "library",
-    "unknown",
-]
-"""What two sides differ in. `control text`: control tokens that messages spell. `library`: files and settings are
-alike, what runs them is not. `server`: it samples from another prompt than it says it renders."""
+    "normalizer", "pre-tokenizer", "added token", "vocabulary", "merges", "model settings", "BOS/EOS", "decoder",
+    "decode clean-up", "template", "generation prompt", "template kwargs", "special tokens", "date", "JSON", "booleans",
+    "content parts", "control text", "tools", "reasoning", "loss mask", "padding", "server", "library", "unknown",
+]  # fmt: skip
+"""What two backends differ in. `control text`: control tokens that messages spell. `library`: files and settings are
+the same, but the library that runs them differs. `server`: it samples from another prompt than it says it renders."""
 
 Probe: TypeAlias = Literal["encode", "corpus", "special", "decode", "render", "masks", "echo", "facts"]
 """What was tried: texts of the battery, the user's corpus, texts with BOS and EOS, ids back to text, conversations,
-loss masks, the prompt that a server says it used, and what the sides say of themselves."""
+loss masks, the prompt that a server says it used, and the facts of the backends."""
 
 Severity: TypeAlias = Literal["skew", "caution"]
 """`skew`: the same input has other ids, text or masks. `caution`: nothing differs by itself, but what trainers do with
 it may."""
 
+Encoder: TypeAlias = Callable[[Sequence[str]], list[list[int]]]
+"""Encodes texts without BOS and EOS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One cause of a difference."""
+
+    kind: Kind
+    what: str
+    fix: str
+    key: str
+    """Two inputs with causes of the same key differ for the same reason."""
+    encoder: Encoder | None = None
+    """Encodes as one backend does, made from the other with only the cause changed."""
+    gives: str = "b"
+    """The backend with the ids that `encoder` gives, `a` or `b`."""
+    explains: Callable[[SkewChat, str, str], bool] | None = None
+    """Returns True if this cause alone makes the texts of another conversation differ as they do."""
+    severity: Severity = "skew"
+
 
 @dataclass(frozen=True, slots=True)
 class SkewResult:
-    """What one side made of an input."""
+    """What one backend made of an input."""
 
     ids: tuple[int, ...] = ()
     tokens: tuple[str, ...] = ()
-    """How the side writes the ids; as many, or none if it does not tell."""
+    """The spelling of each id; empty if unknown."""
     text: str | None = None
-    """What was decoded, or what the template wrote."""
+    """The decoded text, or what the template wrote."""
     refused: str | None = None
     """Why there is nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """One cause by which two sides differ, with the smallest input that shows it."""
+    """One cause by which two backends differ, with the smallest input that shows it."""
 
     kind: Kind
     probe: Probe
@@ -74,9 +73,9 @@ class Skew:
     fix: str
     """What to do about it."""
     count: int
-    """Inputs tried that differ by this cause."""
+    """Inputs that differ by this cause."""
     where: tuple[str, ...] = ()
-    """Groups of the battery, names of conversations or files that they are from: the first few."""
+    """The first few of their groups in the battery, conversations or files."""
     example: str | SkewChat | tuple[int, ...] | None = None
     """The smallest text, conversation or ids that show it."""
     a: SkewResult = SkewResult()
@@ -93,23 +92,23 @@ class CorpusStatistics:
     characters: int
     bytes: int
     tokens: int
-    """As side A counts them."""
+    """As backend A counts them."""
     differing: int
-    """Documents that the sides encode differently."""
+    """Documents that the backends encode differently."""
     seconds: float
 
     @property
     def megabytes_per_second(self) -> float:
-        """10^6 bytes a second, each encoded by both sides."""
+        """10^6 bytes per second, each encoded by both backends."""
         return self.bytes / 1e6 / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """Everything that an audit of two sides found."""
+    """Everything that an audit of two backends found."""
 
-    a: SideFacts
-    b: SideFacts
+    a: BackendFacts
+    b: BackendFacts
     findings: tuple[Skew, ...]
     tried: Mapping[Probe, int]
     """Inputs compared, by probe."""
@@ -121,13 +120,13 @@ class AuditReport:
 
     @property
     def skewed(self) -> bool:
-        """Whether the sides differ: a caution is no skew."""
+        """True if the backends differ. A caution is no skew."""
         return any(finding.severity == "skew" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as `--json` prints it, without the tokenizer.json of either side."""
+        """Return the report as `--json` prints it, without the tokenizer.json of either backend."""
         findings = [
-            {**json_value(one), "example": _example(one.example), "a": _outcome(one.a), "b": _outcome(one.b)}
+            {**json_value(one), "example": _example(one.example), "a": _result(one.a), "b": _result(one.b)}
             for one in self.findings
         ]
         corpus = self.corpus
@@ -135,52 +134,34 @@ class AuditReport:
         return {
             "format": 1,
             "skewed": self.skewed,
-            "a": _side(self.a),
-            "b": _side(self.b),
+            "a": _facts(self.a),
+            "b": _facts(self.b),
             "findings": findings,
-            "tried": dict(self.tried),
-            "skipped": dict(self.skipped),
-            "notes": list(self.notes),
+            **json_value({name: getattr(self, name) for name in ("tried", "skipped", "notes")}),
             "corpus": None if corpus is None else json_value(corpus) | speed,
             "seconds": round(self.seconds, 3),
         }
 
 
-def _side(facts: SideFacts) -> dict[str, Any]:
-    return {
-        "name": facts.name,
-        "kind": facts.kind,
-        "versions": dict(facts.versions),
-        "files": dict(facts.files),
-        "vocab_size": facts.vocab_size,
-        "added_tokens": len(facts.added),
-        "special_tokens": dict(facts.special_tokens),
-        "cleans_up": facts.cleans_up,
-        "parts": parts(facts),
-        "notes": list(facts.notes),
-    }
-
-
-def parts(facts: SideFacts) -> dict[str, str]:
-    """A side's normalizer, pre-tokenizer, post-processor, decoder and model settings, each as compact JSON."""
+def parts(facts: BackendFacts) -> dict[str, str]:
+    """Return normalizer, pre-tokenizer, post-processor, decoder and model settings, each as compact JSON."""
     if facts.spec is None:
         return {}
-    found = {
-        name: json.dumps(facts.spec.get(name), ensure_ascii=False, sort_keys=True)
-        for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-    }
-    settings = {key: value for key, value in facts.spec["model"].items() if key not in ("vocab", "merges")}
-    return {**found, "model": json.dumps(settings, ensure_ascii=False, sort_keys=True)}
+    found = {name: facts.spec.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")}
+    found["model"] = {key: value for key, value in facts.spec["model"].items() if key not in ("vocab", "merges")}
+    return {name: json.dumps(part, ensure_ascii=False, sort_keys=True) for name, part in found.items()}
+
+
+def _facts(facts: BackendFacts) -> dict[str, Any]:
+    names = ("name", "kind", "versions", "files", "vocab_size", "special_tokens", "cleans_up", "notes")
+    found = json_value({name: getattr(facts, name) for name in names})
+    return {**found, "added_tokens": len(facts.added), "parts": parts(facts)}
 
 
 def _example(example: str | SkewChat | tuple[int, ...] | None) -> Any:
     match example:
-        case SkewChat():
-            return {
-                "messages": list(example.messages),
-                "tools": list(example.tools),
-                "add_generation_prompt": example.generate,
-            }
+        case SkewChat(messages, tools, generate):
+            return {"messages": list(messages), "tools": list(tools), "add_generation_prompt": generate}
         case tuple():
             return {"ids": list(example)}
         case str():
@@ -188,7 +169,7 @@ def _example(example: str | SkewChat | tuple[int, ...] | None) -> Any:
     return None
 
 
-def _outcome(outcome: SkewResult) -> dict[str, Any]:
-    optional = {"text": outcome.text, "refused": outcome.refused}
+def _result(found: SkewResult) -> dict[str, Any]:
+    optional = {"text": found.text, "refused": found.refused}
     known = {name: value for name, value in optional.items() if value is not None}
-    return {"ids": list(outcome.ids), "tokens": list(outcome.tokens), **known}
+    return {"ids": list(found.ids), "tokens": list(found.tokens), **known}

@@ -1,4 +1,4 @@
-"""Parts of tokenizers that are in use, to try in place of one's own until one of them makes the other side's ids.
+"""Parts of tokenizers in common use, to try until one of them makes the other backend's ids.
 
 The split expressions are those of the models' own tokenizer.json, or of tiktoken; servers and converters mix them up.
 """

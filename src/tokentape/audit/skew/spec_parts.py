@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from tokentape.audit.skew.backends.base import BackendFacts, BackendToken
 from tokentape.audit.skew.findings import Kind
-from tokentape.audit.skew.sides.base import BackendToken, SideFacts
 
 Spec: TypeAlias = Mapping[str, Any]
 
@@ -56,7 +56,7 @@ def _setting(key: str, value: Any) -> Any:
     return _DEFAULTS[key] if key in _DEFAULTS and not value else value
 
 
-def differing_parts(a: SideFacts, b: SideFacts) -> list[str]:
+def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
     """Return the parts of a tokenizer.json, besides added tokens, that differ; none if one side has no such file."""
     if a.spec is None or b.spec is None:
         return []

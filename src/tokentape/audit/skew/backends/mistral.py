@@ -1,30 +1,29 @@
-"""A side that is Mistral's own library: tekken.json, or one of its SentencePiece models."""
+"""The backend of Mistral's own library: tekken.json, or one of its SentencePiece models."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit.skew.sides.base import BackendToken, Rendering, SideFacts, SkewChat
-from tokentape.audit.skew.sides.from_spec import hash_file
+from tokentape.audit.skew.backends.base import Backend, BackendFacts, BackendToken, Rendering, SkewChat
+from tokentape.audit.skew.backends.spec import BackendOptions, hash_file, require
+from tokentape.audit.skew.conversations import with_text_arguments
 from tokentape.errors import TemplateRefused, TokenizerUnusable, UnsupportedParameter
 
 
-class MistralSide:
+class MistralBackend(Backend):
     """mistral-common on a file. It never reads control tokens in text, and renders without a chat template."""
 
-    def __init__(self, name: str, path: Path) -> None:
-        try:
-            from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
-        except ImportError:
-            raise TokenizerUnusable("mistral-common is not installed; run: pip install 'tokentape[audit]'") from None
-        file = path / "tekken.json" if path.is_dir() else path
+    def __init__(self, name: str, path: str, options: BackendOptions) -> None:
+        file = Path(path) / "tekken.json" if Path(path).is_dir() else Path(path)
+        require("mistral_common")
+        from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
         try:
             self._chat: Any = MistralTokenizer.from_file(str(file))
-        except Exception as error:  # the library raises what its parts raise
+        except Exception as error:  # the library raises the errors of all its parts
             raise TokenizerUnusable(f"mistral-common can't load {file}: {type(error).__name__}: {error}") from error
         self._tokenizer: Any = self._chat.instruct_tokenizer.tokenizer
         self._file = file
@@ -35,7 +34,7 @@ class MistralSide:
                 added[content] = BackendToken(number, content)
             elif number >= self._tokenizer.num_special_tokens:
                 break
-        self.facts = SideFacts(
+        self.facts = BackendFacts(
             name=name,
             kind=f"mistral-common {type(self._tokenizer).__name__} {self._tokenizer.version.value}",
             abilities=frozenset({"decode", "render"}),
@@ -47,55 +46,36 @@ class MistralSide:
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        """See `Side`."""
+        """See `Backend`."""
         return [self._tokenizer.encode(text, bos=special, eos=False) for text in texts]
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """See `Side`."""
+        """See `Backend`."""
         from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
 
         return [self._tokenizer.decode(list(ids), special_token_policy=SpecialTokenPolicy.IGNORE) for ids in sequences]
 
     def render(self, conversation: SkewChat) -> Rendering:
-        """See `Side`. What the library's checks don't let through can't be compared."""
+        """See `Backend`. Conversations that the library's checks refuse can't be compared."""
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
         if not conversation.generate:
             raise UnsupportedParameter("mistral-common renders prompts only", "add_generation_prompt")
+        kept = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in conversation.messages]
+        messages = [with_text_arguments(message) for message in kept]
         try:
-            request = ChatCompletionRequest.from_openai(
-                messages=[_sent(message) for message in conversation.messages], tools=list(conversation.tools) or None
-            )
-            rendered = self._chat.encode_chat_completion(request)
-        except Exception as error:  # the library raises what its checks raise
-            if (
-                conversation.messages
-                and conversation.messages[-1]["role"] == "user"
-                and len(conversation.messages) == 1
-            ):
-                raise TemplateRefused(f"mistral-common refuses it: {type(error).__name__}") from error
-            raise UnsupportedParameter(f"mistral-common refuses it: {type(error).__name__}", "messages") from error
-        return Rendering(list(rendered.tokens), None)
+            request = ChatCompletionRequest.from_openai(messages=messages, tools=list(conversation.tools) or None)
+            return Rendering(list(self._chat.encode_chat_completion(request).tokens), None)
+        except Exception as error:  # the library raises the errors of all its checks
+            refused = f"mistral-common refuses it: {type(error).__name__}"
+            if [message["role"] for message in messages] == ["user"]:
+                raise TemplateRefused(refused) from error
+            raise UnsupportedParameter(refused, "messages") from error
 
     def token(self, token_id: int) -> str | None:
-        """See `Side`."""
+        """See `Backend`."""
         return str(self._tokenizer.id_to_piece(token_id)) if 0 <= token_id < self._tokenizer.n_words else None
 
     def reopen(self) -> str | None:
-        """See `Side`."""
+        """See `Backend`."""
         return f"mistral:{self._file}"
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
-
-def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as OpenAI's API has it."""
-    sent = {key: value for key, value in message.items() if key != "reasoning_content"}
-    if message.get("tool_calls"):
-        sent["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"].get("arguments"))}}
-            for call in message["tool_calls"]
-            if "function" in call
-        ]
-    return sent

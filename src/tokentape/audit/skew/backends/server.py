@@ -1,17 +1,17 @@
-"""A side that is a running server, asked how it tokenizes, decodes and renders through its own endpoints."""
+"""The backend of a running server, which tokenizes, decodes and renders at its own endpoints."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from tokentape.audit.skew.sides.base import Ability, Rendering, SideFacts, SkewChat
-from tokentape.audit.skew.sides.from_spec import SideOptions
+from tokentape.audit.skew.backends.base import Ability, Backend, BackendFacts, Rendering, SkewChat
+from tokentape.audit.skew.backends.spec import BackendOptions
+from tokentape.audit.skew.conversations import with_text_arguments
 from tokentape.engines.http import HttpClient
 from tokentape.engines.tokenizing import server_chat_ids, server_prompt_ids, server_text, server_text_ids
 from tokentape.errors import (
@@ -25,7 +25,10 @@ from tokentape.errors import (
 from tokentape.types import Message
 
 _AT_ONCE = 16
-_KINDS = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "gateway": "gateway"}
+KINDS = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "gateway": "gateway"}
+"""The kinds of servers, with their names."""
+_OWNERS = {**{kind: kind for kind in KINDS}, "tokentape": "gateway"}
+"""Kinds by the owner that servers name in `/v1/models`."""
 _HELLO: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
 
 _T = TypeVar("_T")
@@ -33,6 +36,7 @@ _T = TypeVar("_T")
 
 class _Model(msgspec.Struct):
     id: str
+    owned_by: str = ""
 
 
 class _Models(msgspec.Struct):
@@ -48,42 +52,43 @@ class _Build(msgspec.Struct):
     chat_template: str | None = None
 
 
-class ServerSide:
+class ServerBackend(Backend):
     """A server of one of the kinds of `engines.tokenizing`. Use `open_server`."""
 
-    def __init__(self, name: str, kind: str, http: HttpClient, loop: _Loop, options: SideOptions) -> None:
-        self._kind, self._http, self._loop = kind, http, loop
+    def __init__(self, name: str, kind: str, http: HttpClient, loop: _Loop, options: BackendOptions) -> None:
+        self._http, self._loop = http, loop
         self._kwargs = options.kwargs
         self._texts: dict[tuple[int, ...], str] = {}
-        self._model, versions, template = loop.run(_told(kind, http))
-        if self._text_ids("a", special=False) is None:
+        self._kind, self._model = loop.run(introduced(http, None if kind == "server" else kind))
+        versions, template = loop.run(_version(self._kind, http))
+        ids = loop.run(self._asked("a", special=False))
+        if ids is None:
             raise EngineError(f"{name} has no /tokenize; is it a server of this kind?")
         abilities: set[Ability] = {"special", "controls"}
-        if loop.run(server_text(kind, http, self._model, self._text_ids("a", special=False) or [])) is not None:
+        if loop.run(server_text(self._kind, http, self._model, ids)) is not None:
             abilities.add("decode")
         if self._chat_ids(SkewChat(_HELLO)) is not None:
             abilities.add("render")
-        self.echoes = kind == "vllm" and "render" in abilities
-        """Whether it says what prompt it sampled from."""
+        self.echoes = self._kind == "vllm" and "render" in abilities
+        """True if it tells the prompt that it sampled from."""
         ignored = [what for what, given in (("template", options.template), ("date", options.date)) if given]
-        notes = [f"a server's {' and '.join(ignored)} can't be set from here"] if ignored else []
-        self.facts = SideFacts(
+        self.facts = BackendFacts(
             name=name,
-            kind=f"{_KINDS[kind]} server",
+            kind=f"{KINDS[self._kind]} server",
             abilities=frozenset(abilities),
             versions=versions,
             template=template,
             template_variables=dict(options.kwargs),
-            notes=tuple(notes),
+            notes=(f"a server's {' and '.join(ignored)} can't be set from here",) if ignored else (),
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        """See `Side`."""
+        """See `Backend`."""
         found = self._loop.run(_all(self._asked(text, special=special) for text in texts))
         return [ids if ids is not None else [] for ids in found]
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """See `Side`."""
+        """See `Backend`."""
         asked = [tuple(ids) for ids in sequences]
         new = [ids for ids in dict.fromkeys(asked) if ids not in self._texts]
         texts = self._loop.run(_all(server_text(self._kind, self._http, self._model, ids) for ids in new))
@@ -91,7 +96,7 @@ class ServerSide:
         return [self._texts[ids] for ids in asked]
 
     def render(self, conversation: SkewChat) -> Rendering:
-        """See `Side`. Arguments in JSON text are read by servers before their template sees them: not comparable."""
+        """See `Backend`. Servers parse arguments in JSON text before their template sees them: not comparable."""
         if any(_has_text_arguments(message) for message in conversation.messages):
             raise UnsupportedParameter("a server's template is never shown arguments as text", "messages")
         last = conversation.messages[-1]["role"] if conversation.messages else ""
@@ -103,17 +108,13 @@ class ServerSide:
         return Rendering(ids, None)
 
     def echo(self, conversation: SkewChat) -> list[int] | None:
-        """The prompt that it says it sampled from, given this conversation; None if it refuses or does not say."""
+        """Return the prompt that the server says it sampled from; None if it refuses or does not say."""
         messages = [_wire(message) for message in conversation.messages]
         return self._loop.run(server_prompt_ids(self._http, self._model, messages, conversation.tools, self._kwargs))
 
     def token(self, token_id: int) -> str | None:
-        """What it decodes the id to."""
+        """Return the text of the id."""
         return self.decode([[token_id]])[0] if "decode" in self.facts.abilities else None
-
-    def reopen(self) -> str | None:
-        """One process asks a server."""
-        return None
 
     def close(self) -> None:
         """Close the connections."""
@@ -122,9 +123,6 @@ class ServerSide:
 
     def _asked(self, text: str, *, special: bool) -> Coroutine[Any, Any, list[int] | None]:
         return server_text_ids(self._kind, self._http, self._model, text, special=special, controls=True)
-
-    def _text_ids(self, text: str, *, special: bool) -> list[int] | None:
-        return self._loop.run(self._asked(text, special=special))
 
     def _chat_ids(self, conversation: SkewChat) -> list[int] | None:
         messages = [_wire(message) for message in conversation.messages]
@@ -141,22 +139,20 @@ class ServerSide:
                 )
             )
         except EngineError as error:
-            if "answered 500" in str(error):  # what servers say of templates that raise
+            if "answered 500" in str(error):  # the answer of servers if a template raises
                 return None
             raise
 
 
-def open_server(name: str, kind: str, url: str, options: SideOptions) -> ServerSide:
-    """A side for the server at `url`; `kind` is one of vllm, sglang, llamacpp, gateway, or `server` to find out.
+def open_server(name: str, kind: str, url: str, options: BackendOptions) -> ServerBackend:
+    """Open the server at `url`. `kind` is one of `KINDS`, or `server` to detect it.
 
-    Raises `EngineError` and kinds if it does not answer, `InvalidRequest` if the address can't be used.
+    Raises `EngineError` and its kinds if it does not answer, `InvalidRequest` if the address can't be used.
     """
     http = HttpClient(url, api_key=options.api_key)
     loop = _Loop()
     try:
-        if kind == "server":
-            kind = loop.run(_detect(http))
-        return ServerSide(name, kind, http, loop, options)
+        return ServerBackend(name, kind, http, loop, options)
     except BaseException as error:
         loop.run(http.close())
         loop.close()
@@ -174,7 +170,7 @@ class _Loop:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """What the coroutine returns."""
+        """Run a coroutine and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
@@ -195,32 +191,43 @@ async def _all(asked: Any) -> list[Any]:
     return await asyncio.gather(*map(one, asked))
 
 
-async def _told(kind: str, http: HttpClient) -> tuple[str, Mapping[str, str], str | None]:
-    """A server's model, version and template, as far as it tells them."""
-    model = ""
+async def introduced(http: HttpClient, kind: str | None = None) -> tuple[str, str]:
+    """Return a server's kind, detected if not given, and the name of its first model, empty if unknown.
+
+    Raises `InvalidRequest` if the kind can't be detected, `EngineError` and its kinds if the server can't be reached.
+    """
     models = await _get(http, "/v1/models", _Models)
-    if models is not None and models.data:
-        model = models.data[0].id
-    if kind == "llamacpp":
-        build = await _get(http, "/props", _Build)
-        return model, {"llama.cpp": build.build_info} if build else {}, build.chat_template if build else None
-    for path in ("/version", "/server_info", "/get_server_info"):
-        told = await _get(http, path, _Version)
-        if told is not None:
-            return model, {_KINDS[kind]: told.version}, None
-    return model, {}, None
+    first = models.data[0] if models is not None and models.data else _Model("")
+    if kind is None:
+        kind = _OWNERS.get(first.owned_by) or await _detected(http)
+    if kind is None:
+        raise InvalidRequest(
+            f"can't tell what server that is: at /v1/models it is {first.owned_by!r}, expected one of "
+            f"{', '.join(_OWNERS)}; name its kind"
+        )
+    return kind, first.id
 
 
-async def _detect(http: HttpClient) -> str:
+async def _detected(http: HttpClient) -> str | None:
     told = await _get(http, "/version", _Version)
     if told is not None:
         return "gateway" if told.version.startswith("tokentape") else "vllm"
     if await _get(http, "/props", _Build) is not None:
         return "llamacpp"
-    for path in ("/server_info", "/get_server_info"):
-        if await _get(http, path, _Version) is not None:
-            return "sglang"
-    raise InvalidRequest("can't tell what server that is; say it with vllm:, sglang:, llamacpp: or gateway:")
+    versions = [await _get(http, path, _Version) for path in ("/server_info", "/get_server_info")]
+    return "sglang" if any(versions) else None
+
+
+async def _version(kind: str, http: HttpClient) -> tuple[Mapping[str, str], str | None]:
+    """Return a server's version and template, if it tells them."""
+    if kind == "llamacpp":
+        build = await _get(http, "/props", _Build)
+        return ({"llama.cpp": build.build_info}, build.chat_template) if build else ({}, None)
+    for path in ("/version", "/server_info", "/get_server_info"):
+        told = await _get(http, path, _Version)
+        if told is not None:
+            return {KINDS[kind]: told.version}, None
+    return {}, None
 
 
 async def _get(http: HttpClient, path: str, shape: type[_T]) -> _T | None:
@@ -228,28 +235,16 @@ async def _get(http: HttpClient, path: str, shape: type[_T]) -> _T | None:
         return msgspec.json.decode(await http.get(path), type=shape)
     except (EngineError, EngineContractError, InvalidRequest, msgspec.MsgspecError) as error:
         if isinstance(error, EngineError) and error.retry:
-            raise  # it is not reachable at all
+            raise  # it can't be reached
         return None
 
 
 def _wire(message: Message) -> dict[str, Any]:
-    """The message as the wire has it: arguments as JSON text, reasoning under both names that servers read."""
-    sent = dict(message)
-    if "reasoning_content" in sent:
-        sent["reasoning"] = sent["reasoning_content"]
-    if not message.get("tool_calls"):
-        return sent
-    return {**sent, "tool_calls": [_wire_call(call) for call in message["tool_calls"]]}
+    """Return a message for the wire: arguments as JSON text, reasoning under both names that servers read."""
+    sent = dict(with_text_arguments(message))
+    return {**sent, "reasoning": sent["reasoning_content"]} if "reasoning_content" in sent else sent
 
 
 def _has_text_arguments(message: Message) -> bool:
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     return any(isinstance(function.get("arguments"), str) for function in functions)
-
-
-def _wire_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, Mapping) or isinstance(function.get("arguments", ""), str):
-        return dict(call)
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}

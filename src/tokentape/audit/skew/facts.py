@@ -1,19 +1,19 @@
-"""What two sides say of themselves: differences that no text of a battery shows, and yet change ids, text or masks."""
+"""Compare the facts of two backends: differences that no text of the battery shows, but that change ids or masks."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+from tokentape.audit.skew.backends.base import BackendFacts
 from tokentape.audit.skew.causes import SAME_FILES, added_words, brief, unlike_tokens
 from tokentape.audit.skew.findings import Skew, SkewResult
-from tokentape.audit.skew.sides.base import SideFacts
-from tokentape.audit.skew.spec_parts import differing_parts, part_of
+from tokentape.audit.skew.spec_parts import PARTS, Spec, differing_parts, part_of
 
 _PAD_FIX = "Give padding a token of its own: masks made from a padding token that is EOS leave ends of turns untrained."
 
 
-def fact_findings(a: SideFacts, b: SideFacts, found: Collection[Skew]) -> list[Skew]:
-    """What of two sides' facts differs and is in none of the findings yet."""
+def fact_findings(a: BackendFacts, b: BackendFacts, found: Collection[Skew]) -> list[Skew]:
+    """Return differences of the facts that are in none of the findings yet."""
     kinds = {one.kind for one in found}
     told = " ".join(one.cause for one in found)
     findings = [
@@ -26,41 +26,30 @@ def fact_findings(a: SideFacts, b: SideFacts, found: Collection[Skew]) -> list[S
     return findings
 
 
-def fact_notes(a: SideFacts, b: SideFacts, found: Collection[Skew]) -> list[str]:
-    """What a reader should know of the sides, though nothing that was tried differs by it."""
+def fact_notes(a: BackendFacts, b: BackendFacts, found: Collection[Skew]) -> list[str]:
+    """Return notes on differences of the facts that change nothing that was tried."""
     kinds = {one.kind for one in found}
     notes = [f"{letter}: {note}" for letter, side in (("A", a), ("B", b)) for note in side.notes]
     for library in sorted({*a.versions} & {*b.versions}):
         if a.versions[library] != b.versions[library]:
             notes.append(f"{library} is {a.versions[library]} in A and {b.versions[library]} in B")
-    shown = {"normalizer": "normalizer", "pre_tokenizer": "pre-tokenizer", "decoder": "decoder"}
-    for part, kind in shown.items():
-        if part in differing_parts(a, b) and kind not in kinds:
-            assert a.spec is not None
-            assert b.spec is not None
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        if a.spec is not None and b.spec is not None and part in differing_parts(a, b) and PARTS[part] not in kinds:
             one, other = brief(part_of(a.spec, part)), brief(part_of(b.spec, part))
-            notes.append(f"the {kind}s are written differently, and no text tried shows it: {one} and {other}")
+            notes.append(f"the {PARTS[part]}s are written differently, and no text tried shows it: {one} and {other}")
     if None not in (a.vocab_size, b.vocab_size) and a.vocab_size != b.vocab_size and "vocabulary" not in kinds:
         notes.append(f"ids end at {a.vocab_size} in A and at {b.vocab_size} in B")
     return notes
 
 
-def _tables(a: SideFacts, b: SideFacts) -> Iterator[Skew]:
+def _tables(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     if a.spec is None or b.spec is None:
         return
     for tokens in unlike_tokens(a, b).values():
-        yield Skew(
-            kind="added token",
-            probe="facts",
-            cause=added_words(tokens, a, b),
-            fix=SAME_FILES,
-            count=len(tokens),
-            example=tokens[0],
-            a=_held(a, tokens[0]),
-            b=_held(b, tokens[0]),
-        )
+        held = _held(a, tokens[0]), _held(b, tokens[0])
+        yield Skew("added token", "facts", added_words(tokens, a, b), SAME_FILES, len(tokens), (), tokens[0], *held)
     if "vocabulary" in differing_parts(a, b):
-        one, other = (_ids(side) for side in (a, b))
+        one, other = _ids(a.spec), _ids(b.spec)
         added = {**a.added, **b.added}
         unlike = sorted(t for t in {*one, *other} if one.get(t) != other.get(t) and t not in added)
         if unlike:
@@ -68,17 +57,16 @@ def _tables(a: SideFacts, b: SideFacts) -> Iterator[Skew]:
             yield Skew("vocabulary", "facts", f"the vocabularies differ: {said}", SAME_FILES, len(unlike))
 
 
-def _held(side: SideFacts, token: str) -> SkewResult:
-    return SkewResult((side.added[token].id,), (token,)) if token in side.added else SkewResult()
+def _held(facts: BackendFacts, token: str) -> SkewResult:
+    return SkewResult((facts.added[token].id,), (token,)) if token in facts.added else SkewResult()
 
 
-def _ids(side: SideFacts) -> dict[str, int]:
-    assert side.spec is not None
-    vocab = part_of(side.spec, "vocabulary")
+def _ids(spec: Spec) -> dict[str, int]:
+    vocab = part_of(spec, "vocabulary")
     return dict(vocab) if isinstance(vocab, Mapping) else {entry[0]: number for number, entry in enumerate(vocab)}
 
 
-def _special_tokens(a: SideFacts, b: SideFacts) -> Iterator[Skew]:
+def _special_tokens(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     if not a.special_tokens or not b.special_tokens:
         return
     for name in sorted({*a.special_tokens, *b.special_tokens}):

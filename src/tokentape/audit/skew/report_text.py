@@ -7,8 +7,8 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
 from tokentape.audit.report import Block, Code, Details, Facts, Heading, Paragraph, Report, Table, TokenIds
+from tokentape.audit.skew.backends.base import BackendFacts, SkewChat
 from tokentape.audit.skew.findings import AuditReport, Probe, Skew, SkewResult, parts
-from tokentape.audit.skew.sides.base import SideFacts, SkewChat
 
 _TOKENS = 8
 _TEXT = 70
@@ -65,24 +65,20 @@ def _blocks(report: AuditReport) -> Iterator[Block]:
         yield Paragraph("No skew found: the sides agree on everything that was tried.", "ok")
 
 
-def _backend(facts: SideFacts) -> str:
+def _backend(facts: BackendFacts) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in facts.versions.items())
     sha256 = facts.files.get("tokenizer.json") or next(iter(facts.files.values()), None)
     hashed = f"  sha256 {sha256[:12]}" if sha256 else ""
     return f"{facts.name}  {facts.kind}{f' ({versions})' if versions else ''}{hashed}"
 
 
-def _backend_rows(a: SideFacts, b: SideFacts) -> list[tuple[str, str, str]]:
+def _backend_rows(a: BackendFacts, b: BackendFacts) -> list[tuple[str, str, str]]:
     rows = [("named", a.name, b.name), ("loaded as", a.kind, b.kind)]
     rows.append(("ids end at", str(a.vocab_size or "not known"), str(b.vocab_size or "not known")))
     rows.append(("added tokens", str(len(a.added) or "not known"), str(len(b.added) or "not known")))
-    for ours, theirs, label in (
-        (a.versions, b.versions, "{}"),
-        (a.special_tokens, b.special_tokens, "{}"),
-        (a.files, b.files, "{}, SHA-256"),
-    ):
-        for name in dict.fromkeys([*ours, *theirs]):
-            rows.append((label.format(name), ours.get(name, "-")[:64], theirs.get(name, "-")[:64]))
+    hashes = ({f"{name}, SHA-256": sha256 for name, sha256 in facts.files.items()} for facts in (a, b))
+    for ours, theirs in ((a.versions, b.versions), (a.special_tokens, b.special_tokens), tuple(hashes)):
+        rows += [(name, ours.get(name, "-")[:64], theirs.get(name, "-")[:64]) for name in {**ours, **theirs}]
     return rows
 
 
@@ -96,13 +92,12 @@ def _finding(number: int, finding: Skew) -> Iterator[Block]:
         for letter, outcome, other in (("A", finding.a, finding.b), ("B", finding.b, finding.a)):
             rows += [(letter, line) for line in _outcome_lines(outcome, other)]
     yield Facts([*rows, ("fix", finding.fix)])
-    start = max(first_difference(finding.a.ids, finding.b.ids) - _AROUND, 0)
-    ids = {
-        letter: one.ids[start : start + 2 * _AROUND] for letter, one in (("A", finding.a), ("B", finding.b)) if one.ids
-    }
+    at = first_difference(finding.a.ids, finding.b.ids)
+    start = max(at - _AROUND, 0)
+    both = {"A": finding.a.ids[start : at + _AROUND], "B": finding.b.ids[start : at + _AROUND]}
+    ids = {letter: some for letter, some in both.items() if some}
     if finding.example is not None and ids:
-        at = first_difference(finding.a.ids, finding.b.ids) - start
-        yield Details("ids", [TokenIds(ids, (at, at + 1))])
+        yield Details("ids", [TokenIds(ids, (at - start, at - start + 1))])
 
 
 def _inputs(finding: Skew) -> str:

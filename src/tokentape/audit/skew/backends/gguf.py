@@ -1,7 +1,7 @@
-"""A side that is the vocabulary in a GGUF file: what llama.cpp does with it, put together as a tokenizer.json.
+"""The backend of the vocabulary in a GGUF file: what llama.cpp does with it, written as a tokenizer.json.
 
-llama.cpp does not normalize text for byte-level vocabularies. How it splits text follows from the name in
-`tokenizer.ggml.pre`; a file without one gets llama.cpp's default split, whatever the model was trained with.
+llama.cpp does not normalize text for byte-level vocabularies. The name in `tokenizer.ggml.pre` says how it splits text;
+a file without one gets llama.cpp's default split, whatever the model was trained with.
 """
 
 from __future__ import annotations
@@ -10,50 +10,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokentape.audit.skew.backends.spec import BackendOptions, SpecBackend, hash_file, require
 from tokentape.audit.skew.known_parts import byte_level
-from tokentape.audit.skew.sides.from_spec import SideOptions, SpecSide, hash_file
 from tokentape.chat.template import ChatTemplate, read_source
 from tokentape.errors import TokenizerUnusable
 
 _SPLIT_OF = {
     "default": "llama.cpp default",
-    "gpt-2": "gpt2",
-    "gpt2": "gpt2",
-    "llama3": "cl100k_base",
-    "llama-v3": "cl100k_base",
-    "llama-bpe": "cl100k_base",
-    "smaug-bpe": "cl100k_base",
-    "glm4": "cl100k_base",
-    "chatglm-bpe": "cl100k_base",
-    "dbrx": "cl100k_base",
-    "qwen2": "qwen2",
-    "deepseek-r1-qwen": "qwen2",
+    **dict.fromkeys(["gpt-2", "gpt2"], "gpt2"),
+    **dict.fromkeys(["llama3", "llama-v3", "llama-bpe", "smaug-bpe", "glm4", "chatglm-bpe", "dbrx"], "cl100k_base"),
+    **dict.fromkeys(["qwen2", "deepseek-r1-qwen"], "qwen2"),
     "qwen35": "qwen3.5",
-    "gpt-4o": "o200k_base",
-    "llama4": "o200k_base",
-    "tekken": "tekken",
-    "deepseek-v3": "deepseek-v3",
-    "kimi-k2": "kimi-k2",
+    **dict.fromkeys(["gpt-4o", "llama4"], "o200k_base"),
+    **{name: name for name in ("tekken", "deepseek-v3", "kimi-k2")},
 }
 """By `tokenizer.ggml.pre`, as read in llama.cpp's llama-vocab.cpp of November 2026."""
 
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "tekken", "gpt-4o", "llama4", "glm4", "chatglm-bpe", "kimi-k2")
-"""Where a word that is a token as a whole takes its id without merging."""
+"""Names with which a word that is a token takes its id without merging."""
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 
 
-def open_gguf(name: str, path: Path, options: SideOptions) -> SpecSide:
-    """The side for a GGUF file. Needs the package `gguf`.
+def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBackend:
+    """Open a GGUF file. Needs the package `gguf`.
 
-    Raises `TokenizerUnusable` if it is no such file, or has no vocabulary of a kind that is known here.
+    Raises `TokenizerUnusable` if it is damaged, or has a kind of vocabulary that is not known here.
     """
+    path = Path(path)
     try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise TokenizerUnusable("gguf is not installed; run: pip install 'tokentape[audit]'") from None
-    try:
-        fields = GGUFReader(str(path)).fields
+        fields = require("gguf").GGUFReader(str(path)).fields
     except (ValueError, IndexError) as error:
         raise TokenizerUnusable(f"{path} is damaged or no GGUF file: {error}") from error
     told: dict[str, Any] = {
@@ -61,9 +47,8 @@ def open_gguf(name: str, path: Path, options: SideOptions) -> SpecSide:
         for key, field in fields.items()
         if key.startswith("tokenizer.")
     }
-    model = told.get("ggml.model")
     notes = []
-    match model:
+    match model := told.get("ggml.model"):
         case "gpt2":
             pre = told.get("ggml.pre")
             if pre is None:
@@ -77,7 +62,7 @@ def open_gguf(name: str, path: Path, options: SideOptions) -> SpecSide:
         case _:
             raise TokenizerUnusable(f"{path}: tokenizer.ggml.model is {model!r}; expected gpt2 or llama")
     source = read_source(options.template) if options.template else told.get("chat_template")
-    return SpecSide(
+    return SpecBackend(
         name,
         spec,
         kind=f"GGUF {model}",
@@ -134,7 +119,7 @@ def _sentencepiece_spec(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merges_of(vocab: Mapping[str, int], scores: Sequence[float]) -> list[list[str]]:
-    """The merges that make the same pieces as SentencePiece's BPE does by scores: the highest score first."""
+    """Return merges that make the same pieces as SentencePiece's BPE by scores: the highest score first."""
     found = []
     for piece, number in vocab.items():
         for at in range(1, len(piece)):

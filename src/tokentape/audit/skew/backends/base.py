@@ -1,0 +1,113 @@
+"""The interface of a backend: something that maps text and messages to ids, and facts about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from tokentape.errors import TemplateRefused
+from tokentape.types import Message, Tool
+
+Ability: TypeAlias = Literal["special", "decode", "render", "controls", "mask"]
+"""An ability beyond plain encoding. `special`: puts BOS and EOS around a text. `controls`: reads control tokens that a
+text spells as control tokens. `mask`: says which tokens of a rendering carry loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkewChat:
+    """The input of a chat template."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    generate: bool = True
+    """True to ask for the generation prompt."""
+    name: str = ""
+    """Its name in reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """The result of rendering a conversation."""
+
+    ids: list[int]
+    text: str | None
+    """The text that the template wrote; None from servers that return only ids."""
+    mask: list[bool] | None = None
+    """True per id that carries loss; None without masks."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendToken:
+    """An added token, which is matched in text before anything else is done."""
+
+    id: int
+    content: str
+    special: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    single_word: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BackendFacts:
+    """Facts about a backend that need no tokenization. None and empty mean unknown."""
+
+    name: str
+    """The name that the user gave."""
+    kind: str
+    """The loader: `tokenizer.json`, `AutoTokenizer Qwen2Tokenizer`, `vLLM server`..."""
+    abilities: frozenset[Ability]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the libraries that do the work."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Hex SHA-256 of the files, by name."""
+    spec: Mapping[str, Any] | None = None
+    """The content of a tokenizer.json for it."""
+    added: Mapping[str, BackendToken] = field(default_factory=dict)
+    """Added tokens by content."""
+    vocab_size: int | None = None
+    """One more than the highest id."""
+    template: str | None = None
+    """Source of the chat template."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template besides messages and tools: special tokens, template kwargs."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """By their names in tokenizer_config.json: `bos_token`, `pad_token`..."""
+    cleans_up: bool | None = None
+    """True if decoding removes spaces before punctuation (`clean_up_tokenization_spaces`)."""
+    notes: tuple[str, ...] = ()
+    """Notes for a reader of the report."""
+
+
+class Backend:
+    """The base class of backends. Ids are lists of int, as the libraries return them."""
+
+    facts: BackendFacts
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        """Return the ids of each text; with `special`, with the BOS and EOS that the backend puts around it."""
+        raise NotImplementedError
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each sequence of ids, with control tokens spelled out."""
+        raise NotImplementedError
+
+    def render(self, conversation: SkewChat) -> Rendering:
+        """Return the ids of a conversation.
+
+        Raises `TemplateRefused` if the backend refuses it, `UnsupportedParameter` if it can't be asked at all.
+        """
+        raise TemplateRefused(f"{self.facts.name} has no chat template")
+
+    def token(self, token_id: int) -> str | None:
+        """Return the spelling of an id; None if there is no such id, or it is unknown."""
+        return None
+
+    def reopen(self) -> str | None:
+        """Return the name by which another process can open this backend for encoding; None if it can't."""
+        return None
+
+    def close(self) -> None:
+        """Release resources."""
