@@ -84,7 +84,7 @@ def test_a_lock_is_read_as_it_was_written(tiny_lock: Lock, tmp_path: Path) -> No
         (lambda fields: fields["goldens"][0].update(text=5), "text"),
         (lambda fields: fields["goldens"][0].update(txet="a"), "fields that a lock has not"),
         (lambda fields: fields["goldens"][0].pop("ids"), "fields that a lock has not"),
-        (lambda fields: fields["components"]["added_tokens"].append([1]), "ValueError"),
+        (lambda fields: fields["components"]["added_tokens"].append([1]), "added_tokens"),
         (lambda fields: fields.pop("components"), "components"),
     ],
 )

@@ -14,7 +14,7 @@ import tokentape
 from tests.engines.fake_server import FakeServer, running
 from tokentape.audit.lock import Lock, make_lock, write_lock
 from tokentape.audit.lock.comparing import compare
-from tokentape.audit.lock.goldens import chat_ids
+from tokentape.audit.lock.goldens import golden_ids
 from tokentape.audit.lock.observing import observe_server
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import InvalidRequest, TokenizationChanged
@@ -44,7 +44,7 @@ def tokenizing(renderer: Renderer, lock: Lock, *, bos: int | None = None) -> dic
         if "prompt" in body:
             special = body["add_special_tokens"]
             return JSONResponse({"tokens": renderer.tokenizer.encode_plain(body["prompt"], add_special_tokens=special)})
-        ids = chat_ids(renderer, {}, asked[str(body["messages"]), "tools" in body])
+        ids = golden_ids(renderer, {}, asked[str(body["messages"]), "tools" in body])
         return JSONResponse({"tokens": ids if bos is None or ids is None else [bos, *ids]})
 
     return {"/v1/models": models("vllm"), "/tokenize": tokenize}

@@ -70,7 +70,7 @@ def examine(
     *,
     strict: bool = False,
 ) -> LockReport:
-    """What is not as locked in a model folder or a live tokenizer. Raises as `check`, but not for changes."""
+    """Report what changed in a model folder or a live tokenizer. Raises as `check`, but not for changes."""
     kwargs = lock.template_kwargs if template_kwargs is None else template_kwargs
     if isinstance(tokenizer, str | Path):
         observed = observe_folder(lock, tokenizer, chat_template, kwargs)

@@ -1,16 +1,18 @@
-"""What changed since a lock was made: which part, which input shows it, the ids expected and found, a likely cause."""
+"""Compare observations with a lock: which part changed, which input shows it, the ids expected and found, the cause."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from tokentape.audit.lock.components import BLOCK, Components, LockedToken
 from tokentape.audit.lock.goldens import LockGolden
 from tokentape.audit.lock.lockfile import Lock
 from tokentape.audit.lock.observing import Observed
+from tokentape.audit.skew.report_text import first_difference
 
 _SHOWN = 5
 _SHOWN_OF_CERTIFICATE = 2
@@ -34,44 +36,44 @@ CAUSES = {
     "template": "the template was edited, replaced by a training template, or is another revision",
     "template kwargs": "the kwargs that conversations are rendered with are not those of the lock",
 }
-"""Per part what usually changes it."""
+"""The usual cause of a change, by part."""
 
 
 @dataclass(frozen=True, slots=True)
 class LockChange:
-    """One thing that is not as the lock has it."""
+    """One difference from a lock."""
 
     what: str
     """A part, by the names of `CAUSES`, `certificate`, or `golden ids`."""
     found: str
-    """What is other than it was."""
+    """The difference, in words."""
     cause: str = ""
     golden: LockGolden | None = None
     """The first input of its kind with other ids."""
     ids: tuple[int, ...] | None = None
-    """The ids that it has now; None where the template refuses it."""
+    """Its ids now; None if the template refuses it."""
     at: int = 0
     """Position of the first id that differs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LockReport:
-    """What a check found: changes fail it, notes don't."""
+    """The result of a check. Changes fail it, notes don't."""
 
     compared: str
     """What was compared with the lock."""
     inputs: int
-    """How many golden inputs were compared."""
+    """The number of golden inputs that were compared."""
     changes: tuple[LockChange, ...]
     notes: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing changed."""
+        """True if nothing changed."""
         return not self.changes
 
     def __str__(self) -> str:
-        """For people: a line for each change, with what shows it below."""
+        """Return a line for each change, followed by the input that shows it."""
         if self.ok:
             lines = [f"{self.compared} is as locked: {self.inputs} golden inputs have their ids"]
         else:
@@ -107,17 +109,16 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
     for name, step in was_parts.steps.items():
         if parts.steps[name] != step:
             yield _named(name, _step_change(step, parts.steps[name]))
-    for name, was_blocks, blocks in (
-        ("vocabulary", was_parts.vocabulary, parts.vocabulary),
-        ("merges", was_parts.merges, parts.merges),
-    ):
+    for name in ("vocabulary", "merges"):
+        was_blocks, blocks = getattr(was_parts, name), getattr(parts, name)
         if blocks != was_blocks:
             yield _named(name, _block_change(name, was_blocks, blocks))
     yield from _added_tokens(was_parts, parts)
     for key in sorted({*was_parts.special_tokens, *parts.special_tokens}):
-        one, other = was_parts.special_tokens.get(key), parts.special_tokens.get(key)
-        if one != other:
-            yield _named("special tokens", f"{key} was {_or_none(one)}, is {_or_none(other)}")
+        named = (each.special_tokens.get(key) for each in (was_parts, parts))
+        was, now = (repr(token) if token else "none" for token in named)
+        if was != now:
+            yield _named("special tokens", f"{key} was {was}, is {now}")
     if parts.eos_ids != was_parts.eos_ids:
         yield _named("end-of-sequence ids", f"were {list(was_parts.eos_ids)}, are {list(parts.eos_ids)}")
     if parts.template_sha256 != was_parts.template_sha256:
@@ -136,7 +137,7 @@ def _step_change(was: Any, now: Any) -> str:
 
 
 def _first_difference(one: Any, other: Any, path: str) -> tuple[str, Any, Any]:
-    """Where in two nested values the first difference is, and the values there."""
+    """Return the path of the first difference of two nested values, and the values there."""
     if isinstance(one, Mapping) and isinstance(other, Mapping) and one.get("type") == other.get("type"):
         for key in (*one, *(key for key in other if key not in one)):
             if one.get(key) != other.get(key):
@@ -155,8 +156,8 @@ def _kind(step: Any) -> str:
 
 
 def _block_change(name: str, was: Sequence[str], now: Sequence[str]) -> str:
-    at = next((n for n, pair in enumerate(zip(was, now, strict=False)) if pair[0] != pair[1]), min(len(was), len(now)))
-    changed = sum(a != b for a, b in zip(was, now, strict=False)) + abs(len(was) - len(now))
+    at = first_difference(was, now)
+    changed = sum(a != b for a, b in zip_longest(was, now))
     what = "ids" if name == "vocabulary" else "merges"
     return (
         f"{changed} of {max(len(was), len(now))} blocks of {BLOCK} {what} differ, the first from {what.rstrip('s')} "
@@ -189,13 +190,12 @@ def _token_change(token_id: int, was: LockedToken | None, now: LockedToken | Non
 
 
 def _template_change(was: Sequence[str], now: Sequence[str]) -> str:
-    for at, (one, other) in enumerate(zip(was, now, strict=False), 1):
-        if one != other:
-            return f"line {at} was {_short(one.strip())}, is {_short(other.strip())}"
-    if len(was) != len(now):
-        longer, word = (now, "new") if len(now) > len(was) else (was, "gone")
-        at = min(len(was), len(now))
-        return f"line {at + 1} is {word}: {_short(longer[at].strip())}"
+    at = first_difference(was, now)
+    one, other = ([line.strip() for line in lines[at : at + 1]] for lines in (was, now))
+    if one and other:
+        return f"line {at + 1} was {_short(one[0])}, is {_short(other[0])}"
+    if one or other:
+        return f"line {at + 1} is {'new' if other else 'gone'}: {_short((one or other)[0])}"
     return "its variant for tools, or an ending new line, is another"
 
 
@@ -214,28 +214,22 @@ def _certificate(lock: Lock, observed: Observed, moved: Sequence[str]) -> Iterat
 
 
 def _goldens(lock: Lock, observed: Observed, changed: Sequence[str], moved: Sequence[str]) -> Iterator[LockChange]:
-    """Of the texts and of the conversations the first that has other ids, with how many more there are."""
+    """Yield the first text and the first conversation with other ids, and how many more there are."""
     for chat, kind in ((False, "texts"), (True, "conversations")):
         asked = [golden for golden in lock.goldens if bool(golden.messages) == chat and golden.name in observed.ids]
         differ = [golden for golden in asked if observed.ids[golden.name] != golden.ids]
         if not differ:
             continue
-        first = differ[0]
+        first, *others = differ
         ids = observed.ids[first.name]
-        at = _first_unequal(first.ids or (), ids or ())
-        others = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
-        found = f"of {first.name!r} ({len(differ)} of {len(asked)} {kind} differ{others and ': '}{_others(differ)})"
-        yield LockChange("golden ids", found, _golden_cause(lock, first, ids, changed, moved), first, ids, at)
+        names = [golden.name.removeprefix("conversation: ") for golden in others[:_SHOWN]]
+        more = f", and {len(others)} more: {', '.join(names)}{', …' if len(others) > _SHOWN else ''}" if others else ""
+        found = f"of {first.name!r} ({len(differ)} of {len(asked)} {kind} differ{more})"
+        cause = _golden_cause(first, ids, changed, moved)
+        yield LockChange("golden ids", found, cause, first, ids, first_difference(first.ids or (), ids or ()))
 
 
-def _others(differ: Sequence[LockGolden]) -> str:
-    names = [golden.name.removeprefix("conversation: ") for golden in differ[1 : _SHOWN + 1]]
-    return ", ".join(names) + (", …" if len(differ) > _SHOWN + 1 else "")
-
-
-def _golden_cause(
-    lock: Lock, golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequence[str], moved: Sequence[str]
-) -> str:
+def _golden_cause(golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequence[str], moved: Sequence[str]) -> str:
     expected = golden.ids
     if expected is None:
         return "the template took it over: it refused this conversation before"
@@ -288,17 +282,8 @@ def _around(ids: Sequence[int] | None, at: int) -> str:
         return "refused by the template"
     start = max(at - 2, 0)
     window = list(ids[start : start + _SHOWN_IDS])
-    before, behind = "… " if start else "", " …" if start + _SHOWN_IDS < len(ids) else ""
-    return f"{before}{window}{behind} (from token {at} of {len(ids)})"
-
-
-def _first_unequal(one: Sequence[int], other: Sequence[int]) -> int:
-    least = min(len(one), len(other))
-    return next((at for at in range(least) if one[at] != other[at]), least)
-
-
-def _or_none(text: str | None) -> str:
-    return "none" if text is None else repr(text)
+    before, after = "… " if start else "", " …" if start + _SHOWN_IDS < len(ids) else ""
+    return f"{before}{window}{after} (from token {at} of {len(ids)})"
 
 
 def _short(value: Any) -> str:

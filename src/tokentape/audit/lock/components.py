@@ -1,7 +1,7 @@
-"""What a tokenizer and its template are made of, part by part, so that a change can be called by its name.
+"""Split a tokenizer and its template into parts, so that a change can be named.
 
-Small parts are kept as they are, large ones as digests of blocks, which tell where they changed. What has no effect on
-ids or text is left out: offsets, padding, truncation.
+Small parts are kept as they are, large ones as digests of blocks, which show where they changed. Settings without
+effect on ids or text are left out: offsets, padding, truncation.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
-from tokentape.chat.template import ChatTemplate
-from tokentape.chat.tokenizer import Tokenizer
+from tokentape.chat.renderer import Renderer
 
 FILES = (
     "tokenizer.json",
@@ -39,31 +39,30 @@ _FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 _LONG = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class LockedToken:
-    """A token beside the vocabulary."""
+class LockedToken(NamedTuple):
+    """An added token."""
 
     id: int
     content: str
     flags: str
-    """Those of special, lstrip, rstrip, normalized, single_word that are set, separated by spaces."""
+    """The flags that are set, of special, lstrip, rstrip, normalized, single_word, separated by spaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """The parts of one tokenizer and one template."""
+    """The parts of a tokenizer and a template."""
 
     files: Mapping[str, str]
-    """Hex SHA-256 of each file that there is; empty for a tokenizer that is in memory."""
+    """Hex SHA-256 of each file; empty for a tokenizer in memory."""
     steps: Mapping[str, Any]
-    """Normalizer, pre-tokenizer, post-processor, decoder, as in `tokenizer.json`, and the model's settings."""
+    """Normalizer, pre-tokenizer, post-processor and decoder, as in `tokenizer.json`, and the model's settings."""
     vocabulary: tuple[str, ...]
     """Digest of each `BLOCK` of ids with their pieces."""
     merges: tuple[str, ...]
     """Digest of each `BLOCK` of merges, in their order."""
     added_tokens: tuple[LockedToken, ...]
     special_tokens: Mapping[str, str]
-    """What the configuration names: eos_token and others."""
+    """The tokens that the configuration names: eos_token and others."""
     eos_ids: tuple[int, ...]
     template: tuple[str, ...]
     """Lines of the chat template."""
@@ -71,14 +70,13 @@ class Components:
     """Of the template and its variant for tools."""
 
 
-def components_of(tokenizer: Tokenizer, source: bytes, template: ChatTemplate, folder: Path | None) -> Components:
-    """The parts of a loaded tokenizer, whose `tokenizer.json` is `source`, and of a template.
-
-    `folder` is where files are looked for.
-    """
+def components_of(renderer: Renderer, folder: Path) -> Components:
+    """Return the parts of a model folder. `renderer` was loaded from it."""
+    tokenizer, template = renderer.tokenizer, renderer.template
+    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
     return Components(
-        files=_files(folder) if folder is not None else {},
-        **spec_parts(source.decode()),
+        files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
+        **spec_parts(files["tokenizer.json"].decode()),
         special_tokens=dict(tokenizer.special_tokens),
         eos_ids=tuple(sorted(tokenizer.eos_ids)),
         template=tuple(template.source.splitlines()),
@@ -87,9 +85,9 @@ def components_of(tokenizer: Tokenizer, source: bytes, template: ChatTemplate, f
 
 
 def spec_parts(source: str) -> dict[str, Any]:
-    """The fields of `Components` that a `tokenizer.json` has: steps, vocabulary, merges, added tokens.
+    """Return the fields of `Components` that a `tokenizer.json` has: steps, vocabulary, merges, added tokens.
 
-    It is read and written by the installed `tokenizers` first, so that one in memory and one in a file look alike.
+    The installed `tokenizers` reads and writes it first, so that one in memory and one in a file look alike.
     """
     spec = json.loads(source)
     vocab, merges, added = spec["model"]["vocab"], spec["model"].get("merges", []), spec["added_tokens"]
@@ -113,14 +111,8 @@ def spec_parts(source: str) -> dict[str, Any]:
     }
 
 
-def _files(folder: Path) -> dict[str, str]:
-    return {
-        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES if (folder / name).is_file()
-    }
-
-
 def _step(value: Any) -> Any:
-    """A step without what changes offsets only, and with long strings as digests."""
+    """Return a step without settings of offsets, and with long strings as digests."""
     if isinstance(value, Mapping):
         return {key: _step(part) for key, part in value.items() if key != "trim_offsets"}
     if isinstance(value, list):
@@ -138,16 +130,7 @@ def _entries(vocab: Mapping[str, int] | Sequence[Any]) -> Iterator[str]:
 
 
 def _digests(entries: Iterable[str]) -> Iterator[str]:
-    """The first 12 hex digits of each block's SHA-256."""
-    block: list[str] = []
-    for entry in entries:
-        block.append(entry)
-        if len(block) == BLOCK:
-            yield _digest(block)
-            block = []
-    if block:
-        yield _digest(block)
-
-
-def _digest(block: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(block).encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    """Yield the first 12 hex digits of each block's SHA-256."""
+    rest = iter(entries)
+    while block := list(islice(rest, BLOCK)):
+        yield hashlib.sha256("\n".join(block).encode("utf-8", "surrogatepass")).hexdigest()[:12]

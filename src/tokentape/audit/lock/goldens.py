@@ -1,7 +1,6 @@
-"""The inputs whose ids a lockfile keeps: texts that tokenizers are known to disagree on, and conversations.
+"""The inputs with ids that a lockfile keeps: texts on which loaders of one tokenizer have differed, and conversations.
 
-Each text stands for a way in which two loaders of one tokenizer have differed: boundaries within words of mixed case,
-digits, white space, normal forms, scripts, bytes.
+The texts have boundaries within words of mixed case, digits, white space, normal forms, scripts and bytes.
 """
 
 from __future__ import annotations
@@ -9,8 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from tokentape.audit.skew.conversations import with_text_arguments
 from tokentape.chat import grammar
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
@@ -18,47 +19,22 @@ from tokentape.errors import TemplateRefused
 from tokentape.types import Message, Tool
 
 DATE = "2024-07-26"
-"""What templates that print the date are shown."""
+"""The date that templates see."""
 
-TEXTS: Mapping[str, str] = {
-    "english": "Hello, world! How's it going? I'LL say it's John's, don't you'd think?",
-    "mixed case": "eBay sells 5 mL at pH 7, iPhone, McDonald, getHTTPResponse, HTTPServer",
-    "numbers": "2023 1234567890 12,345.67 0x1F 3.14e-10 007 v1.2.3 2026-11-21T09:30",
-    "leading space": " a leading space",
-    "leading spaces": "   three spaces, then  two",
-    "white space": "a\tb\n\n\nc  \n \t d\r\ne \u00a0f\u2003g\u3000h   ",
-    "trailing newlines": "the end\n\n",
-    "code": "def f(x):\n    if x != y and x >= {'a': [1, 2.5e-3, None]}:\n\treturn -x  # ok ?",
-    "json": '{"a": [true, null, -1.5e3], "b": {"c": "\\u00e9\\n"}}',
-    "markup": '<div class="x">a &amp; b</div> http://a.example/b?c=1&d=%20 C:\\dir\\x',
-    "punctuation": "... --- !!! ?! ($5) [x] 'y' “z” «q» a/b a_b @c #d ~e |f| x != y ,don 't",
-    "latin accents": "naïve café Zürich Łódź Đorđe Ståle señor",
-    "combining characters": "e\u0301 n\u0303 \u1112\u1161\u11ab\u1100\u1173\u11af \u0061\u0328\u0301",
-    "compatibility characters": "\ufb01nd ｆｕｌｌ ① ² ㎏ ™ Å",
-    "invisible characters": "a\u200bb\u200dc\ufeffd\u00ade\u2060f",
-    "cyrillic and greek": "Привет, мир! Съешь ещё. Καλημέρα κόσμε",
-    "chinese and japanese": "中文字符，標點。日本語のカタカナとひらがな",
-    "korean": "안녕하세요 세계 한글",
-    "arabic and hebrew": "مرحبا بالعالم ١٢٣ שלום עולם",
-    "indic and thai": "हिन्दी भाषा தமிழ் বাংলা ภาษาไทย",
-    "emoji": "🙂🇪🇺👩\u200d🚀👍🏽 ❤️ 🏴\u200d☠️",
-    "long words": "antidisestablishmentarianism unbelievable repaid HIV rights Dormer February",
-    "repetition": "aaaaaaaaaaaaaaaa        ================ \n\n\n\n\n\n ハハハハ",
-    "mathematics": "∑ᵢ xᵢ² ≤ √n ∀ε>0 ∃δ: α→β ∈ ℝ³",
-}
-"""Texts by name, none of which spells a control token of a known model."""
+TEXTS: Mapping[str, str] = json.loads(Path(__file__).with_name("goldens.json").read_text(encoding="utf-8"))
+"""Texts by name. None of them spells a control token of a known model."""
 
 _MOST_CONTROLS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LockGolden:
-    """One input and the ids it has. `messages` is empty for a text."""
+    """An input and its ids. `messages` is empty for a text."""
 
     name: str
     text: str = ""
     special: bool = False
-    """Whether the tokenizer puts around the text what it does: a beginning-of-sequence token for example."""
+    """True to let the tokenizer put its special tokens around the text, such as BOS."""
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
     ids: tuple[int, ...] | None = None
@@ -66,34 +42,35 @@ class LockGolden:
 
 
 def goldens_of(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> tuple[LockGolden, ...]:
-    """Every input with the ids it has under this tokenizer and template."""
-    tokenizer = renderer.tokenizer
-    texts = [replace(one, ids=tuple(text_ids(tokenizer, one))) for one in _texts(tokenizer)]
-    return (*texts, *(_frozen(renderer, template_kwargs, one) for one in _conversations()))
+    """Return every input with its ids under this tokenizer and template."""
+    frozen = []
+    for golden in (*_texts(renderer.tokenizer), *_conversations()):
+        ids = golden_ids(renderer, template_kwargs, golden)
+        if ids is None:
+            # Some templates take the arguments of calls only as text.
+            written = replace(golden, messages=tuple(map(with_text_arguments, golden.messages)))
+            ids = golden_ids(renderer, template_kwargs, written)
+            golden = golden if ids is None else written
+        frozen.append(replace(golden, ids=ids))
+    return tuple(frozen)
 
 
-def text_ids(tokenizer: Tokenizer, golden: LockGolden) -> list[int]:
-    """The ids of a golden text."""
-    return tokenizer.encode_plain(golden.text, add_special_tokens=golden.special)
-
-
-def chat_ids(renderer: Renderer, template_kwargs: Mapping[str, Any], golden: LockGolden) -> list[int] | None:
-    """The ids of a golden conversation with the generation prompt; None if the template refuses it."""
+def golden_ids(renderer: Renderer, template_kwargs: Mapping[str, Any], golden: LockGolden) -> tuple[int, ...] | None:
+    """Return the ids of an input, a conversation with the generation prompt; None if the template refuses it."""
+    if not golden.messages:
+        return tuple(renderer.tokenizer.encode_plain(golden.text, add_special_tokens=golden.special))
     setup = grammar.setup(renderer.fingerprint, template_kwargs, tools=golden.tools, date=DATE)
     try:
-        ids: list[int] = renderer.render(golden.messages, setup).ids.tolist()
+        return tuple(renderer.render(golden.messages, setup).ids.tolist())
     except TemplateRefused:
         return None
-    return ids
 
 
 def _texts(tokenizer: Tokenizer) -> Iterator[LockGolden]:
     for name, text in TEXTS.items():
         yield LockGolden(name, text)
     yield LockGolden("with special tokens", "Hello, world!", special=True)
-    chosen = dict.fromkeys(
-        (*tokenizer.special_tokens.values(), *(control.content for control in tokenizer.controls)),
-    )
+    chosen = dict.fromkeys((*tokenizer.special_tokens.values(), *(control.content for control in tokenizer.controls)))
     for content in list(chosen)[:_MOST_CONTROLS]:
         yield LockGolden(f"control token {content}", f"a {content} b{content}\n{content}")
 
@@ -116,30 +93,3 @@ def _conversations() -> Iterator[LockGolden]:
 
 def _chat(name: str, *messages: Message, tools: bool = False) -> LockGolden:
     return LockGolden(f"conversation: {name}", messages=messages, tools=(grammar.TOOL,) if tools else ())
-
-
-def _frozen(renderer: Renderer, template_kwargs: Mapping[str, Any], golden: LockGolden) -> LockGolden:
-    """With its ids, its arguments as text where the template takes them only so."""
-    ids = chat_ids(renderer, template_kwargs, golden)
-    if ids is None:
-        written = replace(golden, messages=tuple(map(with_text_arguments, golden.messages)))
-        ids = chat_ids(renderer, template_kwargs, written)
-        golden = golden if ids is None else written
-    return replace(golden, ids=None if ids is None else tuple(ids))
-
-
-def with_text_arguments(message: Message) -> Message:
-    """The message with its calls' arguments as JSON text: some templates take them only so."""
-    if "tool_calls" not in message:
-        return message
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}

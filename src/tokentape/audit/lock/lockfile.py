@@ -1,13 +1,13 @@
-"""The lockfile: how one model's tokenization was, on a day on which it was right. JSON that people can read and review.
+"""Make, read and write lockfiles: the tokenization of a model at a time when it was right, as JSON to review.
 
-A part stands on a line of its own, so that `git diff` shows which part a new lock changes.
+Each part has a line of its own, so that `git diff` shows which parts a new lock changes.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,24 +20,25 @@ from tokentape.audit.lock.goldens import DATE, LockGolden, goldens_of
 from tokentape.chat.certificate import Certificate
 from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.renderer import Renderer
+from tokentape.durable import write_durably
 from tokentape.errors import InvalidRequest
 
 FORMAT = 1
-"""Version of the lockfile. A check takes no other."""
+"""Version of the lockfile. A check reads no other."""
 
 LIBRARIES = ("tokentape", "tokenizers", "jinja2", "transformers")
-"""Whose versions are kept, as information."""
+"""Libraries with versions that are kept, for information."""
 
 _OPEN = 2
-"""How many levels of the JSON are written over several lines."""
+"""Levels of the JSON that are written on several lines."""
 
 _OPENED = ("files", "steps", "added_tokens", "special_tokens", "template")
-"""What is written so below that."""
+"""Deeper parts that are written on several lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """What is frozen."""
+    """A frozen tokenization."""
 
     model: str
     """Name of the model folder, for people."""
@@ -45,18 +46,13 @@ class Lock:
     template_kwargs: Mapping[str, Any]
     components: Components
     certificate: Mapping[str, Any]
-    """What was certified, see `certified`."""
+    """The findings of its certificate, see `certified`."""
     goldens: tuple[LockGolden, ...]
     date: str = DATE
 
     def to_text(self) -> str:
-        """The lockfile, the same bytes for the same lock."""
-        fields = {
-            "format": FORMAT,
-            **asdict(self),
-            "components": _written_components(self.components),
-            "goldens": [_written_golden(golden) for golden in self.goldens],
-        }
+        """Return the lockfile, the same bytes for the same lock."""
+        fields = {"format": FORMAT, **asdict(self), "goldens": [_written_golden(golden) for golden in self.goldens]}
         return _laid_out(fields) + "\n"
 
 
@@ -69,25 +65,25 @@ def make_lock(
     """
     folder, kwargs = Path(folder), dict(template_kwargs or {})
     renderer = Renderer.load(folder, chat_template)
-    source = (folder / "tokenizer.json").read_bytes()
     return Lock(
         model=folder.resolve().name,
-        versions=dict(versions(LIBRARIES)),
+        versions=versions(),
         template_kwargs=kwargs,
-        components=components_of(renderer.tokenizer, source, renderer.template, folder),
+        components=components_of(renderer, folder),
         certificate=certified(load_or_certify(renderer, kwargs)),
         goldens=goldens_of(renderer, kwargs),
     )
 
 
 def certified(certificate: Certificate) -> dict[str, Any]:
-    """What of a certificate a lock keeps: all that was found, without the examples, and without versions."""
+    """Return the findings of a certificate, without examples and versions."""
     answers = {True: "comes back", False: "does not come back", None: "not written"}
+    continuations = {
+        f"continuation {found.name}": f"{found.strategy}, append-only: {found.append_only}"
+        for found in certificate.continuations
+    }
     return {
-        **{
-            f"continuation {found.name}": f"{found.strategy}, append-only: {found.append_only}"
-            for found in certificate.continuations
-        },
+        **continuations,
         **{f"parsing {check.name}": answers[check.holds] for check in certificate.parsing},
         "call style": certificate.call_style or "none",
         "reasoning": list(certificate.reasoning or ()),
@@ -101,13 +97,13 @@ def certified(certificate: Certificate) -> dict[str, Any]:
     }
 
 
-def versions(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The installed version of each library that is installed."""
-    for name in names:
-        try:
-            yield name, version(name)
-        except PackageNotFoundError:
-            continue
+def versions() -> dict[str, str]:
+    """Return the versions of the installed `LIBRARIES`."""
+    found = {}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def read_lock(path: str | Path) -> Lock:
@@ -127,37 +123,20 @@ def read_lock(path: str | Path) -> Lock:
             else f"{path} is not a lockfile: it has no `format`. `tokentape lock MODEL -o {path.name}` writes one"
         )
     try:
-        parts = written["components"]
-        parts = {**parts, "added_tokens": list(map(_read_added, parts["added_tokens"]))}
-        lock = msgspec.convert({**written, "components": parts}, Lock)
-        # What is not written back was not understood: a name misspelt, or a part of another version.
+        lock = msgspec.convert(written, Lock)
+        # A field that is not written back is unknown: its name is misspelled, or it is of another version.
         if json.loads(lock.to_text()) != written:
             raise ValueError("it has fields that a lock has not, or lacks some")
         if set(lock.components.steps) != set(STEPS):
             raise ValueError(f"its steps are {', '.join(lock.components.steps)}, expected {', '.join(STEPS)}")
-    except (msgspec.ValidationError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except (msgspec.ValidationError, ValueError) as error:
         raise InvalidRequest(f"{path} is not a whole lockfile: {type(error).__name__}: {error}") from None
     return lock
 
 
 def write_lock(lock: Lock, path: str | Path) -> None:
-    """Write a lockfile; whoever reads it meanwhile sees the old one or the new one."""
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(lock.to_text(), encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _written_components(parts: Components) -> dict[str, Any]:
-    return {**asdict(parts), "added_tokens": [[one.id, one.content, one.flags] for one in parts.added_tokens]}
-
-
-def _read_added(written: Any) -> dict[str, Any]:
-    token_id, content, flags = written
-    return {"id": token_id, "content": content, "flags": flags}
+    """Write a lockfile. Readers see the old one or the new one."""
+    write_durably(Path(path), lock.to_text().encode())
 
 
 def _written_golden(golden: LockGolden) -> dict[str, Any]:
@@ -170,7 +149,7 @@ def _written_golden(golden: LockGolden) -> dict[str, Any]:
 
 
 def _laid_out(value: Any, depth: int = 0, key: str = "") -> str:
-    """JSON with the outer levels open and the inner ones on one line."""
+    """Return JSON with the outer levels on several lines and the inner ones on one."""
     opened = depth < _OPEN or key in _OPENED or (isinstance(value, Mapping) and "ids" in value)
     if not opened or not isinstance(value, Mapping | list | tuple) or not value:
         return json.dumps(value, ensure_ascii=False)
