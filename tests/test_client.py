@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_agent_talks_and_the_trainer_gets_arrays(client: tokentape.Client, store
 
 def test_session_of_a_known_id_is_taken_up(client: tokentape.Client) -> None:
     talk(client.session("mine").base_url)
-    assert len(client.session("mine").info()["turns"]) == 2
+    assert len(client.session("mine").info().turns) == 2
 
 
 def test_metadata_for_a_known_session_is_a_conflict(client: tokentape.Client) -> None:
@@ -74,7 +75,7 @@ def test_metadata_for_a_known_session_is_a_conflict(client: tokentape.Client) ->
 def test_sessions_are_listed_over_all_pages(client: tokentape.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(103):
         client.session(f"s{number}")
-    assert [session["session_id"] for session in client.sessions()] == [f"s{number}" for number in range(103)]
+    assert [entry.session_id for entry in client.sessions()] == [f"s{number}" for number in range(103)]
 
 
 def test_rewards_of_session_path_and_turn(client: tokentape.Client) -> None:
@@ -121,7 +122,7 @@ def test_sessions_are_dropped_once_they_are_safe(client: tokentape.Client, tmp_p
         talk(client.session(session_id).base_url, turns=1)
     snapshot = client.take_snapshot(["a"])
     digest = snapshot.save(tmp_path / name)
-    assert digest == snapshot.manifest()["digest"]
+    assert digest == snapshot.manifest().digest
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [name]
     read = read_parquet(tmp_path / name) if name == "t.parquet" else list(read_jsonl(tmp_path / name))
     assert bits(read) == bits(client.session("a").trajectories()) == bits(list(snapshot.trajectories()))
@@ -129,9 +130,9 @@ def test_sessions_are_dropped_once_they_are_safe(client: tokentape.Client, tmp_p
         snapshot.drop()
     snapshot.confirm(digest)
     report = client.snapshot(snapshot.snapshot_id).drop()
-    assert (report["dropped"], report["kept"]) == (["a"], [])
-    assert [one["session_id"] for one in client.sessions()] == ["b"]
-    assert [one["state"] for one in client.snapshots()] == ["released"]
+    assert (report.dropped, report.kept) == (["a"], [])
+    assert [one.session_id for one in client.sessions()] == ["b"]
+    assert [one.state for one in client.snapshots()] == ["released"]
     client.take_snapshot(idle_seconds=0).release()
 
 
@@ -140,7 +141,7 @@ def test_a_download_that_was_damaged_is_not_kept(
 ) -> None:
     talk(client.session().base_url, turns=1)
     snapshot = client.take_snapshot()
-    monkeypatch.setattr("tokentape.client._lines_of", lambda path, jsonl: [b"something else"])
+    monkeypatch.setattr("tokentape.client.blocking._lines_of", lambda path, jsonl: [b"something else"])
     with pytest.raises(GatewayUnavailable, match="get it again"):
         snapshot.save(tmp_path / "t.jsonl")
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
@@ -167,13 +168,16 @@ def test_errors_have_the_type_that_the_gateway_raised(client: tokentape.Client) 
 
 
 def test_gateway_that_is_not_there_is_unavailable(gateway_url: str, turns: Turns) -> None:
-    with tokentape.Client("http://127.0.0.1:9") as client, pytest.raises(GatewayUnavailable, match="is it running"):
+    with (
+        tokentape.Client("http://127.0.0.1:9", max_retries=0) as client,
+        pytest.raises(GatewayUnavailable, match="is it running"),
+    ):
         client.session()
 
 
 def test_other_server_is_no_gateway(gateway_url: str) -> None:
     transport = httpx2.MockTransport(lambda request: httpx2.Response(502, text="<html>"))
-    client = tokentape.Client(gateway_url)
+    client = tokentape.Client(gateway_url, max_retries=0)
     client.close()
     client._http = httpx2.Client(base_url=gateway_url, transport=transport)
     with client, pytest.raises(GatewayUnavailable, match="502"):
@@ -184,14 +188,14 @@ def test_a_session_s_key_is_all_that_an_agent_needs(client: tokentape.Client) ->
     session = client.session()
     with OpenAI(base_url=f"{client.base_url}/v1", api_key=session.api_key, max_retries=0) as agent:
         agent.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}], max_tokens=4)
-    assert len(session.info()["turns"]) == 1
+    assert len(session.info().turns) == 1
 
 
 def test_a_trainer_pauses_sampling_and_names_the_new_weights(client: tokentape.Client) -> None:
     assert client.pause() is True
-    assert client.engine()["paused"] is True
+    assert client.engine().paused is True
     client.resume("step-2")
-    assert (client.engine()["paused"], client.engine()["weight_version"]) == (False, "step-2")
+    assert (client.engine().paused, client.engine().weight_version) == (False, "step-2")
 
 
 def test_a_pause_may_take_longer_than_other_calls(renderer: Renderer, store: SqliteStore) -> None:
@@ -209,3 +213,110 @@ def test_a_pause_may_take_longer_than_other_calls(renderer: Renderer, store: Sql
             engine.go_on.set()
             client.resume()
         under_way.result()
+
+
+class Lossy(httpx2.BaseTransport):
+    """Send requests on, and lose some: before they arrive, or the answer after they did."""
+
+    def __init__(self, *losses: str | None) -> None:
+        self.losses = iter(losses)
+        self.sent: list[str] = []
+        self.inner = httpx2.HTTPTransport()
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        loss = next(self.losses, None)
+        self.sent.append(f"{request.method} {request.url.path}")
+        if loss == "request":
+            raise httpx2.ConnectError("refused")
+        response = self.inner.handle_request(request)
+        if loss is not None:
+            response.read()
+            response.close()
+        if loss == "answer":
+            raise httpx2.ReadError("reset")
+        if loss is not None:
+            return httpx2.Response(int(loss), text="a proxy's page")
+        return response
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.fixture
+def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokentape.client.calls._FIRST_DELAY", 0.0)
+
+
+def lossy(url: str, *losses: str | None) -> tuple[tokentape.Client, Lossy]:
+    transport = Lossy(*losses)
+    client = tokentape.Client(url)
+    client.close()
+    client._http = httpx2.Client(base_url=url, transport=transport)
+    return client, transport
+
+
+@pytest.mark.usefixtures("no_delay")
+@pytest.mark.parametrize("loss", ["request", "answer", "502", "503"])
+def test_what_is_safe_to_repeat_is_sent_again(gateway_url: str, loss: str) -> None:
+    client, transport = lossy(gateway_url, loss, None, loss, loss, None, loss, None)
+    with client:
+        session = client.session(metadata={"task": 7})
+        session.reward(1.0)
+        assert (session.info().metadata, session.info().rewards[-1].value) == ({"task": 7}, 1.0)
+        assert len(list(client.sessions())) == 1
+    assert transport.sent.count("POST /sessions") == 2
+
+
+@pytest.mark.usefixtures("no_delay")
+def test_a_snapshot_is_not_taken_twice(gateway_url: str) -> None:
+    client, transport = lossy(gateway_url, None, "answer")
+    with client:
+        client.session()
+        with pytest.raises(GatewayUnavailable):
+            client.take_snapshot()
+        assert len(client.snapshots()) == 1
+    refused, transport = lossy(gateway_url, "request")
+    with refused:
+        refused.take_snapshot().release()
+    assert transport.sent[:2] == ["POST /snapshots", "POST /snapshots"]
+
+
+@pytest.mark.usefixtures("no_delay")
+def test_deleting_again_what_is_deleted_is_no_error(gateway_url: str) -> None:
+    client, _ = lossy(gateway_url, None, "answer")
+    with client:
+        session = client.session()
+        session.delete()
+        with pytest.raises(NotFound):
+            session.delete()
+
+
+@pytest.mark.usefixtures("no_delay")
+def test_a_gateway_that_stays_away_is_unavailable(gateway_url: str) -> None:
+    client, transport = lossy(gateway_url, *["request"] * 20)
+    with client, pytest.raises(GatewayUnavailable, match="is it running"):
+        client.engine()
+    assert len(transport.sent) == 6
+
+
+@pytest.mark.anyio
+async def test_the_asynchronous_client_does_the_same(gateway_url: str, store: SqliteStore) -> None:
+    async with tokentape.AsyncClient(gateway_url) as client:
+        session = await client.session(metadata={"task": 7}, pin={"temperature": 0.5})
+        await asyncio.to_thread(talk, session.base_url)
+        await session.reward(1.0)
+        (one,) = await session.trajectories()
+        assert one.reward == 1.0
+        assert await session.annotate("values", np.zeros(len(one.token_ids)), leaf=one.leaf) == [0, 1]
+        state = await session.info()
+        assert [turn.sampled_from and turn.sampled_from.temperature for turn in state.turns] == [0.5, 0.5]
+        assert [entry.session_id async for entry in client.sessions()] == [session.session_id]
+        assert await client.pause()
+        assert (await client.engine()).paused
+        await client.resume("step-2")
+        assert (await client.engine()).weight_version == "step-2"
+        with pytest.raises(Conflict):
+            await client.session(session.session_id, metadata={})
+        await session.delete()
+        with pytest.raises(NotFound):
+            await session.info()

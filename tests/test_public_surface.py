@@ -12,6 +12,7 @@ import tokentape
 
 def test_public_names() -> None:
     assert tokentape.__all__ == [
+        "AsyncClient",
         "Client",
         "Provenance",
         "Renderer",

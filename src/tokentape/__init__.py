@@ -10,13 +10,14 @@ from tokentape.version import __version__
 if TYPE_CHECKING:
     from tokentape.audit.lock import check
     from tokentape.chat.renderer import Renderer
-    from tokentape.client import Client
+    from tokentape.client import AsyncClient, Client
     from tokentape.errors import TokentapeError
     from tokentape.types import Provenance, Trajectory
 
-__all__ = ["Client", "Provenance", "Renderer", "TokentapeError", "Trajectory", "__version__", "check"]
+__all__ = ["AsyncClient", "Client", "Provenance", "Renderer", "TokentapeError", "Trajectory", "__version__", "check"]
 
 _HOME = {
+    "AsyncClient": "tokentape.client",
     "Client": "tokentape.client",
     "Provenance": "tokentape.types",
     "Renderer": "tokentape.chat.renderer",

@@ -18,7 +18,7 @@ def test_the_example_of_the_how_to_attaches_columns(gateway_url: str) -> None:
     with tokentape.Client(gateway_url) as client:
         session = client.session()
         talk(session.base_url)
-        sampled = session.info()["turns"][0]["sampled_tokens"]
+        sampled = session.info().turns[0].sampled_tokens
         exec(code, {"session": session, "sampled": sampled, "np": np})
         (one,) = session.trajectories()
     assert one.columns["advantages"][one.loss_mask].tolist() == [0.5] * int(one.loss_mask.sum())

@@ -122,7 +122,7 @@ def test_exports_have_the_same_arrays(opened: Path, tmp_path: Path, name: str, r
 def test_clients_get_the_same_arrays(opened: Path, renderer: Renderer, tmp_path: Path) -> None:
     turns = Turns(ScriptedEngine(renderer, []), renderer, SqliteStore.open(opened))
     with running(create_app(turns, model_id="tiny")) as url, Client(url) as client:
-        found = {one["session_id"]: client.session(one["session_id"]).trajectories() for one in client.sessions()}
+        found = {one.session_id: client.session(one.session_id).trajectories() for one in client.sessions()}
         assert differences(expected_trajectories(), found) == []
         # What was frozen is told as it was then; snapshot 1 is released.
         for snapshot in expected()["snapshots"][1:]:

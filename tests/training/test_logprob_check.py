@@ -54,7 +54,7 @@ def recorded(gateway_url: str) -> list[Trajectory]:
     with tokentape.Client(gateway_url) as client:
         for name in ("a", "b"):
             talk(client.session(name).base_url)
-        return [one for session in client.sessions() for one in client.session(session["session_id"]).trajectories()]
+        return [one for session in client.sessions() for one in client.session(session.session_id).trajectories()]
 
 
 def resegmented(tokenizer: Tokenizer, one: Trajectory) -> tuple[TokenIds, int]:

@@ -44,7 +44,7 @@ def test_the_trainer_s_logprobs_are_the_recorded_ones_at_every_step(model_dir: P
             report = check_logprobs(sessions, rows=run.rows(step))
             assert report.failures(Limits(mean=1e-4, delta=1e-3, k3=1e-6)) == []
             assert report.numeric.tokens > 100
-        told = [one["metadata"] for one in policy.client.sessions()]
+        told = [one.metadata for one in policy.client.sessions()]
     # TRL asks for each prompt as often as it wants completions.
     assert sorted(row["task"] for row in agent.rows) == [0, 0, 0, 0, 1, 1, 1, 1]
     assert told.count({"step": 1, "mode": "train", "prompt": 1}) == 2

@@ -65,7 +65,7 @@ def test_every_branch_becomes_a_sample_with_its_session_s_advantage(client: Clie
     assert [sample.group_id for sample in samples] == [0] * 4
     assert [round(sample.advantage, 3) for sample in samples] == [1, 1, -1, -1]
     paths = [
-        path for summary in list(client.sessions())[:2] for path in client.session(summary["session_id"]).trajectories()
+        path for summary in list(client.sessions())[:2] for path in client.session(summary.session_id).trajectories()
     ]
     for sample, path in zip(samples, paths, strict=True):
         np.testing.assert_array_equal(sample.input_ids, path.token_ids)
@@ -191,10 +191,10 @@ def test_trl_s_asynchronous_trainer_trains_on_the_recorded_ids(
         versions = {
             version
             for summary in policy.client.sessions()
-            for path in policy.client.session(summary["session_id"]).trajectories()
+            for path in policy.client.session(summary.session_id).trajectories()
             for _, _, version in path.weight_spans
         }
-        assert policy.client.engine()["weight_version"] == "4"
+        assert policy.client.engine().weight_version == "4"
     log = [line for line in trainer.state.log_history if "ratio" in line]
     # The first step's samples are of the weights that are trained; later ones may be older, which the ratio then says.
     assert log[0]["ratio"] == pytest.approx(1, abs=1e-4)

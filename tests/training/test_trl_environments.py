@@ -101,7 +101,7 @@ def test_an_environment_without_reset_is_refused(session: ClientSession) -> None
 
 def test_no_more_calls_than_allowed(session: ClientSession) -> None:
     run(EnvironmentAgent(Shop, max_calls=1, request=GREEDY), session, ROW)
-    assert len(session.info()["turns"]) == 1
+    assert len(session.info().turns) == 1
 
 
 def test_a_broken_tool_tells_the_model_so(session: ClientSession, renderer: Renderer) -> None:
@@ -125,7 +125,7 @@ def test_an_environment_without_tools_is_a_conversation(session: ClientSession) 
         def reset(self, prompt: list[dict[str, Any]]) -> None: ...
 
     assert run(EnvironmentAgent(Echo, request=GREEDY), session, {"prompt": [{"role": "user", "content": "Hi"}]}) is None
-    assert len(session.info()["turns"]) == 1
+    assert len(session.info().turns) == 1
 
 
 def test_a_refused_call_ends_the_agent_with_the_gateway_s_words(session: ClientSession) -> None:

@@ -53,7 +53,7 @@ def test_each_prompt_becomes_one_sequence_in_their_order(client: Client) -> None
     given = GatewayRollouts(client, one_question, metadata={"run": "a"})(["a", "a", "bb", "bb"], trainer())
     assert given["reward"] == [1, 1, 2, 2]
     sessions = [client.session(name) for name in given["session_id"]]
-    assert [one.info()["metadata"] for one in sessions] == [
+    assert [one.info().metadata for one in sessions] == [
         {"run": "a", "step": 7, "mode": "train", "prompt": number} for number in (0, 0, 1, 1)
     ]
     for n, session in enumerate(sessions):
@@ -77,7 +77,7 @@ def test_the_weights_are_there_before_the_first_agent_runs(client: Client) -> No
 def test_an_evaluation_counts_its_own_generations(client: Client) -> None:
     evaluating = trainer(model=SimpleNamespace(training=False))
     given = GatewayRollouts(client, one_question)(["a", "b"], evaluating)
-    told = [client.session(name).info()["metadata"] for name in given["session_id"]]
+    told = [client.session(name).info().metadata for name in given["session_id"]]
     assert told == [{"step": 7, "mode": "eval", "prompt": 0}, {"step": 7, "mode": "eval", "prompt": 1}]
 
 

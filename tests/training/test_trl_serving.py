@@ -82,7 +82,7 @@ def test_weights_that_do_not_fit_change_nothing(policy: Policy, model: Any) -> N
     ):
         with pytest.raises(EngineError, match=why):
             policy.push(wrong, "bad")
-    assert policy.client.engine()["weight_version"] == "good"
+    assert policy.client.engine().weight_version == "good"
     session = policy.client.session()
     assert ask(session).is_success
     (path,) = session.trajectories()
@@ -110,7 +110,7 @@ def test_a_call_under_way_is_waited_for_or_goes_on_under_new_weights(policy: Pol
     (old, new) = path.weight_spans
     assert (old[2], new[2]) == ("old", "new")
     assert old[1] == new[0]
-    assert policy.client.engine()["paused"] is False
+    assert policy.client.engine().paused is False
 
 
 class Trainer:
@@ -131,7 +131,7 @@ def sampled_by(policy: Policy, model: Any) -> bool:
 def test_sync_follows_the_trainer_s_step(policy: Policy, model: Any) -> None:
     trainer = Trainer(model, 3)
     policy.sync(trainer)
-    assert policy.client.engine()["weight_version"] == "3"
+    assert policy.client.engine().weight_version == "3"
     moved(model, 0.02)
     policy.sync(trainer)
     assert not sampled_by(policy, model)
@@ -193,7 +193,7 @@ class Transfer:
         self.asked: list[Any] = []
 
     def tell(self, name: str) -> None:
-        self.asked.append((name, self.policy.client.engine()["paused"]))
+        self.asked.append((name, self.policy.client.engine().paused))
 
     def init_weight_transfer(self) -> None:
         self.tell("init")
@@ -222,14 +222,14 @@ def test_a_transfer_of_somebody_else_s_happens_behind_a_closed_gate(policy: Poli
     transfer.destroy()
     once = [("pause", True), ("send 1", True), ("resume", True)]
     assert other.asked == [("init", False), *once, *once, ("destroy", False)]
-    assert policy.client.engine()["weight_version"] == "2"
+    assert policy.client.engine().weight_version == "2"
 
 
 def test_versions_of_transfers_into_the_embedded_engine_count_as_the_trainer_does(policy: Policy, model: Any) -> None:
     transfer = PolicyTransfer(policy)
     for count in ("1", "2"):
         transfer.pause()
-        assert policy.client.engine()["paused"] is True
+        assert policy.client.engine().paused is True
         transfer.send_weights(iter(model.state_dict().items()))
         transfer.resume()
         session = policy.client.session()
@@ -253,9 +253,9 @@ def test_agents_do_not_wait_for_a_transfer_that_failed(policy: Policy) -> None:
         transfer.pause()
         with pytest.raises(error):
             transfer.send_weights(iter([("nowhere", torch.zeros(2))]))
-        assert policy.client.engine()["paused"] is False
+        assert policy.client.engine().paused is False
     other = GatewayTransfer(policy.client, Broken(policy))
     other.pause()
     with pytest.raises(RuntimeError):
         other.resume()
-    assert policy.client.engine()["paused"] is False
+    assert policy.client.engine().paused is False

@@ -89,7 +89,7 @@ class _GatewaySnapshots:
         snapshot = self._client.snapshot(snapshot_id)
         snapshot.confirm(digest)
         report = snapshot.drop()
-        return report["dropped"], {one["session_id"]: one["reason"] for one in report["kept"]}
+        return list(report.dropped), {one.session_id: one.reason for one in report.kept}
 
     def release(self, snapshot_id: int) -> None:
         self._client.snapshot(snapshot_id).release()

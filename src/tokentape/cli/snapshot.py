@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -11,7 +11,7 @@ from tokentape.cli.arguments import AsJson
 from tokentape.cli.output import print_json
 
 if TYPE_CHECKING:
-    from tokentape.client import Client
+    from tokentape.client import Client, SnapshotManifest
 
 snapshot = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Freeze sessions of a running gateway, take them out, drop them."
@@ -107,10 +107,10 @@ def drop(snapshot_id: SnapshotId, url: Url = LOCAL, api_key: Key = None, as_json
     if as_json:
         print_json(report)
     else:
-        for one in report["kept"]:
-            typer.echo(f"kept {one['session_id']}: {one['reason']}")
-        typer.echo(f"dropped {len(report['dropped'])}, kept {len(report['kept'])}", err=True)
-    raise typer.Exit(1 if report["kept"] else 0)
+        for one in report.kept:
+            typer.echo(f"kept {one.session_id}: {one.reason}")
+        typer.echo(f"dropped {len(report.dropped)}, kept {len(report.kept)}", err=True)
+    raise typer.Exit(1 if report.kept else 0)
 
 
 def _client(url: str, api_key: str | None) -> Client:
@@ -119,6 +119,6 @@ def _client(url: str, api_key: str | None) -> Client:
     return Client(url, api_key=api_key, timeout=600)
 
 
-def _line(one: dict[str, Any]) -> str:
-    counts = f"trajectories {one['trajectories']}, tokens {one['tokens']}, with loss {one['trained_tokens']}"
-    return f"{one['snapshot_id']}  {one['state']}  {counts}  {one['digest']}"
+def _line(one: SnapshotManifest) -> str:
+    counts = f"trajectories {one.trajectories}, tokens {one.tokens}, with loss {one.trained_tokens}"
+    return f"{one.snapshot_id}  {one.state}  {counts}  {one.digest}"

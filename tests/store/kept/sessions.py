@@ -172,7 +172,7 @@ def snapshots(begin: Begin) -> None:
     team = Client(begin.url, api_key=TEAM)
     team.session("deleted").delete()
     dropped = team.take_snapshot(["dropped"])
-    dropped.confirm(dropped.manifest()["digest"])
+    dropped.confirm(dropped.manifest().digest)
     dropped.drop()
     team.take_snapshot(["held", "exact"])
     Client(begin.url, api_key=OTHER).take_snapshot(["forks"])

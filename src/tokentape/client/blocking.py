@@ -1,23 +1,26 @@
-"""Talk to a running gateway: sessions for agents, rewards, trajectories as numpy arrays, snapshots."""
+"""The client for scripts and threads: each method returns when the gateway has answered."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import os
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx2
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tokentape.client import calls
+from tokentape.client.calls import JSON_LINES, PARQUET, Call, Retries
+from tokentape.client.results import DropReport, EngineState, SessionEntry, SessionState, SnapshotManifest
 from tokentape.durable import flush_directory
-from tokentape.errors import Conflict, GatewayUnavailable, InvalidRequest, TokentapeError
+from tokentape.errors import Conflict, GatewayUnavailable
 from tokentape.session.arrow import iter_parquet
 from tokentape.session.jsonl import json_line, trajectory_from_json
 from tokentape.types import Trajectory, TurnColumn
@@ -25,9 +28,11 @@ from tokentape.types import Trajectory, TurnColumn
 if TYPE_CHECKING:
     from tokentape.audit.scoring import ScoreReport
 
+T = TypeVar("T")
+
 
 class Client:
-    """A gateway at `base_url`. One client may be shared by threads; it is a context manager that closes it.
+    """Talk to the gateway at `base_url`. Threads may share a client; as a context manager it closes its connections.
 
     >>> client = tokentape.Client("http://127.0.0.1:8800")                          # doctest: +SKIP
     >>> session = client.session(metadata={"task": 7})                              # doctest: +SKIP
@@ -38,15 +43,22 @@ class Client:
     array([...], dtype=int32)
 
     All methods raise the error of `tokentape.errors` that the gateway answered with, and `GatewayUnavailable` if it
-    can't be reached or did not answer within `timeout` seconds.
+    can't be reached or did not answer within `timeout` seconds. A call that is safe to repeat is sent again up to
+    `max_retries` times, over about 15 seconds by default, so a gateway may be restarted in between.
     """
 
     def __init__(
-        self, base_url: str = "http://127.0.0.1:8800", *, api_key: str | None = None, timeout: float = 60.0
+        self,
+        base_url: str = "http://127.0.0.1:8800",
+        *,
+        api_key: str | None = None,
+        timeout: float = 60.0,
+        max_retries: int = 5,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._timeout = timeout
+        self._max_retries = max_retries
         self._http = httpx2.Client(base_url=self.base_url, timeout=timeout, headers=headers)
 
     def session(
@@ -63,26 +75,19 @@ class Client:
         of calls that don't name them. A session that exists already is taken up where it is; giving anything else for
         one raises `Conflict`.
         """
-        given = {"metadata": metadata, "pin": pin, "default": default}
-        asked = {"session_id": session_id, **{name: dict(one) for name, one in given.items() if one is not None}}
         try:
-            created = self._call("POST", "/sessions", asked)
+            return ClientSession(self, self._send(calls.create_session(session_id, metadata, pin, default)))
         except Conflict:
-            if session_id is None or len(asked) > 1:
+            if session_id is None or (metadata, pin, default) != (None, None, None):
                 raise
             return ClientSession(self, session_id)
-        return ClientSession(self, created["session_id"])
 
-    def sessions(self) -> Iterator[dict[str, Any]]:
-        """Every session in order of creation: `session_id`, `created_at`, `metadata` and counts of turns and tokens.
-
-        Pages are fetched as they are needed.
-        """
+    def sessions(self) -> Iterator[SessionEntry]:
+        """Yield every session in order of creation. Pages are fetched as they are needed."""
         after: int | None = 0
         while after is not None:
-            page = self._call("GET", f"/sessions?after={after}")
-            yield from page["data"]
-            after = page["next_after"]
+            entries, after = self._send(calls.list_sessions(after))
+            yield from entries
 
     def take_snapshot(
         self,
@@ -100,15 +105,8 @@ class Client:
         `wait_checks` seconds go by until the bridges that are due are checked. Raises `InvalidRequest` if nothing is
         left.
         """
-        asked = {
-            "session_ids": None if session_ids is None else list(session_ids),
-            "since": since,
-            "idle_seconds": idle_seconds,
-            "metadata": None if metadata is None else dict(metadata),
-            "wait_checks": wait_checks,
-        }
-        taken = self._call("POST", "/snapshots", asked, wait=wait_checks)
-        return ClientSnapshot(self, taken["snapshot_id"])
+        taken = self._send(calls.take_snapshot(session_ids, since, idle_seconds, metadata, wait_checks))
+        return ClientSnapshot(self, taken.snapshot_id)
 
     def score(
         self,
@@ -137,7 +135,7 @@ class Client:
         """
         from tokentape.audit.scoring import Recorded, open_and_score
 
-        found = (session["session_id"] for session in self.sessions()) if session_ids is None else session_ids
+        found = (entry.session_id for entry in self.sessions()) if session_ids is None else session_ids
 
         def recorded() -> Iterator[Recorded]:
             for session_id in found:
@@ -154,32 +152,29 @@ class Client:
         asked |= {"engine_model": engine_model, "options": options}
         return asyncio.run(open_and_score(recorded(), write, engine, model, url, **asked))
 
-    def engine(self) -> dict[str, Any]:
-        """What samples: `engine`, `model`, `paused`, `calls_under_way`, `weight_version`, `replicas`..."""
-        found: dict[str, Any] = self._call("GET", "/engine")
-        return found
+    def engine(self) -> EngineState:
+        """Return the state of the engine: its model, whether it is paused, the weight version, replicas."""
+        return self._send(calls.show_engine())
 
     def pause(self, *, abort: bool = False, timeout: float = 60.0) -> bool:
-        """Hold new calls back while weights change, and wait up to `timeout` seconds for those under way.
+        """Hold back new calls while weights change, and wait up to `timeout` seconds for those under way.
 
-        With `abort` they are ended, and go on when sampling does, if the gateway's `on_abort` says so. Returns whether
-        none is left. Takes an admin key.
+        With `abort` they are ended, and go on after `resume` if the gateway's `on_abort` is `resume`. Returns whether
+        no call is under way any more. Needs an admin key.
         """
-        body = {"mode": "abort" if abort else "wait", "timeout": timeout}
-        return bool(self._call("POST", "/engine/pause", body, wait=timeout)["idle"])
+        return bool(self._send(calls.pause_engine(abort=abort, timeout=timeout)).idle)
 
     def resume(self, weight_version: str | None = None) -> None:
-        """Let calls go on; `weight_version` names the weights that sample from now on. Takes an admin key."""
-        self._call("POST", "/engine/resume", {"weight_version": weight_version})
+        """Let calls start again; `weight_version` names the weights that sample from now on. Needs an admin key."""
+        self._send(calls.resume_engine(weight_version))
 
     def snapshot(self, snapshot_id: int) -> ClientSnapshot:
-        """A snapshot that was taken before. Nothing is asked of the gateway yet."""
+        """Return a snapshot that was taken before. This sends nothing."""
         return ClientSnapshot(self, snapshot_id)
 
-    def snapshots(self) -> list[dict[str, Any]]:
-        """All snapshots, oldest first: `snapshot_id`, `state`, `digest`, counts."""
-        found: list[dict[str, Any]] = self._call("GET", "/snapshots")["data"]
-        return found
+    def snapshots(self) -> list[SnapshotManifest]:
+        """Return all snapshots, oldest first, without their sessions."""
+        return self._send(calls.list_snapshots())
 
     def close(self) -> None:
         """Close the connections."""
@@ -191,38 +186,33 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, method: str, path: str, body: Any = None, *, wait: float = 0.0) -> Any:
-        """The JSON that the gateway answers with; None if it answers with nothing. `body` is JSON unless bytes.
-
-        The answer may take `wait` seconds longer than others.
-        """
-        content = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
-        kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
-        headers = None if body is None else {"content-type": kind}
-        with self._reached():
-            response = self._http.request(method, path, content=content, headers=headers, timeout=self._timeout + wait)
-        if response.is_success:
-            return _json(response)
-        raise _error(response.status_code, _json(response))
+    def _send(self, call: Call[T]) -> T:
+        retries = Retries(call, self._max_retries)
+        timeout = self._timeout + call.wait
+        while True:
+            try:
+                response = self._http.request(
+                    call.method, call.path, content=call.body, headers=call.headers(), timeout=timeout
+                )
+            except httpx2.RequestError as error:
+                if (delay := retries.delay(error)) is None:
+                    raise calls.unreachable(self.base_url, error) from error
+            else:
+                if (delay := retries.delay(response)) is None:
+                    return call.result(response, repeated=retries.repeated)
+            time.sleep(delay)
 
     @contextmanager
     def _streamed(self, path: str, accept: str) -> Iterator[httpx2.Response]:
-        """The answer to a GET whose body has not been read yet."""
-        with self._reached(), self._http.stream("GET", path, headers={"accept": accept}) as response:
-            if not response.is_success:
-                response.read()
-                raise _error(response.status_code, _json(response))
-            yield response
-
-    @contextmanager
-    def _reached(self) -> Iterator[None]:
+        """Yield the answer to a GET before its body is read."""
         try:
-            yield
+            with self._http.stream("GET", path, headers={"accept": accept}) as response:
+                if not response.is_success:
+                    response.read()
+                    raise calls.answered_error(response)
+                yield response
         except httpx2.RequestError as error:
-            kind = type(error).__name__
-            raise GatewayUnavailable(
-                f"no answer from the gateway at {self.base_url} ({kind}); is it running?"
-            ) from error
+            raise calls.unreachable(self.base_url, error) from error
 
 
 class ClientSession:
@@ -230,18 +220,17 @@ class ClientSession:
 
     def __init__(self, client: Client, session_id: str) -> None:
         self._client = client
-        self._path = f"/sessions/{quote(session_id, safe='')}"
         self.session_id = session_id
-        self.base_url = f"{client.base_url}{self._path}/v1"
-        """What to give an agent's OpenAI client as its base URL."""
+        self.base_url = f"{client.base_url}{calls.session_path(session_id)}/v1"
+        """The base URL for an agent's OpenAI client."""
 
     @property
     def api_key(self) -> str:
-        """A key that opens this session and no other, for agents that can be given a key but no base URL of their own.
+        """A key that opens this session and no other, for agents that take a key but no base URL of their own.
 
         The agent's base URL is then the gateway's, up to and including `/v1`.
         """
-        return str(self.info()["api_key"])
+        return str(self.info().api_key)
 
     def reward(self, value: float, *, turn: int | None = None, leaf: int | None = None) -> None:
         """Give a reward to the session, to one turn's action, or to the whole path that ends with a leaf.
@@ -249,7 +238,7 @@ class ClientSession:
         A trajectory's `reward` is its leaf's, else the session's; `turn_rewards` are those of its turns. The last one
         given counts.
         """
-        self._client._call("POST", f"{self._path}/reward", {"value": float(value), "turn": turn, "leaf": leaf})
+        self._client._send(calls.give_reward(self.session_id, value, turn, leaf))
 
     def annotate(
         self, name: str, values: npt.ArrayLike, *, turn: int | None = None, leaf: int | None = None
@@ -262,19 +251,11 @@ class ClientSession:
 
         >>> session.annotate("advantages", advantages, leaf=trajectory.leaf)            # doctest: +SKIP
         """
-        numbers = np.asarray(values, "<f4")
-        if numbers.ndim != 1:
-            raise InvalidRequest(f"values must be one number per token, not {numbers.ndim}-dimensional", "values")
-        place = {"turn": turn, "leaf": leaf}
-        query = "&".join(f"{key}={int(number)}" for key, number in place.items() if number is not None)
-        path = f"{self._path}/columns?name={quote(name, safe='')}&{query}"
-        written: list[int] = self._client._call("POST", path, numbers.tobytes())["turns"]
-        return written
+        return self._client._send(calls.annotate_tokens(self.session_id, name, values, turn, leaf))
 
-    def info(self) -> dict[str, Any]:
-        """The session's tree: `turns` (seq, parent, fork, counts...), `leaves` with verdicts, `aborted`, `rewards`."""
-        found: dict[str, Any] = self._client._call("GET", self._path)
-        return found
+    def info(self) -> SessionState:
+        """Return the session's tree: turns, leaves with verdicts, aborted turns, rewards."""
+        return self._client._send(calls.show_session(self.session_id))
 
     def trajectories(self, verdict: Collection[str] | None = None, *, wait_checks: int = 10) -> list[Trajectory]:
         """One trajectory per leaf; over all of them each sampled token is trained once.
@@ -285,23 +266,18 @@ class ClientSession:
         `verdict` leaves out those with another one: `["exact", "forked:sibling"]`; `forked` stands for every fork.
         Masks don't change with it: what a trajectory that is left out trains, no other one does.
         """
-        query = f"?wait_checks={int(wait_checks)}"
-        if verdict is not None:
-            query += f"&verdict={quote(','.join(verdict), safe='')}"
-        found = self._client._call("GET", f"{self._path}/trajectories{query}", wait=wait_checks)
-        return [trajectory_from_json(one) for one in found["data"]]
+        return self._client._send(calls.read_trajectories(self.session_id, verdict, wait_checks))
 
     def media(self, sha256: str) -> bytes:
         """An image of the session as it was received, or the settings that images were processed with.
 
         `Trajectory.media` names both by their hash.
         """
-        with self._client._streamed(f"{self._path}/media/{quote(sha256, safe='')}", "*/*") as response:
-            return response.read()
+        return self._client._send(calls.read_media(self.session_id, sha256))
 
     def delete(self) -> None:
         """Delete the session and everything recorded of it."""
-        self._client._call("DELETE", self._path)
+        self._client._send(calls.delete_session(self.session_id))
 
     def __repr__(self) -> str:
         return f"ClientSession({self.session_id!r})"
@@ -313,22 +289,20 @@ class ClientSnapshot:
     >>> snapshot = client.take_snapshot(idle_seconds=600)                           # doctest: +SKIP
     >>> digest = snapshot.save("batch.jsonl")                                       # doctest: +SKIP
     >>> snapshot.confirm(digest)                                                    # doctest: +SKIP
-    >>> snapshot.drop()["kept"]                                                     # doctest: +SKIP
+    >>> snapshot.drop().kept                                                        # doctest: +SKIP
     """
 
     def __init__(self, client: Client, snapshot_id: int) -> None:
         self._client = client
-        self._path = f"/snapshots/{snapshot_id}"
         self.snapshot_id = snapshot_id
 
-    def manifest(self) -> dict[str, Any]:
-        """What is in it: `digest`, counts, `verdicts`, `columns`, and per session its turns and leaves."""
-        found: dict[str, Any] = self._client._call("GET", self._path)
-        return found
+    def manifest(self) -> SnapshotManifest:
+        """Return its digest, counts, verdicts, columns, and the turns and leaves of each session."""
+        return self._client._send(calls.show_snapshot(self.snapshot_id))
 
     def trajectories(self) -> Iterator[Trajectory]:
-        """The contents, as they come, the same each time. Nothing vouches for their digest: see `save`."""
-        with self._client._streamed(f"{self._path}/trajectories", _JSON_LINES) as response:
+        """Yield the contents, the same each time, without checking their digest; `save` checks it."""
+        with self._streamed(JSON_LINES) as response:
             for line in response.iter_lines():
                 yield trajectory_from_json(msgspec.json.decode(line))
 
@@ -343,8 +317,10 @@ class ClientSnapshot:
         lines = path.suffix == ".jsonl"
         try:
             with open(part, "wb") as file:
-                with self._client._streamed(f"{self._path}/trajectories", _JSON_LINES if lines else _PARQUET) as answer:
-                    told = answer.headers["x-tokentape-digest"]
+                with self._client._streamed(
+                    f"/snapshots/{self.snapshot_id}/trajectories", JSON_LINES if lines else PARQUET
+                ) as answer:
+                    expected = answer.headers["x-tokentape-digest"]
                     for chunk in answer.iter_bytes():
                         file.write(chunk)
                 file.flush()
@@ -352,16 +328,16 @@ class ClientSnapshot:
             digest = hashlib.sha256()
             for line in _lines_of(part, lines):
                 digest.update(line)
-            if digest.hexdigest() != told:
+            if digest.hexdigest() != expected:
                 raise GatewayUnavailable(
-                    f"what came of snapshot {self.snapshot_id} has digest {digest.hexdigest()}, not {told}; "
+                    f"what came of snapshot {self.snapshot_id} has digest {digest.hexdigest()}, not {expected}; "
                     "get it again"
                 )
             os.replace(part, path)
             flush_directory(path.parent)
         finally:
             part.unlink(missing_ok=True)
-        return told
+        return expected
 
     def confirm(self, digest: str) -> None:
         """Say that the contents are safe elsewhere: their sessions may be deleted from now on.
@@ -369,20 +345,22 @@ class ClientSnapshot:
         `digest` is the SHA-256 of what was received, as JSON lines; `save` returns it. Raises `Conflict` if it is
         another one.
         """
-        self._client._call("POST", f"{self._path}/confirm", {"digest": digest})
+        self._client._send(calls.confirm_snapshot(self.snapshot_id, digest))
 
-    def drop(self) -> dict[str, Any]:
+    def drop(self) -> DropReport:
         """Delete the sessions of a confirmed snapshot from the gateway, for ever; then it is released.
 
         Returns `dropped`, their ids, and `kept`: which were left and why, such as those that have changed since. Raises
         `Conflict` for a snapshot that is not confirmed.
         """
-        report: dict[str, Any] = self._client._call("DELETE", f"{self._path}?drop_sessions=true")
-        return report
+        return self._client._send(calls.drop_snapshot(self.snapshot_id))
 
     def release(self) -> None:
         """Keep nothing for it any more; its sessions stay."""
-        self._client._call("DELETE", self._path)
+        self._client._send(calls.release_snapshot(self.snapshot_id))
+
+    def _streamed(self, accept: str) -> AbstractContextManager[httpx2.Response]:
+        return self._client._streamed(f"/snapshots/{self.snapshot_id}/trajectories", accept)
 
     def __repr__(self) -> str:
         return f"ClientSnapshot({self.snapshot_id})"
@@ -399,10 +377,6 @@ def _turns_with(trajectories: Iterable[Trajectory], column: str) -> set[int]:
     return found
 
 
-_JSON_LINES = "application/jsonl"
-_PARQUET = "application/vnd.apache.parquet"
-
-
 def _lines_of(path: Path, jsonl: bool) -> Iterator[bytes]:
     """The lines of JSONL that a file holds, or those that its trajectories would be."""
     if jsonl:
@@ -410,27 +384,3 @@ def _lines_of(path: Path, jsonl: bool) -> Iterator[bytes]:
             yield from file
     else:
         yield from map(json_line, iter_parquet(path))
-
-
-def _json(response: httpx2.Response) -> Any:
-    try:
-        return msgspec.json.decode(response.content) if response.content else None
-    except ValueError:
-        return None
-
-
-def _error(status: int, answer: Any) -> TokentapeError:
-    """The error that a gateway's answer tells of: by its code, else by its status."""
-    told = answer.get("error") if isinstance(answer, dict) else None
-    if not isinstance(told, dict):
-        return GatewayUnavailable(f"status {status} without an error of Tokentape's; is there a gateway at this URL?")
-    kinds = {kind.code: kind for kind in _tree(TokentapeError)}
-    kind = kinds.get(str(told.get("code")), TokentapeError)
-    message = str(told.get("message"))
-    return kind(message, told.get("param")) if issubclass(kind, InvalidRequest) else kind(message)
-
-
-def _tree(kind: type[TokentapeError]) -> Iterator[type[TokentapeError]]:
-    yield kind
-    for below in kind.__subclasses__():
-        yield from _tree(below)

@@ -1,0 +1,36 @@
+"""Clients of a running gateway: sessions for agents, rewards, trajectories as numpy arrays, weight sync."""
+
+from __future__ import annotations
+
+from tokentape.client.asynchronous import AsyncClient, AsyncClientSession
+from tokentape.client.blocking import Client, ClientSession, ClientSnapshot
+from tokentape.client.results import (
+    AbortedTurn,
+    DropReport,
+    EngineState,
+    KeptSession,
+    LeafState,
+    RewardState,
+    SessionEntry,
+    SessionState,
+    SnapshotManifest,
+    TurnState,
+)
+
+__all__ = [
+    "AbortedTurn",
+    "AsyncClient",
+    "AsyncClientSession",
+    "Client",
+    "ClientSession",
+    "ClientSnapshot",
+    "DropReport",
+    "EngineState",
+    "KeptSession",
+    "LeafState",
+    "RewardState",
+    "SessionEntry",
+    "SessionState",
+    "SnapshotManifest",
+    "TurnState",
+]
