@@ -125,3 +125,10 @@ def without_time(result: dict[str, object]) -> dict[str, object]:
 def test_some_cases_are_examined() -> None:
     for index in (0, 2):
         assert examine(case_of(2, index), 4).counts
+
+
+def test_append_only_covers_calls_left_unanswered() -> None:
+    # The prompt ends with `] `, which the tokenizer joins with the `<` of a call.
+    options = ["header=inst", "end=three", "separator=nothing", "prompt=think_empty", "channels=plan_and_final"]
+    result = examine(only(case_of(32, 630), options), numbers=range(8))
+    assert "false append-only" not in result.kinds

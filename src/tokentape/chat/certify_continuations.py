@@ -53,6 +53,12 @@ class Continuations:
         if True not in rewritten:
             for reply in self._replies_that_merge():
                 rewritten.setdefault(grammar.is_clean(reply), (_MERGES, (grammar.QUESTION, reply)))
+        if True not in rewritten and self._setup.tools:
+            for conversation in grammar.with_calls_unanswered(name):
+                reason = self._rewrites_unanswered(*conversation)
+                if reason is not None:
+                    history, reply, new = conversation
+                    rewritten.setdefault(True, (reason, (*history, reply, *new)))
         if strategy in ("local", "contextual"):
             depends, found_rewritten = self._under_words(name)
             strategy = "contextual" if depends else strategy
@@ -140,6 +146,16 @@ class Continuations:
             for rest in tokenizer.continuations(end):
                 if tokenizer.encode_marked(prompt + rest).ids[: len(ids)] != ids:
                     yield {"role": "assistant", "content": rest}
+
+    def _rewrites_unanswered(
+        self, history: tuple[Message, ...], reply: Message, new: tuple[Message, ...]
+    ) -> str | None:
+        """Return how the ids change after calls without results; None if they do not, or none are taken there."""
+        try:
+            full = self._marked((*history, reply, *new), generate=True)
+            return self._rewrites(history, reply, full, self._strategy(history, reply, new)[1])
+        except TemplateRefused:
+            return None
 
     def _rewrites(self, history: tuple[Message, ...], reply: Message, full: str, tail: str | None) -> str | None:
         """How rendering the longer conversation changes the ids before; None if it does not."""

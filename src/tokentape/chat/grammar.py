@@ -259,6 +259,17 @@ def conversations(
         yield history, turns[0], new
 
 
+def with_calls_unanswered(
+    name: str,
+) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
+    """Yield conversations of a continuation without tool results, after turns that made calls all the same."""
+    turns, new = CONTINUATIONS[name.partition("/")[0]]
+    if turns is _ANSWERS:
+        for history in ((QUESTION,), (SYSTEM, QUESTION)):
+            for turn in (*_CALLING, *_CALLING_TWICE):
+                yield history, turn, new
+
+
 def is_clean(turn: Message) -> bool:
     """Whether a turn's text neither is empty nor has white space at its ends."""
     content = turn.get("content") or ""
