@@ -18,7 +18,6 @@ from pathlib import Path
 from tokentape.chat import grammar
 from tokentape.chat.certificate import Certificate, Continuation
 from tokentape.chat.certificate_cache import load_or_certify
-from tokentape.chat.overrides import OWN
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
 from tokentape.chat.tokenizer import Tokenizer
@@ -116,7 +115,7 @@ def page(found: Mapping[str, Certificate]) -> str:
 def _totals(found: Mapping[str, Certificate]) -> Iterator[str]:
     checks = Counter(check.holds for one in found.values() for check in one.parsing)
     safe = sum(one.injection_safe for one in found.values())
-    yield f"{len(found)} templates; code for single models: {len(OWN)} overrides of our own."
+    yield f"{len(found)} templates; none has code of its own."
     yield (
         f"{checks[True]} of {checks[True] + checks[False]} assistant turns that they write are parsed back; {safe} of "
         f"{len(found)} keep control tokens apart from callers' text.\n"

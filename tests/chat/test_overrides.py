@@ -9,7 +9,7 @@ import pytest
 from tests.chat.conftest import setup_for
 from tokentape.chat import grammar, overrides
 from tokentape.chat.certify import certify
-from tokentape.chat.overrides import OWN, Completion, Overrides, find_overrides, parse_whole
+from tokentape.chat.overrides import Completion, Overrides, find_overrides, parse_whole
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.reply import Reply, ReplyDelta
 from tokentape.errors import TokentapeError
@@ -39,10 +39,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 def shout(completion: Completion) -> Reply:
     return Reply(completion.text.upper(), "", (), reasoning_open=False)
-
-
-def test_there_are_none_of_our_own() -> None:
-    assert OWN == ()
 
 
 def test_the_first_entry_point_by_name_that_has_something_to_say_is_taken(renderer: Renderer, install: Install) -> None:

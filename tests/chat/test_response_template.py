@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import pytest
 
 from tests.chat.conftest import ADD, setup_for
-from tokentape.chat import response_template
 from tokentape.chat.overrides import find_overrides
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.reply import Reply, ReplyDelta
@@ -87,10 +87,7 @@ def test_one_that_is_not_valid_is_not_used_and_says_so(
 def test_without_transformers_it_is_not_used_and_says_so(
     renderer: Renderer, model_dir: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(name: str) -> Any:
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(response_template, "import_module", missing)
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_parsing", None)
     with caplog.at_level(logging.WARNING):
         assert with_template(renderer, model_dir, TEMPLATE).overrides is None
-    assert "No module named" in caplog.text
+    assert "import of transformers.utils.chat_parsing halted" in caplog.text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chat.test_foreign_renderer import Chat, Reluctant, Short, overridden
+from tests.chat.test_external_renderer import Chat, Reluctant, Short, overridden
 from tests.gateway.test_turns import Talk, user
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import TemplateRefused

@@ -15,7 +15,7 @@ from typing import Any
 from tokentape.chat import grammar
 from tokentape.chat.certificate import Certificate, Continuation, ParseCheck
 from tokentape.chat.certify_continuations import Continuations
-from tokentape.chat.certify_foreign import foreign_continuation
+from tokentape.chat.external_renderer import ExternalRenderer
 from tokentape.chat.parse import Reply
 from tokentape.chat.reader import Reader
 from tokentape.chat.renderer import Renderer
@@ -81,11 +81,10 @@ def _setup_with_tools(renderer: Renderer, kwargs: Mapping[str, Any]) -> tuple[Se
 
 def _continuations(renderer: Renderer, with_tools: Setup, without_tools: Setup) -> Iterator[Continuation]:
     asked = Continuations(renderer, with_tools), Continuations(renderer, without_tools)
-    foreign = renderer.overrides.renderer if renderer.overrides is not None else None
     for name in grammar.NAMES:
         bare = grammar.NO_TOOLS in name
-        if foreign is not None:
-            yield foreign_continuation(renderer, foreign, without_tools if bare else with_tools, name)
+        if isinstance(renderer, ExternalRenderer):
+            yield renderer.continuation(without_tools if bare else with_tools, name)
         else:
             yield asked[bare].find(name)
 
@@ -268,8 +267,8 @@ def _injection_safe(renderer: Renderer, setup: Setup) -> bool:
 
 
 def _prompt(renderer: Renderer, messages: Sequence[Message], setup: Setup) -> str:
-    """Marked text of a conversation with the generation prompt, read from the ids of an overriding renderer."""
-    if renderer.overrides is None or renderer.overrides.renderer is None:
+    """Return the marked text of a conversation with the generation prompt, an external renderer's read from its ids."""
+    if not renderer.is_external:
         return renderer.marked(messages, setup, generate=True)
     reader = Reader(renderer.tokenizer, frozenset(), ())
     reader.feed(renderer.render(messages, setup).ids.tolist())

@@ -1,38 +1,35 @@
-"""What takes the place of what is read off a template: a parser, or a whole renderer of somebody else's.
+"""A parser or a renderer in place of what is read off a template.
 
-Whoever wants one registers a function under the entry point group `tokentape.renderers`, or gives it to
-`Renderer.load`. A tokenizer that ships a `response_template` brings a parser of its own. The first of these that has
-something to say is taken: the argument, the entry points in the order of their names, `OWN`, the tokenizer.
+Give one to `Renderer.load`, or register a function under the entry point group `tokentape.renderers`. A tokenizer that
+ships a `response_template` brings a parser too. The first of these is used: the argument, the entry points in the order
+of their names, the tokenizer.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from tokentape.chat.foreign_renderer import ForeignRenderer
 from tokentape.chat.reader import Reader
 from tokentape.chat.reply import Reply, ReplyDelta
 from tokentape.errors import TokentapeError
 from tokentape.types import Setup
 
 if TYPE_CHECKING:
+    from tokentape.chat.external_renderer import RendererObject
     from tokentape.chat.renderer import Renderer
 
 GROUP = "tokentape.renderers"
 """Entry point group: each entry is a `FindOverrides`."""
-
-_log = logging.getLogger("tokentape.chat")
 
 
 class ReplyParser(Protocol):
     """Parses one completion."""
 
     def feed(self, ids: Iterable[int]) -> ReplyDelta:
-        """Take newly sampled ids; return what can be told of the reply already."""
+        """Take newly sampled ids; return what is certain of the reply."""
         ...
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
@@ -51,19 +48,16 @@ class Overrides:
     name: str
     """Part of the fingerprint: give another one to what behaves otherwise, or old certificates are taken for it."""
     parser: MakeParser | None = None
-    renderer: ForeignRenderer | None = None
+    renderer: RendererObject | None = None
     """Renders and bridges, and parses unless there is a `parser`."""
 
 
 FindOverrides: TypeAlias = "Callable[[Renderer], Overrides | None]"
 """Looks at a renderer (its `template.source`, `tokenizer`, `fingerprint`) and overrides parts of it, or does not."""
 
-OWN: tuple[FindOverrides, ...] = ()
-"""Overrides that come with Tokentape. None: every template known so far can be read as it is (docs/models.md)."""
-
 
 def find_overrides(renderer: Renderer) -> Overrides | None:
-    """The overrides that apply to a renderer.
+    """Return the overrides that apply to a renderer.
 
     Raises `TokentapeError` if an entry point can't be imported or fails.
     """
@@ -75,10 +69,6 @@ def find_overrides(renderer: Renderer) -> Overrides | None:
                 f"the entry point {entry.name!r} of group {GROUP!r} ({entry.value}) failed: {type(error).__name__}: "
                 f"{error}. Uninstall or repair the package it belongs to."
             ) from error
-        if found is not None:
-            return found
-    for find in OWN:
-        found = find(renderer)
         if found is not None:
             return found
     template = renderer.tokenizer.config.get("response_template")
@@ -101,10 +91,11 @@ class Completion:
     stopped: bool
     """A stop token or stop string ended it; else it was cut off."""
     setup: Setup
+    stop_strings: tuple[str, ...] = ()
 
 
 def parse_whole(renderer: Renderer, parse: Callable[[Completion], Reply]) -> MakeParser:
-    """Make a parser of a function from a completion to a reply. Nothing can be told before the completion ends.
+    """Make a parser of a function from a completion to a reply. It returns nothing before the completion ends.
 
     >>> Overrides("shouting", parser=parse_whole(renderer, parse))      # doctest: +SKIP
     """
@@ -118,6 +109,7 @@ class _WholeParser:
         self._tokenizer = renderer.tokenizer
         self._parse = parse
         self._setup = setup
+        self._stop_strings = stop_strings
         self._reader = Reader(renderer.tokenizer, renderer.stop_ids(setup), stop_strings)
         self._ids: list[int] = []
 
@@ -131,7 +123,9 @@ class _WholeParser:
         self._reader.finish()
         text = self._tokenizer.spell_marks(self._reader.text)
         try:
-            reply = self._parse(Completion(tuple(self._ids), text, self._reader.stopped, self._setup))
+            reply = self._parse(
+                Completion(tuple(self._ids), text, self._reader.stopped, self._setup, tuple(self._stop_strings))
+            )
         except Exception as error:
             # What it says may quote the completion.
             raise TokentapeError(f"the overriding parser failed with {type(error).__name__}") from error

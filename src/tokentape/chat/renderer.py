@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,9 +18,8 @@ from tokentape.chat import grammar
 from tokentape.chat.assistant_format import AssistantFormat
 from tokentape.chat.bridge import cut_tail, overlap
 from tokentape.chat.caller_text import provenance_of_tokens
-from tokentape.chat.foreign_renderer import foreign_bridge, foreign_parse, foreign_render
 from tokentape.chat.media import ImageProcessor, image_parts, repeat_placeholders
-from tokentape.chat.overrides import Overrides, ReplyParser, find_overrides, parse_whole
+from tokentape.chat.overrides import Overrides, ReplyParser, find_overrides
 from tokentape.chat.parse import Parser
 from tokentape.chat.reader import Reader
 from tokentape.chat.safe_parser import SafeParser
@@ -29,7 +28,7 @@ from tokentape.chat.template import ChatTemplate, plain_message, read_source
 from tokentape.chat.template_text import TemplateText, keep
 from tokentape.chat.tokenizer import MARK, Tokenizer
 from tokentape.chat.twin_proof import prove_twin
-from tokentape.errors import InvalidRequest, InvariantViolation, TemplateRefused
+from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.types import Codes, Message, Provenance, Setup, TokenIds, Tool, setup_key
 
 _PROMPT_END = 96
@@ -56,6 +55,9 @@ class Renderer(TemplateText):
     Methods that take a `Setup` take one that `setup` made. Of another renderer's, they use the tools, kwargs and date.
     """
 
+    is_external: ClassVar[bool] = False
+    """Another library's object renders and bridges, see `ExternalRenderer`."""
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -65,6 +67,8 @@ class Renderer(TemplateText):
     ) -> None:
         tokenizer = tokenizer.for_template(_spelled_by(template, tokenizer))
         super().__init__(tokenizer, template)
+        if overrides is not None and overrides.renderer is not None and not self.is_external:
+            raise TypeError("a renderer object is used by `ExternalRenderer`; `Renderer.load` makes one")
         self.overrides = overrides
         self.images = images
         self.fingerprint = _fingerprint(tokenizer, template, overrides, images)
@@ -97,7 +101,12 @@ class Renderer(TemplateText):
             template = ChatTemplate.load(folder, tokenizer.config)
         bare = cls(tokenizer, template)
         prove_twin(bare.tokenizer)
-        return cls(bare.tokenizer, template, overrides or find_overrides(bare), images)
+        overrides = overrides or find_overrides(bare)
+        if overrides is not None and overrides.renderer is not None:
+            from tokentape.chat.external_renderer import ExternalRenderer
+
+            return ExternalRenderer(bare.tokenizer, template, overrides, images)
+        return cls(bare.tokenizer, template, overrides, images)
 
     def setup(
         self, tools: Sequence[Tool] = (), template_kwargs: Mapping[str, Any] | None = None, date: str | None = None
@@ -133,19 +142,12 @@ class Renderer(TemplateText):
         stand in the rendering, with provenance ASSISTANT: all of them (`history` "sampled"), or as far as the template
         keeps their text ("template"). Where one ends with another stop token than the template writes there, that one
         stands in place of the template's, or, with `wrong_stop` "fork" and where the template's text is followed, the
-        template's in place of it. An overriding renderer knows of no such ids and renders the text.
+        template's in place of it.
 
         Raises `TemplateRefused` if the template refuses the conversation or does not know one of its roles.
         """
-        if not isinstance(tools, Setup):
-            setup = self.setup(tools, template_kwargs, date)
-        elif template_kwargs is None and date is None:
-            setup = tools
-        else:
-            raise InvalidRequest("a setup has its own template kwargs and date; give one or the other", "setup")
+        setup = self._setup_of(tools, template_kwargs, date)
         self._refuse_images(messages)
-        if self.overrides is not None and self.overrides.renderer is not None:
-            return self._foreign(foreign_render(self.overrides.renderer, messages, setup))
         text, codes = self.written(messages, setup, generate=True)
         splices = find_splices(
             text,
@@ -170,14 +172,19 @@ class Renderer(TemplateText):
         ids, codes = np.concatenate([p.ids for p in pieces]), np.concatenate([p.provenance for p in pieces])
         return self._with_images(Added(ids, codes), messages)
 
+    def _setup_of(
+        self, tools: Sequence[Tool] | Setup, template_kwargs: Mapping[str, Any] | None, date: str | None
+    ) -> Setup:
+        if not isinstance(tools, Setup):
+            return self.setup(tools, template_kwargs, date)
+        if template_kwargs is None and date is None:
+            return tools
+        raise InvalidRequest("a setup has its own template kwargs and date; give one or the other", "setup")
+
     def _refuse_images(self, messages: Sequence[Message]) -> None:
         """Raise `InvalidRequest` for images that can't be rendered."""
-        if not image_parts(messages):
-            return
-        if self.images is None:
+        if self.images is None and image_parts(messages):
             raise InvalidRequest("a message holds an image; this model takes text only", "messages")
-        if self.overrides is not None and self.overrides.renderer is not None:
-            raise InvalidRequest("a message holds an image; the overriding renderer takes text only", "messages")
 
     def _with_images(self, added: Added, messages: Sequence[Message]) -> Added:
         """As many placeholders for each image as it has tokens."""
@@ -220,18 +227,11 @@ class Renderer(TemplateText):
         depend on what came before. With `history`, the messages before `reply`, it is the real conversation
         (`contextual`). A certificate says which a template needs.
 
-        `context_ids` are all ids so far, the completion's included: an overriding renderer continues those, and they
-        say whether the turn's prompt opened reasoning.
+        `context_ids` are all ids so far, the completion's included: they say whether the turn's prompt opened reasoning.
 
-        Raises `TemplateRefused` if the template does not take these messages after such a turn, and
-        `InvariantViolation` if an overriding renderer would change `context_ids`.
+        Raises `TemplateRefused` if the template does not take these messages after such a turn.
         """
         self._refuse_images(new_messages)
-        if self.overrides is not None and self.overrides.renderer is not None:
-            if context_ids is None:
-                raise InvariantViolation("an overriding renderer bridges from the ids of the context; none were given")
-            foreign = self.overrides.renderer
-            return self._foreign(foreign_bridge(foreign, context_ids, completion_ids, new_messages, setup))
         form = self.format(setup)
         tail, codes, close = self._tail(reply, new_messages, setup, form, history)
         last_id = int(completion_ids[-1]) if len(completion_ids) else None
@@ -259,10 +259,6 @@ class Renderer(TemplateText):
         )
         return self._with_images(added, new_messages)
 
-    def _foreign(self, ids: TokenIds) -> Added:
-        # It does not say whose text a token is.
-        return Added(ids, np.full(len(ids), Provenance.TEMPLATE, dtype=np.uint8))
-
     def parser(self, setup: Setup, stop_strings: Sequence[str] = (), prompt_ids: TokenIds | None = None) -> SafeParser:
         """Return a parser for one completion sampled under `setup`. It never raises, see `SafeParser`.
 
@@ -276,14 +272,8 @@ class Renderer(TemplateText):
     def _unsafe_parser(
         self, setup: Setup, stop_strings: Sequence[str], prompt_ids: TokenIds | None = None
     ) -> ReplyParser:
-        overrides = self.overrides
-        if overrides is not None and overrides.parser is not None:
-            return overrides.parser(setup, stop_strings)
-        if overrides is not None and overrides.renderer is not None:
-            foreign = overrides.renderer
-            return parse_whole(self, lambda completion: foreign_parse(foreign, completion.ids, setup))(
-                setup, stop_strings
-            )
+        if self.overrides is not None and self.overrides.parser is not None:
+            return self.overrides.parser(setup, stop_strings)
         return self.derived_parser(setup, stop_strings, prompt_ids)
 
     def derived_parser(

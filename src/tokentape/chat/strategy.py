@@ -35,7 +35,7 @@ def choose(
         system = any(message["role"] in ("system", "developer") for message in history)
     name = grammar.continuation_name(new_messages, tools=bool(setup.tools), system=system)
     found = certificate.continuation(name)
-    if renderer.overrides is not None and renderer.overrides.renderer is not None:
+    if renderer.is_external:
         if found is None:
             return "fork"
     elif not grammar.answers(reply, new_messages):

@@ -223,7 +223,7 @@ class Preparer:
             elif bridge.strategy == "local" and len(self._bridged) < _KEPT_KINDS:
                 self._bridged.add(_kind(setup, messages))
         prompt_ids = np.concatenate([context_ids, added.ids])
-        if self._renderer.overrides is not None and self._renderer.overrides.renderer is not None:
+        if self._renderer.is_external:
             bridge = None
         return Prepared(setup, parent, messages, context_ids, added, prompt_ids, fork, request.sampling, bridge=bridge)
 

@@ -81,7 +81,7 @@ def sft_sample(
     says in it (train the final turn only, then), and `InvalidRequest` for a selection without an assistant message.
     """
     chosen = _chosen(messages, select)
-    if renderer.overrides is not None and renderer.overrides.renderer is not None:
+    if renderer.is_external:
         raise InvalidRequest("an overriding renderer does not say which of its ids the assistant says", "renderer")
     written = _written(renderer, messages, setup, generate=False)
     marked = _marked_by_template(renderer, messages, setup, written) if marks else None

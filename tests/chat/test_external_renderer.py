@@ -11,8 +11,8 @@ import pytest
 from tests.chat.conftest import setup_for
 from tokentape.chat import grammar
 from tokentape.chat.certify import certify
-from tokentape.chat.foreign_renderer import foreign_parse
-from tokentape.chat.overrides import Overrides
+from tokentape.chat.external_renderer import ExternalRenderer
+from tokentape.chat.overrides import Completion, Overrides
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.strategy import choose
 from tokentape.errors import InvariantViolation, TemplateRefused
@@ -98,26 +98,26 @@ class Parsed:
     reasoning_complete: bool | None = True
 
 
-def overridden(renderer: Renderer, kind: type[Chat]) -> Renderer:
-    return Renderer(renderer.tokenizer, renderer.template, Overrides(kind.__name__, renderer=kind(renderer)))
+def overridden(renderer: Renderer, kind: type[Chat]) -> ExternalRenderer:
+    return ExternalRenderer(renderer.tokenizer, renderer.template, Overrides(kind.__name__, renderer=kind(renderer)))
 
 
 def bridged(renderer: Renderer, kind: type[Chat], completion: str = "y e s<|im_end|>") -> tuple[Any, Any, Any]:
     """Prompt and completion, what was added, and the ids of the whole rendered; the completion sampled by letters."""
-    foreign = overridden(renderer, kind)
-    setup = setup_for(foreign, tools=())
+    external = overridden(renderer, kind)
+    setup = setup_for(external, tools=())
     tokenizer = renderer.tokenizer
     letters = completion.removesuffix("<|im_end|>")
     ids = [i for letter in letters for i in tokenizer.encode_plain(letter)] + tokenizer.encode_plain("<|im_end|>")
     completion_ids = tokenizer.array(ids)
-    context_ids = np.concatenate([foreign.render([QUESTION], setup).ids, completion_ids])
-    added = foreign.bridge(completion_ids, {"role": "assistant"}, [QUESTION], setup, context_ids=context_ids)
-    return context_ids, added, foreign
+    context_ids = np.concatenate([external.render([QUESTION], setup).ids, completion_ids])
+    added = external.bridge(completion_ids, {"role": "assistant"}, [QUESTION], setup, context_ids=context_ids)
+    return context_ids, added, external
 
 
 def test_its_ids_are_taken_as_they_are(renderer: Renderer) -> None:
-    foreign = overridden(renderer, Chat)
-    rendered = foreign.render([QUESTION], setup_for(foreign))
+    external = overridden(renderer, Chat)
+    rendered = external.render([QUESTION], setup_for(external))
     assert renderer.tokenizer.decode(rendered.ids) == "<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n"
     assert set(rendered.provenance) == {Provenance.TEMPLATE}
 
@@ -145,14 +145,14 @@ def test_no_bridge_is_a_refusal(renderer: Renderer) -> None:
 
 
 def test_a_bridge_needs_the_context(renderer: Renderer) -> None:
-    foreign = overridden(renderer, Chat)
+    external = overridden(renderer, Chat)
     with pytest.raises(InvariantViolation, match="none were given"):
-        foreign.bridge(foreign.tokenizer.array([1]), {"role": "assistant"}, [QUESTION], setup_for(foreign))
+        external.bridge(external.tokenizer.array([1]), {"role": "assistant"}, [QUESTION], setup_for(external))
 
 
 def test_it_parses(renderer: Renderer) -> None:
-    foreign = overridden(renderer, Chat)
-    parser = foreign.parser(setup_for(foreign))
+    external = overridden(renderer, Chat)
+    parser = external.parser(setup_for(external))
     parser.feed(renderer.tokenizer.encode_plain("hello<|im_end|>"))
     assert parser.finish()[1].content == "hello"
 
@@ -172,7 +172,8 @@ def test_its_calls_keep_their_status_and_span(renderer: Renderer) -> None:
         def parse_response(self, token_ids: list[int]) -> Any:
             return Parsed("", "hm", calls, reasoning_complete=False)
 
-    reply = foreign_parse(Calling(renderer), [1, 2, 3, 4], setup_for(renderer))
+    external = overridden(renderer, Calling)
+    reply = external.parse(Completion((1, 2, 3, 4), "", True, setup_for(external)))
     assert [call.status for call in reply.tool_calls] == [
         "ok",
         "ok",
@@ -196,14 +197,14 @@ def test_a_certificate_is_of_its_own_bridges(renderer: Renderer) -> None:
 
 
 def test_a_certificate_forks_where_it_has_no_bridge(renderer: Renderer) -> None:
-    foreign = overridden(renderer, Reluctant)
-    certificate = certify(foreign)
+    external = overridden(renderer, Reluctant)
+    certificate = certify(external)
     strategies = {found.name: found.strategy for found in certificate.continuations if "/" not in found.name}
     assert strategies["user"] == strategies["tool+user"] == "fork"
     assert strategies["tool"] == strategies["system"] == "local"
     user, unnamed = [grammar.NEXT], [grammar.NEXT, {"role": "assistant", "content": "x"}, grammar.NEXT]
     for new in (user, unnamed):
-        assert choose(foreign, certificate, grammar.TURNS["content"], new, setup_for(foreign), [QUESTION]) == "fork"
+        assert choose(external, certificate, grammar.TURNS["content"], new, setup_for(external), [QUESTION]) == "fork"
 
 
 def test_a_certificate_refuses_bridges_that_change_the_context(renderer: Renderer) -> None:
