@@ -1,4 +1,4 @@
-"""Agents run through a gateway for a batch of dataset rows, and what they leave behind: samples and rewards."""
+"""Run an agent through a gateway for a row of the dataset, and make samples of its session."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -94,25 +93,6 @@ def run_agent(
         error = raised
     made = assemble(session.trajectories(), select=select, max_length=max_length, group=group)
     return Rollout(session.session_id, tuple(made.samples), made.report, error)
-
-
-def run_agents(
-    client: Client,
-    agent: Agent,
-    rows: Sequence[Row],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    concurrency: int,
-    select: Sequence[Select] = (),
-    max_length: MaxLength | None = None,
-) -> list[Rollout]:
-    """Run an agent per row, so many at once, each in a session with its own metadata; in the order of `rows`."""
-
-    def run(row: Row, told: Mapping[str, Any]) -> Rollout:
-        return run_agent(client, agent, row, told, select=select, max_length=max_length)
-
-    with ThreadPoolExecutor(concurrency, thread_name_prefix="tokentape-agent") as pool:
-        return list(pool.map(run, rows, metadata))
 
 
 async def _awaited(found: Awaitable[float | None]) -> float | None:

@@ -12,8 +12,9 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -82,7 +83,7 @@ class GatewayWorker:
         self._generations, self._concurrency, self._failures = num_generations, concurrency, failures
         self._select, self._max_length = select, max_length
         self._version = 0
-        self._stopped = threading.Event()
+        self._stopped, self._lock = threading.Event(), threading.Lock()
         self._failure: Exception | None = None
         self._heard = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="tokentape-rollouts", daemon=True)
@@ -113,51 +114,36 @@ class GatewayWorker:
             )
 
     def _run(self) -> None:
-        try:
-            with ThreadPoolExecutor(self._concurrency, thread_name_prefix="tokentape-agent") as pool:
-                waiting: list[tuple[int, Row, list[Future[Rollout]]]] = []
-                free = threading.Semaphore(self._concurrency)
-                for group, row in self._rows():
-                    futures = []
-                    for _ in range(self._generations):
-                        while not free.acquire(timeout=0.1) and not self._stopped.is_set():
-                            waiting = self._hand_over(waiting)
-                        if self._stopped.is_set():
-                            return
-                        futures.append(pool.submit(self._roll_out, group, row, free))
-                    waiting = self._hand_over([*waiting, (group, row, futures)])
-        except Exception as error:
-            self._failure = error
+        free = threading.Semaphore(self._concurrency)
+        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="tokentape-agent") as pool:
+            for group, row in enumerate(cycle(self._dataset)):
+                rollouts: list[Rollout] = []
+                for _ in range(self._generations):
+                    while not free.acquire(timeout=0.1) and not self._stopped.is_set():
+                        pass
+                    if self._stopped.is_set():
+                        return
+                    pool.submit(self._roll_out, group, row, rollouts, free)
 
-    def _rows(self) -> Iterator[tuple[int, Row]]:
-        group = 0
-        while True:
-            for row in self._dataset:
-                yield group, row
-                group += 1
-
-    def _roll_out(self, group: int, row: Row, free: threading.Semaphore) -> Rollout:
+    def _roll_out(self, group: int, row: Row, rollouts: list[Rollout], free: threading.Semaphore) -> None:
+        """Run an agent; the last one of its group puts the samples of all on the queue."""
         try:
-            told = {_GROUP: str(group), _VERSION: self._version}
-            return run_agent(
-                self._client, self._agent, row, told, select=self._select, max_length=self._max_length, group=_GROUP
+            metadata = {_GROUP: str(group), _VERSION: self._version}
+            made = run_agent(
+                self._client, self._agent, row, metadata, select=self._select, max_length=self._max_length, group=_GROUP
             )
+            with self._lock:
+                rollouts.append(made)
+                complete = len(rollouts) == self._generations
+            if complete:
+                for sample in self._scored(group, row, rollouts):
+                    self._put(sample)
+        except Exception as error:
+            self._failure = self._failure or error
+            self._stopped.set()
         finally:
             self._heard = time.monotonic()
             free.release()
-
-    def _hand_over(
-        self, waiting: list[tuple[int, Row, list[Future[Rollout]]]]
-    ) -> list[tuple[int, Row, list[Future[Rollout]]]]:
-        """Put the samples of groups that are complete on the queue; those that are not."""
-        left = []
-        for group, row, futures in waiting:
-            if not all(future.done() for future in futures):
-                left.append((group, row, futures))
-                continue
-            for sample in self._scored(group, row, [future.result() for future in futures]):
-                self._put(sample)
-        return left
 
     def _put(self, sample: Any) -> None:
         while not self._stopped.is_set():
@@ -208,36 +194,8 @@ def _rollout_sample(sample: Sample, row: Row, group: int, metrics: dict[str, flo
     )
 
 
-class PolicyTransfer:
-    """A `weight_transfer` of TRL's `AsyncGRPOTrainer` into the embedded engine of `serving`."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._version = 0
-
-    def init_weight_transfer(self) -> None:
-        """Nothing has to be set up."""
-
-    def pause(self) -> None:
-        """Hold new calls back. Those under way go on."""
-        self._policy.client.pause(timeout=0.0)
-
-    def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy the tensors; they sample from the next token on. TRL sends only those that are trained."""
-        with _opened_on_failure(self._policy.client):
-            self._policy.load(iterator, str(self._version + 1), partial=True)
-        self._version += 1
-
-    def resume(self) -> None:
-        """Let calls go on, under the version that the trainer counts."""
-        self._policy.client.resume(str(self._version))
-
-    def destroy(self) -> None:
-        """Nothing has to be taken down."""
-
-
 class GatewayTransfer:
-    """Another `weight_transfer`, TRL's own to a vLLM server for example, with the gateway in front told of it.
+    """Wrap a `weight_transfer`, TRL's own to a vLLM server for example, and tell the gateway before the server of it.
 
     New calls wait in the gateway instead of failing, and turns are recorded under the version that the trainer counts.
     The gateway's client needs an admin key if there are keys.
@@ -248,30 +206,52 @@ class GatewayTransfer:
         self._version = 0
 
     def init_weight_transfer(self) -> None:
-        """Set the other one up."""
+        """Set up the wrapped transfer."""
         self._transfer.init_weight_transfer()
 
     def pause(self) -> None:
-        """Hold new calls back, then pause the server."""
+        """Hold new calls back, then pause the server. Calls under way are the server's to decide."""
         self._client.pause(timeout=0.0)
         with _opened_on_failure(self._client):
             self._transfer.pause()
 
-    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """As the other one does."""
+    def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send the tensors."""
         with _opened_on_failure(self._client):
             self._transfer.send_weights(iterator)
 
     def resume(self) -> None:
-        """Let the server go on, then the gateway."""
+        """Let the server go on, then the gateway, under the version that the trainer counts."""
         with _opened_on_failure(self._client):
             self._transfer.resume()
         self._version += 1
         self._client.resume(str(self._version))
 
     def destroy(self) -> None:
-        """Take the other one down."""
+        """Take down the wrapped transfer."""
         self._transfer.destroy()
+
+
+class PolicyTransfer(GatewayTransfer):
+    """A `weight_transfer` of TRL's `AsyncGRPOTrainer` into the embedded engine of `serving`.
+
+    Calls under way go on; the new weights sample from the next token on. TRL sends only tensors that are trained.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy.client, _EngineTransfer(policy))
+
+
+class _EngineTransfer:
+    """The embedded engine's part: there is nothing to set up, pause or take down."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._version = policy, 0
+        self.init_weight_transfer = self.pause = self.resume = self.destroy = lambda: None
+
+    def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._policy.load(iterator, str(self._version + 1), partial=True)
+        self._version += 1
 
 
 @contextmanager

@@ -8,6 +8,7 @@ wanted, and the trainer. It returns lists as long as `prompts`: `prompt_ids`, `c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.training.exports import trl_rollouts
 from tokentape.training.samples import MaxLength, Sample, Select
 from tokentape.training.trainers import served, temperature
-from tokentape.training.trl.agents import Agent, Rollout, row_of, run_agents
+from tokentape.training.trl.agents import Agent, Rollout, row_of, run_agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +62,15 @@ class GatewayRollouts:
             self.sync(trainer)
         mode = "train" if trainer.model.training else "eval"
         generations = trainer.num_generations if mode == "train" else trainer.num_generations_eval
-        told = {**self.metadata, "step": trainer.state.global_step, "mode": mode}
-        rollouts = run_agents(
-            self.client,
-            self.agent,
-            [row_of(prompt) for prompt in prompts],
-            [{**told, "prompt": number // generations} for number in range(len(prompts))],
-            concurrency=self.concurrency,
-            select=self.select,
-            max_length=self.max_length,
-        )
+        shared = {**self.metadata, "step": trainer.state.global_step, "mode": mode}
+
+        def run(number: int) -> Rollout:
+            metadata = {**shared, "prompt": number // generations}
+            row = row_of(prompts[number])
+            return run_agent(self.client, self.agent, row, metadata, select=self.select, max_length=self.max_length)
+
+        with ThreadPoolExecutor(self.concurrency, thread_name_prefix="tokentape-agent") as pool:
+            rollouts = list(pool.map(run, range(len(prompts))))
         samples = self._one_each(rollouts)
         sampled_at = temperature(samples, "trl")
         if sampled_at != trainer.temperature and any(sample.loss_mask.any() for sample in samples):
