@@ -5,11 +5,9 @@ the smallest stretch that both spell with whole tokens. Log-probabilities are co
 (arXiv 2503.20083 calls them chunks).
 
 A tokenization is a list with an entry per token: its `bytes`, valid UTF-8 or not, or for a special token its name, a
-`str`. `pieces` makes one with a `chat.Tokenizer`; tiktoken has `decode_single_token_bytes`.
-
-Special tokens stand for no bytes and are in no span, since the two models may have others. Those with the same name at
-the same byte are paired, `eos` with `eos` for example; one without a name is not. A span that a special token of the
-other tokenization interrupts is marked.
+`str`. `pieces` makes one with a `chat.Tokenizer`; tiktoken has `decode_single_token_bytes`. Special tokens stand for no
+bytes and are in no span. Those with the same name at the same byte are paired; one without a name is not. A span that a
+special token of the other tokenization interrupts is marked.
 """
 
 from __future__ import annotations
@@ -96,28 +94,33 @@ def align(left: Sequence[Piece], right: Sequence[Piece]) -> Alignment:
 
     Raises `InvalidRequest`, with the offset, if the two spell different bytes.
     """
-    _refuse_other_bytes(left, right)
-    sides = [_offsets(left), _offsets(right)]
-    total = int(sides[0][0][-1]) if left else 0
-    common = np.ones(total + 1, np.bool_)
-    for ends, special in sides:
-        own = np.zeros(total + 1, np.bool_)
-        own[ends[~special]] = True
-        common &= own
+    total = _same_bytes(left, right)
+    special = [np.array([isinstance(piece, str) for piece in side], np.bool_) for side in (left, right)]
+    sizes = [[len(piece) * isinstance(piece, bytes) for piece in side] for side in (left, right)]
+    ends = [np.cumsum(side, dtype=np.int64) for side in sizes]
+    boundaries = np.zeros((2, total + 1), np.bool_)
+    for side, (end, named) in enumerate(zip(ends, special, strict=True)):
+        boundaries[side, end[~named]] = True
+    common = boundaries.all(axis=0)
     common[0] = False
     span_of_byte = np.cumsum(common[:-1]).astype(np.int32)
     interrupted = np.zeros(int(common.sum()), np.bool_)
     indexes = []
-    for ends, special in sides:
-        within = ends[special & (ends > 0) & (ends < total)]
+    for end, named in zip(ends, special, strict=True):
+        within = end[named & (end > 0) & (end < total)]
         interrupted[span_of_byte[within[~common[within]]]] = True
-        index = np.full(len(ends), -1, np.int32)
+        index = np.full(len(end), -1, np.int32)
         if total:
-            starts = np.concatenate([[0], ends[:-1]])[~special]
-            index[~special] = span_of_byte[np.minimum(starts, total - 1)]
+            starts = np.concatenate([[0], end[:-1]])[~named]
+            index[~named] = span_of_byte[np.minimum(starts, total - 1)]
         indexes.append(index)
-    pairs = _pairs(left, sides[0][0], right, sides[1][0])
-    return Alignment(indexes[0], indexes[1], np.flatnonzero(common), interrupted, pairs)
+    # The first of several that have one name at one place is paired with the first, and so on.
+    waiting: dict[tuple[str, int], deque[int]] = defaultdict(deque)
+    for n in np.flatnonzero(special[1]).tolist():
+        waiting[str(right[n]), int(ends[1][n])].append(n)
+    named_left = [(str(left[n]), n, int(ends[0][n])) for n in np.flatnonzero(special[0]).tolist() if left[n]]
+    pairs = [NamedPair(name, n, found.popleft()) for name, n, end in named_left if (found := waiting[name, end])]
+    return Alignment(indexes[0], indexes[1], np.flatnonzero(common), interrupted, tuple(pairs))
 
 
 def pieces(
@@ -134,33 +137,21 @@ def pieces(
         tokenizer.token_bytes(token_id) if tokenizer.control_by_id(token_id) is None else names.get(token_id, "")
         for token_id in ids
     ]
-    if not keep_space:
-        if _spelled(tokenizer, tokenizer.encode_marked("x").ids) == b" x":
-            _remove_space(found, 0)
-        if _spelled(tokenizer, tokenizer.encode_after_control("x").ids) == b" x":
-            for n, piece in enumerate(found):
-                if isinstance(piece, str):
-                    _remove_space(found, n + 1)
+    if keep_space:
+        return found
+    first, later = (
+        b"".join(map(tokenizer.token_bytes, encode("x").ids)) == b" x"
+        for encode in (tokenizer.encode_marked, tokenizer.encode_after_control)
+    )
+    starts = [0] if first else []
+    starts += [n + 1 for n, piece in enumerate(found) if later and isinstance(piece, str)]
+    for at in starts:
+        text = b"".join(piece for piece in found[at : at + 2] if isinstance(piece, bytes))
+        piece = found[at] if at < len(found) else ""
+        # A text with two spaces had both itself.
+        if isinstance(piece, bytes) and text.startswith(b" ") and not text.startswith(b"  "):
+            found[at] = piece[1:]
     return found
-
-
-def _offsets(side: Sequence[Piece]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return the end of each token in bytes, and which tokens are special."""
-    special = np.array([isinstance(piece, str) for piece in side], np.bool_)
-    return np.cumsum([len(piece) * isinstance(piece, bytes) for piece in side], dtype=np.int64), special
-
-
-def _pairs(
-    left: Sequence[Piece], left_ends: npt.NDArray[np.int64], right: Sequence[Piece], right_ends: npt.NDArray[np.int64]
-) -> tuple[NamedPair, ...]:
-    """Pair the first with the first of several that have one name at one place, and so on."""
-    waiting: dict[tuple[str, int], deque[int]] = defaultdict(deque)
-    for n, piece in enumerate(right):
-        if isinstance(piece, str):
-            waiting[piece, int(right_ends[n])].append(n)
-    named = [(piece, n) for n, piece in enumerate(left) if isinstance(piece, str) and piece]
-    partners = ((name, n, waiting[name, int(left_ends[n])]) for name, n in named)
-    return tuple(NamedPair(name, n, found.popleft()) for name, n, found in partners if found)
 
 
 def _sums(index: SpanIndex, values: npt.ArrayLike, spans: int) -> npt.NDArray[np.float64]:
@@ -170,26 +161,14 @@ def _sums(index: SpanIndex, values: npt.ArrayLike, spans: int) -> npt.NDArray[np
     return np.bincount(index[index >= 0], given[index >= 0], spans).astype(np.float64, copy=False)
 
 
-def _refuse_other_bytes(left: Sequence[Piece], right: Sequence[Piece]) -> None:
+def _same_bytes(left: Sequence[Piece], right: Sequence[Piece]) -> int:
+    """Return how many bytes both spell. Raises `InvalidRequest` if they are not the same."""
     one, other = (b"".join(piece for piece in side if isinstance(piece, bytes)) for side in (left, right))
     if one != other:
-        least = min(len(one), len(other))
-        differing = np.flatnonzero(np.frombuffer(one[:least], np.uint8) != np.frombuffer(other[:least], np.uint8))
-        at = int(differing[0]) if len(differing) else least
+        at = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
         raise InvalidRequest(
             f"the two tokenizations spell different bytes from offset {at} on ({len(one)} and {len(other)} bytes): "
             "only tokenizations of the same bytes can be aligned. A normalizer (NFC), or a control token that is text "
             "in one of them, changes them"
         )
-
-
-def _spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
-    return b"".join(map(tokenizer.token_bytes, ids))
-
-
-def _remove_space(found: list[Piece], at: int) -> None:
-    """Remove one leading space. A text with two had both itself."""
-    text = b"".join(piece for piece in found[at : at + 2] if isinstance(piece, bytes))
-    first = found[at] if at < len(found) else ""
-    if isinstance(first, bytes) and text.startswith(b" ") and not text.startswith(b"  "):
-        found[at] = first[1:]
+    return len(one)

@@ -8,8 +8,6 @@ All but the last take and return numpy arrays, in the dtype of the given embeddi
 | `mean_of_pieces` | the mean of the tokens that its text was before (arXiv 2305.14481 and others) |
 | `token_adapt` | those, weighted by likeness and length, mixed with its nearest neighbors (arXiv 2505.09738) |
 | `normal` | a draw from a normal distribution with each dimension's mean and deviation |
-| `copies` | the row of another token |
-| `zeros` | zero |
 
 A semantic-id token has no text of its own: describe each by one (a title, a category), or take `normal`. Rows that are
 zero or equal get equal gradients in turn, so several such tokens part from each other slowly.
@@ -49,17 +47,14 @@ class Auxiliary(NamedTuple):
 
 
 def pieces_of(serving: Tokenizer, texts: Sequence[str]) -> list[Pieces]:
-    """Return the old tokens of each text. `serving` is the tokenizer without the new tokens.
+    """Return the tokens of each text in `serving`, the tokenizer without the new tokens.
 
     Raises `InvalidRequest` for an empty text.
     """
-    found = []
-    for text in texts:
-        ids = serving.encode_after_control(text).ids
-        if not ids:
-            raise InvalidRequest("a new token is described by an empty text: there is nothing to begin from")
-        found.append(Pieces(tuple(ids), tuple(len(serving.token_bytes(i)) for i in ids)))
-    return found
+    found = [serving.encode_after_control(text).ids for text in texts]
+    if not all(found):
+        raise InvalidRequest("a new token is described by an empty text: there is nothing to begin from")
+    return [Pieces(tuple(ids), tuple(len(serving.token_bytes(i)) for i in ids)) for ids in found]
 
 
 def mean_of_pieces(embeddings: Rows, pieces: Sequence[Pieces]) -> Rows:
@@ -80,32 +75,30 @@ def token_adapt(
     """Mix a weighted mean of pieces (the local estimate) with one of nearest neighbors (the global estimate).
 
     Likeness is the cosine in the auxiliary space. A piece's score is the mean of its likeness to the whole text and its
-    share of the text's length; a neighbor's is its likeness. A softmax with `temperature` makes scores weights, which
-    are applied to `embeddings`. The mixture has `global_weight` of neighbors; 0 leaves the local estimate.
+    share of the text's length; a neighbor's is its likeness. A softmax with `temperature` makes scores weights. The
+    mixture has `global_weight` of neighbors.
 
-    Without `auxiliary` the space is that of `embeddings`, and a text's place in it is the mean of its pieces: it knows
-    no more than the model. For untied output embeddings pass those, and `Auxiliary(mean_of_pieces(inputs, pieces),
-    inputs)`, so that both get the same weights.
+    Without `auxiliary` the space is that of `embeddings`, and a text's place in it is the mean of its pieces. For
+    untied output embeddings pass those, and `Auxiliary(mean_of_pieces(inputs, pieces), inputs)`, so that both get the
+    same weights.
 
     Shape [pieces, dimensions]. Raises `InvalidRequest` for an auxiliary space with other numbers of rows.
     """
     auxiliary = auxiliary or Auxiliary(mean_of_pieces(embeddings, pieces), embeddings)
-    if len(auxiliary.new) != len(pieces) or len(auxiliary.old) != len(embeddings):
+    if (len(auxiliary.new), len(auxiliary.old)) != (len(pieces), len(embeddings)):
         raise InvalidRequest(
             f"the auxiliary space has {len(auxiliary.new)} new and {len(auxiliary.old)} old rows: expected "
             f"{len(pieces)} and {len(embeddings)}, one for each token"
         )
-    old, new = _unit(auxiliary.old), _unit(auxiliary.new)
-    wide = embeddings.astype(np.float64)
+    old, new, wide = _unit(auxiliary.old), _unit(auxiliary.new), embeddings.astype(np.float64)
     rows = np.empty((len(pieces), embeddings.shape[1]))
     for n, (ids, lengths) in enumerate(pieces):
         likeness = old @ new[n]
         share = np.array(lengths) / max(sum(lengths), 1)
-        rows[n] = _softmax((likeness[list(ids)] + share) / 2, temperature) @ wide[list(ids)]
-        if global_weight:
-            nearest = np.argsort(-likeness, kind="stable")[:neighbours]
-            near = _softmax(likeness[nearest], temperature) @ wide[nearest]
-            rows[n] = (1 - global_weight) * rows[n] + global_weight * near
+        local = _softmax((likeness[list(ids)] + share) / 2, temperature) @ wide[list(ids)]
+        nearest = np.argsort(-likeness, kind="stable")[:neighbours]
+        near = _softmax(likeness[nearest], temperature) @ wide[nearest]
+        rows[n] = (1 - global_weight) * local + global_weight * near
     return rows.astype(embeddings.dtype)
 
 
@@ -114,16 +107,6 @@ def normal(embeddings: Rows, count: int, *, seed: int = 0) -> Rows:
     wide = embeddings.astype(np.float64)
     drawn = np.random.default_rng(seed).normal(wide.mean(axis=0), wide.std(axis=0), (count, embeddings.shape[1]))
     return drawn.astype(embeddings.dtype)
-
-
-def copies(embeddings: Rows, ids: Sequence[int]) -> Rows:
-    """Return the rows of these ids, shape [ids, dimensions]."""
-    return embeddings[list(ids)].copy()
-
-
-def zeros(embeddings: Rows, count: int) -> Rows:
-    """Return zeros, shape [count, dimensions]."""
-    return np.zeros((count, embeddings.shape[1]), embeddings.dtype)
 
 
 def enlarged(embeddings: Rows, training: TrainingTokenizer, rows: Mapping[str, Rows]) -> Rows:
@@ -139,20 +122,18 @@ def enlarged(embeddings: Rows, training: TrainingTokenizer, rows: Mapping[str, R
             f"the model has {len(embeddings)} rows, more than the {training.vocab_size} of the tokenizer: load it "
             "with a `multiple_of` that reaches them"
         )
+    if unknown := rows.keys() - {block.name for block in training.blocks}:
+        raise InvalidRequest(f"there is no block named {', '.join(sorted(unknown))}")
     made = np.zeros((training.vocab_size, embeddings.shape[1]), embeddings.dtype)
     made[: len(embeddings)] = embeddings
-    unknown = rows.keys() - {block.name for block in training.blocks}
-    if unknown:
-        raise InvalidRequest(f"there is no block named {', '.join(sorted(unknown))}")
     for block in training.blocks:
-        given = rows.get(block.name)
+        given, expected = rows.get(block.name), (len(block.tokens), embeddings.shape[1])
         if given is None and block.tokens == (training.pad_token,):
-            given = zeros(embeddings, 1)
-        if given is None or given.shape != (len(block.tokens), embeddings.shape[1]):
+            continue
+        if given is None or given.shape != expected:
             found = "none" if given is None else f"an array of shape {given.shape}"
-            expected = (len(block.tokens), embeddings.shape[1])
             raise InvalidRequest(f"rows for block {block.name!r}: expected shape {expected}, found {found}")
-        made[block.first_id : block.first_id + len(block.tokens)] = given
+        made[block.ids] = given
     return made
 
 
@@ -171,9 +152,8 @@ def enlarge_model(
         layers.append((output, rows if output_rows is None else output_rows))
     made = [enlarged(layer.weight.detach().float().cpu().numpy(), training, some) for layer, some in layers]
     model.resize_token_embeddings(training.vocab_size, mean_resizing=False)
-    resized = [model.get_input_embeddings(), model.get_output_embeddings()][: len(made)]
     with torch.no_grad():
-        for layer, values in zip(resized, made, strict=True):
+        for layer, values in zip((model.get_input_embeddings(), model.get_output_embeddings()), made, strict=False):
             layer.weight.copy_(torch.from_numpy(values))
     model.config.get_text_config().pad_token_id = training.pad_id
     if model.generation_config is not None:
@@ -182,11 +162,9 @@ def enlarge_model(
 
 def _unit(rows: Rows) -> npt.NDArray[np.float64]:
     wide = rows.astype(np.float64)
-    units: npt.NDArray[np.float64] = wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12)
-    return units
+    return np.asarray(wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12))
 
 
 def _softmax(scores: npt.NDArray[np.float64], temperature: float) -> npt.NDArray[np.float64]:
-    weights: npt.NDArray[np.float64] = np.exp((scores - scores.max()) / temperature)
-    weights /= weights.sum()
-    return weights
+    weights = np.exp((scores - scores.max()) / temperature)
+    return np.asarray(weights / weights.sum())

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import tokenizers
 from tokentape.audit.skew import battery
 from tokentape.audit.skew.shrink import smallest_text
 from tokentape.errors import InvalidRequest
-from tokentape.training.tokenizer import TrainingTokenizer
+from tokentape.training.tokenizer import TrainingTokenizer, token_ids
 
 PARTS = ("normalizer", "pre_tokenizer", "model", "post_processor", "decoder")
 """The parts of `tokenizer.json` that decide ids and text, besides the added tokens."""
@@ -62,7 +63,7 @@ class Proof:
     changed_spellings: tuple[int, ...]
     """Old ids that decode to another text."""
     fingerprint: str
-    """Hex SHA-256 of the `PARTS` of the old tokenizer."""
+    """Hex SHA-256 of the `PARTS` of the old tokenizer: equal for two that differ in added tokens only."""
 
     @property
     def ok(self) -> bool:
@@ -97,7 +98,7 @@ def prove(
         tokens += sum(len(encoding.ids) for encoding in before)
         changed += [found for found, a, b in zip(some, before, after, strict=True) if a.ids != b.ids]
     counterexamples = [_shrunk(source, text, one, other) for source, text in changed[:10]]
-    ids = _old_ids(old_spec)
+    ids = token_ids(old_spec)
     spellings = (each.decode_batch([[i] for i in ids], skip_special_tokens=False) for each in (one, other))
     return Proof(
         texts=texts,
@@ -106,33 +107,29 @@ def prove(
         counterexample=min(counterexamples, key=lambda found: len(found.text), default=None),
         changed_parts=_changed_parts(old_spec, new_spec),
         changed_spellings=tuple(i for i, a, b in zip(ids, *spellings, strict=True) if a != b),
-        fingerprint=byte_path_fingerprint(old_spec),
+        fingerprint=_digest({part: _digest(old_spec.get(part)) for part in PARTS}),
     )
 
 
-def byte_path_fingerprint(spec: Mapping[str, Any]) -> str:
-    """Return the hex SHA-256 of a `tokenizer.json` without its added tokens, truncation and padding."""
-    return _digest({part: _digest(spec.get(part)) for part in PARTS})
+def _shrunk(source: str, text: str, *sides: tokenizers.Tokenizer) -> Counterexample:
+    def ids(text: str) -> list[tuple[int, ...]]:
+        return [tuple(side.encode(text, add_special_tokens=False).ids) for side in sides]
 
-
-def _shrunk(source: str, text: str, old: tokenizers.Tokenizer, new: tokenizers.Tokenizer) -> Counterexample:
     def differs(text: str) -> bool:
-        one, other = (each.encode(text, add_special_tokens=False).ids for each in (old, new))
-        return bool(one != other)
+        old, new = ids(text)
+        return old != new
 
-    before, after = (each.encode(text, add_special_tokens=False) for each in (old, new))
-    pairs = zip(before.ids, after.ids, strict=False)
-    first = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(before.ids), len(after.ids)))
+    before, after = (side.encode(text, add_special_tokens=False) for side in sides)
+    first = len(commonprefix([before.ids, after.ids]))
     at = before.offsets[first][0] if first < len(before.ids) else len(text)
     # A short piece of a long text probably fails too, and is shrunk much faster.
     near = text[max(0, at - _AROUND) : at + _AROUND]
     least = smallest_text(near if differs(near) else text, differs)
-    old_ids, new_ids = (tuple(each.encode(least, add_special_tokens=False).ids) for each in (old, new))
-    return Counterexample(least, old_ids, new_ids, source)
+    return Counterexample(least, *ids(least), source)
 
 
 def _always_tried(old: tokenizers.Tokenizer, spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    ids = _old_ids(spec)
+    ids = token_ids(spec)
     drawn = np.random.default_rng(0).choice(ids, (_MIXED, _MIXED_TOKENS)).tolist()
     spelled = (old.decode_batch(rows, skip_special_tokens=False) for rows in ([[i] for i in ids], drawn))
     for text in chain(["", _CHAT, "a" * 300], *battery.texts().values(), *spelled):
@@ -156,21 +153,11 @@ def _changed_parts(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str,
     return (*parts, *(f"added token {content!r}" for content in lost))
 
 
-def _old_ids(spec: Mapping[str, Any]) -> list[int]:
-    vocab = spec["model"]["vocab"]
-    ids = {*vocab.values()} if isinstance(vocab, Mapping) else {*range(len(vocab))}
-    return sorted(ids | {token["id"] for token in spec.get("added_tokens", [])})
-
-
 def _read_spec(source: str | Path | TrainingTokenizer) -> dict[str, Any]:
-    if isinstance(source, TrainingTokenizer):
-        content = source.source
-    else:
-        path = Path(source) / "tokenizer.json"
-        if not path.is_file():
-            raise InvalidRequest(f"no tokenizer.json in {source}; a proof compares two of them")
-        content = path.read_bytes()
-    spec: dict[str, Any] = json.loads(content)
+    path = None if isinstance(source, TrainingTokenizer) else Path(source) / "tokenizer.json"
+    if path is not None and not path.is_file():
+        raise InvalidRequest(f"no tokenizer.json in {source}; a proof compares two of them")
+    spec: dict[str, Any] = json.loads(source.source if isinstance(source, TrainingTokenizer) else path.read_bytes())
     return spec
 
 

@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class TokenBlock:
         return range(self.first_id, self.first_id + len(self.tokens))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainingTokenizer:
     """A serving tokenizer with what was added. Use `TrainingTokenizer.load`.
 
@@ -64,8 +65,6 @@ class TrainingTokenizer:
     pad_id: int
     blocks: tuple[TokenBlock, ...]
     multiple_of: int
-    known: npt.NDArray[np.bool_]
-    """True for ids that are tokens, bool [vocab_size]. Elsewhere, set logits to minus infinity when sampling."""
 
     @classmethod
     def load(
@@ -97,10 +96,17 @@ class TrainingTokenizer:
             pad_id=-1,
             blocks=tuple(TokenBlock(one["name"], one["first_id"], tuple(one["tokens"])) for one in layout["blocks"]),
             multiple_of=multiple_of,
-            known=_known(json.loads(source), multiple_of),
         )
         loaded._check_blocks()
         return loaded._with_pad(pad or tokenizer.special_tokens.get("pad_token"), pad_is_eos)
+
+    @cached_property
+    def known(self) -> npt.NDArray[np.bool_]:
+        """True for ids that are tokens, bool [vocab_size]. Elsewhere, set logits to minus infinity when sampling."""
+        ids = token_ids(json.loads(self.source))
+        known = np.zeros(-(-(ids[-1] + 1) // self.multiple_of) * self.multiple_of, np.bool_)
+        known[ids] = True
+        return known
 
     @property
     def vocab_size(self) -> int:
@@ -109,9 +115,9 @@ class TrainingTokenizer:
 
     def block(self, name: str) -> TokenBlock:
         """Return the block with a name. Raises `InvalidRequest` if there is none."""
-        found = next((block for block in self.blocks if block.name == name), None)
-        if found is not None:
-            return found
+        for block in self.blocks:
+            if block.name == name:
+                return block
         names = ", ".join(block.name for block in self.blocks) or "none"
         raise InvalidRequest(f"there is no block {name!r} of tokens; there are: {names}")
 
@@ -124,27 +130,18 @@ class TrainingTokenizer:
         Raises `InvalidRequest` for a token that exists, contains another control token, or has only letters, digits and
         white space, as ordinary text does; and for a block of that name with other tokens.
         """
-        for block in self.blocks:
-            if block.name == name:
-                if block.tokens == tuple(tokens):
-                    return self
-                raise InvalidRequest(f"there is a block {name!r} with other tokens: give the new ones another name")
-        spec = json.loads(self.source)
-        first = self.tokenizer.vocab_size
+        if name in {block.name for block in self.blocks}:
+            if self.block(name).tokens == tuple(tokens):
+                return self
+            raise InvalidRequest(f"there is a block {name!r} with other tokens: give the new ones another name")
+        spec, block = json.loads(self.source), TokenBlock(name, self.tokenizer.vocab_size, tuple(tokens))
         _check_new(tokens, spec, self.tokenizer)
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
-        spec["added_tokens"] = [
-            *spec.get("added_tokens", []),
-            *({"id": first + n, "content": token, **flags} for n, token in enumerate(tokens)),
-        ]
+        added = [{"id": i, "content": token, **flags} for i, token in zip(block.ids, tokens, strict=True)]
+        spec["added_tokens"] = spec.get("added_tokens", []) + added
         source = json.dumps(spec, ensure_ascii=False, separators=(",", ":")).encode()
-        made = replace(
-            self,
-            tokenizer=self.tokenizer.with_files(source, self.tokenizer.config),
-            source=source,
-            known=_known(spec, self.multiple_of),
-            blocks=(*self.blocks, TokenBlock(name, first, tuple(tokens))),
-        )
+        tokenizer = self.tokenizer.with_files(source, self.tokenizer.config)
+        made = replace(self, tokenizer=tokenizer, source=source, blocks=(*self.blocks, block))
         made._check_blocks()
         return made
 
@@ -192,15 +189,11 @@ class TrainingTokenizer:
         }
         if (self.folder / _TEMPLATE).is_file() and self.folder.resolve() != folder.resolve():
             shutil.copyfile(self.folder / _TEMPLATE, folder / _TEMPLATE)
-        if (self.folder / _GENERATION).is_file():
-            generation = {**_read_json(self.folder / _GENERATION), "pad_token_id": self.pad_id}
-            write_durably(folder / _GENERATION, _json_bytes(generation))
-        for name, value in (
-            ("tokenizer_config.json", config),
-            ("special_tokens_map.json", tokens),
-            (_LAYOUT, layout),
-        ):
-            write_durably(folder / name, _json_bytes(value))
+        files = {"tokenizer_config.json": config, "special_tokens_map.json": tokens, _LAYOUT: layout}
+        if generation := _read_json(self.folder / _GENERATION):
+            files[_GENERATION] = {**generation, "pad_token_id": self.pad_id}
+        for name, value in files.items():
+            write_durably(folder / name, (json.dumps(value, ensure_ascii=False, indent=2) + "\n").encode())
         write_durably(folder / "tokenizer.json", self.source)
 
     def _with_pad(self, pad: str | None, pad_is_eos: bool) -> TrainingTokenizer:
@@ -208,9 +201,7 @@ class TrainingTokenizer:
             raise InvalidRequest(
                 f"the tokenizer in {self.folder} names no padding token: give one with `pad`, such as '<|pad|>'", "pad"
             )
-        made = self
-        if self.tokenizer.added_token(pad) is None:
-            made = self.with_block("pad", [pad], special=True)
+        made = self.with_block("pad", [pad], special=True) if self.tokenizer.added_token(pad) is None else self
         token = made.tokenizer.added_token(pad)
         if token is None or token.is_space:
             raise InvalidRequest(f"{pad!r} can't be a padding token: it is white space", "pad")
@@ -250,13 +241,11 @@ _MAPPED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """The special tokens of a special_tokens_map.json."""
 
 
-def _known(spec: Mapping[str, Any], multiple_of: int) -> npt.NDArray[np.bool_]:
+def token_ids(spec: Mapping[str, Any]) -> list[int]:
+    """Return the ids of all tokens of a `tokenizer.json`, sorted."""
     vocab = spec["model"]["vocab"]
-    ids = [*vocab.values()] if isinstance(vocab, Mapping) else [*range(len(vocab))]
-    ids += [token["id"] for token in spec.get("added_tokens", [])]
-    known = np.zeros(-(-(max(ids) + 1) // multiple_of) * multiple_of, np.bool_)
-    known[ids] = True
-    return known
+    ids = {*vocab.values()} if isinstance(vocab, Mapping) else {*range(len(vocab))}
+    return sorted(ids | {token["id"] for token in spec.get("added_tokens", [])})
 
 
 def _check_new(tokens: Sequence[str], spec: Mapping[str, Any], tokenizer: Tokenizer) -> None:
@@ -278,7 +267,3 @@ def _check_new(tokens: Sequence[str], spec: Mapping[str, Any], tokenizer: Tokeni
 def _read_json(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
     return found
-
-
-def _json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, ensure_ascii=False, indent=2) + "\n").encode()
