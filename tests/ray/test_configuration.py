@@ -10,7 +10,7 @@ import pytest
 from tokentape.config import ServeConfig
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway.keys import Keys, session_in_key
-from tokentape.ray import app, gateway_app, installed
+from tokentape.ray import app, data, gateway_app
 
 
 def test_importing_it_does_not_load_ray() -> None:
@@ -31,7 +31,7 @@ def test_workers_are_refused() -> None:
 
 
 def test_where_ray_is_not_installed_it_says_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    monkeypatch.setattr(data, "find_spec", lambda name: None)
     with pytest.raises(TokentapeError, match=r"pip install 'tokentape\[ray\]'"):
         gateway_app(ServeConfig(store="postgresql://h/d"))
 

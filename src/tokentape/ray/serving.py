@@ -15,7 +15,7 @@ from tokentape.config import ServeConfig, resolve, settings
 from tokentape.errors import InvalidRequest, StoreError
 from tokentape.gateway.logs import logging_to
 from tokentape.opening import open_app, open_renderer, served_model, synchronous
-from tokentape.ray.installed import require_ray
+from tokentape.ray.data import require_ray
 from tokentape.settings import env_name
 from tokentape.store.location import note_served_model, open_store
 
@@ -26,9 +26,9 @@ DEPLOYMENT = "Tokentape"
 """The deployment's name, by which a Serve config file gives it other options."""
 
 MOST_CALLS = 1000
-"""Calls under way per replica, unless options say otherwise. Serve's own 5 is for models; calls here mostly wait."""
+"""Calls under way per replica by default. Serve's own 5 is for models; calls here mostly wait."""
 
-_FAREWELL_SECONDS = 15.0
+_CLOSING_SECONDS = 15.0
 """For closing the engine and the record, besides the time that calls have."""
 
 
@@ -51,7 +51,7 @@ def gateway_app(config: ServeConfig, **options: Any) -> Application:
         raise InvalidRequest(
             f"{config.workers} workers: on Ray Serve, num_replicas says how many processes there are", "workers"
         )
-    # What can't be read is told here, not by replicas that don't start.
+    # Raise here what would keep replicas from starting.
     config.all_keys()
     require_ray()
     from ray import serve
@@ -60,7 +60,7 @@ def gateway_app(config: ServeConfig, **options: Any) -> Application:
         **{
             "name": DEPLOYMENT,
             "max_ongoing_requests": MOST_CALLS,
-            "graceful_shutdown_timeout_s": config.drain_seconds + _FAREWELL_SECONDS,
+            "graceful_shutdown_timeout_s": config.drain_seconds + _CLOSING_SECONDS,
             "request_router_config": {"request_router_class": "tokentape.ray.affinity.SessionRouter"},
             **options,
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -128,17 +128,19 @@ class Store:
         with self.reading() as connection:
             return reads.load_media(connection, session_id, sha256)
 
+    def session_ids(self) -> Iterator[str]:
+        """Yield the id of every session in order of creation."""
+        after = 0
+        while page := self.sessions(limit=1000, after=after):
+            yield from (summary.info.session_id for summary in page)
+            after = page[-1].position
+
     def iter_sessions(self, *, per_token: bool = False) -> Iterator[StoredSession]:
         """Yield every session in order of creation, loading one at a time. Raises as `load_session`."""
-        after = 0
-        while page := self.sessions(after=after):
-            for summary in page:
-                try:
-                    session = self.load_session(summary.info.session_id, per_token=per_token)
-                except NotFound:
-                    continue  # deleted since the page was read
-                yield session
-            after = page[-1].position
+        for session_id in self.session_ids():
+            # It may have been deleted since the page was read.
+            with suppress(NotFound):
+                yield self.load_session(session_id, per_token=per_token)
 
     def extra_names(self, session_ids: Collection[str] | None = None) -> ExtraNames:
         """Return the names of all columns and payloads of these sessions, of all if None."""
