@@ -1,7 +1,8 @@
 """The durable record of sessions. `verify` checks one from outside: `from tokentape.store.verify import verify`."""
 
 from tokentape.store.base import Store
-from tokentape.store.reads import SessionSummary, StoredSession
+from tokentape.store.listing import SessionSummary
+from tokentape.store.reads import StoredSession
 from tokentape.store.rows import Record
 from tokentape.store.sqlite import SqliteStore
 

@@ -15,7 +15,8 @@ from tokentape.errors import NotFound, StoreError
 from tokentape.session.arrow import ExtraNames
 from tokentape.store import reads, writes
 from tokentape.store.commit import Claims, CommitQueue, Failure, Work
-from tokentape.store.reads import Extent, SessionState, SessionSummary, StoredSession
+from tokentape.store.listing import SessionSummary, list_sessions
+from tokentape.store.reads import Extent, SessionState, StoredSession
 from tokentape.store.rows import Record
 from tokentape.types import Media, Turn
 
@@ -82,7 +83,7 @@ class Store:
         With `owner` only those of one API key.
         """
         with self.reading() as connection:
-            return reads.list_sessions(connection, limit, after, owner)
+            return list_sessions(connection, limit, after, owner)
 
     def load_session(self, session_id: str, *, per_token: bool = False, extent: Extent | None = None) -> StoredSession:
         """Return a session with its hash chain checked; the arrays are read-only.

@@ -1,4 +1,4 @@
-"""Sessions as somebody looks for them: filtered, sorted, a page at a time; and whether one has changed."""
+"""List sessions: filtered, sorted, a page at a time; and tell whether a session has changed."""
 
 from __future__ import annotations
 
@@ -45,29 +45,31 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class ListedSession:
-    """One line of a page."""
+class SessionSummary:
+    """One line of a listing."""
 
     info: SessionInfo
+    position: int
+    """Rank in order of creation. Grows, never reused, may have gaps: the cursor for the next page."""
     turns: int
-    forks: int
-    aborted: int
     tokens: int
-    """Unique tokens: each added or sampled token once."""
+    """Unique tokens: each added or sampled token once, however many contexts it was part of."""
     sampled_tokens: int
-    reward: float | None
+    forks: int = 0
+    aborted: int = 0
+    reward: float | None = None
     """The session's newest, else the newest of one of its paths."""
-    last_at: float | None
+    last_at: float | None = None
     """Unix seconds of its last turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedPage:
-    """Some of the sessions that were wanted."""
+    """A page of the listed sessions."""
 
     total: int
-    """All of them."""
-    sessions: tuple[ListedSession, ...]
+    """The number of sessions on all pages."""
+    sessions: tuple[SessionSummary, ...]
 
 
 def list_page(connection: Connection, wanted: Listing) -> ListedPage:
@@ -81,7 +83,24 @@ def list_page(connection: Connection, wanted: Listing) -> ListedPage:
     ordered = [position] if wanted.sort == "created" else [order, position]
     chosen = select(table.c.position).where(*conditions).order_by(*ordered).limit(wanted.limit).offset(wanted.offset)
     positions = list(connection.execute(chosen).scalars())
-    columns = [
+    found = {one.position: one for one in _summaries(connection, table.c.position.in_(positions))}
+    return ListedPage(total, tuple(found[position] for position in positions))
+
+
+def list_sessions(connection: Connection, limit: int, after: int, owner: str | None) -> list[SessionSummary]:
+    """Return up to `limit` sessions with a position greater than `after`, in order of position.
+
+    `owner` None stands for all owners.
+    """
+    table = schema.sessions
+    conditions = [table.c.position > after, *([] if owner is None else [table.c.owner == owner])]
+    page = select(table.c.position).where(*conditions).order_by(table.c.position).limit(limit)
+    return _summaries(connection, table.c.position.in_(page))
+
+
+def _summaries(connection: Connection, condition: ColumnElement[bool]) -> list[SessionSummary]:
+    statement = select(
+        schema.sessions,
         _of_turns(func.count()).label("turns"),
         _of_turns(func.count(schema.turns.c.fork)).label("forks"),
         _aborted().label("aborted"),
@@ -89,21 +108,21 @@ def list_page(connection: Connection, wanted: Listing) -> ListedPage:
         _sampled_bytes().label("sampled_bytes"),
         _of_turns(func.max(schema.turns.c.created_at)).label("last_at"),
         _reward().label("reward"),
-    ]
-    found = {
-        row.position: ListedSession(
+    )
+    return [
+        SessionSummary(
             info=decode_session(row),
+            position=row.position,
             turns=row.turns,
-            forks=row.forks,
-            aborted=row.aborted,
             tokens=(row.added_bytes + row.sampled_bytes) // _BYTES_PER_ID,
             sampled_tokens=row.sampled_bytes // _BYTES_PER_ID,
+            forks=row.forks,
+            aborted=row.aborted,
             reward=row.reward,
             last_at=row.last_at,
         )
-        for row in connection.execute(select(table, *columns).where(table.c.position.in_(positions)))
-    }
-    return ListedPage(total, tuple(found[position] for position in positions))
+        for row in connection.execute(statement.where(condition).order_by(schema.sessions.c.position))
+    ]
 
 
 def session_extent(connection: Connection, session_id: str) -> tuple[str, Extent]:

@@ -1,4 +1,4 @@
-"""What a read does inside its transaction: listings and whole sessions."""
+"""Reads of sessions, each within the transaction of its connection."""
 
 from __future__ import annotations
 
@@ -27,19 +27,6 @@ from tokentape.store.rows import (
     decode_turn,
 )
 from tokentape.types import Answer, Event, Media, Reward, SessionInfo, Setup, Trajectory, Turn, TurnColumn, TurnPayload
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSummary:
-    """One line of a listing."""
-
-    info: SessionInfo
-    position: int
-    """Rank in order of creation. Grows, never reused, may have gaps: the cursor for the next page."""
-    turns: int
-    tokens: int
-    """Unique tokens: each added or sampled token once, however many contexts it was part of."""
-    sampled_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,43 +82,6 @@ class Extent:
     """Columns up to this position."""
     last_event: int = 0
     """Events up to this position."""
-
-
-def list_sessions(connection: Connection, limit: int, after: int, owner: str | None) -> list[SessionSummary]:
-    """Return up to `limit` sessions with a position greater than `after`, in order of position.
-
-    `owner` None stands for everybody's.
-    """
-    page = (
-        select(schema.sessions)
-        .where(schema.sessions.c.position > after, *([] if owner is None else [schema.sessions.c.owner == owner]))
-        .order_by(schema.sessions.c.position)
-        .limit(limit)
-        .subquery()
-    )
-    added = func.coalesce(func.sum(func.length(schema.turns.c.added_ids)), 0)
-    sampled = func.coalesce(func.sum(func.length(schema.turns.c.completion_ids)), 0)
-    statement = (
-        select(
-            page,
-            func.count(schema.turns.c.seq).label("turns"),
-            added.label("added_bytes"),
-            sampled.label("sampled_bytes"),
-        )
-        .select_from(page.outerjoin(schema.turns, schema.turns.c.session_id == page.c.session_id))
-        .group_by(*page.c)
-        .order_by(page.c.position)
-    )
-    return [
-        SessionSummary(
-            info=decode_session(row),
-            position=row.position,
-            turns=row.turns,
-            tokens=(row.added_bytes + row.sampled_bytes) // _BYTES_PER_ID,
-            sampled_tokens=row.sampled_bytes // _BYTES_PER_ID,
-        )
-        for row in connection.execute(statement)
-    ]
 
 
 def load_session(
@@ -279,9 +229,6 @@ def _names(connection: Connection, table: Table, session_ids: Collection[str] | 
     for some in batched(session_ids, 500):
         found.update(connection.execute(statement.where(table.c.session_id.in_(some))).scalars())
     return sorted(found)
-
-
-_BYTES_PER_ID = 4
 
 
 _OF_SESSION = schema.turns.c.session_id == bindparam("session_id")

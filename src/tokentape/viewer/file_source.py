@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from tokentape.errors import InvalidRequest, NotFound
 from tokentape.session.arrow import iter_parquet, open_parquet
 from tokentape.session.jsonl import read_jsonl_places
-from tokentape.store.listing import ANY_FORK, NO_FORK, ListedPage, ListedSession, Listing, SortKey
+from tokentape.store.listing import ANY_FORK, NO_FORK, ListedPage, Listing, SessionSummary, SortKey
 from tokentape.types import SessionInfo, Trajectory
 from tokentape.viewer.source import SessionView, TurnNode
 
@@ -55,26 +54,24 @@ class FileSource:
             line = _Line(one.leaf, one.turns, tuple(own), one.verdict, one.reward, place)
             self._lines.setdefault(one.session_id, []).append(line)
             self._metadata.setdefault(one.session_id, dict(one.metadata))
-        self._listed = [self._summary(session_id) for session_id in self._lines]
+        self._listed = [self._summary(n, session_id) for n, session_id in enumerate(self._lines)]
 
     def page(self, wanted: Listing) -> ListedPage:
         """Some sessions; all of them are nobody's."""
-        search = wanted.search.casefold()
+        search, least, most = wanted.search.casefold(), wanted.reward_min, wanted.reward_max
         found = [
-            (position, one)
-            for position, one in enumerate(self._listed)
+            one
+            for one in self._listed
             if (wanted.session_ids is None or one.info.session_id in wanted.session_ids)
             and (search in one.info.session_id.casefold() or search in _text(one.info.metadata))
             and self._forked(one, wanted.fork)
-            and (wanted.reward_min is None or (one.reward is not None and one.reward >= wanted.reward_min))
-            and (wanted.reward_max is None or (one.reward is not None and one.reward <= wanted.reward_max))
+            and (least is None or (one.reward is not None and one.reward >= least))
+            and (most is None or (one.reward is not None and one.reward <= most))
         ]
-        values = [(_sort_value(wanted.sort, one), position, one) for position, one in found]
         # What has no value comes last in either order.
-        known = sorted((row for row in values if row[0] is not None), key=itemgetter(0, 1), reverse=wanted.descending)
-        rest = sorted((row for row in values if row[0] is None), key=itemgetter(1), reverse=wanted.descending)
-        shown = (known + rest)[wanted.offset : wanted.offset + wanted.limit]
-        return ListedPage(len(found), tuple(one for *_, one in shown))
+        found.sort(key=lambda one: (_sort_value(wanted.sort, one), one.position), reverse=wanted.descending)
+        found.sort(key=lambda one: wanted.sort == "reward" and one.reward is None)
+        return ListedPage(len(found), tuple(found[wanted.offset : wanted.offset + wanted.limit]))
 
     def version(self, session_id: str) -> tuple[str, str]:
         """Nobody's, and always the same. Raises `NotFound`."""
@@ -107,22 +104,21 @@ class FileSource:
     def _info(self, session_id: str) -> SessionInfo:
         return SessionInfo(session_id, 0.0, self._metadata[session_id])
 
-    def _summary(self, session_id: str) -> ListedSession:
+    def _summary(self, position: int, session_id: str) -> SessionSummary:
         lines = self._lines[session_id]
         own = {seq: sizes for line in lines for seq, sizes in zip(line.turns, line.own_tokens, strict=True)}
         sampled = sum(size for _, size in own.values())
-        return ListedSession(
+        return SessionSummary(
             info=self._info(session_id),
+            position=position,
             turns=len(own),
             forks=sum(_cause(line.verdict) is not None for line in lines),
-            aborted=0,
             tokens=sampled + sum(size for size, _ in own.values()),
             sampled_tokens=sampled,
             reward=next((line.reward for line in reversed(lines) if line.reward is not None), None),
-            last_at=None,
         )
 
-    def _forked(self, one: ListedSession, fork: str) -> bool:
+    def _forked(self, one: SessionSummary, fork: str) -> bool:
         if fork in (ANY_FORK, NO_FORK):
             return bool(one.forks) == (fork == ANY_FORK)
         return not fork or any(_cause(line.verdict) == fork for line in self._lines[one.info.session_id])
@@ -156,12 +152,14 @@ def _text(metadata: Any) -> str:
     return json.dumps(metadata, ensure_ascii=False).casefold()
 
 
-def _sort_value(sort: SortKey, one: ListedSession) -> Any:
+def _sort_value(sort: SortKey, one: SessionSummary) -> Any:
     match sort:
         case "created":
-            return 0
+            return one.position
         case "session":
             return one.info.session_id
+        case "reward":
+            return one.reward or 0.0
         case "sampled":
             return one.sampled_tokens
     return getattr(one, sort)

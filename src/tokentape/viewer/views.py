@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape.chat.tokenizer import Tokenizer
-from tokentape.store.listing import ListedSession
+from tokentape.store.listing import SessionSummary
 from tokentape.types import Provenance, Trajectory
 from tokentape.viewer.binary import pack
 from tokentape.viewer.source import SessionView, TurnNode
@@ -19,7 +19,7 @@ from tokentape.viewer.texts import token_texts
 PROVENANCE = {int(code): code.name.lower() for code in Provenance}
 
 
-def listed(one: ListedSession) -> dict[str, Any]:
+def listed(one: SessionSummary) -> dict[str, Any]:
     """A line of the list."""
     return {
         "session_id": one.info.session_id,
