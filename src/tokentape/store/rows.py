@@ -6,11 +6,11 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple
-from functools import lru_cache
+from functools import lru_cache, wraps
 from sys import intern
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from sqlalchemy import Row, Table
@@ -60,9 +60,17 @@ def encode(record: Record) -> tuple[Table, Values]:
                 "owner": _text(record.owner),
             }
         case Setup():
-            return schema.setups, _encode_setup(record)
+            return schema.setups, {
+                "digest": record.digest,
+                "tools": json_in_order(record.tools),
+                "template_kwargs": json_in_order(record.template_kwargs),
+                "date": _text(record.date),
+                "fingerprint": _text(record.fingerprint),
+            }
         case Media():
-            return schema.media, _encode_media(record)
+            if hashlib.sha256(record.data).hexdigest() != record.sha256:
+                raise InvariantViolation(f"media claim the hash {record.sha256!r}, their bytes have another")
+            return schema.media, {"sha256": record.sha256, "mime": _text(record.mime), "data": record.data}
         case Turn():
             return schema.turns, _encode_turn(record)
         case Answer():
@@ -78,145 +86,142 @@ def encode(record: Record) -> tuple[Table, Values]:
                 "created_at": _real(record.created_at),
             }
         case TurnColumn():
-            return schema.token_columns, _encode_column(record)
+            data = array_bytes("values", record.values)
+            return schema.token_columns, {
+                "session_id": _text(record.session_id),
+                "turn": record.turn,
+                "name": _text(record.name),
+                "data": data,
+                "crc32": zlib.crc32(data),
+                "created_at": _real(record.created_at),
+            }
         case TurnPayload():
             return schema.token_payloads, _encode_payload(record)
 
 
+_Decoded = TypeVar("_Decoded")
+_Decode: TypeAlias = Callable[[Row[Any]], _Decoded]
+
+
+def _decoder(name: Callable[[Row[Any]], str]) -> Callable[[_Decode[_Decoded]], _Decode[_Decoded]]:
+    """Make what a decoder raises on damaged values a `StoreCorrupt` that says which row can't be read."""
+
+    def decorate(decode: _Decode[_Decoded]) -> _Decode[_Decoded]:
+        @wraps(decode)
+        def decoded(row: Row[Any]) -> _Decoded:
+            try:
+                return decode(row)
+            except (TypeError, ValueError, RecursionError, zlib.error) as error:
+                raise StoreCorrupt(f"{name(row)} can't be read ({type(error).__name__})") from error
+
+        return decoded
+
+    return decorate
+
+
+@_decoder(lambda row: f"session {row.session_id!r}")
 def decode_session(row: Row[Any]) -> SessionInfo:
-    """Return the session of a row of `schema.sessions`. Raises `StoreCorrupt` if it can't be one."""
-    try:
-        return SessionInfo(row.session_id, float(row.created_at), dict(json.loads(row.metadata)), row.owner)
-    except _UNDECODABLE as error:
-        raise StoreCorrupt(f"session {row.session_id!r} can't be read ({type(error).__name__})") from error
+    """Return the session of a row of `schema.sessions`. Like each decoder, raises `StoreCorrupt` if it can't be one."""
+    return SessionInfo(row.session_id, float(row.created_at), dict(json.loads(row.metadata)), row.owner)
 
 
+@_decoder(lambda row: f"setup {row.digest!r}")
 def decode_setup(row: Row[Any]) -> Setup:
-    """Return the setup of a row of `schema.setups`.
-
-    Raises `StoreCorrupt` if it can't be one or is not the one that its digest names.
-    """
-    try:
-        setup = Setup(
-            tools=tuple(json.loads(row.tools)),
-            template_kwargs=json.loads(row.template_kwargs),
-            date=row.date,
-            fingerprint=row.fingerprint,
-        )
-        digest = setup.digest
-    except _UNDECODABLE as error:
-        raise StoreCorrupt(f"setup {row.digest!r} can't be read ({type(error).__name__})") from error
-    if digest != row.digest:
-        raise StoreCorrupt(f"setup {row.digest!r} has the contents of {digest!r}")
+    """Return the setup of a row of `schema.setups`, which must be the one that its digest names."""
+    setup = Setup(tuple(json.loads(row.tools)), json.loads(row.template_kwargs), row.date, row.fingerprint)
+    if setup.digest != row.digest:
+        raise StoreCorrupt(f"setup {row.digest!r} has the contents of {setup.digest!r}")
     return setup
 
 
 def decode_media(row: Row[Any]) -> Media:
-    """Return the media of a row of `schema.media`. Raises `StoreCorrupt` if they are not those that the hash names."""
+    """Return the media of a row of `schema.media`, whose bytes must have the hash that names them."""
     if not isinstance(row.data, bytes) or hashlib.sha256(row.data).hexdigest() != row.sha256:
         raise StoreCorrupt(f"media {row.sha256!r} have another hash")
     return Media(row.sha256, row.mime, row.data)
 
 
+@_decoder(lambda row: f"turn {row.seq} of session {row.session_id!r}")
 def decode_turn(row: Row[Any]) -> Turn:
     """Return the turn of a row of `schema.turns`; its id and logprob arrays are read-only views of the blobs.
 
-    What turns have in common is one object for all of them: gateways keep many in memory.
-
-    Raises `StoreCorrupt` if it can't be one. The digest is not checked: that takes the parent.
+    Turns share one object for equal setups, engines and versions: gateways keep many turns in memory. The digest is not
+    checked, since that takes the parent.
     """
-    try:
-        return Turn(
-            session_id=row.session_id,
-            seq=row.seq,
-            parent=row.parent,
-            setup=intern(row.setup),
-            messages=tuple(_inflate(row.messages)),
-            reply=_inflate(row.reply),
-            added_ids=array_from_bytes("added_ids", row.added_ids),
-            added_provenance=array_from_bytes("added_provenance", zlib.decompress(row.added_provenance)),
-            completion_ids=array_from_bytes("completion_ids", row.completion_ids),
-            logprobs=array_from_bytes("logprobs", row.logprobs),
-            finish_reason=row.finish_reason,
-            stop=json.loads(row.stop),
-            fork=row.fork,
-            sampling=_sampling(row.sampling),
-            engine=intern(row.engine),
-            weight_version=intern(row.weight_version),
-            created_at=row.created_at,
-            digest=row.digest,
-            weight_changes=tuple((at, version) for at, version in json.loads(row.weight_changes or "[]")),
-            abort_cause=row.abort_cause,
-            sampled_from=_distribution(row.sampled_from),
-            logprobs_of=_distribution(row.logprobs_of),
-            resumes=tuple(Resume(**one) for one in json.loads(row.resumes or "[]")),
-            adapter=row.adapter,
-        )
-    except _UNDECODABLE as error:
-        raise StoreCorrupt(
-            f"turn {row.seq} of session {row.session_id!r} can't be read ({type(error).__name__})"
-        ) from error
+    return Turn(
+        session_id=row.session_id,
+        seq=row.seq,
+        parent=row.parent,
+        setup=intern(row.setup),
+        messages=tuple(_inflate(row.messages)),
+        reply=_inflate(row.reply),
+        added_ids=array_from_bytes("added_ids", row.added_ids),
+        added_provenance=array_from_bytes("added_provenance", zlib.decompress(row.added_provenance)),
+        completion_ids=array_from_bytes("completion_ids", row.completion_ids),
+        logprobs=array_from_bytes("logprobs", row.logprobs),
+        finish_reason=row.finish_reason,
+        stop=json.loads(row.stop),
+        fork=row.fork,
+        sampling=_sampling(row.sampling),
+        engine=intern(row.engine),
+        weight_version=intern(row.weight_version),
+        created_at=row.created_at,
+        digest=row.digest,
+        weight_changes=tuple((at, version) for at, version in json.loads(row.weight_changes or "[]")),
+        abort_cause=row.abort_cause,
+        sampled_from=_distribution(row.sampled_from),
+        logprobs_of=_distribution(row.logprobs_of),
+        resumes=tuple(Resume(**one) for one in json.loads(row.resumes or "[]")),
+        adapter=row.adapter,
+    )
 
 
+@_decoder(lambda row: f"an answer of session {row.session_id!r}")
 def decode_answer(row: Row[Any]) -> Answer:
-    """Return the answer of a row of `schema.answers`. Raises `StoreCorrupt` if it can't be one."""
-    try:
-        return Answer(
-            session_id=row.session_id,
-            reply_id=row.reply_id,
-            turns=tuple(range(row.first_turn, row.first_turn + row.choices)),
-            key=row.key,
-            body_digest=row.body_digest.hex(),
-            created_at=float(row.created_at),
-            top_logprobs=() if row.top_logprobs is None else _tuples(_inflate(row.top_logprobs)),
-        )
-    except _UNDECODABLE as error:
-        raise StoreCorrupt(f"an answer of session {row.session_id!r} can't be read ({type(error).__name__})") from error
+    """Return the answer of a row of `schema.answers`."""
+    return Answer(
+        session_id=row.session_id,
+        reply_id=row.reply_id,
+        turns=tuple(range(row.first_turn, row.first_turn + row.choices)),
+        key=row.key,
+        body_digest=row.body_digest.hex(),
+        created_at=float(row.created_at),
+        top_logprobs=() if row.top_logprobs is None else _tuples(_inflate(row.top_logprobs)),
+    )
 
 
+@_decoder(lambda row: f"a reward of session {row.session_id!r}")
 def decode_reward(row: Row[Any]) -> Reward:
-    """Return the reward of a row of `schema.rewards`. Raises `StoreCorrupt` if it can't be one."""
-    try:
-        if row.scope not in ("session", "turn", "trajectory") or (row.scope == "session") != (row.turn is None):
-            raise ValueError("a scope that does not fit")
-        turn, leaf = (None, row.turn) if row.scope == "trajectory" else (row.turn, None)
-        return Reward(row.session_id, turn, float(row.value), float(row.created_at), leaf)
-    except _UNDECODABLE as error:
-        raise StoreCorrupt(f"a reward of session {row.session_id!r} can't be read ({type(error).__name__})") from error
+    """Return the reward of a row of `schema.rewards`."""
+    if row.scope not in ("session", "turn", "trajectory") or (row.scope == "session") != (row.turn is None):
+        raise ValueError("a scope that does not fit")
+    turn, leaf = (None, row.turn) if row.scope == "trajectory" else (row.turn, None)
+    return Reward(row.session_id, turn, float(row.value), float(row.created_at), leaf)
 
 
+@_decoder(lambda row: f"an event of session {row.session_id!r}")
 def decode_event(row: Row[Any]) -> Event:
-    """Return the event of a row of `schema.events`. Raises `StoreCorrupt` if it can't be one."""
-    try:
-        return Event(row.session_id, row.turn, row.kind, dict(json.loads(row.body)), float(row.created_at))
-    except _UNDECODABLE as error:
-        raise StoreCorrupt(f"an event of session {row.session_id!r} can't be read ({type(error).__name__})") from error
+    """Return the event of a row of `schema.events`."""
+    return Event(row.session_id, row.turn, row.kind, dict(json.loads(row.body)), float(row.created_at))
 
 
+@_decoder(lambda row: f"a column of session {row.session_id!r}")
 def decode_column(row: Row[Any]) -> TurnColumn:
-    """Return the column of a row of `schema.token_columns`. Raises `StoreCorrupt` if it can't be one."""
-    try:
-        values = array_from_bytes("values", _unspoiled(row.data, row.crc32))
-        if not np.isfinite(values).all():
-            raise ValueError("a value that is no number")
-        return TurnColumn(row.session_id, row.turn, row.name, values, float(row.created_at))
-    except _UNDECODABLE as error:
-        raise StoreCorrupt(f"a column of session {row.session_id!r} can't be read ({type(error).__name__})") from error
+    """Return the column of a row of `schema.token_columns`."""
+    values = array_from_bytes("values", _unspoiled(row.data, row.crc32))
+    if not np.isfinite(values).all():
+        raise ValueError("a value that is no number")
+    return TurnColumn(row.session_id, row.turn, row.name, values, float(row.created_at))
 
 
+@_decoder(lambda row: f"a payload of session {row.session_id!r}")
 def decode_payload(row: Row[Any]) -> TurnPayload:
-    """Return the payload of a row of `schema.token_payloads`. Raises `StoreCorrupt` if it can't be one."""
-    try:
-        packed = rows_from_bytes(row.packed, json.loads(row.shape), _unspoiled(row.data, row.crc32))
-        if row.dtype not in ROW_DTYPES:
-            raise ValueError("rows of a type that is not stored")
-        rows = packed.astype(np.dtype(row.dtype).newbyteorder("="), copy=False)
-        return TurnPayload(row.session_id, row.turn, row.name, int(row.start), rows)
-    except _UNDECODABLE as error:
-        raise StoreCorrupt(f"a payload of session {row.session_id!r} can't be read ({type(error).__name__})") from error
-
-
-_UNDECODABLE = (TypeError, ValueError, RecursionError, zlib.error)
+    """Return the payload of a row of `schema.token_payloads`."""
+    packed = rows_from_bytes(row.packed, json.loads(row.shape), _unspoiled(row.data, row.crc32))
+    if row.dtype not in ROW_DTYPES:
+        raise ValueError("rows of a type that is not stored")
+    rows = packed.astype(np.dtype(row.dtype).newbyteorder("="), copy=False)
+    return TurnPayload(row.session_id, row.turn, row.name, int(row.start), rows)
 
 
 @lru_cache(maxsize=256)
@@ -233,22 +238,6 @@ def _distribution(text: str | None) -> TokenDistribution | None:
 @lru_cache(maxsize=256)
 def _distribution_text(distribution: TokenDistribution | None) -> str | None:
     return None if distribution is None else canonical_json(astuple(distribution))
-
-
-def _encode_setup(setup: Setup) -> Values:
-    return {
-        "digest": setup.digest,
-        "tools": json_in_order(setup.tools),
-        "template_kwargs": json_in_order(setup.template_kwargs),
-        "date": _text(setup.date),
-        "fingerprint": _text(setup.fingerprint),
-    }
-
-
-def _encode_media(media: Media) -> Values:
-    if hashlib.sha256(media.data).hexdigest() != media.sha256:
-        raise InvariantViolation(f"media claim the hash {media.sha256!r}, their bytes have another")
-    return {"sha256": media.sha256, "mime": _text(media.mime), "data": media.data}
 
 
 def _encode_turn(turn: Turn) -> Values:
@@ -305,18 +294,6 @@ def _encode_reward(reward: Reward) -> Values:
         "value": _real(reward.value),
         "created_at": _real(reward.created_at),
         "scope": scope,
-    }
-
-
-def _encode_column(column: TurnColumn) -> Values:
-    data = array_bytes("values", column.values)
-    return {
-        "session_id": _text(column.session_id),
-        "turn": column.turn,
-        "name": _text(column.name),
-        "data": data,
-        "crc32": zlib.crc32(data),
-        "created_at": _real(column.created_at),
     }
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import Connection, Engine, bindparam, exists, func, select, union
+from sqlalchemy import Connection, Engine, Result, Table, bindparam, exists, func, select, union
 
 from tokentape.chat.media import image_parts
 from tokentape.errors import StoreCorrupt, StoreError
@@ -144,9 +145,12 @@ class _Check:
                 decode_media(connection.execute(select(schema.media).where(schema.media.c.sha256 == sha256)).one())
 
     def _check_session(self, connection: Connection, session_id: str) -> None:
-        of_session = {"session_id": session_id}
-        row = connection.execute(_SESSION, of_session).one_or_none()
-        seqs = connection.execute(_SEQS, of_session).scalars().all()
+        def rows(table: Table, *columns: Any, **key: Any) -> Result[Any]:
+            of_session = [table.c.session_id == session_id, *(table.c[name] == value for name, value in key.items())]
+            return connection.execute(select(*(columns or [table])).where(*of_session).order_by(*columns))
+
+        row = rows(schema.sessions).one_or_none()
+        seqs = rows(schema.turns, schema.turns.c.seq).scalars().all()
         if row is None and not seqs:
             return  # deleted since the listing was read
         self.sessions += 1
@@ -154,20 +158,18 @@ class _Check:
             if row is None:
                 raise StoreCorrupt("its turns are there, the session is not")
             decode_session(row)
-        with self._damage_found(session_id):
-            for reward in connection.execute(_REWARDS, of_session):
-                decode_reward(reward)
-        with self._damage_found(session_id):
-            for event in connection.execute(_EVENTS, of_session) if schema.has_events(connection) else ():
-                decode_event(event)
-        for each in connection.execute(_COLUMN_KEYS, of_session).scalars().all():
+        for table, decode in ((schema.rewards, decode_reward), (schema.events, decode_event)):
             with self._damage_found(session_id):
-                column = decode_column(connection.execute(_COLUMN, {"position": each}).one())
-                self._check_per_token(connection, column)
-        for turn_seq, name in connection.execute(_PAYLOAD_KEYS, of_session).all():
+                if table is not schema.events or schema.has_events(connection):
+                    for one in rows(table):
+                        decode(one)
+        columns, payloads = schema.token_columns, schema.token_payloads
+        for position in rows(columns, columns.c.position).scalars().all():
             with self._damage_found(session_id):
-                key = {**of_session, "turn": turn_seq, "name": name}
-                self._check_per_token(connection, decode_payload(connection.execute(_PAYLOAD, key).one()))
+                self._check_per_token(connection, decode_column(rows(columns, position=position).one()))
+        for turn_seq, name in rows(payloads, payloads.c.turn, payloads.c.name).all():
+            with self._damage_found(session_id):
+                self._check_per_token(connection, decode_payload(rows(payloads, turn=turn_seq, name=name).one()))
         digests: dict[int | None, str] = {}
         for before, seq in zip([-1, *seqs], seqs, strict=False):
             with self._damage_found(session_id, seq):
@@ -181,7 +183,9 @@ class _Check:
                     self._found(problem, session_id, seq)
                 digests[seq] = turn.digest
                 self._check_setup(connection, turn.setup)
-                self._check_references(connection, turn)
+                expected = {part[name] for part in image_parts(turn.messages) for name in ("sha256", "settings")}
+                if {*rows(schema.turn_media, schema.turn_media.c.sha256, turn=seq).scalars()} != expected:
+                    self._found("what it refers to of media is not what its messages say", session_id, seq)
 
     def _check_per_token(self, connection: Connection, record: TurnColumn | TurnPayload) -> None:
         turn = _turn(connection, record.session_id, record.turn)
@@ -196,17 +200,11 @@ class _Check:
     def _check_setup(self, connection: Connection, digest: str) -> None:
         if digest in self._good_setups:
             return
-        row = connection.execute(_SETUP, {"digest": digest}).one_or_none()
+        row = connection.execute(select(schema.setups).where(schema.setups.c.digest == digest)).one_or_none()
         if row is None:
             raise StoreCorrupt(f"its setup {digest!r} is not there")
         decode_setup(row)
         self._good_setups.add(digest)
-
-    def _check_references(self, connection: Connection, turn: Turn) -> None:
-        expected = {part[name] for part in image_parts(turn.messages) for name in ("sha256", "settings")}
-        key = {"session_id": turn.session_id, "seq": turn.seq}
-        if set(connection.execute(_REFERENCES, key).scalars()) != expected:
-            self._found("what it refers to of media is not what its messages say", turn.session_id, turn.seq)
 
     @contextmanager
     def _one_state(self) -> Iterator[Connection]:
@@ -244,18 +242,6 @@ def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[st
         yield "its contents don't fit its digest and its parent's"
 
 
-_SESSION = select(schema.sessions).where(schema.sessions.c.session_id == bindparam("session_id"))
-_REWARDS = select(schema.rewards).where(schema.rewards.c.session_id == bindparam("session_id"))
-_EVENTS = select(schema.events).where(schema.events.c.session_id == bindparam("session_id"))
-_COLUMNS, _PAYLOADS = schema.token_columns, schema.token_payloads
-_COLUMN_KEYS = select(_COLUMNS.c.position).where(_COLUMNS.c.session_id == bindparam("session_id"))
-_COLUMN = select(_COLUMNS).where(_COLUMNS.c.position == bindparam("position"))
-_PAYLOAD_KEYS = select(_PAYLOADS.c.turn, _PAYLOADS.c.name).where(_PAYLOADS.c.session_id == bindparam("session_id"))
-_PAYLOAD = select(_PAYLOADS).where(
-    _PAYLOADS.c.session_id == bindparam("session_id"),
-    _PAYLOADS.c.turn == bindparam("turn"),
-    _PAYLOADS.c.name == bindparam("name"),
-)
 _HELD = schema.snapshot_sessions
 _CUT_OFF = select(_HELD.c.session_id).where(
     _HELD.c.snapshot_id == bindparam("snapshot_id"),
@@ -268,12 +254,5 @@ _CUT_OFF = select(_HELD.c.session_id).where(
 _RISEN = select(schema.tombstones.c.session_id).where(
     exists().where(schema.sessions.c.session_id == schema.tombstones.c.session_id)
 )
-_SEQS = (
-    select(schema.turns.c.seq).where(schema.turns.c.session_id == bindparam("session_id")).order_by(schema.turns.c.seq)
-)
-_REFERENCES = select(schema.turn_media.c.sha256).where(
-    schema.turn_media.c.session_id == bindparam("session_id"), schema.turn_media.c.turn == bindparam("seq")
-)
-_SETUP = select(schema.setups).where(schema.setups.c.digest == bindparam("digest"))
 _SESSION_IDS = union(select(schema.sessions.c.session_id), select(schema.turns.c.session_id))
 """Turns too, in case a session's own row is lost."""
