@@ -22,10 +22,10 @@ from tokentape.audit.drift.meter import DriftMeter, DriftTally
 from tokentape.audit.drift.report import DriftReport
 from tokentape.audit.id_rows import Columns, iter_rows, parquet_rows
 from tokentape.audit.skew.auditor import audit
+from tokentape.audit.skew.backends import open_backend
+from tokentape.audit.skew.backends.base import Backend
 from tokentape.audit.skew.corpus import Compared, Range, compare_range, corpus_files, merged, ranges_of
 from tokentape.audit.skew.findings import AuditReport, CorpusStatistics
-from tokentape.audit.skew.backends.base import Backend
-from tokentape.audit.skew.backends import open_backend
 from tokentape.audit.skew.text_probes import Differing
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import Conflict, InvalidRequest, NotFound, TokentapeError

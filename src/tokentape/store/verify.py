@@ -167,9 +167,9 @@ class _Check:
         for position in rows(columns, columns.c.position).scalars().all():
             with self._damage_found(session_id):
                 self._check_per_token(connection, decode_column(rows(columns, position=position).one()))
-        for turn_seq, name in rows(payloads, payloads.c.turn, payloads.c.name).all():
+        for key in rows(payloads, payloads.c.turn, payloads.c.name).mappings().all():
             with self._damage_found(session_id):
-                self._check_per_token(connection, decode_payload(rows(payloads, turn=turn_seq, name=name).one()))
+                self._check_per_token(connection, decode_payload(rows(payloads, **key).one()))
         digests: dict[int | None, str] = {}
         for before, seq in zip([-1, *seqs], seqs, strict=False):
             with self._damage_found(session_id, seq):

@@ -101,7 +101,7 @@ def align(left: Sequence[Piece], right: Sequence[Piece]) -> Alignment:
     boundaries = np.zeros((2, total + 1), np.bool_)
     for side, (end, named) in enumerate(zip(ends, special, strict=True)):
         boundaries[side, end[~named]] = True
-    common = boundaries.all(axis=0)
+    common = boundaries[0] & boundaries[1]
     common[0] = False
     span_of_byte = np.cumsum(common[:-1]).astype(np.int32)
     interrupted = np.zeros(int(common.sum()), np.bool_)

@@ -125,7 +125,8 @@ def _shrunk(source: str, text: str, *sides: tokenizers.Tokenizer) -> Counterexam
     # A short piece of a long text probably fails too, and is shrunk much faster.
     near = text[max(0, at - _AROUND) : at + _AROUND]
     least = smallest_text(near if differs(near) else text, differs)
-    return Counterexample(least, *ids(least), source)
+    old_ids, new_ids = ids(least)
+    return Counterexample(least, old_ids, new_ids, source)
 
 
 def _always_tried(old: tokenizers.Tokenizer, spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -154,10 +155,13 @@ def _changed_parts(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str,
 
 
 def _read_spec(source: str | Path | TrainingTokenizer) -> dict[str, Any]:
-    path = None if isinstance(source, TrainingTokenizer) else Path(source) / "tokenizer.json"
-    if path is not None and not path.is_file():
+    if isinstance(source, TrainingTokenizer):
+        content = source.source
+    elif (path := Path(source) / "tokenizer.json").is_file():
+        content = path.read_bytes()
+    else:
         raise InvalidRequest(f"no tokenizer.json in {source}; a proof compares two of them")
-    spec: dict[str, Any] = json.loads(source.source if isinstance(source, TrainingTokenizer) else path.read_bytes())
+    spec: dict[str, Any] = json.loads(content)
     return spec
 
 
