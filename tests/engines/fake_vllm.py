@@ -237,6 +237,11 @@ def running() -> Iterator[FakeVllm]:
         thread.join()
 
 
+def by_route(route: str) -> type[VllmEngine]:
+    """The engine, with that route alone."""
+    return type("VllmEngine", (VllmEngine,), {"_routes": (route,)})
+
+
 def open_and_sample(
     server: FakeVllm,
     params: SamplingParams = PARAMS,
@@ -250,7 +255,7 @@ def open_and_sample(
     """The deltas of one call of a newly opened engine; `answer` is in force after the opening."""
 
     async def main() -> list[SampleDelta]:
-        engine = await VllmEngine.open(server.url, vocab_size=vocab_size, **opening)
+        engine = await VllmEngine.open(server.url, vocab_size=vocab_size, **({"verify_prompt": True} | opening))
         server.bodies.clear()
         server.answer = answer or server.answer
         try:

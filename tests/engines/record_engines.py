@@ -35,14 +35,14 @@ class Recorder(HttpClient):
         self.exchanges.append({"path": path, "request": json.loads(body), "reply": reply.decode()})
         return reply
 
-    async def events(self, path: str, body: bytes, headers: Any) -> AsyncGenerator[bytes, None]:
-        """As `HttpClient.events`."""
+    async def arrivals(self, path: str, body: bytes, headers: Any) -> AsyncGenerator[list[bytes], None]:
+        """As `HttpClient.arrivals`."""
         received = b""
         try:
-            async with aclosing(super().events(path, body, headers)) as events:
-                async for data in events:
-                    received += b"data: " + data + b"\n\n"
-                    yield data
+            async with aclosing(super().arrivals(path, body, headers)) as arrivals:
+                async for several in arrivals:
+                    received += b"".join(b"data: " + data + b"\n\n" for data in several)
+                    yield several
         finally:
             self.exchanges.append({"path": path, "request": json.loads(body), "reply": received.decode()})
 

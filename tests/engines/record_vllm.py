@@ -16,16 +16,17 @@ from pathlib import Path
 import httpx2
 import msgspec
 import numpy as np
+from tests.engines.fake_vllm import by_route
 
 from tokentape.engines.base import SamplingParams
-from tokentape.engines.vllm import Route, VllmEngine
+from tokentape.engines.vllm import Route
 
 PROMPT = np.array([40, 41, 42, 300, 301], np.int32)
 
 
 async def record(route: Route, url: str, vocab_size: int, command: str) -> None:
     """Write one transcript per kind of reply."""
-    engine = await VllmEngine.open(url, vocab_size=vocab_size, route=route)
+    engine = await by_route(route).open(url, vocab_size=vocab_size, verify_prompt=True)
     path_of, prefix, infix = {
         "generate": ("/inference/v1/generate", "generate-tokens-{}", "generate_"),
         "completions": ("/v1/completions", "cmpl-{}-0", ""),

@@ -125,8 +125,8 @@ async def post(client: HttpClient, peer: Peer) -> bytes:
 
 
 async def events(client: HttpClient, peer: Peer) -> list[bytes]:
-    async with aclosing(client.events("/sample", b"{}", {})) as stream:
-        return [event async for event in stream]
+    async with aclosing(client.arrivals("/sample", b"{}", {})) as arrivals:
+        return [event async for several in arrivals for event in several]
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,9 @@ def test_a_stream_that_is_reset_is_an_error_after_the_events_before_it() -> None
     seen = []
 
     async def use(client: HttpClient, peer: Peer) -> None:
-        async with aclosing(client.events("/sample", b"{}", {})) as stream:
-            async for event in stream:
-                seen.append(event)
+        async with aclosing(client.arrivals("/sample", b"{}", {})) as arrivals:
+            async for several in arrivals:
+                seen.extend(several)
 
     with pytest.raises(EngineError, match="broke within"):
         call(answering(STREAM, b"data: 1\n\n", then="reset"), use)
@@ -248,9 +248,9 @@ def test_silence_ends_in_a_timeout_that_names_its_stage(stage: str, use: Callabl
 def test_a_reader_who_takes_time_between_events_does_not_use_up_the_timeout() -> None:
     async def use(client: HttpClient, peer: Peer) -> list[bytes]:
         seen = []
-        async with aclosing(client.events("/sample", b"{}", {})) as stream:
-            async for event in stream:
-                seen.append(event)
+        async with aclosing(client.arrivals("/sample", b"{}", {})) as arrivals:
+            async for several in arrivals:
+                seen.extend(several)
                 await asyncio.sleep(2.5)
         return seen
 
@@ -292,8 +292,8 @@ def test_events_that_arrive_together_come_together() -> None:
 
 def test_leaving_a_stream_closes_its_connection() -> None:
     async def use(client: HttpClient, peer: Peer) -> None:
-        async with aclosing(client.events("/sample", b"{}", {})) as stream:
-            assert await anext(stream) == b"1"
+        async with aclosing(client.arrivals("/sample", b"{}", {})) as arrivals:
+            assert await anext(arrivals) == [b"1"]
             assert not peer.left.is_set()
         await asyncio.wait_for(peer.left.wait(), PATIENCE)
 

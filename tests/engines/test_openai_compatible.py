@@ -20,7 +20,7 @@ from tests.engines.vllm_schemas import each_schema, schema
 from tests.searching import examples
 
 from tokentape.engines.base import SampleDelta, SamplingParams
-from tokentape.engines.openai_compatible import DIALECTS, Dialect, OpenAiEngine
+from tokentape.engines.openai_compatible import APIS, OpenAiEngine
 from tokentape.errors import (
     EngineContractError,
     EngineError,
@@ -41,10 +41,8 @@ FIELDS = {
         "return_tokens_as_token_ids",
     },
     "sglang": _COMMON | {"no_stop_trim", "return_token_ids"},
-    # It refuses fields that it does not know.
-    "tensorrt_llm": _COMMON | {"add_special_tokens", "detokenize"},
 }
-ROWS = pytest.mark.parametrize("kind", [row.owned_by for row in DIALECTS])
+ROWS = pytest.mark.parametrize("kind", [row.owned_by for row in APIS])
 
 Events = list[dict[str, Any]]
 
@@ -55,10 +53,7 @@ def events(kind: str, body: Body) -> Events:
     for event in sent:
         for choice in event["choices"] if kind != "vllm" else ():
             choice["logprobs"]["tokens"] = ["x"]
-            if kind == "sglang":
-                choice["matched_stop"] = choice.pop("stop_reason")
-            else:
-                choice["stop_reason"] = None
+            choice["matched_stop"] = choice.pop("stop_reason")
     return sent
 
 
@@ -73,7 +68,7 @@ def answering(kind: str, change: Callable[[Events], object] = lambda sent: None)
 
 
 def answers(kind: str) -> dict[str, Answer]:
-    card = {"id": "tiny", "owned_by": kind} | ({"max_model_len": MAX_CONTEXT} if kind != "tensorrt_llm" else {})
+    card = {"id": "tiny", "owned_by": kind, "max_model_len": MAX_CONTEXT}
     return {"/v1/models": JSONResponse({"data": [card]}), "/v1/completions": answering(kind)}
 
 
@@ -92,12 +87,9 @@ def sample(
     change: Callable[[Events], object] | None = None,
     answer: Callable[[Body], Response] | None = None,
     vocab_size: int = VOCAB_SIZE,
-    **opening: Any,
 ) -> list[SampleDelta]:
     async def main() -> list[SampleDelta]:
-        engine = await OpenAiEngine.open(
-            server.url + "/v1", vocab_size=vocab_size, **({"max_context": MAX_CONTEXT} | opening)
-        )
+        engine = await OpenAiEngine.open(server.url + "/v1", vocab_size=vocab_size)
         server.asked.clear()
         if change is not None:
             server.answers["/v1/completions"] = answering(kind, change)
@@ -119,14 +111,11 @@ def test_ids_and_logprobs_are_read_as_they_came(server: FakeServer, kind: str, s
     assert joined(deltas) == (tuple(SAMPLED), tuple(LOGPROBS))
     assert deltas[-1].finish_reason == "length"
     # What arrives together is one delta; the last waits for the usage.
-    assert len(deltas) == (2 if stream and kind != "tensorrt_llm" else 1)
+    assert len(deltas) == (2 if stream else 1)
     assert server.headers["x-request-id"] == "call-1"
 
 
-STREAMING_ROWS = pytest.mark.parametrize("kind", [row.owned_by for row in DIALECTS if row.streams])
-
-
-@STREAMING_ROWS
+@ROWS
 def test_tokens_that_come_one_by_one_are_a_delta_each(server: FakeServer, kind: str) -> None:
     server.reset(answers(kind))
 
@@ -138,7 +127,7 @@ def test_tokens_that_come_one_by_one_are_a_delta_each(server: FakeServer, kind: 
     assert [delta.token_ids for delta in deltas] == [(token_id,) for token_id in SAMPLED]
 
 
-@STREAMING_ROWS
+@ROWS
 @settings(max_examples=examples(15))
 @given(cuts=st.lists(st.integers(min_value=1, max_value=1500), max_size=12))
 def test_what_is_told_does_not_depend_on_where_the_stream_is_cut(
@@ -155,7 +144,7 @@ def test_what_is_told_does_not_depend_on_where_the_stream_is_cut(
     assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
 
 
-@STREAMING_ROWS
+@ROWS
 def test_what_was_sampled_before_an_error_counts_however_it_arrives(server: FakeServer, kind: str) -> None:
     server.reset(answers(kind))
 
@@ -174,10 +163,10 @@ def test_all_that_a_row_honours_is_sent_under_the_names_of_that_server(server: F
     server.reset(answers(kind))
     sample(server, kind)
     (body,) = server.bodies("/v1/completions")
-    (row,) = [row for row in DIALECTS if row.owned_by == kind]
+    (row,) = [row for row in APIS if row.owned_by == kind]
     assert set(row.fields.values()) <= set(body) <= FIELDS[kind]
     assert body["prompt"] == PROMPT.tolist()
-    assert (body["logprobs"], body["top_k"]) == (row.least_logprobs, -1 if kind == "sglang" else 0)
+    assert (body["logprobs"], body["top_k"]) == (0, -1 if kind == "sglang" else 0)
 
 
 @each_schema
@@ -215,38 +204,19 @@ def test_alternatives_are_given_where_they_have_ids(server: FakeServer) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("sglang", "seed"), ("sglang", "top_logprobs"), ("tensorrt_llm", "stop_strings"), ("vllm", "priority")],
+    [("sglang", "seed"), ("sglang", "top_logprobs"), ("vllm", "priority")],
 )
 def test_what_a_server_would_ignore_is_refused(server: FakeServer, kind: str, name: str) -> None:
     server.reset(answers(kind))
     with pytest.raises(UnsupportedParameter, match=name):
-        sample(server, kind, replace(PARAMS, **{name: ("x",) if name == "stop_strings" else 1}))
+        sample(server, kind, replace(PARAMS, **{name: 1}))
     assert not server.bodies("/v1/completions")
 
 
-def test_another_kind_of_server_is_described_by_a_row(server: FakeServer) -> None:
-    row = Dialect(owned_by="mine", fields={"max_tokens": "max_tokens"}, ids="response_token_ids")
-
-    def answer(body: Body) -> Response:
-        sent = events("sglang", {"logprobs": 0, **body})
-        for event in sent:
-            for choice in event["choices"]:
-                choice["response_token_ids"] = choice.pop("token_ids")
-        return streaming(sse(sent))
-
-    server.reset(answers("mine") | {"/v1/completions": answer})
-    with pytest.raises(InvalidRequest, match="owned by mine; known are vllm, sglang, tensorrt_llm"):
-        sample(server, "mine")
-    deltas = asyncio.run(_through(server, row))
-    assert joined(deltas)[0] == tuple(SAMPLED)
-
-
-async def _through(server: FakeServer, row: Dialect) -> list[SampleDelta]:
-    engine = await OpenAiEngine.open(server.url, vocab_size=VOCAB_SIZE, dialect=row)
-    try:
-        return [d async for d in engine.sample(PROMPT, PARAMS, stream=True, request_id="a")]
-    finally:
-        await engine.close()
+def test_another_kind_of_server_is_refused(server: FakeServer) -> None:
+    server.reset(answers("sglang") | {"/v1/models": JSONResponse({"data": [{"id": "tiny", "owned_by": "mine"}]})})
+    with pytest.raises(InvalidRequest, match="owned by mine; known are vllm, sglang"):
+        sample(server, "sglang")
 
 
 def _drop_ids(sent: Events) -> None:
@@ -268,9 +238,8 @@ def _set(name: str, value: object) -> Callable[[Events], None]:
         (_drop_ids, "no token_ids"),
         (_set("token_ids", [200]), "sampled id 200"),
         (_set("token_ids", [13, 14]), "1 log-probabilities for 2 ids"),
-        (_set("token_ids", ["13"]), "another form"),
+        (_set("token_ids", ["13"]), "not of the form"),
         (_set("finish_reason", "tired"), "tired"),
-        (_set("finish_reason", "stop"), "not at one of the stop"),
         (lambda sent: sent[-1]["usage"].update(completion_tokens=4), "counts 3 prompt and 4"),
         (lambda sent: sent[-1].update(usage=None), "no usage"),
         (lambda sent: sent[-2]["choices"].append(sent[-2]["choices"][0]), "more than the one"),
@@ -279,12 +248,15 @@ def _set(name: str, value: object) -> Callable[[Events], None]:
 def test_a_reply_that_disagrees_with_itself_is_refused(
     server: FakeServer, change: Callable[[Events], object], says: str
 ) -> None:
-    server.reset(answers("tensorrt_llm"))
-    server.answers["/v1/models"] = JSONResponse({"data": [{"id": "tiny", "owned_by": "vllm"}]})
-    row = replace(DIALECTS[0], named_ids=False)
-    server.answers["/v1/completions"] = answering("vllm")
+    server.reset(answers("sglang"))
     with pytest.raises(EngineContractError, match=says):
-        sample(server, "vllm", change=change, dialect=row)
+        sample(server, "sglang", change=change)
+
+
+def test_a_stop_at_nothing_that_was_asked_for_is_refused(server: FakeServer) -> None:
+    server.reset(answers("vllm"))
+    with pytest.raises(EngineContractError, match="not at one of the stop"):
+        sample(server, "vllm", change=_set("finish_reason", "stop"))
 
 
 def test_ids_that_differ_from_the_names_of_the_logprobs_are_refused(server: FakeServer) -> None:
@@ -299,10 +271,10 @@ def test_a_stream_that_ends_early_is_an_error(server: FakeServer) -> None:
         sample(server, "vllm", change=lambda sent: sent.__delitem__(slice(1, 3)))
 
 
-def test_a_server_that_does_not_say_how_long_its_context_is_must_be_told(server: FakeServer) -> None:
-    server.reset(answers("tensorrt_llm"))
-    with pytest.raises(InvalidRequest, match="max_context"):
-        sample(server, "tensorrt_llm", max_context=None)
+def test_a_server_that_does_not_say_how_long_its_context_is_is_refused(server: FakeServer) -> None:
+    server.reset(answers("vllm") | {"/v1/models": JSONResponse({"data": [{"id": "tiny", "owned_by": "vllm"}]})})
+    with pytest.raises(EngineContractError, match="max_model_len"):
+        sample(server, "vllm")
 
 
 def test_a_server_without_ids_is_found_out_when_it_is_opened(server: FakeServer) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokentape.engines.base import SampleDelta, SamplingParams
-from tokentape.engines.replies import Completion, alternatives, decode, joined, taken
+from tokentape.engines.replies import Completion, Reply, alternatives, decode, joined
 from tokentape.errors import EngineContractError, EngineUnavailable
 
 PARAMS = SamplingParams(max_tokens=4, stop_token_ids=(7,), stop_strings=("end",))
@@ -50,7 +50,7 @@ def test_tokens_that_can_not_be_are_refused(ids: list[int], logprobs: list[float
 def test_alternatives_are_needed_for_each_token_where_they_were_asked_for() -> None:
     with pytest.raises(EngineContractError, match="0 lists of alternatives for 1"):
         completion(replace(PARAMS, top_logprobs=1)).delta([1], [-1.0])
-    assert completion().delta([1], [-1.0], [((1, -1.0),)]).top_logprobs == ()
+    assert completion().delta([1], [-1.0], [[(1, -1.0)]]).top_logprobs == ()
 
 
 def test_alternatives_are_the_most_likely_best_first_without_the_impossible() -> None:
@@ -124,23 +124,23 @@ EVENTS = st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_
 def test_however_events_arrive_they_tell_the_same_up_to_an_error(
     events: list[tuple[list[int], str | None]], cuts: set[int], fails_at: int | None
 ) -> None:
-    def take(data: bytes) -> SampleDelta | None:
-        at = int(data)
-        if at == fails_at:
-            raise EngineUnavailable("injected")
-        ids, version = events[at]
-        if not ids:
-            return None
-        top = tuple(((token_id, -0.5),) for token_id in ids)
-        return SampleDelta(tuple(ids), tuple(-0.1 * i for i in ids), top_logprobs=top, weight_version=version)
+    class Scripted(Reply):
+        def _read(self, data: bytes) -> SampleDelta | None:
+            at = int(data)
+            if at == fails_at:
+                raise EngineUnavailable("injected")
+            ids, version = events[at]
+            top = tuple(((token_id, -0.5),) for token_id in ids)
+            return SampleDelta(tuple(ids), tuple(-0.1 * i for i in ids), top_logprobs=top, weight_version=version)
 
     def told(arrivals: Sequence[Sequence[bytes]]) -> tuple[list[tuple[object, ...]], bool]:
         """Of each token all that was told, and whether an error came behind it."""
         tokens: list[tuple[object, ...]] = []
+        reply = Scripted(completion(), PARAMS, b"[5]", 1)
         try:
             for arrival in arrivals:
                 deltas = list[SampleDelta]()
-                for delta in taken(take, arrival):
+                for delta in reply.feed_all(arrival):
                     deltas.append(delta)
                     rows = zip(delta.token_ids, delta.logprobs, delta.top_logprobs, strict=True)
                     tokens += [(*row, delta.weight_version) for row in rows]

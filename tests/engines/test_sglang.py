@@ -41,8 +41,9 @@ from tests.searching import examples
 from tests.waiting import PATIENCE
 
 from tokentape.engines.base import DISTRIBUTION, SampleDelta, SamplingParams, Timeouts, WeightSpan
+from tokentape.engines.replies import DONE
 from tokentape.engines.sglang import SglangEngine
-from tokentape.engines.sglang_reply import DONE, Reply
+from tokentape.engines.sglang_reply import SglangReply
 from tokentape.errors import (
     EngineContractError,
     EngineError,
@@ -306,9 +307,9 @@ def test_however_a_stream_is_cut_its_ids_are_those_sampled(
         # A cumulative stream may say the same twice.
         sent += [event] * (2 if repeat and not incremental and end < len(ids) else 1)
         begin = end
-    reply = Reply(b"[3,4,5]", 3, replace(PARAMS, max_tokens=12), VOCAB_SIZE, verify_prompt=False)
-    deltas = [delta for event in sent if (delta := reply.take(json.dumps(event).encode()))]
-    assert reply.take(DONE) is None
+    reply = SglangReply(b"[3,4,5]", 3, replace(PARAMS, max_tokens=12), VOCAB_SIZE, verify_prompt=False)
+    deltas = [delta for event in sent if (delta := reply.feed(json.dumps(event).encode()))]
+    assert reply.feed(DONE) is None
     assert joined([*deltas, reply.last()])[0] == tuple(ids)
 
 

@@ -23,6 +23,7 @@ from fake_vllm import (
     SAMPLED,
     VOCAB_SIZE,
     FakeVllm,
+    by_route,
     open_and_sample,
     plain_answer,
     sampled_events,
@@ -120,9 +121,9 @@ def with_experts(rows_of: Callable[[int], np.ndarray]) -> Callable[[dict[str, An
     return answer
 
 
-def opened(server: FakeVllm, **opening: Any) -> EngineInfo:
+def opened(server: FakeVllm, kind: type[VllmEngine] = VllmEngine) -> EngineInfo:
     async def main() -> EngineInfo:
-        engine = await VllmEngine.open(server.url, vocab_size=VOCAB_SIZE, **opening)
+        engine = await kind.open(server.url, vocab_size=VOCAB_SIZE)
         await engine.close()
         return engine.info
 
@@ -282,7 +283,7 @@ WRONG: dict[str, tuple[Tamper, str]] = {
     "prompt missing": (lambda e: e[0].pop("prompt_token_ids"), "no prompt_token_ids"),
     "two choices": (lambda e: e[0]["choices"].append(e[0]["choices"][0]), "more than the one completion"),
     "unknown finish": (lambda e: finishing(e).update(finish_reason="repetition"), "finished with repetition"),
-    "stopped at nothing": (lambda e: finishing(e).update(finish_reason="stop"), "without one of the requested"),
+    "stopped at nothing": (lambda e: finishing(e).update(finish_reason="stop"), "not at one of the stop"),
     "fewer tokens counted": (lambda e: e[-1]["usage"].update(completion_tokens=2), "2 completion tokens"),
     "usage missing": (lambda e: e[-1].update(usage=None), "no usage"),
     "spans with a gap": (
@@ -325,9 +326,9 @@ def test_the_route_is_found_out_when_the_server_is_opened(server: FakeVllm) -> N
     server.scale_out = False
     assert opened(server).capabilities == ("completions",)
     with pytest.raises(EngineError, match="403"):
-        opened(server, route="generate")
+        opened(server, by_route("generate"))
     server.scale_out = True
-    assert opened(server, route="completions").capabilities == ("completions",)
+    assert opened(server, by_route("completions")).capabilities == ("completions",)
 
 
 def test_a_route_that_answers_something_else_is_not_used_and_said_to_be(
@@ -367,7 +368,7 @@ def test_a_field_that_is_refused_by_name_is_left_out(server: FakeVllm) -> None:
 
 def test_a_route_that_refuses_what_a_parameter_needs_does_not_honour_it(server: FakeVllm) -> None:
     server.refused = {"include_stop_str_in_output"}
-    info = opened(server, route="generate")
+    info = opened(server, by_route("generate"))
     assert info.capabilities[0] == "generate"
     assert "stop_strings" not in info.sampling
 

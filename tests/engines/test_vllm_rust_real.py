@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_vllm import by_route
 from tests.engines.real import MODEL, free_port, served
 from tests.engines.stand_in import LanguageModel
 
@@ -79,7 +80,7 @@ def test_the_route_that_takes_stop_strings_is_used(url: str) -> None:
 @pytest.mark.parametrize("verify_prompt", [True, False])
 def test_ids_stops_and_log_probabilities_come_back(url: str, route: Route, stream: bool, verify_prompt: bool) -> None:
     async def run() -> None:
-        engine = await VllmEngine.open(url, vocab_size=VOCAB_SIZE, route=route, verify_prompt=verify_prompt)
+        engine = await by_route(route).open(url, vocab_size=VOCAB_SIZE, verify_prompt=verify_prompt)
         assert await sampled(engine, SamplingParams(max_tokens=4), stream=stream) == ([11, 12, 13, 11], "length", None)
         at_13 = SamplingParams(max_tokens=4, stop_token_ids=(13,), top_logprobs=2)
         assert await sampled(engine, at_13, stream=stream) == ([11, 12, 13], "stop", 13)

@@ -89,7 +89,9 @@ class _Late:
         if self._app is None:
             own = self._gateway
             vocab_size = own.renderer.tokenizer.vocab_size
-            engine = await VllmEngine.open(own.upstream.url, vocab_size=vocab_size, timeouts=own.timeouts)
+            engine = await VllmEngine.open(
+                own.upstream.url, vocab_size=vocab_size, timeouts=own.timeouts, verify_prompt=True
+            )
             turns = Turns(engine, own.renderer, own.store, limits=own.limits)
             self._app = create_app(turns, model_id="m", keys=own.keys)
         await self._app(scope, receive, send)

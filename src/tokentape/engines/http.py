@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 from urllib.parse import SplitResult, urlsplit
@@ -192,8 +191,8 @@ class HttpClient:
         """
         return await self._whole("POST", path, body, headers, _Limit.after("total", self.timeouts))
 
-    async def events(self, path: str, body: Body, headers: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
-        """Yield the data of each server-sent event of the reply to a JSON `body`, until the stream ends.
+    async def arrivals(self, path: str, body: Body, headers: Mapping[str, str]) -> AsyncGenerator[list[bytes], None]:
+        """Yield the data of the server-sent events of the reply to a JSON `body`, those that arrived together at once.
 
         Close it (`contextlib.aclosing`) to give up: the connection is closed with it.
 
@@ -202,13 +201,6 @@ class HttpClient:
                 within an event is an `EngineError`.
 
         """
-        async with aclosing(self.arrivals(path, body, headers)) as arrivals:
-            async for several in arrivals:
-                for data in several:
-                    yield data
-
-    async def arrivals(self, path: str, body: Body, headers: Mapping[str, str]) -> AsyncGenerator[list[bytes], None]:
-        """Yield lists of the events that arrived together, so that they can be handled together; see `events`."""
         total, between = _Limit.after("total", self.timeouts), _Limit.after("between_tokens", self.timeouts)
         limit = min(_Limit.after("first_token", self.timeouts), total)
         reader, now = SseReader(), asyncio.get_running_loop().time

@@ -16,15 +16,16 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Self
 
 import msgspec
 import numpy as np
 
-from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams, Timeouts
+from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines.http import HttpClient, safe_name
 from tokentape.engines.identity import served_cards
 from tokentape.engines.remote import RemoteEngine
-from tokentape.engines.replies import Alternatives, Completion, alternatives, decode, joined
+from tokentape.engines.replies import Completion, decode, joined
 from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason, TokenIds
 
@@ -47,10 +48,10 @@ _UNLIKE = frozenset({"presence_penalty", "frequency_penalty"})
 
 
 class LlamaCppEngine(RemoteEngine):
-    """A llama-server, sampled from through exact token ids. Open it with `open`.
+    """A llama-server. Open it with `open`; the model of `open` is not asked for, as the server has one.
 
     A completion also ends at every id that the model file calls end-of-generation: the server can't be told
-    otherwise without changing the distribution. Such an end is a `stop` at that id. A stream has a delta per
+    otherwise without changing the distribution. A stream has a delta per
     `PIECE` tokens; with `stop_strings`, which the server finds only within a reply, there is a single one.
     """
 
@@ -60,72 +61,39 @@ class LlamaCppEngine(RemoteEngine):
         self._slots = _Slots(slots)
 
     @classmethod
-    async def open(
-        cls,
-        base_url: str,
-        *,
-        vocab_size: int,
-        api_key: str | None = None,
-        timeouts: Timeouts | None = None,
-    ) -> LlamaCppEngine:
-        """Find out what the server is and has loaded, with one token sampled to see what its replies hold.
-
-            engine = await LlamaCppEngine.open("http://127.0.0.1:8080", vocab_size=len(tokenizer))
-
-        Args:
-            base_url: `http://host:port`.
-            vocab_size: ids at or above it are never sent and never accepted. The tokenizer's, not the number of
-                entries in the model file, which may be padded.
-            api_key: what the server was given as `--api-key`.
-            timeouts: see `Timeouts`.
-
-        Raises:
-            InvalidRequest: the address can't be used.
-            EngineUnavailable: the server can't be reached, or is still loading the model.
-            EngineContractError: it is not llama-server, does not return ids and log-probabilities, or has a
-                vocabulary smaller than `vocab_size`.
-            EngineError: or one of its kinds, as for `sample`.
-
-        """
-        http = HttpClient(base_url, api_key=api_key, timeouts=timeouts)
-        try:
-            props = decode(await http.get("/props"), _Props, "llama-server")
-            card = (await served_cards(http))[0]
-            rows = 0 if card.meta is None else card.meta.n_vocab
-            if rows < vocab_size:
-                raise EngineContractError(
-                    f"the engine's model has {rows} ids, expected at least {vocab_size}; was it converted "
-                    "from this tokenizer?"
-                )
-            spelled = await http.post("/tokenize", msgspec.json.encode({"content": "a", "add_special": False}), {})
-            plain = decode(spelled, _Tokens, "llama-server").tokens
-            info = EngineInfo(
-                name="llamacpp",
-                version=props.build_info,
-                model=card.id,
-                vocab_size=vocab_size,
-                max_context=props.default_generation_settings.n_ctx,
-                logprobs_mode="raw_logprobs",
-                sampling=DISTRIBUTION - _UNLIKE,
-                prompt_penalties=frozenset({"repetition_penalty"}),
+    async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+        props = decode(await http.get("/props"), _Props, "llama-server")
+        card = (await served_cards(http))[0]
+        rows = 0 if card.meta is None else card.meta.n_vocab
+        if rows < vocab_size:
+            raise EngineContractError(
+                f"the engine's model has {rows} ids, expected at least {vocab_size}; was it converted "
+                "from this tokenizer?"
             )
-            engine = cls(http, info, slots=props.total_slots, plain_id=plain[-1] if plain else 0)
-            await engine._probe(rows)
-        except BaseException:
-            await http.close()
-            raise
+        spelled = await http.post("/tokenize", msgspec.json.encode({"content": "a", "add_special": False}), {})
+        plain = decode(spelled, _Tokens, "llama-server").tokens
+        info = EngineInfo(
+            name="llamacpp",
+            version=props.build_info,
+            model=card.id,
+            vocab_size=vocab_size,
+            max_context=props.default_generation_settings.n_ctx,
+            logprobs_mode="raw_logprobs",
+            sampling=DISTRIBUTION - _UNLIKE,
+            prompt_penalties=frozenset({"repetition_penalty"}),
+        )
+        engine = cls(http, info, slots=props.total_slots, plain_id=plain[-1] if plain else 0)
+        await engine._probe(rows)
         return engine
 
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Sample a continuation of `prompt_ids`, int32 [tokens]; see `Engine`.
+        """See `RemoteEngine.sample`.
 
         Equal seeds give equal completions, streamed or not. At most as many calls run at once as the server has
         slots; further ones wait here, since otherwise they would drop the context of those between two pieces.
         `request_id` is not sent: the server has no use for it.
-
-        Raises as `RemoteEngine.sample`.
         """
         self._refuse(prompt_ids, params)
         completion = Completion(params, self._info.vocab_size, own_stops=True)
@@ -167,8 +135,7 @@ class LlamaCppEngine(RemoteEngine):
             if row is None:
                 rows[position] = await self._score([*context, *ids[:position]], ids[position], params.top_logprobs)
         known = [row for row in rows if row is not None]
-        top = [row.alternatives(params.top_logprobs) for row in known] if params.top_logprobs else []
-        delta = completion.delta(ids, [row.logprob for row in known], top)
+        delta = completion.delta(ids, [row.logprob for row in known], [row.alternatives for row in known])
         if reason == "length" and len(ids) < tokens and len(context) + len(ids) < self._info.max_context:
             raise EngineContractError(f"the engine stopped after {len(ids)} of {tokens} tokens, with room for more")
         return replace(delta, finish_reason=reason, stop=completion.stop(reason, matched))
@@ -244,7 +211,7 @@ class LlamaCppEngine(RemoteEngine):
                 "log-probabilities for one token; expected the one that logit_bias made certain"
             )
         (row,) = reply.completion_probabilities
-        Completion(params, rows).delta(reply.tokens, [row.logprob], [row.alternatives(2)])
+        Completion(params, rows).delta(reply.tokens, [row.logprob], [row.alternatives])
 
 
 class _Settings(msgspec.Struct):
@@ -271,8 +238,9 @@ class _Probability(msgspec.Struct):
     logprob: float
     top_logprobs: list[_Alternative]
 
-    def alternatives(self, top: int) -> Alternatives:
-        return alternatives([(one.id, one.logprob) for one in self.top_logprobs], top)
+    @property
+    def alternatives(self) -> list[tuple[int, float | None]]:
+        return [(other.id, other.logprob) for other in self.top_logprobs]
 
 
 class _Reply(msgspec.Struct):

@@ -20,43 +20,35 @@ async def open_engine(
     timeouts: Timeouts | None = None,
     verify_prompt: bool = False,
 ) -> RemoteEngine:
-    """The engine of one of `KINDS` for the server at `url`.
+    """Open the engine of one of `KINDS` for the server at `url`; see `RemoteEngine.open`.
 
         engine = await open_engine("sglang", "http://127.0.0.1:30000", vocab_size=len(tokenizer))
 
-    `model`: the name to ask for, of those that vLLM and OpenAI-compatible servers list; others serve one.
-    `verify_prompt`: have vLLM and SGLang return the prompt's ids with each reply, and compare them. Others can't.
-
     Raises:
         InvalidRequest: there is no such kind, or the address can't be used.
-        EngineError: or one of its kinds; see the `open` of each engine.
+        EngineError: or one of its kinds.
 
     """
+    engine: type[RemoteEngine]
     match kind:
         case "vllm":
             from tokentape.engines.vllm import VllmEngine
 
-            return await VllmEngine.open(
-                url,
-                vocab_size=vocab_size,
-                model=model,
-                api_key=api_key,
-                timeouts=timeouts,
-                verify_prompt=verify_prompt,
-            )
+            engine = VllmEngine
         case "sglang":
             from tokentape.engines.sglang import SglangEngine
 
-            return await SglangEngine.open(
-                url, vocab_size=vocab_size, api_key=api_key, timeouts=timeouts, verify_prompt=verify_prompt
-            )
+            engine = SglangEngine
         case "llamacpp":
             from tokentape.engines.llamacpp import LlamaCppEngine
 
-            return await LlamaCppEngine.open(url, vocab_size=vocab_size, api_key=api_key, timeouts=timeouts)
+            engine = LlamaCppEngine
         case "openai":
             from tokentape.engines.openai_compatible import OpenAiEngine
 
-            return await OpenAiEngine.open(url, vocab_size=vocab_size, model=model, api_key=api_key, timeouts=timeouts)
+            engine = OpenAiEngine
         case _:
             raise InvalidRequest(f"there is no engine {kind!r}; there are {', '.join(KINDS)}", "engine")
+    return await engine.open(
+        url, vocab_size=vocab_size, model=model, api_key=api_key, timeouts=timeouts, verify_prompt=verify_prompt
+    )

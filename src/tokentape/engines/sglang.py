@@ -10,27 +10,24 @@ The wire facts are in docs/engines.md. Four of them shape this module:
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
-import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Self
 
 import msgspec
 import numpy as np
 
-from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams, Timeouts
-from tokentape.engines.http import HttpClient, header_value, safe_name
+from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.http import HttpClient, safe_name
 from tokentape.engines.identity import served_cards
-from tokentape.engines.remote import RemoteEngine
-from tokentape.engines.replies import Alternatives, decode, taken
-from tokentape.engines.sglang_reply import DONE, GENERATE, Reply
+from tokentape.engines.remote import RemoteEngine, any_id, common_fields, unique_id
+from tokentape.engines.replies import Alternatives, decode
+from tokentape.engines.sglang_reply import GENERATE, SglangReply
 from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
 from tokentape.types import TokenIds
-
-_ANY_ID = 1 << 31
 
 # Below it the server samples greedily.
 _LOWEST_TEMPERATURE = 1e-6
@@ -40,7 +37,7 @@ _SEEDS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class _Dialect:
+class _Features:
     """What differs between versions. Each field was looked up in the wheels of the versions that it names."""
 
     prompt_ids: bool
@@ -53,10 +50,10 @@ class _Dialect:
     """`cache_salt`: 0.5.18; before, the same was asked for as `extra_key`."""
 
 
-def _dialect(version: str) -> _Dialect:
-    """The dialect of a version; of the newest one known for a development version without a number."""
+def _features_of(version: str) -> _Features:
+    """Return what a version has; for a development version without a number what the newest one known has."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3]) or (1,)
-    return _Dialect(
+    return _Features(
         prompt_ids=numbers >= (0, 5, 13),
         payloads=numbers >= (0, 5, 10),
         session_id=numbers >= (0, 5, 16),
@@ -65,11 +62,13 @@ def _dialect(version: str) -> _Dialect:
 
 
 class SglangEngine(RemoteEngine):
-    """An SGLang server, sampled from through exact token ids. Open it with `open`.
+    """An SGLang server. Open it with `open`.
 
     A completion also ends at the model's own end-of-sequence ids if there are `stop_token_ids`: the server has one
-    switch for both. Such an end is a `stop` at that id. Without `stop_token_ids` neither ends it.
+    switch for both. Without `stop_token_ids` neither ends it.
     """
+
+    _abort_path = "/abort_request"
 
     def __init__(
         self,
@@ -80,124 +79,53 @@ class SglangEngine(RemoteEngine):
         verify_prompt: bool = False,
     ) -> None:
         super().__init__(http, info)
-        self._dialect = _dialect(info.version)
+        self._features = _features_of(info.version)
         self._deterministic = deterministic
-        self._verify_prompt = verify_prompt and self._dialect.prompt_ids
+        self._verify_prompt = verify_prompt and self._features.prompt_ids
 
     @classmethod
-    async def open(
-        cls,
-        base_url: str,
-        *,
-        vocab_size: int,
-        api_key: str | None = None,
-        timeouts: Timeouts | None = None,
-        verify_prompt: bool = False,
-    ) -> SglangEngine:
-        """Find out what the server is and can do, with two tokens sampled to see what its log-probabilities are.
-
-            engine = await SglangEngine.open("http://127.0.0.1:30000", vocab_size=len(tokenizer))
-
-        Args:
-            base_url: `http://host:port`.
-            vocab_size: ids at or above it are never sent and never accepted. An id outside the model's vocabulary
-                kills the server.
-            api_key: what the server was given as `--api-key`.
-            timeouts: see `Timeouts`.
-            verify_prompt: have the server return the prompt's ids and compare them (0.5.13 and later). In a stream
-                it returns them with every event, so this is for finding faults; counts are always compared.
-
-        Raises:
-            InvalidRequest: the address can't be used.
-            EngineUnavailable: the server can't be reached.
-            EngineContractError: it is not SGLang, does not return ids and log-probabilities, or was started with
-                sampling parameters that a request can't undo.
-            EngineError: or one of its kinds, as for `sample`.
-
-        """
-        http = HttpClient(base_url, api_key=api_key, timeouts=timeouts)
-        try:
-            server = decode(await _first(http, "/server_info", "/get_server_info"), _Server, "SGLang")
-            model = decode(await _first(http, "/model_info", "/get_model_info"), _ModelInfo, "SGLang")
-            card = (await served_cards(http))[0]
-            if card.max_model_len is None:
-                raise EngineContractError("the engine does not say how long its context is (max_model_len)")
-            _refuse_preferred(model.preferred_sampling_params)
-            info = EngineInfo(
-                name="sglang",
-                version=server.version,
-                model=card.id,
-                vocab_size=vocab_size,
-                max_context=card.max_model_len,
-                logprobs_mode="scaled_logprobs",
-                sampling=_honoured(server),
-            )
-            deterministic = server.enable_deterministic_inference
-            engine = cls(http, info, deterministic=deterministic, verify_prompt=verify_prompt)
-            engine._info = replace(info, logprobs_mode=await engine.find_logprobs_mode())
-        except BaseException:
-            await http.close()
-            raise
+    async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+        server = decode(await _first(http, "/server_info", "/get_server_info"), _Server, "SGLang")
+        started = decode(await _first(http, "/model_info", "/get_model_info"), _ModelInfo, "SGLang")
+        card = (await served_cards(http))[0]
+        if card.max_model_len is None:
+            raise EngineContractError("the engine does not say how long its context is (max_model_len)")
+        _refuse_preferred(started.preferred_sampling_params)
+        info = EngineInfo(
+            name="sglang",
+            version=server.version,
+            model=card.id,
+            vocab_size=vocab_size,
+            max_context=card.max_model_len,
+            logprobs_mode="scaled_logprobs",
+            sampling=_honoured(server),
+        )
+        engine = cls(http, info, deterministic=server.enable_deterministic_inference, verify_prompt=verify_prompt)
+        engine._info = replace(info, logprobs_mode=await engine.find_logprobs_mode())
         return engine
 
-    async def sample(
+    def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Sample a continuation of `prompt_ids`, int32 [tokens]; see `Engine`.
-
-        A completion that meets the end of the context ends with `length`. The server's request id is `request_id`
-        with a random ending.
-
-        Raises as `RemoteEngine.sample`.
-        """
+        """See `RemoteEngine.sample`. The server's request id is `request_id` with a random ending."""
         self._refuse(prompt_ids, params)
         if 0 < params.temperature < _LOWEST_TEMPERATURE:
             raise InvalidRequest("SGLang would sample greedily at so low a temperature; use 0 for that", "temperature")
-        if (params.payloads_from or 0) > len(prompt_ids):
-            raise InvalidRequest(f"payloads_from must be at most {len(prompt_ids)}, the prompt's end", "payloads_from")
-        # The server aborts every call whose id begins with the one given: the random ending keeps them apart.
-        rid = f"{header_value(request_id, 'request_id')}-{uuid.uuid4().hex}"
+        rid = unique_id(request_id)
         prompt = msgspec.json.encode(np.asarray(prompt_ids).tolist())
         # It refuses more tokens than the context holds, where others would end with `length`.
         room = self._info.max_context - len(prompt_ids)
         body = self._request_body(prompt, replace(params, max_tokens=min(params.max_tokens, room)), stream, rid)
-        reply = Reply(prompt, len(prompt_ids), params, self._info.vocab_size, verify_prompt=self._verify_prompt)
-        left = True
-        self._calls.add(rid)
-        try:
-            if stream:
-                async with aclosing(self._http.arrivals(GENERATE, body, {})) as arrivals:
-                    async for arrival in arrivals:
-                        for delta in taken(reply.take, arrival):
-                            yield delta
-            else:
-                reply.take(await self._http.post(GENERATE, body, {}))
-                reply.take(DONE)
-            left = False
-            yield reply.last()
-        except (EngineUnavailable, InvalidRequest):
-            left = False
-            raise
-        finally:
-            self._calls.discard(rid)
-            if left:
-                self._in_background(self._tell_abort(rid))
+        reply = SglangReply(prompt, len(prompt_ids), params, self._info.vocab_size, verify_prompt=self._verify_prompt)
+        return self._receive(reply, GENERATE, body, {}, stream=stream, abort_id=rid)
 
     def _request_body(self, prompt: bytes, params: SamplingParams, stream: bool, rid: str) -> bytes:
-        """The body of one call: every field that a server-side default could otherwise fill in."""
+        """Return the body of one call: every field that a server's default could otherwise fill in."""
         sampling: dict[str, object] = {
+            **common_fields(params),
             "max_new_tokens": params.max_tokens,
             "min_new_tokens": min(params.min_tokens, params.max_tokens),
-            "n": 1,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
             "top_k": params.top_k or -1,
-            "min_p": params.min_p,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
-            "repetition_penalty": params.repetition_penalty,
-            "stop": params.stop_strings,
-            "stop_token_ids": params.stop_token_ids,
             # With it the server would look at no stop ids at all, those of the request included.
             "ignore_eos": not params.stop_token_ids,
             # Stop strings are looked for in the decoded text: with the control tokens in it and nothing added.
@@ -225,25 +153,21 @@ class SglangEngine(RemoteEngine):
         if params.priority:
             body["priority"] = params.priority
         if params.cache_salt is not None:
-            body[self._dialect.salt] = params.cache_salt
+            body[self._features.salt] = params.cache_salt
         if params.session_id is not None:
             body["session_id"] = params.session_id
         return msgspec.json.encode(body)
 
-    async def _tell_abort(self, own: str) -> None:
-        body = msgspec.json.encode({"rid": own, "abort_all": False})
-        # Where the connection is closed already, that aborts the call too, only later.
-        with suppress(EngineError, InvalidRequest, TimeoutError):
-            async with asyncio.timeout(self._http.timeouts.connect):
-                await self._http.post("/abort_request", body, {})
+    @staticmethod
+    def _abort_body(call: str) -> bytes:
+        return msgspec.json.encode({"rid": call, "abort_all": False})
 
     async def find_logprobs_mode(self) -> str:
-        """As `RemoteEngine.find_logprobs_mode`, by sampling two tokens.
+        """See `RemoteEngine.find_logprobs_mode`; two tokens are sampled.
 
         Temperature is in the log-probabilities if twice the temperature halves a distance.
         """
-        any_id = replace(self._info, vocab_size=_ANY_ID)
-        probe = SglangEngine(self._http, any_id, deterministic=self._deterministic)
+        probe = SglangEngine(self._http, any_id(self._info), deterministic=self._deterministic)
         plain, heated = [await probe._probe(temperature) for temperature in (1.0, 2.0)]
         distance = plain[0][1] - plain[1][1]
         if distance < 1e-3:
@@ -274,7 +198,7 @@ class _ModelInfo(msgspec.Struct):
 
 
 async def _first(http: HttpClient, path: str, older: str) -> bytes:
-    """What is at `path`, or where older versions have it."""
+    """Return what is at `path`, or where older versions have it."""
     try:
         return await http.get(path)
     except (EngineUnavailable, EngineTimeout, EngineContractError):
@@ -284,7 +208,7 @@ async def _first(http: HttpClient, path: str, older: str) -> bytes:
 
 
 def _honoured(server: _Server) -> frozenset[str]:
-    dialect = _dialect(server.version)
+    features = _features_of(server.version)
     text = not server.skip_tokenizer_init
     offered = {
         # Seeds are used in no other mode, and accepted in all.
@@ -293,8 +217,8 @@ def _honoured(server: _Server) -> frozenset[str]:
         "min_tokens": text,
         "priority": server.enable_priority_scheduling,
         "cache_salt": True,
-        "session_id": dialect.session_id,
-        "payloads_from": server.enable_return_routed_experts and dialect.payloads,
+        "session_id": features.session_id,
+        "payloads_from": server.enable_return_routed_experts and features.payloads,
     }
     missing = {name for name, offers in offered.items() if not offers}
     return DISTRIBUTION.union(offered) - missing

@@ -10,25 +10,23 @@ The wire facts are in docs/engines.md. Three of them shape this module:
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-import secrets
 from collections.abc import AsyncGenerator, Collection
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 import numpy as np
 
-from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams, Timeouts
-from tokentape.engines.http import Body, HttpClient, header_value
+from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines.http import HttpClient, header_value
 from tokentape.engines.identity import chosen, served_cards
 from tokentape.engines.prompt_json import PromptWriter
-from tokentape.engines.remote import RemoteEngine
-from tokentape.engines.replies import ROUNDING, decode, taken
-from tokentape.engines.vllm_reply import DONE, Reply, alternatives_to_ask, logits_error
+from tokentape.engines.remote import RemoteEngine, any_id, common_fields, unique_id
+from tokentape.engines.replies import ROUNDING, decode, logits_error
+from tokentape.engines.vllm_reply import VllmReply, alternatives_to_ask
 from tokentape.errors import (
     EngineContractError,
     EngineError,
@@ -44,12 +42,8 @@ Route: TypeAlias = Literal["generate", "completions"]
 """Which of the two ways in is used."""
 
 _PATHS: dict[Route, str] = {"generate": "/inference/v1/generate", "completions": "/v1/completions"}
-_ABORT = "/inference/v1/abort_requests"
-
 # How the server's id of a generate request begins; it answers 200 to an abort of any other, and does nothing.
 _SERVER_ID = "generate-tokens-"
-
-_ANY_ID = 1 << 31
 
 # Fields that are left out where a server refuses them, and the parameter that is then not honoured.
 _OPTIONAL = {
@@ -80,13 +74,16 @@ class _Server:
 
 
 class VllmEngine(RemoteEngine):
-    """A vLLM server, sampled from through exact token ids. Open it with `open`.
+    """A vLLM server. Open it with `open`.
 
-    Sampling ends only as `SamplingParams` says: the server's own end-of-sequence ids are not applied unless they
-    are among the `stop_token_ids`.
+    The route `generate` is used if the server has it (`--enable-scale-out`), else `completions`.
     """
 
-    def __init__(self, http: HttpClient, info: EngineInfo, server: _Server, *, verify_prompt: bool = True) -> None:
+    _routes: ClassVar[tuple[Route, ...]] = ("generate", "completions")
+    """Those to try, in this order."""
+    _abort_path = "/inference/v1/abort_requests"
+
+    def __init__(self, http: HttpClient, info: EngineInfo, server: _Server, *, verify_prompt: bool = False) -> None:
         super().__init__(http, info)
         self._server = server
         self._verify_prompt = verify_prompt
@@ -95,82 +92,35 @@ class VllmEngine(RemoteEngine):
         self._kept_fields: dict[tuple[SamplingParams, int | None, bool], bytes] = {}
 
     @classmethod
-    async def open(
-        cls,
-        base_url: str,
-        *,
-        vocab_size: int,
-        model: str | None = None,
-        api_key: str | None = None,
-        timeouts: Timeouts | None = None,
-        verify_prompt: bool = True,
-        route: Route | None = None,
-    ) -> VllmEngine:
-        """Find out what the server is and samples, with one token sampled to see what its replies hold.
-
-            engine = await VllmEngine.open("http://127.0.0.1:8000", vocab_size=len(tokenizer))
-
-        Args:
-            base_url: `http://host:port`.
-            vocab_size: ids at or above it are never sent and never accepted. The tokenizer's, not the number of
-                rows of the embedding: a server takes and samples ids in the padding between the two.
-            model: one of the names that the server lists; the first if None.
-            api_key: what the server was given as `--api-key`.
-            timeouts: see `Timeouts`.
-            verify_prompt: have the server return the prompt's ids with each reply and compare them. Without it
-                a reply does not grow with the prompt.
-            route: the one to use. If None, `generate` is tried (the server has it with `--enable-scale-out`) and
-                `completions` used where it does not work.
-
-        Raises:
-            InvalidRequest: the address can't be used, or the server has no such model.
-            EngineUnavailable: the server can't be reached.
-            EngineContractError: it is not vLLM, or does not return ids and log-probabilities.
-            EngineError: or one of its kinds, as for `sample`.
-
-        """
-        http = HttpClient(base_url, api_key=api_key, timeouts=timeouts)
-        try:
-            version = decode(await http.get("/version"), _Version, "vLLM")
-            card = chosen(await served_cards(http), model)
-            sampling = DISTRIBUTION | {"min_tokens", "cache_salt", "session_id"}
-            if await _has_priorities(http):
-                sampling |= {"priority"}
-            info = EngineInfo(
-                name="vllm",
-                version=version.version if version.rust_frontend_version is None else f"{version.version}+rust",
-                model=card.id,
-                vocab_size=vocab_size,
-                max_context=card.max_model_len or await _context_length(http, card.id),
-                logprobs_mode="raw_logprobs",
-                sampling=sampling,
-                prompt_penalties=frozenset({"repetition_penalty"}),
-            )
-            server, found = await cls._asked_once(http, info, route, verify_prompt=verify_prompt)
-        except BaseException:
-            await http.close()
-            raise
+    async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+        version = decode(await http.get("/version"), _Version, "vLLM")
+        card = chosen(await served_cards(http), model)
+        sampling = DISTRIBUTION | {"min_tokens", "cache_salt", "session_id"}
+        if await _has_priorities(http):
+            sampling |= {"priority"}
+        info = EngineInfo(
+            name="vllm",
+            version=version.version if version.rust_frontend_version is None else f"{version.version}+rust",
+            model=card.id,
+            vocab_size=vocab_size,
+            max_context=card.max_model_len or await _context_length(http, card.id),
+            logprobs_mode="raw_logprobs",
+            sampling=sampling,
+            prompt_penalties=frozenset({"repetition_penalty"}),
+        )
+        server, found = await cls._asked_once(http, info, verify_prompt=verify_prompt)
         return cls(http, found, server, verify_prompt=verify_prompt)
 
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Sample a continuation of `prompt_ids`, int32 [tokens]; see `Engine`.
-
-        A completion that meets the end of the context ends with `length`, as at `max_tokens`. The delta with the
-        finish_reason comes only when the whole reply has been checked. The server's request id is made of
-        `request_id` and a random ending.
-
-        Raises as `RemoteEngine.sample`.
-        """
+        """See `RemoteEngine.sample`. The server's request id is made of `request_id` and a random ending."""
         self._refuse(prompt_ids, params)
         if 0 < params.temperature < _LOWEST_TEMPERATURE:
             raise InvalidRequest(
                 f"vLLM would sample at temperature {_LOWEST_TEMPERATURE} instead; use 0 for greedy sampling",
                 "temperature",
             )
-        if (params.payloads_from or 0) > len(prompt_ids):
-            raise InvalidRequest(f"payloads_from must be at most {len(prompt_ids)}, the prompt's end", "payloads_from")
         return self._ask(prompt_ids, params, stream=stream, request_id=request_id)[1]
 
     def _ask(
@@ -181,24 +131,22 @@ class VllmEngine(RemoteEngine):
         stream: bool,
         request_id: str,
         rows_from: int | None = None,
-    ) -> tuple[Reply, AsyncGenerator[SampleDelta, None]]:
-        """The reply to one call and its deltas, which fill it as they are read.
+    ) -> tuple[VllmReply, AsyncGenerator[SampleDelta, None]]:
+        """Return the reply to one call and its deltas, which fill it as they are read.
 
         Where the server returns a row per token, it is asked for those from `rows_from` on, however few are wanted.
         """
-        # The server aborts every request of an id: the random ending keeps them apart.
-        unique = f"{header_value(request_id, 'request_id')}-{secrets.token_hex(8)}"
-        headers = {"x-request-id": unique}
-        if params.session_id is not None:
-            headers["x-session-id"] = header_value(params.session_id, "session_id")
+        unique = unique_id(request_id)
+        headers = call_headers(unique, params)
         prompt = self._prompts.write(prompt_ids)
         if rows_from is None:
             # A server that has rows would else return those of the whole prompt, each time.
             rows_from = len(prompt_ids) if params.payloads_from is None else params.payloads_from
         stream = stream or self._server.streams_only
         body = self._request_body(prompt, params, rows_from, stream=stream, request_id=unique)
-        reply = Reply(
-            _PATHS[self._server.route],
+        path = _PATHS[self._server.route]
+        reply = VllmReply(
+            path,
             prompt,
             len(prompt_ids),
             params,
@@ -206,37 +154,13 @@ class VllmEngine(RemoteEngine):
             names_ids=self._verify_prompt or self._server.route == "generate",
             returns_prompt=self._verify_prompt,
         )
-        return reply, self._read(reply, body, headers, stream=stream, request_id=unique)
-
-    async def _read(
-        self, reply: Reply, body: Body, headers: dict[str, str], *, stream: bool, request_id: str
-    ) -> AsyncGenerator[SampleDelta, None]:
-        path, left = _PATHS[self._server.route], True
-        if self._server.aborts:
-            self._calls.add(request_id)
-        try:
-            if stream:
-                async with aclosing(self._http.arrivals(path, body, headers)) as arrivals:
-                    async for arrival in arrivals:
-                        for delta in taken(reply.take, arrival):
-                            yield delta
-            else:
-                reply.take(await self._http.post(path, body, headers))
-                reply.take(DONE)
-            left = False
-            yield reply.last()
-        except (EngineUnavailable, InvalidRequest):
-            left = False
-            raise
-        finally:
-            self._calls.discard(request_id)
-            if left and self._server.aborts:
-                self._in_background(self._tell_abort(request_id))
+        abort_id = unique if self._server.aborts else None
+        return reply, self._receive(reply, path, body, headers, stream=stream, abort_id=abort_id)
 
     def _request_body(
         self, prompt: bytes, params: SamplingParams, rows_from: int, *, stream: bool, request_id: str
     ) -> list[bytes]:
-        """The body of one call, in pieces: a long prompt is not copied into it."""
+        """Return the body of one call, in pieces: a long prompt is not copied into it."""
         if self._server.route == "completions":
             fields = self._fields(replace(params, session_id=None, payloads_from=None), None, stream=stream)
             return [fields[:-1], b',"prompt":', prompt, b"}"]
@@ -245,7 +169,7 @@ class VllmEngine(RemoteEngine):
         return [fields[:-1], b',"request_id":', unique, b',"token_ids":', prompt, b"}"]
 
     def _fields(self, params: SamplingParams, rows_from: int | None, *, stream: bool) -> bytes:
-        """An object of all but the prompt: every field that a server-side default could otherwise fill in."""
+        """Return a JSON object of all but the prompt: every field that a server's default could otherwise fill in."""
         # Sessions sample alike from turn to turn.
         asked = params, rows_from, stream
         found = self._kept_fields.get(asked)
@@ -257,21 +181,10 @@ class VllmEngine(RemoteEngine):
 
     def _new_fields(self, params: SamplingParams, rows_from: int | None, *, stream: bool) -> bytes:
         sampling: dict[str, object] = {
-            "n": 1,
+            **vllm_fields(params),
             "max_tokens": params.max_tokens,
-            "min_tokens": params.min_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
-            "repetition_penalty": params.repetition_penalty,
-            "seed": params.seed,
             # The server's end-of-sequence ids come from its generation_config.json; ours come from the template.
             "ignore_eos": True,
-            "stop_token_ids": params.stop_token_ids,
-            "stop": params.stop_strings,
             # Stop strings are looked for in the decoded text. Text with the control tokens in it and without
             # extra spaces is what the in-process engine looks in. Including the match keeps text unbuffered.
             "skip_special_tokens": False,
@@ -302,26 +215,20 @@ class VllmEngine(RemoteEngine):
             body.pop(name, None)
         if stream:
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": False}
-        if params.priority:
-            body["priority"] = params.priority
-        if params.cache_salt is not None:
-            body["cache_salt"] = params.cache_salt
+        body |= scheduling_fields(params)
         return msgspec.json.encode(body)
 
     async def find_logprobs_mode(self) -> str:
-        """As `RemoteEngine.find_logprobs_mode`, by sampling a token."""
-        # What a model says to one meaningless token may lie outside the tokenizer's vocabulary.
-        any_id = replace(self._info, vocab_size=_ANY_ID)
-        return (await VllmEngine(self._http, any_id, self._server, verify_prompt=False)._probe(stream=True))[0]
+        """See `RemoteEngine.find_logprobs_mode`; a token is sampled."""
+        probe = VllmEngine(self._http, any_id(self._info), self._server)
+        return (await probe._probe(stream=True))[0]
 
-    async def _tell_abort(self, own: str) -> None:
-        # Where the connection is closed already, that aborts the call too.
-        with suppress(EngineError, InvalidRequest, TimeoutError):
-            async with asyncio.timeout(self._http.timeouts.connect):
-                await self._http.post(_ABORT, _abort_body(own), {})
+    @staticmethod
+    def _abort_body(call: str) -> bytes:
+        return msgspec.json.encode({"request_ids": [f"{_SERVER_ID}{call}"]})
 
-    async def _probe(self, *, stream: bool) -> tuple[str, Reply]:
-        """What `--logprobs-mode` the server has, which it does not tell, and the reply that showed it.
+    async def _probe(self, *, stream: bool) -> tuple[str, VllmReply]:
+        """Return the server's `--logprobs-mode`, which it does not tell, and the reply that showed it.
 
         After top_k = 1 one token remains. Reported before (`raw_logprobs`) there are alternatives with a
         probability, after it there are none.
@@ -337,44 +244,54 @@ class VllmEngine(RemoteEngine):
 
     @classmethod
     async def _asked_once(
-        cls, http: HttpClient, info: EngineInfo, route: Route | None, *, verify_prompt: bool
+        cls, http: HttpClient, info: EngineInfo, *, verify_prompt: bool
     ) -> tuple[_Server, EngineInfo]:
-        """How to ask the server, and what is known of it after one token."""
-        # What a model says to one meaningless token may lie outside the tokenizer's vocabulary.
-        any_id = replace(info, vocab_size=_ANY_ID)
+        """Return how to ask the server, and what is known of it after one token."""
 
-        async def probed(server: _Server, *, stream: bool = True) -> tuple[_Server, str, Reply]:
+        async def probed(server: _Server, *, stream: bool = True) -> tuple[_Server, str, VllmReply]:
+            engine = cls(http, any_id(info), server, verify_prompt=verify_prompt)
             try:
-                return server, *await cls(http, any_id, server, verify_prompt=verify_prompt)._probe(stream=stream)
+                return server, *await engine._probe(stream=stream)
             except InvalidRequest as error:
                 if error.param not in _OPTIONAL.keys() - server.without:
                     raise
                 return await probed(replace(server, without=server.without | {error.param}), stream=stream)
 
-        if route != "completions":
+        if "generate" in cls._routes:
             try:
                 server, mode, reply = await probed(_Server("generate"))
             except (EngineUnavailable, EngineTimeout):
                 raise
             except (EngineError, InvalidRequest) as error:
-                if route is not None:
+                if "completions" not in cls._routes:
                     raise
                 # 403 and 404 are how a server says that it does not offer this; anything else is worth a word.
                 level = logging.DEBUG if type(error) is EngineError and not error.retry else logging.WARNING
                 _log.log(level, "vLLM %s is asked at %s: %s", info.version, _PATHS["completions"], error)
             else:
                 # The other route may do what this one refuses.
-                if route is not None or not any(_OPTIONAL[name] for name in server.without):
+                if "completions" not in cls._routes or not any(_OPTIONAL[name] for name in server.without):
                     try:
                         await probed(server, stream=False)
                     except EngineContractError:
                         server = replace(server, streams_only=True)
-                    server = replace(server, aborts=await _takes_aborts(http))
+                    server = replace(server, aborts=await cls._takes_aborts(http))
                     return server, _described(info, server, mode, reply.offers)
         # What is not known is ignored or refused: whether it is, the reply shows.
         server, mode, reply = await probed(_Server("completions", weight_versions=True))
         server = replace(server, weight_versions="weight_versions" in reply.offers)
         return server, _described(info, server, mode, reply.offers)
+
+    @classmethod
+    async def _takes_aborts(cls, http: HttpClient) -> bool:
+        """Return whether there is a route for aborts, tried with the id of no request."""
+        try:
+            await http.post(cls._abort_path, cls._abort_body("tokentape-probe"), {})
+        except (EngineUnavailable, EngineTimeout):
+            raise
+        except (EngineError, InvalidRequest):
+            return False
+        return True
 
 
 def _described(info: EngineInfo, server: _Server, mode: str, offers: Collection[str]) -> EngineInfo:
@@ -429,16 +346,19 @@ async def _has_priorities(http: HttpClient) -> bool:
     return info.vllm_config.scheduler_config.policy == "priority"
 
 
-async def _takes_aborts(http: HttpClient) -> bool:
-    """Whether there is a route for aborts, tried with the id of no request."""
-    try:
-        await http.post(_ABORT, _abort_body("tokentape-probe"), {})
-    except (EngineUnavailable, EngineTimeout):
-        raise
-    except (EngineError, InvalidRequest):
-        return False
-    return True
+def call_headers(unique: str, params: SamplingParams) -> dict[str, str]:
+    """Return the headers of one call."""
+    session = {} if params.session_id is None else {"x-session-id": header_value(params.session_id, "session_id")}
+    return {"x-request-id": unique} | session
 
 
-def _abort_body(request_id: str) -> bytes:
-    return msgspec.json.encode({"request_ids": [f"{_SERVER_ID}{request_id}"]})
+def vllm_fields(params: SamplingParams) -> dict[str, object]:
+    """Return the sampling fields that all routes have."""
+    own = {"min_tokens": params.min_tokens, "top_k": params.top_k, "seed": params.seed}
+    return common_fields(params) | own
+
+
+def scheduling_fields(params: SamplingParams) -> dict[str, object]:
+    """Return the fields that are sent only where they are set."""
+    asked = {"priority": params.priority or None, "cache_salt": params.cache_salt}
+    return {name: value for name, value in asked.items() if value is not None}

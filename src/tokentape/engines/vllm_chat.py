@@ -7,7 +7,6 @@ The prompt is the server's own; it and the completion come back as ids. Log-prob
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -18,9 +17,9 @@ import msgspec
 from tokentape.engines.base import CAPTURED, ChatCall, EngineInfo, SampleDelta, SamplingParams, Timeouts
 from tokentape.engines.checks import refuse_params, refuse_unhonoured
 from tokentape.engines.guarded import GuardedEngine
-from tokentape.engines.http import header_value
-from tokentape.engines.vllm import VllmEngine
-from tokentape.engines.vllm_reply import Reply, alternatives_to_ask
+from tokentape.engines.remote import unique_id
+from tokentape.engines.vllm import VllmEngine, call_headers, scheduling_fields, vllm_fields
+from tokentape.engines.vllm_reply import VllmReply, alternatives_to_ask
 from tokentape.errors import EngineContractError, InvalidRequest
 from tokentape.types import Message, TokenIds, Tool
 
@@ -88,11 +87,9 @@ class VllmChatServer:
         """
         refuse_params(params)
         refuse_unhonoured(replace(params, payloads_from=None), self.info)
-        headers = {"x-request-id": f"{header_value(request_id, 'request_id')}-{uuid.uuid4().hex[:16]}"}
-        if params.session_id is not None:
-            headers["x-session-id"] = header_value(params.session_id, "session_id")
+        headers = call_headers(unique_id(request_id), params)
         body = msgspec.json.encode(self._body(messages, tools, template_kwargs, params))
-        reply = Reply(
+        reply = VllmReply(
             _CHAT,
             None,
             0,
@@ -123,14 +120,16 @@ class VllmChatServer:
         """Close all connections, which aborts what runs on them. May be called again."""
         await self._engine.close()
 
-    async def _deltas(self, reply: Reply, body: bytes, headers: dict[str, str]) -> AsyncGenerator[SampleDelta, None]:
-        """An empty delta when the prompt is known, then those of the completion."""
-        told = False
-        async with aclosing(self._http.events(_CHAT, body, headers)) as events:
-            async for data in events:
-                delta = reply.take(data)
-                if reply.prompt_tokens and not told:
-                    told = True
+    async def _deltas(
+        self, reply: VllmReply, body: bytes, headers: dict[str, str]
+    ) -> AsyncGenerator[SampleDelta, None]:
+        """Yield an empty delta when the prompt is known, then those of the completion."""
+        known = False
+        async with aclosing(self._http.arrivals(_CHAT, body, headers)) as arrivals:
+            async for data in (event async for arrival in arrivals for event in arrival):
+                delta = reply.feed(data)
+                if reply.prompt_tokens and not known:
+                    known = True
                     yield SampleDelta((), ())
                 if delta:
                     yield replace(delta, engine=f"{self.info} {CAPTURED}")
@@ -150,21 +149,11 @@ class VllmChatServer:
             "model": self.info.model,
             "messages": [_sent(message) for message in messages],
             "chat_template_kwargs": template_kwargs,
-            "n": 1,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": False},
             "max_completion_tokens": params.max_tokens,
-            "min_tokens": params.min_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
-            "repetition_penalty": params.repetition_penalty,
-            "seed": params.seed,
-            "stop_token_ids": params.stop_token_ids,
-            "stop": params.stop_strings,
+            **vllm_fields(params),
+            **scheduling_fields(params),
             "logprobs": True,
             "top_logprobs": alternatives_to_ask(params),
             "return_tokens_as_token_ids": True,
@@ -172,10 +161,6 @@ class VllmChatServer:
         }
         if tools:
             body["tools"] = tools
-        if params.priority:
-            body["priority"] = params.priority
-        if params.cache_salt is not None:
-            body["cache_salt"] = params.cache_salt
         return body
 
 
