@@ -13,7 +13,8 @@ import pytest
 from tests.gateway.scripted import ScriptedEngine
 from tests.gateway.test_metrics import scrape
 from tests.waiting import PATIENCE
-from tokentape.chat.overrides import Overrides, ReplyParser
+from tokentape.chat.overrides import Overrides
+from tokentape.chat.parse import ReplyParser
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.reply import Reply, ReplyDelta
 from tokentape.gateway.app import create_app

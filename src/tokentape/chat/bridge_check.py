@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tokentape.chat.call_syntax import common_prefix, common_suffix
-from tokentape.chat.reader import Reader
+from tokentape.chat.reader import read_text
 from tokentape.chat.renderer import Added, Renderer
 from tokentape.chat.tokenizer import MARK
 from tokentape.errors import TemplateRefused, TokentapeError
@@ -188,10 +188,7 @@ class _Real:
         return self._once(self._read(tokenizer.array(tokenizer.encode_after_control(text).ids)))
 
     def _read(self, ids: TokenIds) -> str:
-        reader = Reader(self._renderer.tokenizer, frozenset(), ())
-        reader.feed(ids.tolist())
-        reader.finish()
-        return reader.text
+        return read_text(self._renderer.tokenizer, ids.tolist())
 
     def _once(self, text: str) -> str:
         """The text with each run of image placeholders as one: the template writes one for each image."""

@@ -22,9 +22,17 @@ from tokentape.chat.call_literals import (
     read_head,
 )
 from tokentape.chat.call_syntax import KEY, CallSyntax
-from tokentape.chat.call_values import property_schema, quoted_json, value_json
 from tokentape.chat.delimiters import ANY, any_of, may_grow, pattern, pieces, skip_space
-from tokentape.chat.json_text import ObjectEnd, decode, first_member, members, standard
+from tokentape.chat.json_text import (
+    ObjectEnd,
+    decode,
+    first_member,
+    members,
+    property_schema,
+    quoted_json,
+    standard,
+    value_json,
+)
 from tokentape.chat.tokenizer import MARK
 from tokentape.types import Tool
 

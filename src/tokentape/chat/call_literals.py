@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tokentape.chat.call_syntax import CallSyntax
-from tokentape.chat.call_values import property_schema, value_json
 from tokentape.chat.delimiters import pattern, skip_space
+from tokentape.chat.json_text import property_schema, value_json
 from tokentape.chat.tokenizer import MARK
 from tokentape.types import Tool
 

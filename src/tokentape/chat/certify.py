@@ -17,7 +17,7 @@ from tokentape.chat.certificate import Certificate, Continuation, ParseCheck
 from tokentape.chat.certify_continuations import Continuations
 from tokentape.chat.external_renderer import ExternalRenderer
 from tokentape.chat.parse import Reply
-from tokentape.chat.reader import Reader
+from tokentape.chat.reader import read_text
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import plain_message
 from tokentape.chat.tokenizer import MARK
@@ -270,7 +270,4 @@ def _prompt(renderer: Renderer, messages: Sequence[Message], setup: Setup) -> st
     """Return the marked text of a conversation with the generation prompt, an external renderer's read from its ids."""
     if not renderer.is_external:
         return renderer.marked(messages, setup, generate=True)
-    reader = Reader(renderer.tokenizer, frozenset(), ())
-    reader.feed(renderer.render(messages, setup).ids.tolist())
-    reader.finish()
-    return reader.text
+    return read_text(renderer.tokenizer, renderer.render(messages, setup).ids.tolist())

@@ -15,7 +15,8 @@ import numpy as np
 from tokentape.chat import grammar
 from tokentape.chat.certificate import Continuation, Strategy
 from tokentape.chat.media import ImageProcessor, image_parts
-from tokentape.chat.overrides import Completion, Overrides, ReplyParser, parse_whole
+from tokentape.chat.overrides import Completion, Overrides, parse_whole
+from tokentape.chat.parse import ReplyParser
 from tokentape.chat.renderer import Added, Renderer
 from tokentape.chat.reply import CallStatus, Reply, ToolCall
 from tokentape.chat.template import ChatTemplate, plain_message

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+from tokentape.chat.parse import ReplyParser
 from tokentape.chat.reader import Reader
 from tokentape.chat.reply import Reply, ReplyDelta
 from tokentape.errors import TokentapeError
@@ -23,18 +24,6 @@ if TYPE_CHECKING:
 
 GROUP = "tokentape.renderers"
 """Entry point group: each entry is a `FindOverrides`."""
-
-
-class ReplyParser(Protocol):
-    """Parses one completion."""
-
-    def feed(self, ids: Iterable[int]) -> ReplyDelta:
-        """Take newly sampled ids; return what is certain of the reply."""
-        ...
-
-    def finish(self) -> tuple[ReplyDelta, Reply]:
-        """Say that sampling ended; return the rest and the whole reply."""
-        ...
 
 
 MakeParser: TypeAlias = Callable[[Setup, Sequence[str]], ReplyParser]

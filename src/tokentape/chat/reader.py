@@ -122,3 +122,13 @@ class Reader:
         keep = 0 if final else held_back(text, 0, tuple(self.stop_strings))
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+
+def read_text(
+    tokenizer: Tokenizer, ids: Iterable[int], stop_ids: frozenset[int] = frozenset(), stop_strings: Sequence[str] = ()
+) -> str:
+    """Return the marked text of ids, up to what stops them."""
+    reader = Reader(tokenizer, stop_ids, stop_strings)
+    reader.feed(ids)
+    reader.finish()
+    return reader.text

@@ -19,10 +19,9 @@ from tokentape.chat.assistant_format import AssistantFormat
 from tokentape.chat.bridge import cut_tail, overlap
 from tokentape.chat.caller_text import provenance_of_tokens
 from tokentape.chat.media import ImageProcessor, image_parts, repeat_placeholders
-from tokentape.chat.overrides import Overrides, ReplyParser, find_overrides
-from tokentape.chat.parse import Parser
-from tokentape.chat.reader import Reader
-from tokentape.chat.safe_parser import SafeParser
+from tokentape.chat.overrides import Overrides, find_overrides
+from tokentape.chat.parse import Parser, ReplyParser, SafeParser
+from tokentape.chat.reader import read_text
 from tokentape.chat.splice import History, WrongStop, find_splices
 from tokentape.chat.template import ChatTemplate, plain_message, read_source
 from tokentape.chat.template_text import TemplateText, keep
@@ -227,7 +226,7 @@ class Renderer(TemplateText):
         depend on what came before. With `history`, the messages before `reply`, it is the real conversation
         (`contextual`). A certificate says which a template needs.
 
-        `context_ids` are all ids so far, the completion's included: they say whether the turn's prompt opened reasoning.
+        `context_ids` are all ids so far, with the completion's. They say whether the turn's prompt opened reasoning.
 
         Raises `TemplateRefused` if the template does not take these messages after such a turn.
         """
@@ -292,10 +291,7 @@ class Renderer(TemplateText):
         """Return the format for a turn after this prompt; one after a tool's result may not open reasoning (R1)."""
         if prompt_ids is None or form.reasoning is None:
             return form
-        reader = Reader(self.tokenizer, frozenset(), ())
-        reader.feed(prompt_ids[-_PROMPT_END:].tolist())
-        reader.finish()
-        text = reader.text.rstrip()
+        text = read_text(self.tokenizer, prompt_ids[-_PROMPT_END:].tolist()).rstrip()
         if text.endswith(form.generation_prompt.rstrip()):
             return form
         opened = text.endswith(form.reasoning.open.strip())
@@ -328,10 +324,8 @@ class Renderer(TemplateText):
             MARK.findall(form.content_reopen if reasoned else form.content_open)[-1:],
             MARK.findall(close),
         )
-        reader = Reader(self.tokenizer, frozenset(), ())
-        reader.feed(completion_ids.tolist())
-        reader.finish()
-        framing = [mark for mark in MARK.findall(reader.text) if mark in (*opening, *closing[:1])]
+        text = read_text(self.tokenizer, completion_ids.tolist())
+        framing = [mark for mark in MARK.findall(text) if mark in (*opening, *closing[:1])]
         inside = framing[-1] in opening if framing else not opening
         return close if closing and inside else ""
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from tokentape.chat.plain_text import PlainReader
+from tokentape.chat.parse import PlainReader
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.splice import History, WrongStop
 from tokentape.engines.base import ChatServer, Engine, Interruptible, MediaEngine

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chat.fuzz.completions import WORD, cut
-from tokentape.chat.overrides import ReplyParser
+from tokentape.chat.parse import ReplyParser
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.reply import Reply, ReplyDelta, ToolCall
 from tokentape.chat.tokenizer import MARK
