@@ -11,7 +11,7 @@ and the names of the provenance codes are in the file's key-value metadata.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -194,6 +194,27 @@ def iter_parquet(
             yield from _trajectories_of(batch, layout)
 
 
+def read_rows(source: Path, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of any JSON lines (`.jsonl`) or Parquet file as plain values, of Parquet only these columns.
+
+    Raises `InvalidRequest` for a file of another kind and for a line that is not an object.
+    """
+    if source.suffix != ".jsonl":
+        with open_parquet(source) as file:
+            for batch in file.iter_batches(columns=[name for name in file.schema_arrow.names if name in columns]):
+                yield from batch.to_pylist()
+        return
+    with open(source, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InvalidRequest(f"{source} line {number} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise InvalidRequest(f"{source} line {number}: expected an object")
+            yield row
+
+
 def open_parquet(source: str | Path) -> pq.ParquetFile:
     """Return an open Parquet file. Raises `InvalidRequest` for a file of another kind."""
     import pyarrow as pa
@@ -202,7 +223,7 @@ def open_parquet(source: str | Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(source)
     except pa.ArrowInvalid:
-        raise InvalidRequest(f"{source} is not a Parquet file") from None
+        raise InvalidRequest(f"{source} is not a Parquet file; JSON lines are read from a file named .jsonl") from None
 
 
 def _row_groups(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from tokentape.errors import InvalidRequest
 from tokentape.training.collate import padded
-from tokentape.training.samples import Sample
+from tokentape.training.samples import Sample, reward_of
 from tokentape.training.trainers import temperature, token_temperatures
 from tokentape.types import Provenance
 
@@ -197,7 +197,7 @@ def skyrl_generator_output(samples: Sequence[Sample], *, per_token: str | None =
     temperature(samples, "skyrl")
     splits = [_split(sample) for sample in samples]
     pairs = list(zip(samples, splits, strict=True))
-    rewards = [_reward(one) if per_token is None else _column(one, per_token)[at:] for one, at in pairs]
+    rewards = [reward_of(one) if per_token is None else _column(one, per_token)[at:] for one, at in pairs]
     return {
         "prompt_token_ids": [sample.token_ids[:at].tolist() for sample, at in pairs],
         "response_ids": [sample.token_ids[at:].tolist() for sample, at in pairs],
@@ -233,7 +233,7 @@ def nemo_rl_datum(sample: Sample, idx: int, decode: Decode | None = None) -> dic
         "extra_env_info": {"session_id": sample.session_id},
         "loss_multiplier": 1.0,
         "idx": idx,
-        "total_reward": _reward(sample),
+        "total_reward": reward_of(sample),
     }
 
 
@@ -296,12 +296,6 @@ def _split(sample: Sample) -> int:
 
 def _ints(mask: Any) -> list[int]:
     return [int(one) for one in mask.tolist()]
-
-
-def _reward(sample: Sample) -> float:
-    if sample.reward is None:
-        raise InvalidRequest(f"session {sample.session_id!r} has no reward; give one, or leave the session out")
-    return sample.reward
 
 
 def _column(sample: Sample, name: str) -> list[float]:

@@ -12,8 +12,7 @@ rounding noise pass for one.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,6 +29,7 @@ from tokentape.audit.tokendiff import TokenDrift as Drift
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.engines.scoring import Scores
 from tokentape.errors import InvalidRequest
+from tokentape.session.arrow import read_rows as read_table_rows
 from tokentape.types import Logprobs, TokenIds, Trajectory
 
 Forward: TypeAlias = Callable[[TokenIds], Logprobs]
@@ -210,7 +210,7 @@ def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
     Raises `InvalidRequest` for a file without the first two, with neither of the others, or with a row twice.
     """
     found: dict[tuple[str, int], TrainerRow] = {}
-    for number, row in enumerate(_rows(Path(source)), 1):
+    for number, row in enumerate(read_table_rows(Path(source), _COLUMNS), 1):
         ids, logprobs = row.get("token_ids"), row.get("trainer_logprobs")
         if "session_id" not in row or "leaf" not in row or (ids is None and logprobs is None):
             raise InvalidRequest(
@@ -226,6 +226,9 @@ def read_rows(source: str | Path) -> dict[tuple[str, int], TrainerRow]:
             None if logprobs is None else np.array([np.nan if one is None else one for one in logprobs], np.float32),
         )
     return found
+
+
+_COLUMNS = ("session_id", "leaf", "token_ids", "trainer_logprobs")
 
 
 class _Tally:
@@ -360,28 +363,3 @@ class _Tally:
 def _distance(outlier: Outlier) -> float:
     apart = abs(outlier.trainer - outlier.recorded)
     return apart if np.isfinite(apart) else float("inf")
-
-
-def _rows(source: Path) -> Iterator[dict[str, Any]]:
-    if source.suffix == ".jsonl":
-        with open(source, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise InvalidRequest(f"{source} line {number} is not JSON: {error}") from None
-                if not isinstance(row, dict):
-                    raise InvalidRequest(f"{source} line {number}: expected an object")
-                yield row
-        return
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(source)
-    except pa.ArrowInvalid:
-        raise InvalidRequest(f"{source} is not a Parquet file; JSON lines are read from a file named .jsonl") from None
-    with file:
-        wanted = {"session_id", "leaf", "token_ids", "trainer_logprobs"}
-        for batch in file.iter_batches(columns=[name for name in file.schema_arrow.names if name in wanted]):
-            yield from batch.to_pylist()

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from tokentape.canonical import canonical_json
 from tokentape.errors import InvalidRequest
+from tokentape.session.fields import FIELDS
 from tokentape.session.verdict import check_verdicts, wanted_verdict
 from tokentape.types import TokenRows, TokenValues, Trajectory
 
@@ -285,35 +286,29 @@ def _sample(
 ) -> Sample:
     whole = piece.trajectory
     turns = sum(1 for start in whole.completion_starts[: piece.turns].tolist() if start < length)
-    starts = whole.completion_starts[:turns]
-    ends = np.minimum(whole.completion_ends[:turns], length)
     loss_mask = np.zeros(length, np.bool_)
     for n in mine:
         loss_mask[whole.completion_starts[n] : whole.completion_ends[n]] = True
+    limits = {"token": length, "turn": turns}
+    kept = {
+        field.name: value[: limits.get(field.per)] if field.per else value
+        for field in FIELDS
+        for value in [getattr(whole, field.name)]
+    }
     return Sample(
-        session_id=whole.session_id,
-        leaf=whole.turns[turns - 1],
-        token_ids=whole.token_ids[:length],
-        provenance=whole.provenance[:length],
-        loss_mask=loss_mask,
-        logprobs=whole.logprobs[:length],
-        turns=whole.turns[:turns],
-        completion_starts=starts,
-        completion_ends=ends,
-        weight_versions=whole.weight_versions[:turns],
-        reward=whole.reward,
-        verdict=whole.verdict,
-        metadata=whole.metadata,
-        turn_rewards=whole.turn_rewards[:turns],
-        weight_spans=tuple((a, min(b, length), version) for a, b, version in whole.weight_spans if a < length),
+        **kept
+        | {
+            "leaf": whole.turns[turns - 1],
+            "loss_mask": loss_mask,
+            "completion_ends": np.minimum(whole.completion_ends[:turns], length),
+            "weight_spans": tuple((a, min(b, length), version) for a, b, version in whole.weight_spans if a < length),
+            # A sample ends with a sampled token, so no image is cut in two.
+            "media": tuple(span for span in whole.media if span.start < length),
+        },
         columns=_columns(whole, mine, length, owners),
         payloads={
             name: TokenRows(payload.rows[:length], payload.known[:length]) for name, payload in whole.payloads.items()
         },
-        # A sample ends with a sampled token, so no image is cut in two.
-        media=tuple(span for span in whole.media if span.start < length),
-        sampled_from=whole.sampled_from[:turns],
-        logprobs_of=whole.logprobs_of[:turns],
         group=group,
     )
 
@@ -398,7 +393,7 @@ def group_advantages(
     """
     rewards: dict[str, dict[str, list[float]]] = {}
     for sample in samples:
-        rewards.setdefault(_group_of(sample), {}).setdefault(sample.session_id, []).append(_reward_of(sample))
+        rewards.setdefault(_group_of(sample), {}).setdefault(sample.session_id, []).append(reward_of(sample))
     means: dict[str, float] = {}
     scales: dict[str, float] = {}
     for group, sessions in rewards.items():
@@ -406,7 +401,7 @@ def group_advantages(
         means[group] = float(np.mean(of_sessions))
         scales[group] = float(np.std(of_sessions)) + epsilon if scale else 1.0
     return [
-        with_column(sample, name, (_reward_of(sample) - means[_group_of(sample)]) / scales[_group_of(sample)])
+        with_column(sample, name, (reward_of(sample) - means[_group_of(sample)]) / scales[_group_of(sample)])
         for sample in samples
     ]
 
@@ -417,7 +412,8 @@ def _group_of(sample: Sample) -> str:
     return sample.group
 
 
-def _reward_of(sample: Sample) -> float:
+def reward_of(sample: Sample) -> float:
+    """Return a sample's reward. Raises `InvalidRequest` if there is none."""
     if sample.reward is None:
         raise InvalidRequest(f"session {sample.session_id!r} has no reward; give one, or leave the session out")
     return sample.reward
