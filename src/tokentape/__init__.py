@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tokentape.lazy import lazy_names
 from tokentape.version import __version__
 
 if TYPE_CHECKING:
@@ -16,20 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncClient", "Client", "Provenance", "Renderer", "TokentapeError", "Trajectory", "__version__", "check"]
 
-_HOME = {
-    "AsyncClient": "tokentape.client",
-    "Client": "tokentape.client",
-    "Provenance": "tokentape.types",
-    "Renderer": "tokentape.chat.renderer",
-    "TokentapeError": "tokentape.errors",
-    "Trajectory": "tokentape.types",
-    "check": "tokentape.audit.lock",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name where it lives when it is first used, so that `import tokentape` costs next to nothing."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
-    return value
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "tokentape.audit.lock": "check",
+        "tokentape.chat.renderer": "Renderer",
+        "tokentape.client": "AsyncClient Client",
+        "tokentape.errors": "TokentapeError",
+        "tokentape.types": "Provenance Trajectory",
+    },
+)

@@ -85,7 +85,7 @@ def folder_model(config: ServeConfig) -> FolderModel:
 
 
 def synchronous(config: ServeConfig) -> Literal["FULL", "NORMAL"]:
-    """What `open_store` takes."""
+    """What `open_record` takes."""
     return "FULL" if config.synchronous == "full" else "NORMAL"
 
 

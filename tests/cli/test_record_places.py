@@ -17,7 +17,7 @@ from tests.training.scripted_sessions import THOUGHT, TOLD, played, user
 from tokentape.audit.id_rows import iter_rows
 from tokentape.chat.renderer import Renderer
 from tokentape.store import SqliteStore
-from tokentape.store.location import note_served_model, open_store
+from tokentape.store.location import note_served_model, open_record
 from tokentape.store.served_model import ServedModel, write_served_model
 
 PASSWORD = "s3cret"
@@ -61,7 +61,7 @@ def place(
         schema = server.new_place()
         # This server asks for none, so it is in the URL only. Its # begins no name of a row.
         url = make_url(schema).set(password=PASSWORD).render_as_string(False).replace(PASSWORD, f"#{PASSWORD}")
-        with open_store(directory, read_only=True) as source, open_store(url) as target:
+        with open_record(directory, read_only=True) as source, open_record(url) as target:
             for stored in source.iter_sessions():
                 asyncio.run(target.write(stored.info, *stored.setups.values(), *stored.turns))
             asyncio.run(note_served_model(url, target, served))

@@ -13,7 +13,7 @@ import typer.main
 from tests.postgres import Server
 from tests.records import SETUP, make_chain
 from tokentape.cli.app import app
-from tokentape.store.location import open_store
+from tokentape.store import open_record
 from tokentape.types import SessionInfo
 
 PAGE = (Path(__file__).parents[2] / "docs/how-to/scale-out.md").read_text(encoding="utf-8")
@@ -27,7 +27,7 @@ COMMANDS = [
 
 def test_a_record_in_a_database_is_read_from_python(postgres: Server, capsys: pytest.CaptureFixture[str]) -> None:
     url = postgres.new_place()
-    with open_store(url) as store:
+    with open_record(url) as store:
         asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, *make_chain("s", 2)))
     (code,) = re.findall(r"<!-- executed by [\w/.]+ -->\n```python\n(.*?)```", PAGE, re.DOTALL)
     exec(code.replace("postgresql://tokentape@db.internal/tokentape", url), {})

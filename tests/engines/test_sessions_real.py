@@ -43,8 +43,7 @@ from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
 from tokentape.session.invariants import check_turn
 from tokentape.session.tree import Session
-from tokentape.store import SqliteStore, StoredSession
-from tokentape.store.verify import verify
+from tokentape.store import SqliteStore, StoredSession, verify
 
 VLLM = os.environ.get("TOKENTAPE_VLLM_BIN")
 SGLANG = os.environ.get("TOKENTAPE_SGLANG_SERVER")

@@ -9,9 +9,7 @@ from typing import Any
 
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
-from tokentape.store import StoredSession
-from tokentape.store.location import open_store
-from tokentape.store.verify import verify
+from tokentape.store import StoredSession, open_record, verify
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def invariant(location: str | Path, acknowledged: Iterable[Told], *, unheard: in
     """
     report = verify(location)
     assert report.findings == ()
-    with open_store(location, read_only=True) as store:
+    with open_record(location, read_only=True) as store:
         recorded = {stored.info.session_id: stored for stored in store.iter_sessions()}
     told = {(one.session_id, one.turn): one for one in acknowledged}
     for one in told.values():

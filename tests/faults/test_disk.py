@@ -24,7 +24,7 @@ from tests.faults.process import Agent, needs_strace, serve_command, serving, ta
 from tests.faults.upstream import Plan, Upstream
 from tests.store.test_faults import limit_pages  # noqa: F401 - a fixture
 from tests.waiting import PATIENCE
-from tokentape.store.verify import verify
+from tokentape.store import verify
 
 LONG = Plan(text="pears and plums " * 300 + "<|im_end|>")
 

@@ -22,7 +22,7 @@ from tests.faults.invariant import invariant
 from tests.faults.process import Agent, needs_strace, serve_command, serving, talk_all
 from tests.faults.upstream import Upstream
 from tests.waiting import PATIENCE
-from tokentape.store.verify import verify
+from tokentape.store import verify
 
 GOLDEN = Path(__file__).parents[1] / "store/golden"
 SOAK_TURNS = int(os.environ.get("TOKENTAPE_SOAK_TURNS", "50000"))

@@ -26,10 +26,9 @@ from tokentape.gateway.events import TurnDone, TurnRequest
 from tokentape.gateway.limits import CheckBridges
 from tokentape.gateway.turns import Turns
 from tokentape.session.verdict import BRIDGE_CHECKED, BRIDGE_DUE, BRIDGE_SKIPPED
-from tokentape.store import SqliteStore
+from tokentape.store import SqliteStore, verify
 from tokentape.store.custody import Custody
 from tokentape.store.snapshots import Selection
-from tokentape.store.verify import verify
 from tokentape.types import Turn
 
 TOOLS = tuple(

@@ -25,11 +25,10 @@ from tokentape.gateway.gate import Gate
 from tokentape.gateway.limits import Limits
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
-from tokentape.store import SqliteStore, Store
+from tokentape.store import SqliteStore, Store, verify
 from tokentape.store.gateways import GatewayState, tell
 from tokentape.store.lock import Turnstile
 from tokentape.store.postgres import PostgresStore
-from tokentape.store.verify import verify
 from tokentape.types import SessionInfo
 
 QUESTION = {"role": "user", "content": "What is 3 plus 4?"}

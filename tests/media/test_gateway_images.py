@@ -24,8 +24,7 @@ from tests.media.conftest import Serve, assert_rounding_apart, data_url, image_u
 from tests.media.tiny_vision import picture
 from tokentape.client import Client
 from tokentape.engines.image_processor import QwenImageProcessor
-from tokentape.store import SqliteStore
-from tokentape.store.verify import verify
+from tokentape.store import SqliteStore, verify
 from tokentape.training.collate import padded, to_torch
 from tokentape.training.media import media_arrays
 from tokentape.training.samples import assemble

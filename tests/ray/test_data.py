@@ -26,7 +26,7 @@ from tokentape.cli.app import app
 from tokentape.errors import Conflict, InvalidRequest, NotFound
 from tokentape.ray import audit_corpus, drift, export
 from tokentape.session.arrow import iter_parquet, trajectories_table
-from tokentape.store.location import open_store
+from tokentape.store import open_record
 from tokentape.types import SessionInfo
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -128,7 +128,7 @@ def write_sessions(location: Any, count: int) -> None:
             turns = make_chain(name, 1 + number % 3)
             await store.write(SessionInfo(name, float(number)), SETUP, *turns)
 
-    with open_store(location) as store:
+    with open_record(location) as store:
         asyncio.run(write())
 
 

@@ -18,7 +18,7 @@ from tests.records import SETUP, make_chain
 from tokentape import ray
 from tokentape.config import resolve, settings
 from tokentape.settings import env_name
-from tokentape.store.location import open_store
+from tokentape.store import open_record
 from tokentape.types import SessionInfo
 
 PAGE = (Path(__file__).parents[2] / "docs/how-to/ray.md").read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def test_the_files_code_runs(
     place = postgres.new_place()
     # Ids of the tiny model, which has fewer than those records have.
     few = {"added_ids": 7, "completion_ids": 9}
-    with open_store(place) as store:
+    with open_record(place) as store:
         (turn,) = make_chain("s", 1, **{name: _ids(value) for name, value in few.items()})
         asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, turn))
     (tmp_path / "corpus").mkdir()

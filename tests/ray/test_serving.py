@@ -23,9 +23,7 @@ from tokentape.demo.agent import solve
 from tokentape.demo.tasks import sample_tasks
 from tokentape.gateway.limits import Limits
 from tokentape.ray import gateway_app
-from tokentape.store import Store, StoredSession
-from tokentape.store.location import open_store
-from tokentape.store.verify import verify
+from tokentape.store import Store, StoredSession, open_record, verify
 
 pytestmark = pytest.mark.ray
 
@@ -59,7 +57,7 @@ def served(cluster: None, postgres: Server, model_dir: Path) -> Iterator[Served]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     config = ServeConfig(model=model_dir, store=place, limits=Limits(retry_grace=0.5))
     serve.run(gateway_app(config, num_replicas=2, ray_actor_options={"num_cpus": 0.5}, health_check_period_s=1))
-    with open_store(place, read_only=True) as store:
+    with open_record(place, read_only=True) as store:
         yield Served(f"http://127.0.0.1:{port}", place, store)
     serve.shutdown()
     postgres.drop(place)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.postgres import Server
-from tokentape.store import Store
-from tokentape.store.location import open_store
+from tokentape.store import Store, open_record
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Place:
     location: str | Path
 
     def open(self, **options: Any) -> Store:
-        return open_store(self.location, **options)
+        return open_record(self.location, **options)
 
 
 @dataclass

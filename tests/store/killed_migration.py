@@ -21,8 +21,7 @@ from typing import Any
 from sqlalchemy import Engine, event, select
 
 from tests.store.kept.plain import plain
-from tokentape.store import schema
-from tokentape.store.location import open_store
+from tokentape.store import open_record, schema
 
 
 def in_child(work: Callable[[], Any]) -> tuple[bool, str]:
@@ -50,12 +49,12 @@ def open_until(location: str, last: int) -> None:
 
     event.listen(Engine, "before_cursor_execute", die)
     event.listen(Engine, "commit", die)
-    open_store(location).close()
+    open_record(location).close()
 
 
 def look(location: str) -> tuple[str, str]:
     """Return the schema version and the digest, changing nothing."""
-    with open_store(location, read_only=True) as store:
+    with open_record(location, read_only=True) as store:
         with store.reading() as connection:
             version = connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == "schema_version"))
             found = version.scalar_one()

@@ -20,12 +20,10 @@ from tests.records import SETUP, bits, make_chain, make_turn
 from tests.store.conftest import Place
 from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError
 from tokentape.session.jsonl import json_line
-from tokentape.store import Store, archive
+from tokentape.store import Store, archive, open_record, verify
 from tokentape.store.archive import Archived, SnapshotClient, archive_sessions
 from tokentape.store.custody import Custody
-from tokentape.store.location import open_store
 from tokentape.store.snapshots import Selection
-from tokentape.store.verify import verify
 from tokentape.types import Answer, Reward, SessionInfo, TurnColumn, TurnPayload
 
 run = asyncio.run
@@ -89,7 +87,7 @@ def check_archived_and_read(store: Store, target: str) -> None:
     done = archived(store, target, delete=True)
     assert (done.sessions, done.deleted, done.kept) == (2, ["a", "b"], ())
     assert names(store) == ["new"]
-    with open_store(target, read_only=True) as read:
+    with open_record(target, read_only=True) as read:
         assert names(read) == ["a", "b"]
         assert {name: bits(read.load_session(name, per_token=True)) for name in "ab"} == before
         assert read.extra_names().columns == ("advantages",)
@@ -125,11 +123,11 @@ def test_without_delete_everything_stays_and_only_what_changed_is_written_again(
     assert archived(store, target) == Archived()
     run(store.write(Reward("b", 0, 2.0, 3.0)))
     assert archived(store, target).sessions == 1
-    with open_store(target, read_only=True) as read:
+    with open_record(target, read_only=True) as read:
         assert sorted(names(read)) == ["a", "b"]
         assert lines(read, "a", "b") == lines(store, "a", "b")
     assert archived(store, target, delete=True).deleted == ["a", "b"]
-    with open_store(target, read_only=True) as read:
+    with open_record(target, read_only=True) as read:
         assert sorted(names(read)) == ["a", "b"]
 
 
@@ -147,7 +145,7 @@ def test_what_was_recorded_after_the_snapshot_is_kept(
     done = archived(store, target, delete=True)
     assert (done.deleted, done.kept) == (["b"], (("a", "changed since the snapshot"),))
     assert len(store.load_session("a").turns) == 4
-    with open_store(target, read_only=True) as read:
+    with open_record(target, read_only=True) as read:
         assert len(read.load_session("a").turns) == 3
 
 
@@ -177,7 +175,7 @@ def test_cut_off_anywhere_it_goes_on(store: Store, target: str, monkeypatch: pyt
     done = archived(store, target, delete=True)
     assert done.deleted == ["a", "b"]
     assert names(store) == ["new"]
-    with open_store(target, read_only=True) as read:
+    with open_record(target, read_only=True) as read:
         assert lines(read, "a", "b") == before
     assert verify(target).ok
 
@@ -263,7 +261,7 @@ def test_a_file_that_is_damaged_later_is_found(store: Store, tmp_path: Path) -> 
     (finding,) = verify(target).findings
     assert "rewards.parquet" in str(finding)
     with pytest.raises(StoreCorrupt):
-        open_store(target, read_only=True)
+        open_record(target, read_only=True)
 
 
 def test_a_run_that_is_not_finished_is_not_read(store: Store, tmp_path: Path) -> None:
@@ -271,17 +269,17 @@ def test_a_run_that_is_not_finished_is_not_read(store: Store, tmp_path: Path) ->
     archived(store, str(target))
     (manifest,) = target.glob("*/manifest.json")
     manifest.unlink()
-    with open_store(target, read_only=True) as read:
+    with open_record(target, read_only=True) as read:
         assert names(read) == []
 
 
 def test_archives_of_two_stores_are_one(store: Store, tmp_path: Path) -> None:
     target = str(tmp_path / "archive")
     archived(store, target, delete=True)
-    with open_store(tmp_path / "other") as other:
+    with open_record(tmp_path / "other") as other:
         run(other.write(SessionInfo("c", 1.0), SETUP, make_turn("c", 0)))
         assert archived(other, target, delete=True).deleted == ["c"]
-    with open_store(target, read_only=True) as read:
+    with open_record(target, read_only=True) as read:
         assert sorted(names(read)) == ["a", "b", "c"]
 
 
@@ -300,13 +298,13 @@ def test_an_archive_of_a_later_version_is_refused(store: Store, tmp_path: Path) 
     (part,) = target.glob("*/manifest.json")
     part.write_text(json.dumps({**json.loads(part.read_text()), "schema_version": 99}))
     with pytest.raises(StoreCorrupt, match="later release"):
-        open_store(target, read_only=True)
+        open_record(target, read_only=True)
 
 
 def test_an_archive_is_not_written_to(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "archive"
     archived(store, str(target))
     with pytest.raises(InvalidRequest, match="only read"):
-        open_store(target)
-    with open_store(target, read_only=True) as read, pytest.raises(StoreError, match="read-only"):
+        open_record(target)
+    with open_record(target, read_only=True) as read, pytest.raises(StoreError, match="read-only"):
         run(read.write(SessionInfo("c", 1.0)))

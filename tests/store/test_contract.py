@@ -39,8 +39,7 @@ from tokentape.errors import (
 )
 from tokentape.session.arrow import ExtraNames
 from tokentape.session.verdict import BRIDGE_CHECKED, BRIDGE_DUE, BRIDGE_SKIPPED
-from tokentape.store import Record, Store
-from tokentape.store.verify import verify
+from tokentape.store import Record, Store, verify
 from tokentape.types import Event, Provenance, Reward, SessionInfo, TurnColumn, TurnPayload
 
 

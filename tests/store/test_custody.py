@@ -11,11 +11,10 @@ from tests.records import SETUP, bits, make_chain, make_turn
 from tests.store.conftest import Place
 from tokentape.errors import Conflict, InvalidRequest, NotFound
 from tokentape.session.jsonl import json_line
-from tokentape.store import Store
+from tokentape.store import Store, verify
 from tokentape.store.commit import Work
 from tokentape.store.custody import Custody
 from tokentape.store.snapshots import Selection, Snapshot
-from tokentape.store.verify import verify
 from tokentape.types import Reward, SessionInfo, TurnColumn
 
 CHAIN = make_chain("a", 3)

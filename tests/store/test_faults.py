@@ -26,8 +26,7 @@ from sqlalchemy.pool import Pool
 from tests.records import SETUP, bits, make_chain, make_turn
 from tests.waiting import PATIENCE
 from tokentape.errors import StoreFull
-from tokentape.store import SqliteStore
-from tokentape.store.verify import verify
+from tokentape.store import SqliteStore, verify
 from tokentape.types import Reward, SessionInfo
 
 ROOT = Path(__file__).parents[2]

@@ -33,8 +33,7 @@ from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
 from tokentape.session.arrow import read_parquet
 from tokentape.session.jsonl import read_jsonl
-from tokentape.store import SqliteStore, schema
-from tokentape.store.verify import verify
+from tokentape.store import SqliteStore, schema, verify
 from tokentape.types import Trajectory
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tokentape.errors import InvalidRequest
-from tokentape.store.location import is_record, open_store, shown
+from tokentape.store.location import is_record, open_record, shown
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_passwords_are_not_shown(location: str, expected: str) -> None:
 
 def test_an_archive_that_is_written_to_is_refused_without_its_password() -> None:
     with pytest.raises(InvalidRequest, match="is only read") as caught:
-        open_store("sftp://me:secret@host/runs")
+        open_record("sftp://me:secret@host/runs")
     assert "secret" not in str(caught.value)
 
 

@@ -11,8 +11,7 @@ from sqlalchemy import Connection, text
 from tests.records import FROM_BEFORE, SETUP, bits, make_chain, make_turn
 from tests.store.killed_migration import check_kills
 from tokentape.errors import StoreCorrupt, StoreError
-from tokentape.store import SqliteStore, schema
-from tokentape.store.verify import verify
+from tokentape.store import SqliteStore, schema, verify
 from tokentape.types import SessionInfo
 
 TURNS = make_chain("s", 2)

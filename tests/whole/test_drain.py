@@ -11,8 +11,7 @@ import pytest
 from tests.cli.test_serve import serving
 from tests.waiting import PATIENCE
 from tests.whole.test_kill import CLIENTS, Agent
-from tokentape.store import SqliteStore
-from tokentape.store.verify import verify
+from tokentape.store import SqliteStore, verify
 
 
 @pytest.mark.slow

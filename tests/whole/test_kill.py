@@ -16,8 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from tokentape.store import SqliteStore
-from tokentape.store.verify import verify
+from tokentape.store import SqliteStore, verify
 
 CLIENTS = 6
 SERVER = Path(__file__).with_name("serving_process.py")

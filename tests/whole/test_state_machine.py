@@ -32,8 +32,7 @@ from tokentape.gateway.limits import Limits
 from tokentape.gateway.turns import Turns
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
-from tokentape.store import SqliteStore
-from tokentape.store.verify import verify
+from tokentape.store import SqliteStore, verify
 
 SESSIONS = ("a", "b", "c")
 GRACE = 0.02

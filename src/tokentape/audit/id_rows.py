@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tokentape.errors import InvalidRequest
 from tokentape.session.arrow import VERSION_KEY
 from tokentape.store import Store, StoredSession
-from tokentape.store.location import EXPECTED, is_record, open_store
+from tokentape.store.location import EXPECTED, is_record, open_record
 from tokentape.types import Codes, Provenance, TokenIds, Trajectory
 
 IDS_COLUMNS = ("token_ids", "input_ids", "completion_ids", "output_ids", "tokens", "ids")
@@ -73,10 +73,10 @@ def iter_rows(location: str | Path, columns: Columns = Columns()) -> Iterator[Id
     """Yield the sequences of a record, wherever it is, or of a file named `.parquet`, `.jsonl` or `.json`.
 
     Raises `InvalidRequest` for another file, for one without a column of ids, and for rows that are damaged; for a
-    record as `open_store`.
+    record as `open_record`.
     """
     if is_record(location):
-        with open_store(location, read_only=True) as store:
+        with open_record(location, read_only=True) as store:
             yield from store_rows(store)
         return
     path = Path(location)

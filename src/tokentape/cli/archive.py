@@ -48,12 +48,12 @@ def archive(
 
     from tokentape.client import Client
     from tokentape.store.archive import SnapshotClient, archive_sessions
-    from tokentape.store.location import open_store, served_model, shown
+    from tokentape.store.location import open_record, served_model, shown
 
     seconds = _age(older_than)
     with (
         ExitStack() as held,
-        open_store(store, read_only=url is not None) as opened,
+        open_record(store, read_only=url is not None) as opened,
         Console(stderr=True).status("selecting sessions") as status,
     ):
         taker: Any = SnapshotClient(opened)

@@ -59,8 +59,8 @@ def export(
     from tokentape.session.arrow import write_parquet
     from tokentape.session.jsonl import write_jsonl
     from tokentape.session.verdict import check_verdicts
+    from tokentape.store import open_record
     from tokentape.store.exporting import ExportCounts, exported
-    from tokentape.store.location import open_store
 
     if file_format is None:
         file_format = Format.JSONL if output.suffix == ".jsonl" else Format.PARQUET
@@ -68,7 +68,7 @@ def export(
     check_verdicts(wanted or ())
     counts = ExportCounts()
     part = output.with_name(output.name + ".part")
-    with open_store(location, read_only=True) as store, Console(stderr=True).status("exporting") as status:
+    with open_record(location, read_only=True) as store, Console(stderr=True).status("exporting") as status:
 
         def told() -> Iterator[StoredSession]:
             for number, stored in enumerate(_sessions(store, session), 1):

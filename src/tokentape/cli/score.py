@@ -133,11 +133,11 @@ def _of_store(
     from tokentape.audit.scoring import open_and_score, recorded_sessions
     from tokentape.cli.model_folder import open_tokenizer
     from tokentape.errors import InvalidRequest
-    from tokentape.store.location import open_store
+    from tokentape.store import open_record
 
     # Opened for writing, a record that does not exist would be made. Opened for reading, it is an error.
-    open_store(location, read_only=True).close()
-    with open_store(location) as store:
+    open_record(location, read_only=True).close()
+    with open_record(location) as store:
         source = Source(location, store)
         served = source.served_model()
         folder, tokenizer = open_tokenizer(model, source, option="--model")

@@ -27,7 +27,7 @@ from tokentape.gateway.serve import serve as run_server
 from tokentape.gateway.workers import Job, Supervisor, bind
 from tokentape.opening import model_name, open_app, open_renderer, served_model, synchronous
 from tokentape.store import Store
-from tokentape.store.location import note_served_model, open_store, shown
+from tokentape.store.location import note_served_model, open_record, shown
 from tokentape.store.lock import DirectoryLock, Turnstile
 from tokentape.store.sqlite import SqliteStore
 
@@ -41,7 +41,7 @@ def serve_alone(config: ServeConfig) -> None:
     renderer = open_renderer(config)
     with logging_to(level=config.log.level, form=config.log.format):
         _log.info("opening %s", model_name(config))
-        with _port_taken(config), open_store(config.location, synchronous=synchronous(config)) as store:
+        with _port_taken(config), open_record(config.location, synchronous=synchronous(config)) as store:
             asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
             _serve(config, renderer, store, on_ready=lambda url: _tell(config, url))
 
@@ -102,7 +102,7 @@ def _end_when_broken(store: Store) -> None:
 def _store(config: ServeConfig) -> Iterator[Store]:
     """The record, to be written to by others too."""
     if config.store is not None:
-        with open_store(config.store, synchronous=synchronous(config)) as store:
+        with open_record(config.store, synchronous=synchronous(config)) as store:
             yield store
         return
     turnstile = Turnstile(config.data)

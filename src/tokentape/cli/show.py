@@ -36,9 +36,9 @@ def show(
 
     Without a session, list the sessions.
     """
-    from tokentape.store.location import open_store
+    from tokentape.store import open_record
 
-    with open_store(location, read_only=True) as store:
+    with open_record(location, read_only=True) as store:
         if session is None:
             _list(store, as_json)
         else:

@@ -45,12 +45,12 @@ class Source:
 def open_source(location: str) -> Iterator[Source]:
     """Open what is at `location`, once for all that is asked of it: an archive is read in whole for that.
 
-    Raises as `open_store`; files are opened when they are read.
+    Raises as `open_record`; files are opened when they are read.
     """
-    from tokentape.store.location import is_record, open_store
+    from tokentape.store.location import is_record, open_record
 
     if not is_record(location):
         yield Source(location, None)
         return
-    with open_store(location, read_only=True) as store:
+    with open_record(location, read_only=True) as store:
         yield Source(location, store)

@@ -25,9 +25,8 @@ from tokentape.gateway.turns import Turns
 from tokentape.session.arrow import read_parquet, write_parquet
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
-from tokentape.store import SqliteStore, StoredSession
+from tokentape.store import SqliteStore, StoredSession, verify
 from tokentape.store.served_model import ServedModel, write_served_model
-from tokentape.store.verify import verify
 from tokentape.types import Trajectory
 
 

@@ -31,9 +31,8 @@ from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import Conflict, InvalidRequest, NotFound, TokentapeError
 from tokentape.session.arrow import ExtraNames, open_parquet, write_parquet
 from tokentape.session.verdict import check_verdicts
-from tokentape.store import StoredSession
+from tokentape.store import StoredSession, open_record
 from tokentape.store.exporting import ExportCounts, exported
-from tokentape.store.location import open_store
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -68,7 +67,7 @@ def export(
     The folder appears under its name once it is complete. `sessions` and `verdicts` choose, None stands for all.
 
     Raises `Conflict` if there is something at `folder`, `InvalidRequest` for a verdict that there is not, `NotFound`
-    for a session that there is not, and as `open_store`.
+    for a session that there is not, and as `open_record`.
 
     >>> export("postgresql://tokentape@db.internal/tokentape", "exports/2026-11")      # doctest: +SKIP
     ExportCounts(sessions=120000, trajectories=131072, tokens=2147483648, trained_tokens=536870912)
@@ -79,7 +78,7 @@ def export(
         raise Conflict(f"there is a {target} already; name a new folder")
     if isinstance(location, Path) or "://" not in location:
         location = Path(location).resolve()
-    with open_store(location, read_only=True) as store:
+    with open_record(location, read_only=True) as store:
         extra = store.extra_names(sessions)
         ids = list(store.session_ids() if sessions is None else dict.fromkeys(sessions))
     # A record without sessions gives a file without rows, which readers can open.
@@ -103,7 +102,7 @@ def export(
 def _exporting(
     location: str | Path, folder: Path, extra: ExtraNames, verdicts: Sequence[str] | None, named: bool
 ) -> Callable[[tuple[str, list[str]]], ExportCounts]:
-    store = open_store(location, read_only=True)
+    store = open_record(location, read_only=True)
 
     def sessions(ids: Iterable[str]) -> Iterator[StoredSession]:
         for session_id in ids:

@@ -17,7 +17,7 @@ from tokentape.gateway.logs import logging_to
 from tokentape.opening import open_app, open_renderer, served_model, synchronous
 from tokentape.ray.data import require_ray
 from tokentape.settings import env_name
-from tokentape.store.location import note_served_model, open_store
+from tokentape.store.location import note_served_model, open_record
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -91,7 +91,7 @@ class GatewayReplica:
         self._held = ExitStack()
         self._held.enter_context(logging_to(level=config.log.level, form=config.log.format))
         renderer = await asyncio.to_thread(open_renderer, config)
-        self._store = await asyncio.to_thread(open_store, config.location, synchronous=synchronous(config))
+        self._store = await asyncio.to_thread(open_record, config.location, synchronous=synchronous(config))
         try:
             await note_served_model(config.location, self._store, served_model(config, renderer))
             # Serve itself takes a replica off the list, and waits for the calls under way.

@@ -20,11 +20,11 @@ EXPECTED = "a data directory, postgresql://user@host/database, an archive"
 
 
 def is_record(location: str | Path) -> bool:
-    """Say whether `location` is for `open_store`: a URL or a directory. Anything else is a file."""
+    """Say whether `location` is for `open_record`: a URL or a directory. Anything else is a file."""
     return "://" in str(location) or Path(location).is_dir()
 
 
-def open_store(
+def open_record(
     location: str | Path, *, synchronous: Literal["FULL", "NORMAL"] = "FULL", read_only: bool = False
 ) -> Store:
     """Open the record at `location`: a directory, `postgresql://...`, or, if `read_only`, an archive.

@@ -25,7 +25,7 @@ from tokentape.audit.scoring import open_and_score, recorded_sessions
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import SamplingParams
 from tokentape.engines.transformers import TransformersEngine
-from tokentape.store.location import open_store
+from tokentape.store import open_record
 from tokentape.types import Trajectory
 
 CONTEXT = 1024
@@ -113,7 +113,7 @@ def collect(
             ThreadPoolExecutor(4) as pool,
         ):
             list(pool.map(lambda job: converse(gateway, *job), jobs(sessions)))
-        with open_store(data) as store:
+        with open_record(data) as store:
             asyncio.run(score(store, "transformers" if url is None else kind, url))
             cells = [cell_of(store, name, *one) for one in settings()]
         with drawing(name, url) as drawn:

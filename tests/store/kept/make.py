@@ -42,8 +42,7 @@ from tokentape.engines.image_processor import QwenImageProcessor
 from tokentape.gateway.app import create_app
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
-from tokentape.store import SqliteStore
-from tokentape.store.verify import verify
+from tokentape.store import SqliteStore, verify
 
 COMMIT = "d0a8210"
 
