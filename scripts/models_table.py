@@ -3,7 +3,8 @@
     python scripts/models_table.py [FOLDER]
 
 FOLDER has a subfolder per tokenizer, with `tokenizer.json` and `templates/*.jinja`. The default is
-$TOKENTAPE_TOKENIZERS, else ../shared/tokenizers. A template without a tokenizer in its folder is tested with the tokenizer of qwen3.
+$TOKENTAPE_TOKENIZERS, else ../shared/tokenizers. A template without a tokenizer in its folder is tested with
+the tokenizer of qwen3.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ MADE_WITH = "Made with "
 EXTERNAL = ROOT / "tests" / "external"
 
 _VERDICTS = ("equal", "equal tail", "forked", "refused by both", "refused by us", "different", "not compared")
-_EXTERNAL = """`make test-external` compares this version with the test suites of other projects;
-`tests/external/README.md` says what they are and where to get them. *Render* compares a prompt's ids with transformers'
-rendering. *Bridge* compares context, completion and bridge with the ids of the longer conversation. *Parse* compares a
-message with the result of parsing its rendering. *Equal tail*: the template renders earlier turns differently, and its rendering ends with the ids that
-Tokentape appends. *Forked*: the same, and Tokentape starts a new branch. *Refused*: Tokentape or the template does not
-accept the conversation. *Not compared*: there is no reference, in most cases because the template does not render the
-turn, or because a model's template or a project's own objects are not available. Of BFCL and tau-bench, one
-conversation in 120 is replayed on every template.
+_EXTERNAL = """`make test-external` compares this version with the test suites of other projects; `tests/external/README.md`
+says what they are and where to get them. *Render* compares a prompt's ids with transformers' rendering.
+*Bridge* compares context, completion and bridge with the ids of the longer conversation. *Parse* compares a
+message with the result of parsing its rendering. *Equal tail*: the template renders earlier turns differently,
+and its rendering ends with the ids that Tokentape appends. *Forked*: the same, and Tokentape starts a new
+branch. *Refused*: Tokentape or the template does not accept the conversation. *Not compared*: there is no
+reference, in most cases because the template does not render the turn, or because a model's template or a
+project's own objects are not available. Of BFCL and tau-bench, one conversation in 120 is replayed on every
+template.
 """
 
 _STAND_IN = "qwen3"
@@ -67,10 +69,10 @@ _LEGEND = """Each cell says how Tokentape continues a sampled turn with new mess
 Bridges are append-only everywhere. Without `+`, the template renders earlier turns differently once the conversation
 continues (most often it drops their reasoning); a context built from bridges keeps the sampled tokens.
 
-*Reasoning* is the opening delimiter of reasoning, with ▸ if the generation prompt contains it. *Parsed* counts the
-kinds of assistant turns that Tokentape parses back from the template's rendering, out of those that the template renders in
-full. *Date*: the template prints the date. *Safe*: control tokens that callers spell stay text. \\* tested with the
-tokenizer of {stand_in}, because its own was not available.
+*Reasoning* is the opening delimiter of reasoning, with ▸ if the generation prompt contains it. *Parsed* counts
+the kinds of assistant turns that Tokentape parses back from the template's rendering, out of those that the
+template renders in full. *Date*: the template prints the date. *Safe*: control tokens that callers spell stay
+text. \\* tested with the tokenizer of {stand_in}, because its own was not available.
 """
 
 
