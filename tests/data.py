@@ -49,11 +49,32 @@ def judged(report: Any) -> Any:
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for cases in _sampled(items):
+        for case in cases:
+            case.add_marker("slow")
     left_out = [] if HAVE_REAL else [item for item in items if item.get_closest_marker("real")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("real")]
+
+
+def _sampled(items: list[pytest.Item]) -> Iterator[list[pytest.Item]]:
+    """Yield the cases of each test marked `sampled(count)` beyond the `count` that are spread evenly over them."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for cases in tests.values():
+        (count,) = cases[0].get_closest_marker("sampled").args  # type: ignore[union-attr]  # it is there
+        kept = spread(count, len(cases))
+        yield [case for number, case in enumerate(cases) if number not in kept]
+
+
+def spread(count: int, size: int) -> set[int]:
+    """Return `count` numbers below `size`, evenly spread, the first and last among them."""
+    return {round(number * (size - 1) / max(count - 1, 1)) for number in range(count)}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.data import judged
+from tests.data import judged, spread
 
 
 def report(outcome: Any, reason: str, **more: Any) -> pytest.TestReport:
@@ -40,3 +40,8 @@ def test_an_expected_failure_is_no_skip(monkeypatch: pytest.MonkeyPatch) -> None
 def test_elsewhere_a_skip_is_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     assert judged(report("skipped", "x.json is not here")).outcome == "skipped"
+
+
+@pytest.mark.parametrize(("count", "kept"), [(1, [0]), (2, [0, 9]), (4, [0, 3, 6, 9]), (12, list(range(10)))])
+def test_so_many_cases_spread_evenly_run_each_time(count: int, kept: list[int]) -> None:
+    assert sorted(spread(count, 10)) == kept

@@ -92,6 +92,7 @@ def test_a_truncated_distribution_is_compared_where_it_is_known_how_it_was_cut(
     assert unknown.not_comparable.total() == sum(int(one.loss_mask.sum()) for one in cut)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.6, 0.8, 1.4])
 @pytest.mark.parametrize("top", [TOP, SERVER_TOP])
 def test_a_temperature_that_the_record_does_not_say(
@@ -108,6 +109,7 @@ def test_a_temperature_that_the_record_says_wrongly(plain: list[Trajectory], mod
     assert (found.causes, found.expected) == (("temperature",), f"temperature {temperature}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("top", [TOP, SERVER_TOP])
 @pytest.mark.parametrize("rule", [CUT, Rule(1.0, top_p=0.93)], ids=str)
 def test_a_truncation_that_is_not_told(cut: list[Trajectory], model: Any, rule: Rule, top: int) -> None:

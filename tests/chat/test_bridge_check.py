@@ -84,6 +84,7 @@ def alarms(template: str, many: int) -> tuple[list[Any], Counter[str]]:
     return found, outcomes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("template", CERTIFIED)
 def test_what_is_certified_local_raises_no_alarm(template: str) -> None:
     assert alarms(template, 6)[0] == []

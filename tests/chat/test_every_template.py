@@ -39,6 +39,7 @@ def check_rendering(renderer: Renderer, name: str) -> None:
         assert renderer.render(messages, setup).ids.tolist() == expected
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("template", EVERY_TEMPLATE)
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_render_equals_transformers(template: str, name: str) -> None:
@@ -48,12 +49,14 @@ def test_render_equals_transformers(template: str, name: str) -> None:
         check_rendering(load_renderer(template), name)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("template", SMALL_TEMPLATES)
 @pytest.mark.parametrize("kind", make_tokenizers.KINDS)
 def test_render_equals_transformers_with_a_vocabulary_of_each_kind(template: str, kind: str) -> None:
     check_rendering(renderer_of_kind(template, kind), "several turns")
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("template", EVERY_TEMPLATE)
 def test_control_tokens_in_caller_text_stay_text(template: str) -> None:
     renderer = load_renderer(template)

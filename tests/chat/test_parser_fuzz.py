@@ -25,11 +25,13 @@ FAST = (
 """Of the call syntaxes that the generator composes, those that `make test` tries."""
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("pair", [pair for pair in pairs() if pair.name.startswith("small/")], ids=lambda p: p.name)
 def test_nothing_is_lost_and_nothing_fails(pair: Pair) -> None:
     assert run(pair, 0, 24, "1") == {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAST)
 def test_nothing_is_lost_of_a_composed_call_syntax(name: str) -> None:
     assert {pair.name: run(pair, 0, 24, "1") for pair in syntaxes(name)}.popitem()[1] == {}

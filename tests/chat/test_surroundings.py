@@ -29,6 +29,7 @@ def bridged(renderer: Renderer, reply: dict[str, Any], new: list[dict[str, Any]]
         return None
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("template", [*SMALL_TEMPLATES, *map(slow_unless, REAL_TEMPLATES)])
 @settings(max_examples=6)
 @given(rounds=st.lists(st.tuples(st.sampled_from(["user", "tool", "tools"]), TEXTS, TEXTS), min_size=2, max_size=5))

@@ -32,6 +32,7 @@ def lines(family: str) -> list[str]:
     ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_marked_text_encodes_as_the_plain_tokenizer_does(family: str) -> None:
     tokenizer = load_tokenizer(family)

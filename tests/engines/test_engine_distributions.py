@@ -47,6 +47,7 @@ def cell(renderer: Renderer, engine: str, rule: Rule, *, raw: bool) -> Cell:
     return Cell(engine, rule.temperature, rule.top_p, trajectories, sampling, draws)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("engine", "rule", "raw", "plant", "letters"),
     [

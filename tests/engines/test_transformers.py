@@ -81,6 +81,7 @@ def engine_of_mode(mode: LogprobsMode, model_dir: Path) -> Iterator[Transformers
     asyncio.run(engine.close())
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "params",
     [

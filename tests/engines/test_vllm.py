@@ -62,6 +62,7 @@ def _forget(server: FakeVllm) -> None:
     server.reset()
 
 
+@pytest.mark.sampled(6)
 @each_schema
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("verify_prompt", [True, False])

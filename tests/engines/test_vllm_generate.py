@@ -130,6 +130,7 @@ def opened(server: FakeVllm, kind: type[VllmEngine] = VllmEngine) -> EngineInfo:
     return asyncio.run(main())
 
 
+@pytest.mark.sampled(6)
 @each_schema
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("verify_prompt", [True, False])

@@ -41,6 +41,7 @@ def test_a_seed_makes_the_same_case_template_tokenizer_and_conversations() -> No
     assert made[0] == made[1]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("feature", [name for name in TEMPLATE if name != "keyword"])
 def test_every_option_of_a_template_renders_something_else(feature: str, tmp_path: Path) -> None:
     texts = []

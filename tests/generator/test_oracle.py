@@ -56,6 +56,7 @@ OFTEN = (AlwaysLocal, OneWrongToken, OtherPrompt, EncodesEverything, LosesCalls,
 """One for each part of the product that the oracle looks at."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "product", [slow_unless(product, *OFTEN) for product in EXPECTED], ids=lambda product: product.__name__
 )

@@ -265,6 +265,7 @@ def test_images_are_numbered_on_where_the_template_numbers_them(serve: Serve, da
     assert second.added_ids[-len(alone) :].tolist() != alone
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("part", "words"),
     [

@@ -194,6 +194,7 @@ FLIPS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("table", "column"), FLIPS)
 def test_a_flipped_byte_in_the_record_is_found(directory: Path, table: str, column: str) -> None:
     connection = sqlite3.connect(directory / "tokentape.db")
@@ -210,6 +211,7 @@ def test_a_flipped_byte_in_the_record_is_found(directory: Path, table: str, colu
     assert differences(expected()["sessions"], found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "change",
     [
@@ -241,6 +243,7 @@ def set_dtype(array: Any) -> None:
     array["dtype"] = "<i8"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("change", [set_value, set_digest, set_dtype])
 @pytest.mark.parametrize("name", ["token_ids", "logprobs", "provenance", "completion_ends", "turn_rewards"])
 def test_a_change_to_what_is_expected_is_found(directory: Path, name: str, change: Callable[[Any], None]) -> None:

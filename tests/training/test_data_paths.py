@@ -60,6 +60,7 @@ def report(name: str) -> Report:
     return check_samples(PATHS[name])
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("name", "golden"),
     [

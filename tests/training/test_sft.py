@@ -79,6 +79,7 @@ def spoken(message: dict[str, Any]) -> list[str]:
     return [*([message["content"]] if message["content"] else []), *calls]
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("template", [*SMALL_TEMPLATES, *map(slow_unless, REAL_TEMPLATES)])
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_what_is_trained_is_what_the_assistant_says_with_the_token_that_ends_it(template: str, name: str) -> None:

@@ -60,6 +60,7 @@ def test_scripts_import_only_each_other(path: Path) -> None:
         assert (FOLDER / name).is_file()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to check the scripts with")
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_valid(path: Path) -> None:

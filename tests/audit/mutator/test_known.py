@@ -45,6 +45,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(complaint, case, marks=marks, id=complaint)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("complaint", "case"), list(_cases()))
 def test_the_complaint_is_gone(
     base: Base, tmp_path_factory: pytest.TempPathFactory, complaint: str, case: dict[str, Any]

@@ -27,6 +27,7 @@ def _set(*path: str, value: Any, file: str = TOKENIZER) -> Change:
     return Change(file, "set", path, value)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
@@ -66,6 +67,7 @@ def test_merges_that_compete_and_change_places_are_found_by_a_text_made_of_them(
     assert "ids" in _effects(base, Change(TOKENIZER, "swap", MERGES, [at, rival]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [slow_unless(name, *sorted(REWRITINGS)[::3]) for name in sorted(REWRITINGS)])
 def test_what_is_only_written_differently_has_no_effect(base: Base, name: str) -> None:
     made = REWRITINGS[name](base.model, random.Random(1))

@@ -25,6 +25,7 @@ FIRST = {case.kind: case for case in reversed(CASES) if not case.real}
 """The first of each kind of finding."""
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", [slow_unless(case, *FIRST.values()) for case in CASES if not case.real], ids=str)
 def test_a_known_bug_is_found_named_and_shown(case: Case) -> None:
     check(case)
@@ -73,6 +74,7 @@ def twins(cases: Sequence[Case]) -> list[tuple[str, str]]:
     return sorted({(case.family, case.template or "") for case in cases})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("twin", [slow_unless(twin, *twins([*FIRST.values()])) for twin in twins(CASES)])
 def test_the_healthy_twin_is_clean(twin: tuple[str, str]) -> None:
     check_twin(*twin)

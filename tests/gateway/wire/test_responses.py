@@ -234,6 +234,7 @@ def test_instructions_are_not_carried_over(
     assert client.responses.retrieve(first.id).instructions == "Be kind."
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("said", [CALLS, BARE_CALL, THOUGHTFUL, ANSWER, "<|im_end|>", "<think>\nhm<|im_end|>"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reasoning", [False, True])
