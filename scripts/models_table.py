@@ -31,7 +31,8 @@ MADE_WITH = "Made with "
 EXTERNAL = ROOT / "tests" / "external"
 
 _VERDICTS = ("equal", "equal tail", "forked", "refused by both", "refused by us", "different", "not compared")
-_EXTERNAL = """`make test-external` compares this version with the test suites of other projects; `tests/external/README.md`
+_EXTERNAL = """\
+`make test-external` compares this version with the test suites of other projects; `tests/external/README.md`
 says what they are and where to get them. *Render* compares a prompt's ids with transformers' rendering.
 *Bridge* compares context, completion and bridge with the ids of the longer conversation. *Parse* compares a
 message with the result of parsing its rendering. *Equal tail*: the template renders earlier turns differently,
