@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tokentape
+from tests.docs.sample_output import assert_same_lines
 from tests.test_client import talk
 from tokentape.chat.renderer import Renderer
 from tokentape.cli import app
@@ -45,3 +46,6 @@ def test_the_commands_of_the_how_to_find_the_tiny_model_right(
         done = CliRunner().invoke(app, shlex.split(command))
         told = f"model: {model_dir}, which {tmp_path / 'data'} was recorded with last\n" if name == "served" else ""
         assert (done.exit_code, done.stderr) == (0, told)
+        if name == "model":
+            (shown,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+            assert_same_lines(shown, done.stdout)

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tokentape
+from tests.docs.sample_output import assert_same_lines
 from tests.engines.stand_in import StandIn
 from tests.test_client import talk
 from tokentape.chat.renderer import Renderer
@@ -57,8 +58,12 @@ def test_the_page_scores_by_a_teacher_and_by_the_sampler(
                 .replace("path/to/data", str(tmp_path / "data"))
                 .replace("http://127.0.0.1:8000", url)
             )
-            done = CliRunner().invoke(app, shlex.split(command))
+            # The client has scored the sampler's column before.
+            done = CliRunner().invoke(app, [*shlex.split(command), "--again"])
             assert done.exit_code == 0, done.output
+            if name == "sampler":
+                (shown,) = re.findall(r"```text\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+                assert_same_lines(shown, done.output)
     with SqliteStore.open(tmp_path / "data", read_only=True) as again:
         (one,) = again.load_session("s", per_token=True).trajectories()
     trained = one.loss_mask
