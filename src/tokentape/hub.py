@@ -1,4 +1,4 @@
-"""A model folder by its path, or by its name on the Hugging Face Hub from the cache of this machine. No network."""
+"""A model folder by its path, or by its name on the Hugging Face Hub from this machine's cache. No network."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def find_model(named: Path, *, weights: bool) -> Path:
-    """The folder that `named` is, or that the local cache has for a Hub name.
+    """Return the folder `named`, or the one that the local cache has for a Hub name.
 
-    Raises `InvalidRequest` if there is neither, with the command that downloads it: all of it, or without `weights`
-    what a tokenizer and a template need.
+    Raises:
+        InvalidRequest: there is neither. The text has the command that downloads it: all of it, or without `weights`
+            what a tokenizer and a template need.
+
     """
     if named.is_dir():
         return named
     name = str(named)
     if not _NAME.fullmatch(name):
         raise InvalidRequest(f"there is no model folder {name}", "model")
-    kept = _cache() / f"models--{name.replace('/', '--')}"
-    snapshots = sorted((kept / "snapshots").glob("*/tokenizer.json"))
-    main = kept / "refs" / "main"
+    cached = _cache() / f"models--{name.replace('/', '--')}"
+    snapshots = sorted((cached / "snapshots").glob("*/tokenizer.json"))
+    main = cached / "refs" / "main"
     revision = main.read_text(encoding="utf-8").strip() if main.is_file() else ""
-    found = [one.parent for one in snapshots if one.parent.name == revision or len(snapshots) == 1]
-    if found:
-        return found[0]
+    for file in snapshots:
+        if file.parent.name == revision or len(snapshots) == 1:
+            return file.parent
     only = "" if weights else " --include '*.json' '*.jinja' '*.model'"
     raise InvalidRequest(
         f"{name} is neither a folder nor in the Hub's cache here; run: hf download {name}{only}", "model"
@@ -36,12 +38,12 @@ def find_model(named: Path, *, weights: bool) -> Path:
 
 
 def is_hub_name(named: Path) -> bool:
-    """Whether this is no folder but has the form of a Hub name."""
+    """Return whether this is not a folder but has the form of a Hub name."""
     return not named.exists() and _NAME.fullmatch(str(named)) is not None
 
 
 def _cache() -> Path:
-    """Where the Hub's own client keeps what it downloads."""
+    """Return the folder to which the Hub's own client downloads."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache)
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -198,3 +198,27 @@ def test_a_body_that_is_not_read_waits_in_the_server() -> None:
     (second, total), _ = asked(use, answer)
     assert total == count
     assert second < count // 8
+
+
+def test_a_long_request_arrives_whole() -> None:
+    body = b'{"prompt": [' + b"1, " * (1 << 20) + b"1]}"
+    received: list[bytes] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"content-length: %d\r\n" % len(body) in head.lower()
+        received.append(await reader.readexactly(len(body)))
+        writer.write(TOLD)
+        writer.close()
+
+    async def main() -> bytes:
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        async with server:
+            try:
+                return await client.post("/", body, {})
+            finally:
+                await client.close()
+
+    assert asyncio.run(main()) == b"hi"
+    assert received == [body]

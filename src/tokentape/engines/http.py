@@ -1,4 +1,4 @@
-"""The one module that owns the HTTP client: connections, timeouts, errors and server-sent events of remote engines.
+"""The HTTP client of remote engines: connections, timeouts, errors and server-sent events.
 
 Everything that can go wrong between here and an engine becomes one of the errors of `tokentape.errors`. Their texts
 name the path, the status and the limit that was met; never a body, a header or the engine's address.
@@ -7,15 +7,15 @@ name the path, the status and the limit that was met; never a body, a header or 
 from __future__ import annotations
 
 import asyncio
+import io
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 import msgspec
-from aiohttp.abc import AbstractStreamWriter
 from aiohttp.connector import Connection
 
 from tokentape.engines.base import Timeouts
@@ -29,10 +29,10 @@ from tokentape.errors import (
 )
 
 MAX_EVENT_BYTES = 16 << 20
-"""Largest server-sent event taken. The prompt's ids come back in one event: 7 bytes each, so two million ids."""
+"""Largest server-sent event accepted. The prompt's ids come back in one event, 7 bytes each: two million ids."""
 
 MAX_BODY_BYTES = 256 << 20
-"""Largest reply taken that is not streamed."""
+"""Largest reply accepted that is not streamed."""
 
 _MAX_ERROR_BYTES = 64 << 10
 
@@ -48,8 +48,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,63}")
 
 Stage: TypeAlias = Literal["connect", "first_token", "between_tokens", "total"]
 
-Body: TypeAlias = bytes | Sequence[bytes]
-"""Of a request: JSON, whole or in pieces, so that a long prompt is not copied into it."""
+_T = TypeVar("_T")
 
 
 class SseReader:
@@ -75,11 +74,11 @@ class SseReader:
 
     @property
     def pending(self) -> bool:
-        """Whether an event has begun and not ended: at the end of the stream it means that it was cut off."""
+        """Whether an event has begun and not ended: at the end of a stream, whether it was cut off."""
         return bool(self._line or self._data)
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Take the next bytes; return the data of the events that they complete.
+        """Read the next bytes; return the data of the events that they complete.
 
         Raises:
             EngineContractError: an event is larger than allowed, not UTF-8, or a line is not of an event stream.
@@ -107,7 +106,7 @@ class SseReader:
         return events
 
     def _whole_events(self, chunk: bytes) -> list[bytes] | None:
-        """The data of a chunk that is nothing but whole events of one line `data: ` each, as servers send tokens."""
+        """Return the data of a chunk of whole events with one `data: ` line each, as servers send tokens."""
         if self._line or self._data or self._after_cr or not chunk.endswith(b"\n\n") or b"\r" in chunk:
             return None
         if not chunk.startswith(b"data: ") or len(chunk) > self._max:
@@ -177,7 +176,7 @@ class HttpClient:
         """
         return await self._whole("GET", path, None, {}, _Limit.after(stage, self.timeouts))
 
-    async def post(self, path: str, body: Body, headers: Mapping[str, str]) -> bytes:
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """Return the body of the reply to a JSON `body`, within `Timeouts.total`.
 
         Raises:
@@ -191,7 +190,7 @@ class HttpClient:
         """
         return await self._whole("POST", path, body, headers, _Limit.after("total", self.timeouts))
 
-    async def arrivals(self, path: str, body: Body, headers: Mapping[str, str]) -> AsyncGenerator[list[bytes], None]:
+    async def arrivals(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncGenerator[list[bytes], None]:
         """Yield the data of the server-sent events of the reply to a JSON `body`, those that arrived together at once.
 
         Close it (`contextlib.aclosing`) to give up: the connection is closed with it.
@@ -223,7 +222,7 @@ class HttpClient:
             await self._session.close()
 
     async def _whole(
-        self, method: str, path: str, body: Body | None, headers: Mapping[str, str], limit: _Limit
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], limit: _Limit
     ) -> bytes:
         reply = await self._send(method, path, body, headers, limit)
         received = await reply.read_all(limit, MAX_BODY_BYTES)
@@ -232,13 +231,14 @@ class HttpClient:
         return received
 
     async def _send(
-        self, method: str, path: str, body: Body | None, headers: Mapping[str, str], limit: _Limit
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], limit: _Limit
     ) -> _Reply:
         """Return the reply with its body still to be read. Anything but a 200 is raised."""
         if self._closed:
             raise EngineUnavailable("this engine was closed; open it again")
         content = headers if body is None else {**headers, "content-type": "application/json"}
-        data = None if body is None else _JsonBody(body)
+        # aiohttp warns of more than 1 MiB as bytes, but not of a file.
+        data = body if body is None or len(body) <= 1 << 20 else io.BytesIO(body)
         try:
             async with asyncio.timeout_at(limit.at):
                 response = await self._opened().request(
@@ -303,24 +303,6 @@ class _Connector(aiohttp.TCPConnector):
             self.generation += not self._alive
             self._alive.add(transport)
         return connection
-
-
-class _JsonBody(aiohttp.Payload):
-    """A request's body. `aiohttp` would warn of long ones, and join the pieces."""
-
-    _value: Sequence[bytes]
-
-    def __init__(self, body: Body) -> None:
-        pieces = [body] if isinstance(body, bytes) else body
-        super().__init__(pieces, content_type="application/json")
-        self._size = sum(map(len, pieces))
-
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        return b"".join(self._value).decode(encoding, errors)
-
-    async def write(self, writer: AbstractStreamWriter) -> None:
-        for piece in self._value:
-            await writer.write(piece)
 
 
 @dataclass(slots=True, order=True)
@@ -399,7 +381,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRequest | TooLarge:
-    """The error for an HTTP status and an OpenAI-style error body, with its names but not its sentences.
+    """Return the error for an HTTP status and an OpenAI-style error body, with its names but not its sentences.
 
     `status` may also be the code of an error that came within a stream, after a 200.
     """
@@ -428,19 +410,35 @@ def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRe
 
 
 def hopeless(text: str) -> EngineError:
-    """An error of how things are set up: sending the same request again can't help."""
+    """Return an error of the setup: sending the same request again can't help."""
     error = EngineError(text)
     error.retry = False
     return error
 
 
+async def attempt(answer: Awaitable[_T]) -> _T | None:
+    """Return what a server answers; None if it has no such endpoint or answers something else.
+
+    Raises:
+        EngineUnavailable: it can't be reached or takes no requests.
+        EngineTimeout: it did not answer in time.
+
+    """
+    try:
+        return await answer
+    except (EngineUnavailable, EngineTimeout):
+        raise
+    except EngineError:
+        return None
+
+
 def safe_name(value: object) -> str:
-    """An engine's name for an error or parameter if it looks like a name, else nothing."""
+    """Return an engine's name for an error or parameter if it looks like a name, else an empty string."""
     return value if isinstance(value, str) and _NAME.fullmatch(value) else ""
 
 
 def header_value(value: str, param: str) -> str:
-    """`value` if it can be sent in a header as it is.
+    """Return `value` if it can be sent in a header.
 
     Raises:
         InvalidRequest: it is empty, longer than 1024 characters, or has others than printable ASCII.

@@ -1,4 +1,4 @@
-"""What a server says of the model that it serves: never to sample from."""
+"""What a server says about the model that it serves."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tokentape.engines.http import HttpClient
+from tokentape.engines.http import HttpClient, attempt
 from tokentape.engines.replies import decode
-from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
+from tokentape.errors import EngineContractError, InvalidRequest
 
 _ROUTES = (
     "/v1/completions",
@@ -21,12 +21,12 @@ _ROUTES = (
 
 @dataclass(frozen=True, slots=True)
 class ServedAs:
-    """What a server says of its model. What it does not say is empty or None."""
+    """What a server says about its model. What it does not say is empty or None."""
 
     ids: frozenset[str]
     """Names that requests may use."""
     names: frozenset[str]
-    """The same without adapters, and the paths or Hub names that its weights came from."""
+    """The same without adapters, and the paths or Hub names that the weights were loaded from."""
     max_model_len: int | None = None
     model_type: str | None = None
     """As in config.json."""
@@ -60,7 +60,12 @@ class _ModelInfo(msgspec.Struct):
 
 
 async def served_cards(http: HttpClient) -> list[Card]:
-    """What `/v1/models` lists, at least one. Raises `EngineError` and kinds."""
+    """Return what `/v1/models` lists, at least one model.
+
+    Raises:
+        EngineError: or one of its kinds.
+
+    """
     cards = decode(await http.get("/v1/models"), _Cards, "an engine").data
     if not cards:
         raise EngineContractError("the engine lists no model at /v1/models; expected at least one")
@@ -68,9 +73,11 @@ async def served_cards(http: HttpClient) -> list[Card]:
 
 
 def chosen(cards: Sequence[Card], name: str | None) -> Card:
-    """The model of that name; the first if None, which is the base model where adapters are listed too.
+    """Return the model of that name; the first if None, which is the base model where adapters are listed too.
 
-    Raises `InvalidRequest` if there is none.
+    Raises:
+        InvalidRequest: there is none.
+
     """
     for card in cards:
         if name in (None, card.id):
@@ -80,19 +87,18 @@ def chosen(cards: Sequence[Card], name: str | None) -> Card:
 
 
 async def served_as(kind: str, http: HttpClient) -> ServedAs:
-    """What `/v1/models` says, and SGLang's `/model_info`. Raises `EngineError` and kinds."""
+    """Return what `/v1/models` says, and SGLang's `/model_info`.
+
+    Raises:
+        EngineError: or one of its kinds.
+
+    """
     listed = await served_cards(http)
     cards = [card for card in listed if card.parent is None]
     more = _ModelInfo()
     if kind == "sglang":
-        for path in ("/model_info", "/get_model_info"):
-            try:
-                more = decode(await http.get(path), _ModelInfo, "SGLang")
-                break
-            except (EngineUnavailable, EngineTimeout):
-                raise
-            except EngineError:
-                continue
+        answer = await attempt(http.get("/model_info")) or await attempt(http.get("/get_model_info"))
+        more = decode(answer, _ModelInfo, "SGLang") if answer is not None else more
     names = {card.id for card in cards} | {card.root for card in cards} | {more.model_path}
     return ServedAs(
         ids=frozenset(card.id for card in listed),
@@ -104,15 +110,11 @@ async def served_as(kind: str, http: HttpClient) -> ServedAs:
 
 
 async def offered_routes(http: HttpClient) -> list[str]:
-    """Which of vLLM's routes from ids to ids and messages to ids the server has: it refuses an empty body there."""
+    """Return which of vLLM's routes with ids the server has: it refuses an empty body there."""
     found = []
     for path in _ROUTES:
         try:
-            await http.post(path, b"{}", {})
+            await attempt(http.post(path, b"{}", {}))
         except InvalidRequest:
             found.append(path)
-        except (EngineUnavailable, EngineTimeout):
-            raise
-        except EngineError:
-            continue
     return found

@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 
 from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams, Timeouts
 from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
-from tokentape.engines.http import Body, HttpClient, header_value, hopeless
+from tokentape.engines.http import HttpClient, header_value, hopeless
 from tokentape.engines.replies import DONE, Reply
 from tokentape.engines.scoring import Scores, refuse_unscorable, server_scores
 from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
@@ -170,7 +170,7 @@ class RemoteEngine(ABC):
         self,
         reply: Reply,
         path: str,
-        body: Body,
+        body: bytes,
         headers: Mapping[str, str],
         *,
         stream: bool,

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tokentape.engines.base import EngineInfo
-from tokentape.engines.http import HttpClient
+from tokentape.engines.http import HttpClient, attempt
 from tokentape.engines.replies import LOWEST, ROUNDING, decode, logits_error
-from tokentape.errors import EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
+from tokentape.errors import InvalidRequest
 from tokentape.types import Logprobs, TokenIds
 
 SERVER_TOP = 20
@@ -38,7 +38,7 @@ class Scores:
 
 
 class Scorer(Protocol):
-    """An engine that tells how likely its model finds ids: `TransformersEngine`, and those of vLLM and SGLang."""
+    """An engine that scores ids: `TransformersEngine`, and those of vLLM and SGLang."""
 
     @property
     def info(self) -> EngineInfo:
@@ -87,82 +87,89 @@ class _Generated(msgspec.Struct):
     meta_info: _Input
 
 
-async def server_scores(http: HttpClient, info: EngineInfo, ids: TokenIds, start: int, top: int = 0) -> Scores | None:
-    """What `Scorer.score` returns, from a server; None if it does not tell how likely a prompt is.
+_Row: TypeAlias = tuple[Any, list[Any]]
+"""The log-probability of an id, and the best ones of its position."""
 
-    Raises `InvalidRequest` if the server refuses the ids, as SGLang does the last few that its context has room for,
-    `EngineUnavailable`, `EngineTimeout`, and `EngineContractError` for a server that reports logits.
+
+async def server_scores(http: HttpClient, info: EngineInfo, ids: TokenIds, start: int, top: int = 0) -> Scores | None:
+    """Return what `Scorer.score` does, from a server; None if it does not tell how likely a prompt is.
+
+    Raises:
+        InvalidRequest: the server refuses the ids, as SGLang does the last few that its context has room for.
+        EngineUnavailable: it can't be reached or takes no requests.
+        EngineTimeout: it did not answer in time.
+        EngineContractError: it reports logits.
+
     """
     top = min(top, SERVER_TOP)
-    found: list[tuple[Any, list[Any]]] | None = None
+    rows: list[_Row] | None = None
     if info.name in ("vllm", "openai:vllm"):
         # 0 asks for the ids' own.
         sampling: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
         body = {"model": info.model, "prompt": ids.tolist(), "add_special_tokens": False}
         try:
-            completion = await _asked(http, "/v1/completions", body | sampling, _Choices)
+            completion = await _ask(http, "/v1/completions", body | sampling, _Choices)
         except InvalidRequest:
             if info.name != "vllm":
                 raise
             completion = None
         choices = completion.choices if completion is not None else []
-        found = _of_rows(ids, start, top, choices[0] if choices else None)
-        if info.name == "vllm" and found is None:
+        rows = _vllm_rows(ids, start, top, choices[0] if choices else None)
+        if info.name == "vllm" and rows is None:
             body = {"model": info.model, "token_ids": ids.tolist(), "sampling_params": sampling}
-            found = _of_rows(ids, start, top, await _asked(http, "/inference/v1/generate", body, _Prompt))
+            rows = _vllm_rows(ids, start, top, await _ask(http, "/inference/v1/generate", body, _Prompt))
     elif info.name == "sglang":
         # The entry of the first position that is asked for has no log-probability.
         sampling = {"max_new_tokens": 0, "temperature": 1.0}
         body = {"input_ids": ids.tolist(), "sampling_params": sampling, "return_logprob": True}
         body |= {"logprob_start_len": start - 1, "top_logprobs_num": top}
-        told = await _asked(http, "/generate", body, _Generated)
-        found = None if told is None else _of_entries(ids, start, top, told.meta_info)
-    return None if found is None else _scores(found)
+        generated = await _ask(http, "/generate", body, _Generated)
+        rows = None if generated is None else _sglang_rows(ids, start, top, generated.meta_info)
+    return None if rows is None else _scores(rows)
 
 
-def _scores(found: Sequence[tuple[Any, list[Any]]]) -> Scores | None:
-    if not all(isinstance(value, float | int) for own, best in found for value in (own, *best)):
+def _scores(rows: Sequence[_Row]) -> Scores | None:
+    if not all(isinstance(value, float | int) for own, best in rows for value in (own, *best)):
         return None
-    width = min(len(best) for _, best in found)
-    best = np.array([row[:width] for _, row in found], np.float64).reshape(len(found), width)
-    own = np.array([value for value, _ in found], np.float64)
+    width = min(len(best) for _, best in rows)
+    best = np.array([row[:width] for _, row in rows], np.float64).reshape(len(rows), width)
+    own = np.array([value for value, _ in rows], np.float64)
     if own.max() > ROUNDING or (width and np.exp(best).sum(1).max() > 1 + ROUNDING):
         raise logits_error()
     return Scores(_finite(own), _finite(best))
 
 
 def _finite(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
-    """Values as float32; what stands for minus infinity is that."""
+    """Return values as float32, with minus infinity for what stands for it."""
     return np.where(values <= LOWEST, -np.inf, values).astype(np.float32)
 
 
-def _of_rows(ids: TokenIds, start: int, top: int, prompt: _Prompt | None) -> list[tuple[Any, list[Any]]] | None:
-    """Per id its log-probability and the `top` best, in vLLM's rows, which hold the id's own besides."""
-    rows = prompt.prompt_logprobs if prompt is not None else None
-    if rows is None or len(rows) != len(ids):
+def _vllm_rows(ids: TokenIds, start: int, top: int, prompt: _Prompt | None) -> list[_Row] | None:
+    reported = prompt.prompt_logprobs if prompt is not None else None
+    if reported is None or len(reported) != len(ids):
         return None
-    found = []
-    for one, row in zip(ids[start:].tolist(), rows[start:], strict=True):
-        told = row or {}
-        best = sorted((given.get("logprob", LOWEST) for given in told.values()), reverse=True)
-        found.append((told.get(str(one), {}).get("logprob"), best[:top]))
-    return found
+    rows = []
+    for token_id, entry in zip(ids[start:].tolist(), reported[start:], strict=True):
+        # The id's own is there besides the best.
+        values = {name: value.get("logprob", LOWEST) for name, value in (entry or {}).items()}
+        own = (entry or {}).get(str(token_id), {}).get("logprob")
+        rows.append((own, sorted(values.values(), reverse=True)[:top]))
+    return rows
 
 
-def _of_entries(ids: TokenIds, start: int, top: int, told: _Input) -> list[tuple[Any, list[Any]]] | None:
-    """The same in SGLang's entries, which begin one position earlier."""
-    entries, best = told.input_token_logprobs, told.input_top_logprobs or []
+def _sglang_rows(ids: TokenIds, start: int, top: int, reported: _Input) -> list[_Row] | None:
+    """Return the rows of entries that begin one position earlier."""
+    entries, best = reported.input_token_logprobs, reported.input_top_logprobs or []
     if [entry[1] for entry in entries] != ids[start - 1 :].tolist() or (top and len(best) != len(entries)):
         return None
     rows = best[1:] if top else [[] for _ in entries[1:]]
     return [(entry[0], [one[0] for one in row or ()]) for entry, row in zip(entries[1:], rows, strict=True)]
 
 
-async def _asked(http: HttpClient, path: str, body: Mapping[str, Any], shape: type[_Shape]) -> _Shape | None:
-    """The answer; None if the server has no such route or answers in another form. Raises as `server_scores`."""
-    try:
+async def _ask(http: HttpClient, path: str, body: Mapping[str, Any], shape: type[_Shape]) -> _Shape | None:
+    """Return the answer; None if the server has no such route or answers in another form."""
+
+    async def answer() -> _Shape:
         return decode(await http.post(path, msgspec.json.encode(body), {}), shape, "an engine")
-    except (EngineUnavailable, EngineTimeout):
-        raise
-    except EngineError:
-        return None
+
+    return await attempt(answer())

@@ -21,12 +21,12 @@ import msgspec
 import numpy as np
 
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines.http import HttpClient, safe_name
+from tokentape.engines.http import HttpClient, attempt, safe_name
 from tokentape.engines.identity import served_cards
 from tokentape.engines.remote import RemoteEngine, any_id, common_fields, unique_id
 from tokentape.engines.replies import Alternatives, decode
 from tokentape.engines.sglang_reply import GENERATE, SglangReply
-from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, InvalidRequest
+from tokentape.errors import EngineContractError, InvalidRequest
 from tokentape.types import TokenIds
 
 # Below it the server samples greedily.
@@ -199,12 +199,7 @@ class _ModelInfo(msgspec.Struct):
 
 async def _first(http: HttpClient, path: str, older: str) -> bytes:
     """Return what is at `path`, or where older versions have it."""
-    try:
-        return await http.get(path)
-    except (EngineUnavailable, EngineTimeout, EngineContractError):
-        raise
-    except EngineError:
-        return await http.get(older)
+    return await attempt(http.get(path)) or await http.get(older)
 
 
 def _honoured(server: _Server) -> frozenset[str]:

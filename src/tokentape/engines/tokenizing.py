@@ -1,9 +1,9 @@
-"""How a server tokenizes by itself, asked through its own endpoints: to compare with, never to sample from."""
+"""How a server tokenizes by itself, from its own endpoints: to compare with, never to sample from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -11,33 +11,21 @@ from tokentape.engines.http import HttpClient
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest
 from tokentape.types import Message, Tool
 
-_Shape = TypeVar("_Shape", bound=msgspec.Struct)
 
+class _Answer(msgspec.Struct):
+    """Of any of the endpoints: each has the fields that it is asked for."""
 
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
-
-
-class _Prompt(msgspec.Struct):
-    prompt: str
-
-
-class _Text(msgspec.Struct):
-    text: str
-
-
-class _Content(msgspec.Struct):
-    content: str
-
-
-class _Echo(msgspec.Struct):
+    tokens: list[int] | None = None
+    prompt: str | None = None
+    text: str | None = None
+    content: str | None = None
     prompt_token_ids: list[int] | None = None
 
 
 async def server_text_ids(
     kind: str, http: HttpClient, model: str, text: str, *, special: bool = False, controls: bool = False
 ) -> list[int] | None:
-    """The ids that a server gives a plain text; None if it has no endpoint for that.
+    """Return the ids that a server gives a plain text; None if it has no endpoint for that.
 
     vLLM, SGLang and our own gateway: `/tokenize` with `prompt`. llama.cpp: `/tokenize` with `content`. With `special`
     the server puts BOS and EOS around the text as it does by default. With `controls` llama.cpp reads control tokens
@@ -55,28 +43,23 @@ async def server_text_ids(
 
 
 async def server_text(kind: str, http: HttpClient, model: str, ids: Sequence[int]) -> str | None:
-    """The text that a server decodes ids to, control tokens spelled out; None if it has no endpoint for that.
+    """Return the text that a server decodes ids to, control tokens included; None if it has no endpoint for that.
 
     Raises as `server_text_ids`.
     """
     body: dict[str, Any] = {"model": model, "tokens": list(ids)}
-    shape: type[_Prompt] | type[_Text] | type[_Content]
     match kind:
         case "vllm" | "gateway":
-            shape = _Prompt
+            field = "prompt"
         case "sglang":
             body["skip_special_tokens"] = False
-            shape = _Text
+            field = "text"
         case "llamacpp":
-            body, shape = {"tokens": list(ids)}, _Content
+            body, field = {"tokens": list(ids)}, "content"
         case _:
             return None
-    answer = await _post(http, "/detokenize", body)
-    if answer is None:
-        return None
-    match _decoded(answer, shape):
-        case _Prompt(text) | _Text(text) | _Content(text):
-            return text
+    text: str | None = await _ask(http, "/detokenize", body, field)
+    return text
 
 
 async def server_chat_ids(
@@ -89,7 +72,7 @@ async def server_chat_ids(
     generate: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int] | None:
-    """The ids that a server's own chat template gives a conversation; None if it says none, or refuses it.
+    """Return the ids that a server's own chat template gives a conversation; None if it can't or refuses.
 
     vLLM and SGLang: `/tokenize` with `messages`. llama.cpp: `/apply-template`, then `/tokenize`. `generate` asks for
     the generation prompt. Raises as `server_text_ids`.
@@ -105,10 +88,9 @@ async def server_chat_ids(
         case "llamacpp":
             if not generate:
                 chat["add_generation_prompt"] = False
-            answer = await _post(http, "/apply-template", chat)
-            if answer is None:
+            content = await _ask(http, "/apply-template", chat, "prompt")
+            if content is None:
                 return None
-            content = _decoded(answer, _Prompt).prompt
             return await _tokens(http, {"content": content, "add_special": True, "parse_special": True})
     return None
 
@@ -120,7 +102,7 @@ async def server_prompt_ids(
     tools: Sequence[Tool],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int] | None:
-    """The prompt that vLLM says it sampled one token from, given messages; None if it does not say.
+    """Return the prompt that vLLM says it sampled one token from, given messages; None if it does not say.
 
     Raises as `server_text_ids`.
     """
@@ -129,26 +111,37 @@ async def server_prompt_ids(
         chat |= {"tools": list(tools), "tool_choice": "none"}
     if template_kwargs:
         chat["chat_template_kwargs"] = dict(template_kwargs)
-    answer = await _post(http, "/v1/chat/completions", {**chat, "max_tokens": 1, "return_token_ids": True})
-    return None if answer is None else _decoded(answer, _Echo).prompt_token_ids
+    body = {**chat, "max_tokens": 1, "return_token_ids": True}
+    answer = await _post(http, "/v1/chat/completions", body)
+    return None if answer is None else answer.prompt_token_ids
 
 
 async def _tokens(http: HttpClient, body: Mapping[str, Any]) -> list[int] | None:
-    answer = await _post(http, "/tokenize", body)
-    return None if answer is None else _decoded(answer, _Tokens).tokens
+    ids: list[int] | None = await _ask(http, "/tokenize", body, "tokens")
+    return ids
 
 
-async def _post(http: HttpClient, path: str, body: Mapping[str, Any]) -> bytes | None:
+async def _ask(http: HttpClient, path: str, body: Mapping[str, Any], field: str) -> Any:
+    """Return a field of the answer, which must have it; None if the server does not have the endpoint."""
+    answer = await _post(http, path, body)
+    if answer is None:
+        return None
+    found = getattr(answer, field)
+    if found is None:
+        raise EngineContractError(_NO_ANSWER)
+    return found
+
+
+async def _post(http: HttpClient, path: str, body: Mapping[str, Any]) -> _Answer | None:
     try:
-        return await http.post(path, msgspec.json.encode(body), {"content-type": "application/json"})
+        answer = await http.post(path, msgspec.json.encode(body), {})
+        return msgspec.json.decode(answer, type=_Answer)
+    except msgspec.MsgspecError:
+        raise EngineContractError(_NO_ANSWER) from None
     except (EngineError, InvalidRequest) as error:
         if isinstance(error, InvalidRequest) or any(f"answered {status}" in str(error) for status in (404, 405, 501)):
             return None  # it does not have the endpoint, or does not take this
         raise
 
 
-def _decoded(answer: bytes, kind: type[_Shape]) -> _Shape:
-    try:
-        return msgspec.json.decode(answer, type=kind)
-    except msgspec.MsgspecError:
-        raise EngineContractError("the server's answer to a tokenization is not one") from None
+_NO_ANSWER = "the server's answer to a tokenization is not one"

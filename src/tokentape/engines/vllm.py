@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines.http import HttpClient, header_value
+from tokentape.engines.http import HttpClient, attempt, header_value
 from tokentape.engines.identity import chosen, served_cards
 from tokentape.engines.prompt_json import PromptWriter
 from tokentape.engines.remote import RemoteEngine, any_id, common_fields, unique_id
@@ -55,8 +55,6 @@ _OPTIONAL = {
 
 _LOWEST_TEMPERATURE = 0.01
 
-_KEPT_FIELDS = 256
-
 
 @dataclass(frozen=True, slots=True)
 class _Server:
@@ -89,7 +87,6 @@ class VllmEngine(RemoteEngine):
         self._verify_prompt = verify_prompt
         # Prompts that come back are compared as they were sent, so they are sent as the server writes them.
         self._prompts = PromptWriter(info.vocab_size, compact=verify_prompt)
-        self._kept_fields: dict[tuple[SamplingParams, int | None, bool], bytes] = {}
 
     @classmethod
     async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
@@ -159,27 +156,8 @@ class VllmEngine(RemoteEngine):
 
     def _request_body(
         self, prompt: bytes, params: SamplingParams, rows_from: int, *, stream: bool, request_id: str
-    ) -> list[bytes]:
-        """Return the body of one call, in pieces: a long prompt is not copied into it."""
-        if self._server.route == "completions":
-            fields = self._fields(replace(params, session_id=None, payloads_from=None), None, stream=stream)
-            return [fields[:-1], b',"prompt":', prompt, b"}"]
-        fields = self._fields(params, rows_from, stream=stream)
-        unique = msgspec.json.encode(request_id)
-        return [fields[:-1], b',"request_id":', unique, b',"token_ids":', prompt, b"}"]
-
-    def _fields(self, params: SamplingParams, rows_from: int | None, *, stream: bool) -> bytes:
-        """Return a JSON object of all but the prompt: every field that a server's default could otherwise fill in."""
-        # Sessions sample alike from turn to turn.
-        asked = params, rows_from, stream
-        found = self._kept_fields.get(asked)
-        if found is None:
-            if len(self._kept_fields) >= _KEPT_FIELDS:
-                self._kept_fields.clear()
-            found = self._kept_fields[asked] = self._new_fields(params, rows_from, stream=stream)
-        return found
-
-    def _new_fields(self, params: SamplingParams, rows_from: int | None, *, stream: bool) -> bytes:
+    ) -> bytes:
+        """Return the body of one call: every field that a server's default could otherwise fill in."""
         sampling: dict[str, object] = {
             **vllm_fields(params),
             "max_tokens": params.max_tokens,
@@ -200,9 +178,15 @@ class VllmEngine(RemoteEngine):
         if self._server.route == "generate":
             sampling["routed_experts_prompt_start"] = rows_from
             sampling["logprobs"] = alternatives_to_ask(params)
-            body |= {"sampling_params": sampling, "output_mode": "tokens"}
+            body |= {
+                "request_id": request_id,
+                "token_ids": msgspec.Raw(prompt),
+                "sampling_params": sampling,
+                "output_mode": "tokens",
+            }
         else:
             body |= {
+                "prompt": msgspec.Raw(prompt),
                 "add_special_tokens": False,
                 "echo": False,
                 "return_tokens_as_token_ids": True,
@@ -286,12 +270,9 @@ class VllmEngine(RemoteEngine):
     async def _takes_aborts(cls, http: HttpClient) -> bool:
         """Return whether there is a route for aborts, tried with the id of no request."""
         try:
-            await http.post(cls._abort_path, cls._abort_body("tokentape-probe"), {})
-        except (EngineUnavailable, EngineTimeout):
-            raise
-        except (EngineError, InvalidRequest):
+            return await attempt(http.post(cls._abort_path, cls._abort_body("tokentape-probe"), {})) is not None
+        except InvalidRequest:
             return False
-        return True
 
 
 def _described(info: EngineInfo, server: _Server, mode: str, offers: Collection[str]) -> EngineInfo:
@@ -325,24 +306,18 @@ class _ServerInfo(msgspec.Struct):
 
 
 async def _context_length(http: HttpClient, model: str) -> int:
-    """How long the context is, where `/v1/models` does not say it."""
+    """Return how long the context is, where `/v1/models` does not say it."""
     asked = msgspec.json.encode({"model": model, "prompt": "a"})
-    try:
-        return decode(await http.post("/tokenize", asked, {}), _Tokenized, "vLLM").max_model_len
-    except (EngineUnavailable, EngineTimeout):
-        raise
-    except EngineError:
-        raise EngineContractError("the engine does not say how long its context is (max_model_len)") from None
+    answer = await attempt(http.post("/tokenize", asked, {}))
+    if answer is None:
+        raise EngineContractError("the engine does not say how long its context is (max_model_len)")
+    return decode(answer, _Tokenized, "vLLM").max_model_len
 
 
 async def _has_priorities(http: HttpClient) -> bool:
-    """Whether the scheduler minds priorities. Only a server in development mode tells; others take and ignore them."""
-    try:
-        info = decode(await http.get("/server_info?config_format=json"), _ServerInfo, "vLLM")
-    except (EngineUnavailable, EngineTimeout):
-        raise
-    except EngineError:
-        return False
+    """Return whether the scheduler uses priorities. Only a server in development mode tells; others ignore them."""
+    answer = await attempt(http.get("/server_info?config_format=json"))
+    info = decode(answer, _ServerInfo, "vLLM") if answer is not None else _ServerInfo()
     return info.vllm_config.scheduler_config.policy == "priority"
 
 
