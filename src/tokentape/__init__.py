@@ -1,4 +1,8 @@
-"""Tokentape: train on exactly the tokens your model sampled."""
+"""Tokentape: train on exactly the tokens your model sampled.
+
+These names, those of the packages `chat`, `engines`, `store`, `gateway`, `training` and `audit`, and the modules `errors`,
+`types` and `testing` are what users may rely on.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,29 @@ if TYPE_CHECKING:
     from tokentape.chat.renderer import Renderer
     from tokentape.client import AsyncClient, Client
     from tokentape.errors import TokentapeError
+    from tokentape.session.files import read_trajectories, write_trajectories
+    from tokentape.store import open_record, verify
+    from tokentape.training import Sample, assemble
     from tokentape.types import Provenance, Trajectory
 
-__all__ = ["AsyncClient", "Client", "Provenance", "Renderer", "TokentapeError", "Trajectory", "__version__", "check"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Provenance",
+    "Renderer",
+    "Sample",
+    "TokentapeError",
+    "Trajectory",
+    "__version__",
+    "assemble",
+    "check",
+    "open_record",
+    "read_trajectories",
+    "verify",
+    "write_trajectories",
+]
 
+# `import tokentape` costs next to nothing: a name is imported when it is first used.
 __getattr__ = lazy_names(
     __name__,
     {
@@ -23,6 +46,9 @@ __getattr__ = lazy_names(
         "tokentape.chat.renderer": "Renderer",
         "tokentape.client": "AsyncClient Client",
         "tokentape.errors": "TokentapeError",
+        "tokentape.session.files": "read_trajectories write_trajectories",
+        "tokentape.store": "open_record verify",
+        "tokentape.training": "Sample assemble",
         "tokentape.types": "Provenance Trajectory",
     },
 )
