@@ -1,7 +1,7 @@
 """Tokentape: train on exactly the tokens your model sampled.
 
-These names, those of the packages `chat`, `engines`, `store`, `gateway`, `training` and `audit`, and the modules `errors`,
-`types` and `testing` are what users may rely on.
+Users may rely on these names, on those of the packages `chat`, `engines`, `store`, `gateway`, `training` and `audit`, and
+on the modules `errors`, `types` and `testing`.
 """
 
 from __future__ import annotations
