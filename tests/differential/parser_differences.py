@@ -1,4 +1,4 @@
-"""Where our parser and a peer's differ, and who is right: the data of `test_parsers.py` and docs/decisions/0005."""
+"""Differences between our parser and a peer's, and who is right: for `test_parsers.py` and docs/decisions/0005."""
 
 from __future__ import annotations
 
@@ -16,81 +16,76 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The templates on which a peer reads a completion in another way than we, for one reason."""
+    """The templates for which a peer parses a completion differently, for one reason."""
 
     why: Why
     templates: frozenset[str]
 
 
 LETTERS = Why(
-    "we", "Delimiters were sampled as letters. We read ids; the peer decodes them first and takes them for tokens."
+    "we",
+    "The delimiters were sampled as letters. Tokentape reads ids; the peer decodes first and takes letters for tokens.",
 )
-BEHIND = Why("we", "Text behind a call is content. The peer drops it, or for its sake finds no call.")
+BEHIND = Why("we", "Text after a call is content. The peer drops it, or finds no call because of it.")
 CUT_OFF = Why(
     "we",
-    "The call was cut off: it was not made, and its text is content. The peer drops it or calls with what there is.",
+    "A call that was cut off was not made, so its text is content. The peer drops it, or returns a partial call.",
 )
-NO_CALL = Why(
-    "we", "An opening delimiter that names no tool is text. The peer drops it, or calls what stands behind it."
-)
-NOT_CLOSED = Why(
-    "either", "A call that is complete but for its closing delimiter is one. The peer wants the delimiter."
-)
+NO_CALL = Why("we", "An opening delimiter without a tool name is text. The peer drops it, or calls whatever follows.")
+NOT_CLOSED = Why("either", "A call that lacks only its closing delimiter is a call. The peer requires the delimiter.")
 LINE_BREAK = Why(
-    "we", "A line break within a JSON string is read as such. The peer finds no call, or hands on what is no JSON."
+    "we",
+    "A line break inside a JSON string is accepted. The peer finds no call, or returns arguments that are not JSON.",
 )
 NO_OBJECT = Why(
-    "we", "Arguments that are null or an object written out as a string become an object. The peer hands them on."
+    "we",
+    "Arguments that are null, or an object written as a string, become an object. The peer returns them unchanged.",
 )
 BROKEN = Why(
     "either",
-    "A call whose arguments are no JSON is told as one, so that the agent can answer it. The peer tells it as text.",
+    "A call with arguments that are not JSON stays a call, so that the agent can respond. The peer returns text.",
 )
-UNKNOWN = Why("we", "A call of an unknown tool is told as one, so that the agent can answer it. The peer drops it.")
+UNKNOWN = Why("we", "A call of an unknown tool stays a call, so that the agent can respond. The peer drops it.")
 BARE = Why(
     "either",
-    "Where nothing but JSON marks a call, JSON that names no known tool is text. The peer takes it for a call.",
+    "If only JSON marks a call, JSON without a known tool name is text. The peer returns a call.",
 )
-NAN = Why("we", "NaN is no JSON: the call has bad arguments. The peer makes it a string.")
-TRIMMED = Why("we", "White space at the end of a tagged value belongs to the value. The peer strips it.")
+NAN = Why("we", "NaN is not JSON, so the call has bad arguments. The peer turns it into a string.")
+TRIMMED = Why("we", "Whitespace at the end of a tagged value is part of the value. The peer strips it.")
 SPACE_IN_VALUE = Why(
-    "either", "White space that the template does not write around a value belongs to it. The peer strips it."
+    "either", "Whitespace around a value that the template does not write is part of the value. The peer strips it."
 )
 PYTHON = Why(
     "we",
-    "Values may be written as Python does: some templates do so. The peer drops the call, or leaves a dict as text.",
+    "Python literals are accepted, because some templates write them. The peer drops the call, or returns text.",
 )
 DOUBLED = Why(
     "either",
-    "A delimiter said twice is skipped where nothing else could be meant. The peer tells it as text or loses the call.",
+    "A repeated delimiter is skipped if the meaning is clear. The peer returns it as text, or loses the call.",
 )
 LETTER_OF_TEMPLATE = Why(
-    "we", "The peer knows one spelling, white space and order of headers included, and finds no call."
+    "we", "The peer knows only one spelling, including whitespace and order of headers, and finds no call."
 )
-SECTION = Why("we", "There are two sections of calls. The peer reads the first.")
+SECTION = Why("we", "The completion has two sections of calls. The peer reads only the first.")
 NOT_OPENED = Why(
     "we",
-    "Nothing opened reasoning, neither prompt nor completion, so this is content. The peer takes it for reasoning.",
+    "Neither prompt nor completion opened reasoning, so this is content. The peer returns it as reasoning.",
 )
 OPENED = Why(
-    "we", "The prompt opened reasoning, so this is reasoning. The peer takes it for content as long as none is closed."
+    "we", "The prompt opened reasoning, so this is reasoning. The peer returns content until a delimiter closes it."
 )
-OPEN_REASONING = Why(
-    "we", "A call's control token ends reasoning that was left open. The peer takes the call for reasoning."
-)
+OPEN_REASONING = Why("we", "A call's control token ends open reasoning. The peer returns the call as reasoning.")
 AGAIN = Why(
-    "we", "The model opens reasoning that the prompt opened already. The peer leaves the delimiter in the reasoning."
+    "we", "The model opens reasoning although the prompt already did. The peer leaves the delimiter in the reasoning."
 )
-STOP_TOKEN = Why("we", "The stop token is no text. The peer leaves it in reasoning that nothing closed.")
+STOP_TOKEN = Why("we", "The stop token is not text. The peer leaves it in reasoning that was not closed.")
 HEADER = Why(
     "we",
-    "Words in front of a lone `<|message|>` that no header has are content, as is what follows. The peer drops both.",
+    "Words before a lone `<|message|>` that belong to no header are content, as is the rest. The peer drops both.",
 )
-HEADERLESS = Why("we", "A completion without any header is content. The peer drops it.")
-HALF_CHARACTER = Why(
-    "either", "Half a character is told as one replacement character here, as one per byte by the peer."
-)
-LOST = Why("we", "The peer drops content in front of a call.")
+HEADERLESS = Why("we", "A completion without a header is content. The peer drops it.")
+HALF_CHARACTER = Why("either", "Half a character becomes one replacement character. The peer returns one per byte.")
+LOST = Why("we", "The peer drops content before a call.")
 
 QWEN3_5 = {"Qwen3.5-think", "Qwen3.6", "Qwen3.8"}
 QWEN3 = {"Qwen3", "Qwen3-Apr2025", "fixed-trl-qwen3_training"}
