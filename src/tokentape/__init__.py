@@ -1,7 +1,7 @@
 """Tokentape: train on exactly the tokens your model sampled.
 
-Users may rely on these names, on those of the packages `chat`, `engines`, `store`, `gateway`, `training` and `audit`, and
-on the modules `errors`, `types` and `testing`.
+Users may rely on these names, on those of the packages `chat`, `engines`, `store`, `gateway`, `training` and `audit`,
+and on the modules `errors`, `types` and `testing`.
 """
 
 from __future__ import annotations
