@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tests.audit.planted import changed_id, load, perturbed, recorded, sampled
-from tokentape.audit.causes import Attribution
-from tokentape.audit.mismatch import LOOK_TOP, TOP, Mismatch
+from tokentape.audit.mismatch import LOOK_TOP, TOP, Attribution, Mismatch
 from tokentape.audit.rescaling import RAW, Rule
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.forward import ForwardPass

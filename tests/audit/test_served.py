@@ -19,7 +19,7 @@ from tests.engines.stand_in import LanguageModel, StandIn
 from tokentape.audit.served import (
     MARGIN,
     SCORED_TOKENS,
-    Finding,
+    CheckResult,
     FolderModel,
     likely_text,
     other_ids,
@@ -43,8 +43,8 @@ def language_model(renderer: Renderer) -> LanguageModel:
     return LanguageModel(renderer)
 
 
-def scored(server: StandIn, renderer: Renderer, info: EngineInfo = INFO) -> Finding:
-    async def run() -> Finding:
+def scored(server: StandIn, renderer: Renderer, info: EngineInfo = INFO) -> CheckResult:
+    async def run() -> CheckResult:
         http = HttpClient(url)
         try:
             return await likely_text(http, info, renderer)
@@ -71,8 +71,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return Renderer.load(folder)
 
 
-def examined(url: str, renderer: Renderer) -> list[Finding]:
-    async def run() -> list[Finding]:
+def examined(url: str, renderer: Renderer) -> list[CheckResult]:
+    async def run() -> list[CheckResult]:
         http = HttpClient(url)
         try:
             return [await check("vllm", http, "m", renderer) for check in (same_tokenizer, same_template)]
@@ -185,7 +185,7 @@ def test_other_ids_repeat_where_the_text_does_and_keep_to_the_vocabulary() -> No
 def test_ids_that_the_server_may_not_have_are_not_sent_to_it(renderer: Renderer, other: Renderer) -> None:
     server = StandIn(other, language_model(other), name="model")
 
-    async def run() -> list[Finding]:
+    async def run() -> list[CheckResult]:
         http = HttpClient(url)
         try:
             return await serves_model("vllm", http, INFO, renderer, FolderModel.read(MODEL))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.data import REAL
 from tests.engines.stand_in import LanguageModel, StandIn
-from tokentape.audit.served import Finding, FolderModel, likely_text, serves_model
+from tokentape.audit.served import CheckResult, FolderModel, likely_text, serves_model
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import EngineInfo
 from tokentape.engines.http import HttpClient
@@ -35,10 +35,10 @@ def model(family: str) -> LanguageModel:
     return LanguageModel(folder(family))
 
 
-def crossed(server: str, families: list[str]) -> dict[str, tuple[list[Finding], Finding]]:
+def crossed(server: str, families: list[str]) -> dict[str, tuple[list[CheckResult], CheckResult]]:
     """By folder: what a start finds out of a server of `server`'s model, and what the text alone tells."""
 
-    async def run() -> dict[str, tuple[list[Finding], Finding]]:
+    async def run() -> dict[str, tuple[list[CheckResult], CheckResult]]:
         http = HttpClient(url)
         try:
             return {

@@ -17,7 +17,7 @@ from fake_vllm import by_route
 from tests.engines.real import MODEL, free_port, served
 from tests.engines.stand_in import LanguageModel
 
-from tokentape.audit.served import Finding, FolderModel, serves_model
+from tokentape.audit.served import CheckResult, FolderModel, serves_model
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import EngineInfo, SamplingParams
 from tokentape.engines.openai_compatible import OpenAiEngine
@@ -101,8 +101,8 @@ def test_chats_and_other_clients_of_its_api_open_it(url: str) -> None:
     asyncio.run(run())
 
 
-def found(url: str, renderer: Renderer, folder: FolderModel) -> list[Finding]:
-    async def run() -> list[Finding]:
+def found(url: str, renderer: Renderer, folder: FolderModel) -> list[CheckResult]:
+    async def run() -> list[CheckResult]:
         engine = await VllmEngine.open(url, vocab_size=VOCAB_SIZE)
         try:
             return await serves_model("vllm", engine.http, engine.info, renderer, folder)

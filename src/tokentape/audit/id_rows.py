@@ -1,7 +1,7 @@
-"""Sequences of ids from wherever they lie: a record, a file of trajectories, or anybody's Parquet or JSON.
+"""Read sequences of ids from a record, a file of trajectories, or other Parquet and JSON files.
 
-What was sampled is told by spans: turns in our own formats; elsewhere a mask, a completion column beside a prompt
-column, or the whole row. One row is in memory at a time, of Parquet a small batch.
+Spans say what was sampled: turns in our own formats; elsewhere a mask, a completion column with a prompt column, or the
+whole row. One row is in memory at a time, of Parquet a small batch.
 """
 
 from __future__ import annotations
@@ -19,30 +19,40 @@ from tokentape.errors import InvalidRequest
 from tokentape.session.arrow import VERSION_KEY
 from tokentape.store import Store, StoredSession
 from tokentape.store.location import EXPECTED, is_record, open_record
-from tokentape.types import Codes, Provenance, TokenIds, Trajectory
+from tokentape.types import Codes, Provenance, TokenIds
 
 IDS_COLUMNS = ("token_ids", "input_ids", "completion_ids", "output_ids", "tokens", "ids")
-"""Names that are looked for, in this order."""
+"""The usual names, in order of preference."""
 MASK_COLUMNS = ("loss_mask", "completion_mask", "assistant_masks", "mask")
 NAME_COLUMNS = ("session_id", "sample_id", "id", "uid")
 
 _BATCH_ROWS = 64
+_OWN: tuple[str, ...] = (
+    "session_id",
+    "leaf",
+    "token_ids",
+    "provenance",
+    "loss_mask",
+    "completion_starts",
+    "completion_ends",
+)
+_OWN += ("weight_versions",)
 
 _Row: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns of somebody else's file mean what; None are looked for by their usual names."""
+    """The columns of a file in another format. The default of each is its usual names."""
 
     ids: str | None = None
     mask: str | None = None
-    """1 where a token was sampled. With a prompt column it belongs to the ids, not to the prompt."""
+    """1 where a token was sampled. With a prompt column it is as long as the ids, without the prompt."""
     prompt: str | None = None
-    """Ids in front of `ids`, which were not sampled."""
+    """Ids before `ids`, which were not sampled."""
     name: str | None = None
     by: tuple[str, ...] = ()
-    """Further columns whose values the report is split by."""
+    """More columns to split the report by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,7 @@ class Span:
     start: int
     end: int
     labels: Mapping[str, str] = field(default_factory=dict)
-    """What it is counted under: `turn`, `temperature`, `weights`, names of columns."""
+    """The dimensions that it is counted by: `turn`, `temperature`, `weights`, names of columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,70 +70,74 @@ class IdRow:
     """One sequence of ids."""
 
     name: str
-    """Names the row in its file: `SESSION:LEAF`, or what a column says, or its number from 1."""
+    """The name of the row: `SESSION:LEAF`, or the value of a column, or its number from 1."""
     ids: TokenIds
     spans: tuple[Span, ...]
-    """What was sampled, in order, each sampled token in one row only."""
+    """What was sampled, in order. Each sampled token is in one row only."""
     provenance: Codes | None = None
     line: int = 1
     """Its line in a file that has one row per line."""
 
 
 def iter_rows(location: str | Path, columns: Columns = Columns()) -> Iterator[IdRow]:
-    """Yield the sequences of a record, wherever it is, or of a file named `.parquet`, `.jsonl` or `.json`.
+    """Yield the sequences of a record, or of a file named `.parquet`, `.jsonl` or `.json`.
 
-    Raises `InvalidRequest` for another file, for one without a column of ids, and for rows that are damaged; for a
-    record as `open_record`.
+    Raises `InvalidRequest` for another file, for one without a column of ids, and for damaged rows; for a record as
+    `open_record`.
     """
     if is_record(location):
         with open_record(location, read_only=True) as store:
             yield from store_rows(store)
         return
     path = Path(location)
-    if path.suffix == ".parquet":
-        yield from _parquet(path, columns)
-    elif path.suffix == ".jsonl":
-        yield from _lines(path, columns)
-    elif path.suffix == ".json":
-        yield _whole(path, columns)
-    else:
-        raise InvalidRequest(f"{path}: expected {EXPECTED} or a file named .parquet, .jsonl or .json")
-
-
-def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int | None = None) -> Iterator[IdRow]:
-    """Yield the sequences of a Parquet file, or of one of its row groups. Raises as `iter_rows`."""
-    return _parquet(Path(path), columns, row_group)
+    match path.suffix:
+        case ".parquet":
+            yield from parquet_rows(path, columns)
+        case ".jsonl":
+            with open(path, "rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    yield replace(_json_row(line, columns, number, f"{path} line {number}"), line=number)
+        case ".json":
+            yield _json_row(path.read_bytes(), columns, 1, str(path))
+        case _:
+            raise InvalidRequest(f"{path}: expected {EXPECTED} or a file named .parquet, .jsonl or .json")
 
 
 def store_rows(store: Store) -> Iterator[IdRow]:
-    """Yield the sequences of a record, whose gateway may be running."""
+    """Yield the sequences of a record. Its gateway may be running."""
     for stored in store.iter_sessions():
         yield from session_rows(stored)
 
 
 def session_rows(stored: StoredSession) -> Iterator[IdRow]:
-    """A row for each branch of a session; turns that branches share are sampled in the first of them."""
+    """Yield a row for each branch of a session. Turns that branches share are sampled in the first of them."""
     temperatures = {turn.seq: turn.sampling.get("temperature") for turn in stored.turns}
     for one in stored.trajectories():
-        yield trajectory_row(one, temperatures)
+        labels = []
+        for turn in one.turns:
+            temperature = temperatures.get(turn)
+            labels.append({"temperature": "unknown" if temperature is None else f"{temperature:g}"})
+        spans = _turn_spans(one.loss_mask, one.completion_starts, one.completion_ends, one.weight_versions, labels)
+        yield IdRow(f"{one.session_id}:{one.leaf}", one.token_ids, spans, one.provenance)
 
 
-def trajectory_row(one: Trajectory, temperatures: Mapping[int, float | None] | None = None) -> IdRow:
-    """The row of a trajectory. `temperatures` are by `seq` of turns."""
-    spans = []
-    for n, (start, end) in enumerate(zip(one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True)):
-        if not one.loss_mask[start:end].any():
-            continue
-        labels = {"turn": _turn_label(n), "weights": one.weight_versions[n]}
-        if temperatures is not None:
-            temperature = temperatures.get(one.turns[n])
-            labels["temperature"] = "unknown" if temperature is None else f"{temperature:g}"
-        spans.append(Span(start, end, labels))
-    return IdRow(f"{one.session_id}:{one.leaf}", one.token_ids, tuple(spans), one.provenance)
+def _turn_spans(
+    mask: npt.NDArray[np.bool_],
+    starts: npt.NDArray[Any],
+    ends: npt.NDArray[Any],
+    weights: Sequence[str],
+    labels: Sequence[Mapping[str, str]] | None = None,
+) -> tuple[Span, ...]:
+    """Return the completions of a trajectory that carry loss."""
+    return tuple(
+        Span(start, end, {"turn": _turn_label(n), "weights": weights[n], **(labels[n] if labels else {})})
+        for n, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
+        if mask[start:end].any()
+    )
 
 
 def _turn_label(n: int) -> str:
-    """Turns from 1, in classes that grow."""
+    """Return the class of a turn, numbered from 1. Classes grow."""
     for last in (1, 2, 4, 8, 16, 32, 64):
         if n < last:
             first = last // 2 + 1
@@ -131,7 +145,8 @@ def _turn_label(n: int) -> str:
     return "65 on"
 
 
-def _parquet(path: Path, columns: Columns, row_group: int | None = None) -> Iterator[IdRow]:
+def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int | None = None) -> Iterator[IdRow]:
+    """Yield the sequences of a Parquet file, or of one of its row groups. Raises as `iter_rows`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -141,72 +156,41 @@ def _parquet(path: Path, columns: Columns, row_group: int | None = None) -> Iter
         raise InvalidRequest(f"{path} is not a Parquet file") from None
     with file:
         names = file.schema_arrow.names
+        chosen = None
+        wanted = [name for name in _OWN if name in names]
+        if VERSION_KEY not in (file.schema_arrow.metadata or {}) or columns != Columns():
+            chosen = _chosen(columns, names, str(path))
+            wanted = [name for name in (chosen.ids, chosen.mask, chosen.prompt, chosen.name, *chosen.by) if name]
         groups = None if row_group is None else [row_group]
-        if VERSION_KEY in (file.schema_arrow.metadata or {}) and columns == Columns():
-            wanted = [name for name in _OWN if name in names]
-            for row in _batches(file, wanted, groups):
-                yield _own_row(row, str(path))
-            return
-        chosen = _chosen(columns, names, str(path))
-        given = (chosen.ids, chosen.mask, chosen.prompt, chosen.name, *chosen.by)
-        wanted = [name for name in dict.fromkeys(given) if name]
         first = 1 + sum(file.metadata.row_group(n).num_rows for n in range(row_group or 0))
-        for number, row in enumerate(_batches(file, wanted, groups), first):
-            yield _foreign_row(row, chosen, number, f"{path}, row {number}")
-
-
-_OWN = (
-    "session_id",
-    "leaf",
-    "token_ids",
-    "provenance",
-    "loss_mask",
-    "completion_starts",
-    "completion_ends",
-    "weight_versions",
-)
+        for number, row in enumerate(_batches(file, list(dict.fromkeys(wanted)), groups), first):
+            yield (
+                _own_row(row, str(path))
+                if chosen is None
+                else _foreign_row(row, chosen, number, f"{path}, row {number}")
+            )
 
 
 def _batches(file: Any, names: Sequence[str], row_groups: Sequence[int] | None) -> Iterator[_Row]:
-    """Rows with lists as arrays; those of all row groups if None are named."""
-    for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=list(names), row_groups=row_groups):
+    """Yield rows with lists of numbers as arrays; those of all row groups if None are named."""
+    for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=names, row_groups=row_groups):
         found = {name: batch.column(name) for name in batch.schema.names}
         for at in range(batch.num_rows):
             yield {name: _value(column[at]) for name, column in found.items()}
 
 
 def _value(scalar: Any) -> Any:
-    values = scalar.values if hasattr(scalar, "values") else None
+    values = getattr(scalar, "values", None)
     if values is None:
         return scalar.as_py()
-    return values.to_pylist() if _is_text(values) else values.to_numpy(zero_copy_only=False)
+    return values.to_pylist() if "string" in str(values.type) else values.to_numpy(zero_copy_only=False)
 
 
-def _is_text(values: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_string(values.type) or pa.types.is_large_string(values.type))
-
-
-def _lines(path: Path, columns: Columns) -> Iterator[IdRow]:
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            where = f"{path} line {number}"
-            yield replace(_json_row(_parsed(line, where), columns, number, where), line=number)
-
-
-def _whole(path: Path, columns: Columns) -> IdRow:
-    return _json_row(_parsed(path.read_bytes(), str(path)), columns, 1, str(path))
-
-
-def _parsed(line: bytes, where: str) -> Any:
+def _json_row(line: bytes, columns: Columns, number: int, where: str) -> IdRow:
     try:
-        return json.loads(line)
+        value = json.loads(line)
     except ValueError as error:
         raise InvalidRequest(f"{where} is not JSON: {error}") from None
-
-
-def _json_row(value: Any, columns: Columns, number: int, where: str) -> IdRow:
     if isinstance(value, list):
         ids = _ids(value, where)
         return IdRow(str(number), ids, (Span(0, len(ids)),))
@@ -218,32 +202,24 @@ def _json_row(value: Any, columns: Columns, number: int, where: str) -> IdRow:
 
 
 def _own_row(row: _Row, where: str) -> IdRow:
+    """Return the row of a trajectory, of which only the columns `_OWN` are read."""
     try:
         ids = _ids(row["token_ids"], where)
         mask = np.asarray(row["loss_mask"], np.bool_)
-        starts, ends = (np.asarray(row[name]).tolist() for name in ("completion_starts", "completion_ends"))
-        weights = row["weight_versions"]
         provenance = np.asarray(row["provenance"], np.uint8)
         for code in np.unique(provenance).tolist():
             Provenance(code)
-        name = f"{row['session_id']}:{row['leaf']}"
-        spans = [
-            Span(start, end, {"turn": _turn_label(n), "weights": weights[n]})
-            for n, (start, end) in enumerate(zip(starts, ends, strict=True))
-            if mask[start:end].any()
-        ]
+        starts, ends = (np.asarray(row[name]) for name in ("completion_starts", "completion_ends"))
+        spans = _turn_spans(mask, starts, ends, row["weight_versions"])
+        if not len(ids) == len(mask) == len(provenance):
+            raise ValueError(f"{len(ids)} token_ids, {len(mask)} in loss_mask, {len(provenance)} in provenance")
+        return IdRow(f"{row['session_id']}:{row['leaf']}", ids, spans, provenance)
     except (LookupError, OverflowError, TypeError, ValueError) as error:
         raise InvalidRequest(f"{where}: a trajectory is damaged ({type(error).__name__}: {error})") from None
-    if not len(ids) == len(mask) == len(provenance):
-        raise InvalidRequest(
-            f"{where}: a trajectory is damaged: {len(ids)} token_ids, {len(mask)} in loss_mask, {len(provenance)} in "
-            "provenance"
-        )
-    return IdRow(name, ids, tuple(spans), provenance)
 
 
 def _chosen(columns: Columns, names: Sequence[str], where: str) -> Columns:
-    """With the names of the columns that are there."""
+    """Return the columns with the names that exist."""
     given = (columns.ids, columns.mask, columns.prompt, columns.name, *columns.by)
     absent = [name for name in given if name is not None and name not in names]
     if absent:
@@ -284,11 +260,10 @@ def _foreign_row(row: _Row, columns: Columns, number: int, where: str) -> IdRow:
         provenance = np.full(len(ids), Provenance.TEMPLATE, np.uint8)
         for start, end in spans:
             provenance[start:end] = Provenance.SAMPLED
-    found = tuple(
-        Span(start, end, {**labels, **({"turn": _turn_label(n)} if mask is not None else {})})
-        for n, (start, end) in enumerate(spans)
-    )
-    return IdRow(str(number) if name is None else str(name), ids, found, provenance)
+    found = []
+    for n, (start, end) in enumerate(spans):
+        found.append(Span(start, end, labels if mask is None else {**labels, "turn": _turn_label(n)}))
+    return IdRow(str(number) if name is None else str(name), ids, tuple(found), provenance)
 
 
 def _ids(value: Any, where: str) -> TokenIds:

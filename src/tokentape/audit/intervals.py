@@ -1,15 +1,15 @@
-"""Shares with their 95 % confidence intervals, over data that is seen once and not kept.
+"""Compute shares with their 95 % confidence intervals from data that is seen once and not kept.
 
-Whole samples that changed: Wilson's interval. Tokens: those of one sequence stand or fall together, so sequences are
-drawn again, not tokens. The bootstrap is a Poisson one, each sequence with a weight from Poisson(1) in each replicate:
-it needs one pass and the sums only. Its draws are seeded, so that the same data gives the same interval.
+Shares of whole samples get Wilson's interval. The tokens of a sequence change together, so shares of tokens get a
+bootstrap over sequences: a Poisson bootstrap, in which each sequence has a weight from Poisson(1) per replicate, needs
+one pass and keeps only sums. Its draws are seeded, so that the same data gives the same interval.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -18,14 +18,14 @@ import numpy.typing as npt
 REPLICATES = 400
 
 Key: TypeAlias = tuple[str, str]
-"""What a share is of: a dimension and its value."""
+"""A dimension and its value."""
 
 _Z = 1.959963984540054
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How many of `total` changed."""
+    """The share of a total that changed."""
 
     changed: int
     total: int
@@ -33,14 +33,19 @@ class Rate:
     """Lower end of the 95 % confidence interval of the share."""
     high: float
 
+    @classmethod
+    def of(cls, changed: int, total: int) -> Rate:
+        """Return a share with Wilson's interval."""
+        return cls(changed, total, *wilson(changed, total))
+
     @property
     def share(self) -> float:
-        """`changed / total`, 0 if there are none."""
+        """`changed / total`, 0 if the total is 0."""
         return self.changed / self.total if self.total else 0.0
 
 
 def wilson(changed: int, total: int) -> tuple[float, float]:
-    """Wilson's interval of a share; (0, 1) if there is nothing to tell from.
+    """Return Wilson's interval of a share; (0, 1) if the total is 0.
 
     >>> [round(end, 3) for end in wilson(0, 100)]
     [0.0, 0.037]
@@ -50,72 +55,56 @@ def wilson(changed: int, total: int) -> tuple[float, float]:
     share, part = changed / total, _Z**2 / total
     middle = (share + part / 2) / (1 + part)
     reach = _Z / (1 + part) * math.sqrt(share * (1 - share) / total + part / (4 * total))
-    # At either end rounding must not leave what is exact.
+    # Rounding must not change an exact end.
     return (0.0 if not changed else middle - reach), (1.0 if changed == total else middle + reach)
 
 
+@dataclass(slots=True)
+class _Sum:
+    changed: int = 0
+    total: int = 0
+    sequences: int = 0
+    changed_sequences: int = 0
+    replicates: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((REPLICATES, 2)))
+
+
 class Sums:
-    """Changed and all, by key: exact, and in each replicate of the bootstrap."""
+    """Sums of changed and all tokens by key, exact and in each replicate of the bootstrap."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = np.random.default_rng(seed)
-        self._index: dict[Key, int] = {}
-        self._exact = np.zeros((16, 2), np.int64)
-        self._replicates = np.zeros((REPLICATES, 16, 2))
-        self._sequences = np.zeros(16, np.int64)
-        self._changed_sequences = np.zeros(16, np.int64)
+        self._sums: dict[Key, _Sum] = {}
 
     def add(self, sequences: Sequence[Mapping[Key, tuple[int, int]]]) -> None:
         """Add sequences, each with (changed, all) by key."""
-        for key in {key: None for one in sequences for key in one}:
-            self._index.setdefault(key, len(self._index))
-        self._grow()
-        values = np.zeros((len(sequences), len(self._index), 2))
-        for row, one in zip(values, sequences, strict=True):
-            for key, counts in one.items():
-                row[self._index[key]] = counts
-        many = len(self._index)
-        self._exact[:many] += values.sum(0).astype(np.int64)
-        self._sequences[:many] += (values[:, :, 1] > 0).sum(0)
-        self._changed_sequences[:many] += (values[:, :, 0] > 0).sum(0)
         weights = self._random.poisson(1.0, (REPLICATES, len(sequences))).astype(np.float64)
-        drawn = weights @ values.reshape(len(sequences), -1)
-        self._replicates[:, :many] += drawn.reshape(REPLICATES, many, 2)
+        for key in {key: None for one in sequences for key in one}:
+            at = [n for n, one in enumerate(sequences) if key in one]
+            values = np.array([sequences[n][key] for n in at], np.float64)
+            found = self._sums.setdefault(key, _Sum())
+            changed, total = values.sum(0).astype(int).tolist()
+            found.changed += changed
+            found.total += total
+            changed, total = (values > 0).sum(0).tolist()
+            found.changed_sequences += changed
+            found.sequences += total
+            found.replicates += weights[:, at] @ values
 
     def keys(self) -> list[Key]:
-        """All keys, in the order in which they came."""
-        return list(self._index)
+        """Return all keys in order of appearance."""
+        return list(self._sums)
 
     def rate(self, key: Key) -> Rate:
-        """The share that changed, with an interval over sequences.
+        """Return the share that changed, with an interval over sequences.
 
-        Where none changed, or all, the bootstrap would tell nothing. Then it is Wilson's, over sequences in place of
+        If none changed, or all, the bootstrap has no spread. Then the interval is Wilson's over sequences instead of
         tokens, which is too wide rather than too narrow.
         """
-        at = self._index.get(key)
-        if at is None:
-            return Rate(0, 0, 0.0, 1.0)
-        changed, total = self._exact[at].tolist()
-        sequences, changed_sequences = int(self._sequences[at]), int(self._changed_sequences[at])
-        if changed in (0, total) or sequences < 2:
-            low, high = wilson(changed_sequences, sequences)
+        found = self._sums.get(key, _Sum())
+        changed, total = found.changed, found.total
+        if changed in (0, total) or found.sequences < 2:
+            low, high = wilson(found.changed_sequences, found.sequences)
             return Rate(changed, total, min(low, changed / total if total else 0.0), high)
-        low, high = _percentiles(self._replicates[:, at])
+        drawn = found.replicates[found.replicates[:, 1] > 0]
+        low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5]).tolist()
         return Rate(changed, total, low, high)
-
-    def _grow(self) -> None:
-        size = len(self._exact)
-        while size < len(self._index):
-            size *= 2
-        more = size - len(self._exact)
-        if more:
-            self._exact = np.pad(self._exact, ((0, more), (0, 0)))
-            self._replicates = np.pad(self._replicates, ((0, 0), (0, more), (0, 0)))
-            self._sequences = np.pad(self._sequences, (0, more))
-            self._changed_sequences = np.pad(self._changed_sequences, (0, more))
-
-
-def _percentiles(sums: npt.NDArray[np.float64]) -> tuple[float, float]:
-    drawn = sums[sums[:, 1] > 0]
-    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
-    return float(low), float(high)

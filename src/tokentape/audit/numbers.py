@@ -1,4 +1,4 @@
-"""How far apart two sides' log-probabilities are, counted without keeping them."""
+"""Measure how far apart two sides' log-probabilities are, without keeping them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 K3_CLAMP = 10.0
-"""The most that one token adds to k3, so that a few outliers don't make the whole of it."""
+"""The largest share of one token in k3, so that a few outliers don't dominate it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """How far logprobs are apart, over trained tokens: trainer - recorded, in nats."""
+    """Differences of logprobs over trained tokens: trainer - recorded, in nats."""
 
     tokens: int = 0
     not_finite: int = 0
-    """Tokens to which the trainer gives NaN or minus infinity; in no other number here."""
+    """Tokens with NaN or minus infinity in the trainer. They are in no other number."""
     mean: float = 0.0
     """Mean of the absolute difference."""
     max: float = 0.0

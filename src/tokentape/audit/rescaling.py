@@ -1,7 +1,7 @@
-"""What log-probabilities become under temperature, top-k, top-p and min-p, and how exactly a few of them tell it.
+"""Compute log-probabilities under temperature, top-k, top-p and min-p, with bounds of their error.
 
-Engines score with the model's own distribution and tell the likeliest alternatives of each position, not all of them.
-What that leaves unknown is bounded here, so that numbers are compared only where they are known.
+Engines score with the model's own distribution and return only the likeliest alternatives of each position. What that
+leaves unknown is bounded, so that numbers are compared only where they are known.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tokentape.types import TokenDistribution, Trajectory
 Values: TypeAlias = npt.NDArray[np.float64]
 
 _ROUNDING = 2e-6
-"""How far the sum of the probabilities that are told may be off."""
+"""The largest error of the sum of the probabilities that an engine returns."""
 
 _EDGE = 1e-5
-"""A probability that is so near a limit may be on either side of it."""
+"""A probability this near to a limit may be on either side of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is done to the model's own distribution, in this order."""
+    """Changes to the model's own distribution, in this order."""
 
     temperature: float = 1.0
     min_p: float = 0.0
@@ -35,7 +35,7 @@ class Rule:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are ruled out."""
+        """True if the rule excludes tokens."""
         return bool(self.min_p or self.top_k or self.top_p != 1)
 
     def __str__(self) -> str:
@@ -52,10 +52,10 @@ RAW = Rule()
 
 
 def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -> tuple[Values, Values]:
-    """Return log-probabilities under a rule, and how far off each may be; infinite where it can't be told.
+    """Return log-probabilities under a rule, and the largest error of each; infinite where unknown.
 
     `own` are those of the model's own distribution, shape [tokens]; `top` the largest ones of each position, best
-    first, shape [tokens, alternatives]. A token that the rule rules out has minus infinity.
+    first, shape [tokens, alternatives]. A token that the rule excludes has minus infinity.
     """
     own, top = np.asarray(own, np.float64), np.asarray(top, np.float64)
     if rule == RAW:
@@ -69,8 +69,8 @@ def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -
     missing = vocab_size - top.shape[1]
     if missing > 0:
         rest = 1 - np.exp(top).sum(1)
-        # Of all ways to spread what is left over tokens that are no likelier than the last one told: over as few
-        # as can be, or evenly over all.
+        # The two extremes of spreading the rest over tokens that are no likelier than the last one returned: over
+        # as few as possible, or evenly over all.
         sizes = [np.maximum(rest - _ROUNDING, 0), np.maximum(rest, 0) + _ROUNDING]
         spread = [
             (size * np.exp(top[:, -1] * (power - 1)), size**power * float(missing) ** (1 - power)) for size in sizes
@@ -87,9 +87,9 @@ def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -
 def _truncated(
     own: Values, scaled: Values, norm: Values, error: Values, rule: Rule, more: bool
 ) -> tuple[Values, Values]:
-    """The same for scaled logits `own` and `scaled`, whose `norm` may be off by `error`.
+    """Return the same after truncation of the scaled logits `own` and `scaled`; `norm` may be off by `error`.
 
-    `more` says that there are less likely tokens than the last.
+    `more`: there are less likely tokens than the last.
     """
     likely = np.exp(scaled - norm[:, None])
     floor = rule.min_p * likely[:, :1]
@@ -100,7 +100,7 @@ def _truncated(
         kept[:, rule.top_k :] = False
     if rule.min_p or rule.top_k:
         total = np.where(kept, likely, 0).sum(1, keepdims=True)
-        # Where more would be kept than is told, nothing is known of the part of it that top-p keeps.
+        # If more would be kept than was returned, the part of it that top-p keeps is unknown.
         unsure = np.where(kept[:, -1:] & more, np.inf, _EDGE)
     if rule.top_p < 1:
         before = np.cumsum(likely, 1) - likely
@@ -114,7 +114,7 @@ def _truncated(
 
 
 def recorded_rules(one: Trajectory, sampling: Mapping[int, Mapping[str, Any]] | None = None) -> list[Rule | str]:
-    """Return per turn the rule that its log-probabilities belong to, or why scores can't be compared with them.
+    """Return per turn the rule of its log-probabilities, or why scores can't be compared with them.
 
     `sampling` are the sampling parameters of turns by their `seq`, which say how a truncated distribution was cut.
     """

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tokentape.audit.causes import Attribution
-from tokentape.audit.mismatch import LOOK_TOP, Mismatch
+from tokentape.audit.mismatch import LOOK_TOP, Attribution, Mismatch
 from tokentape.audit.numbers import Numbers
 from tokentape.audit.served import same_tokenizer
 from tokentape.chat.renderer import Renderer

@@ -84,7 +84,7 @@ _CONVERSATIONS: Mapping[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """What one check found."""
 
     name: str
@@ -116,7 +116,7 @@ class FolderModel:
 
 async def serves_model(
     kind: str, http: HttpClient, info: EngineInfo, renderer: Renderer, folder: FolderModel, expected: str | None = None
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Compare the server with the folder in every way that it answers. `expected` is a name that it has to serve.
 
     Raises `EngineUnavailable` and `EngineTimeout`.
@@ -129,7 +129,7 @@ async def serves_model(
     return findings
 
 
-async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Renderer) -> Finding:
+async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Renderer) -> CheckResult:
     """Compare the server's ids of plain texts and of all control tokens with ours.
 
     Other ids are other words to the model: nothing works then.
@@ -142,9 +142,9 @@ async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Rend
         answers = await asyncio.gather(*asked)
         more = None if None in answers else await _more_text(kind, http, model, renderer.tokenizer.vocab_size)
     except TokentapeError as error:
-        return Finding(name, "warn", f"the server could not be asked how it tokenizes: {error}")
+        return CheckResult(name, "warn", f"the server could not be asked how it tokenizes: {error}")
     if None in answers:
-        return Finding(name, "warn", "not compared: this server does not tell how it tokenizes")
+        return CheckResult(name, "warn", "not compared: this server does not tell how it tokenizes")
     for text, theirs in zip(texts, answers, strict=True):
         ours = renderer.tokenizer.encode_plain(text)
         if theirs is not None and theirs != ours:
@@ -152,11 +152,11 @@ async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Rend
                 "The model folder is not the one that the server serves, or the server loads its tokenizer wrongly."
             )
             shown = "the text of all control tokens" if text is controls else repr(text)
-            return Finding(name, "fail", f"{shown} has the ids {_around(ours, theirs)}", advice)
+            return CheckResult(name, "fail", f"{shown} has the ids {_around(ours, theirs)}", advice)
     if more:
         found = f"the server has text for ids from {renderer.tokenizer.vocab_size} on, which the folder does not have"
-        return Finding(name, "fail", found, "The model folder is that of another model or of an older revision.")
-    return Finding(name, "ok", f"the server's ids are ours for {len(_TEXTS)} texts and all control tokens")
+        return CheckResult(name, "fail", found, "The model folder is that of another model or of an older revision.")
+    return CheckResult(name, "ok", f"the server's ids are ours for {len(_TEXTS)} texts and all control tokens")
 
 
 async def _more_text(kind: str, http: HttpClient, model: str, vocab_size: int) -> str | None:
@@ -171,7 +171,7 @@ async def _more_text(kind: str, http: HttpClient, model: str, vocab_size: int) -
         return None
 
 
-async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) -> Finding:
+async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) -> CheckResult:
     """Whether a plain text, rendered by the folder's template, is likely to the model that the server serves.
 
     It is compared with other ids of about the same rank that repeat where the text's own do: to a model of other ids,
@@ -182,23 +182,25 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
     try:
         ids = renderer.render(_SCORED).ids
     except TokentapeError as error:
-        return Finding(name, "warn", f"not scored: {error}")
+        return CheckResult(name, "warn", f"not scored: {error}")
     if len(ids) >= info.max_context:
-        return Finding(name, "warn", f"not scored: {len(ids)} tokens are too many for this server")
+        return CheckResult(name, "warn", f"not scored: {len(ids)} tokens are too many for this server")
     others = [other_ids(ids, renderer.tokenizer.vocab_size, seed) for seed in range(_SAMPLES)]
     try:
         asked = (server_scores(http, info, one, max(1, len(one) - SCORED_TOKENS)) for one in (ids, *others))
         scored = await asyncio.gather(*asked)
     except (EngineContractError, InvalidRequest) as error:
-        return Finding(name, "warn", f"not scored: {error}")
+        return CheckResult(name, "warn", f"not scored: {error}")
     means = [float(one.logprobs.mean()) for one in scored if one is not None]
     if len(means) != len(scored):
-        return Finding(name, "warn", "not scored: this server does not tell the likelihood of a prompt")
+        return CheckResult(name, "warn", "not scored: this server does not tell the likelihood of a prompt")
     margin = means[0] - float(np.mean(means[1:]))
     found = f"{margin:.1f} nats per token likelier than other ids of the same rank (at least {MARGIN} expected)"
     if not margin >= MARGIN:
-        return Finding(name, "fail", f"a plain text is {found}", "These ids are no text to the model: it is another.")
-    return Finding(name, "ok", found)
+        return CheckResult(
+            name, "fail", f"a plain text is {found}", "These ids are no text to the model: it is another."
+        )
+    return CheckResult(name, "ok", found)
 
 
 def other_ids(ids: TokenIds, vocab_size: int, seed: int) -> TokenIds:
@@ -210,7 +212,7 @@ def other_ids(ids: TokenIds, vocab_size: int, seed: int) -> TokenIds:
     return np.concatenate([ids[:-SCORED_TOKENS], random.integers(low, high)[places]]).astype(np.int32)
 
 
-def same_name(served: ServedAs, folder: FolderModel, expected: str | None = None) -> Finding:
+def same_name(served: ServedAs, folder: FolderModel, expected: str | None = None) -> CheckResult:
     """Compare what the server calls its model, and says of it, with the folder."""
     name, config = "name", folder.config
     says = f"the server says that it serves {', '.join(sorted(served.names)) or 'nothing'}"
@@ -218,20 +220,20 @@ def same_name(served: ServedAs, folder: FolderModel, expected: str | None = None
     told = (("model_type", served.model_type), ("hidden_size", served.hidden_size))
     for field, value in told:
         if value is not None and config.get(field, value) != value:
-            return Finding(name, "fail", f"{says}: its {field} is {value}, the folder's {config[field]}", advice)
+            return CheckResult(name, "fail", f"{says}: its {field} is {value}, the folder's {config[field]}", advice)
     if expected is not None:
         if expected in served.ids:
-            return Finding(name, "ok", f"the server serves {expected}, as it has to")
-        return Finding(name, "fail", f"{says}, not {expected}", advice)
+            return CheckResult(name, "ok", f"the server serves {expected}, as it has to")
+        return CheckResult(name, "fail", f"{says}, not {expected}", advice)
     if {_short(one) for one in served.names} & {_short(one) for one in folder.names}:
-        return Finding(name, "ok", says)
+        return CheckResult(name, "ok", says)
     found = f"{says}; the folder is {min(folder.names, key=len)}"
     if any(map(_telling, served.names)) and any(map(_telling, folder.names)):
-        return Finding(name, "fail", found, advice)
+        return CheckResult(name, "fail", found, advice)
     room = config.get("max_position_embeddings")
     if isinstance(room, int) and served.max_model_len is not None and served.max_model_len > room:
-        return Finding(name, "fail", f"{found}; its context of {served.max_model_len} exceeds {room}", advice)
-    return Finding(name, "warn", f"{found}: the names do not tell whether that is the same", advice)
+        return CheckResult(name, "fail", f"{found}; its context of {served.max_model_len} exceeds {room}", advice)
+    return CheckResult(name, "warn", f"{found}: the names do not tell whether that is the same", advice)
 
 
 def _hub_name(name: str) -> str:
@@ -253,7 +255,7 @@ def _telling(name: str) -> bool:
     )
 
 
-async def same_template(kind: str, http: HttpClient, model: str, renderer: Renderer) -> Finding:
+async def same_template(kind: str, http: HttpClient, model: str, renderer: Renderer) -> CheckResult:
     """Compare the server's ids of conversations with ours. Other ids matter to whoever lets the server render."""
     name, advice = "template", "Nothing is sampled from its rendering unless you capture; see `chat_template`."
     compared = 0
@@ -264,15 +266,15 @@ async def same_template(kind: str, http: HttpClient, model: str, renderer: Rende
         except TemplateRefused:
             continue
         except TokentapeError as error:
-            return Finding(name, "warn", f"the server could not be asked how it renders: {error}")
+            return CheckResult(name, "warn", f"the server could not be asked how it renders: {error}")
         if theirs is None:
             continue
         compared += 1
         if theirs != ours:
-            return Finding(name, "warn", f"{what}: rendered, it has the ids {_around(ours, theirs)}", advice)
+            return CheckResult(name, "warn", f"{what}: rendered, it has the ids {_around(ours, theirs)}", advice)
     if not compared:
-        return Finding(name, "warn", "not compared: this server does not tell how it renders")
-    return Finding(name, "ok", f"the server's rendering is ours for {compared} conversations")
+        return CheckResult(name, "warn", "not compared: this server does not tell how it renders")
+    return CheckResult(name, "ok", f"the server's rendering is ours for {compared} conversations")
 
 
 def _around(ours: Sequence[int], theirs: Sequence[int]) -> str:

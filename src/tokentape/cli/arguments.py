@@ -42,6 +42,37 @@ ANY_RECORD = (
 
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
+HtmlFile: TypeAlias = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", dir_okay=False, help="Write the report as one HTML file too.")
+]
+
+EngineKey: TypeAlias = Annotated[
+    str | None, typer.Option("--api-key", envvar="TOKENTAPE_ENGINE_API_KEY", help="API key of the server.")
+]
+
+TemplateFile: TypeAlias = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template to use instead of the model's own.")
+]
+
+TemplateKwargs: TypeAlias = Annotated[
+    str, typer.Option("--kwargs", metavar="JSON", help="Template kwargs, such as '{\"enable_thinking\": false}'.")
+]
+
+TokenizerFolder: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", exists=True, file_okay=False, help="Model folder. Default: that of a record."),
+]
+
+IdsColumn: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Column of ids in a file of another format. Default: token_ids...")
+]
+
+MaskColumn: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Column with 1 per sampled token. Default: loss_mask..., or all.")
+]
+
+NameColumn: TypeAlias = Annotated[str | None, typer.Option(metavar="NAME", help="Column with the names of rows.")]
+
 
 def json_object(text: str, name: str) -> dict[str, Any]:
     """The JSON object that an option holds."""

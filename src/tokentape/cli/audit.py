@@ -1,4 +1,4 @@
-"""`tokentape audit`: whether two sides map the same text and messages to the same ids."""
+"""`tokentape audit`: compare two backends on the same text and messages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson, json_object
-from tokentape.cli.output import print_json
+from tokentape.cli.arguments import AsJson, EngineKey, HtmlFile, json_object
+from tokentape.cli.output import print_report
 
 _SIDE_HELP = (
-    "A model folder or tokenizer file, or a server: json: auto: slow: spm: tiktoken: mistral: gguf: in front say how "
-    "to load it, vllm: sglang: llamacpp: gateway: that it is a server, such as vllm:http://127.0.0.1:8000."
+    "A model folder, a tokenizer file or a server. A prefix names the loader (json: auto: slow: spm: tiktoken: "
+    "mistral: gguf:) or the server (vllm: sglang: llamacpp: gateway:), such as vllm:http://127.0.0.1:8000."
 )
 
 
@@ -38,19 +38,17 @@ def audit(
     date: Annotated[
         str | None, typer.Option(metavar="YYYY-MM-DD", help="What templates are shown as today, where it can be set.")
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="TOKENTAPE_ENGINE_API_KEY", help="What the server wants as API key.")
-    ] = None,
+    api_key: EngineKey = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes that encode the corpus; by default one per core.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the report to this file too.")] = None,
+    html: HtmlFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether two sides give the same ids, and if not, by what cause and on which smallest input.
+    """Find out if two sides give the same ids; if not, name the cause and the smallest input that shows it.
 
-    Texts, control tokens, BOS and EOS, decoding, chat templates and loss masks are tried out on both. Exits with 0 if
-    they agree, 1 if they don't. Nothing is downloaded, and no code from model folders is run.
+    Tries texts, control tokens, BOS and EOS, decoding, chat templates and loss masks on both. Exits with 0 if they
+    agree, 1 if they don't. Downloads nothing, and runs no code from model folders.
     """
     both = json_object(kwargs, "--kwargs")
     given_a = {**both, **json_object(kwargs_a, "--kwargs-a")}
@@ -83,10 +81,5 @@ def audit(
             )
         except InvalidRequest as error:
             raise typer.BadParameter(str(error)) from None
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        audit_layout(report).print()
-    if html is not None:
-        html.write_text(audit_layout(report).html(), encoding="utf-8")
+    print_report(audit_layout(report), html, report.to_dict() if as_json else None)
     raise typer.Exit(1 if report.skewed else 0)

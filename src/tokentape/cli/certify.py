@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson, json_object, refuse_no_folder
+from tokentape.cli.arguments import AsJson, TemplateFile, TemplateKwargs, json_object, refuse_no_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,13 +20,8 @@ _REQUIRE_HELP = (
 
 
 def certify(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="PATH", help="Model folder on this machine; nothing is downloaded."),
-    ],
-    chat_template: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template to use instead of the model's own.")
-    ] = None,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Model folder on this machine; nothing is downloaded.")],
+    chat_template: TemplateFile = None,
     strict_text: Annotated[
         bool,
         typer.Option(
@@ -34,9 +29,7 @@ def certify(
             "the tokenizer encodes it, and control tokens alone are kept out."
         ),
     ] = False,
-    kwargs: Annotated[
-        str, typer.Option("--kwargs", metavar="JSON", help="Template kwargs, such as '{\"enable_thinking\": false}'.")
-    ] = "{}",
+    kwargs: TemplateKwargs = "{}",
     required: Annotated[str, typer.Option("--require", metavar="NAMES", help=_REQUIRE_HELP)] = "",
     cache: Annotated[bool, typer.Option(help="Use the certificate that is kept on this machine.")] = True,
     as_json: AsJson = False,
@@ -55,7 +48,7 @@ def certify(
     from tokentape.chat.certificate_cache import load_or_certify
     from tokentape.chat.certify import certify as certify_anew
     from tokentape.chat.renderer import Renderer
-    from tokentape.cli.certificate_report import print_certificate
+    from tokentape.cli.certificate_report import certificate_layout
 
     names = _names(required)
     renderer = Renderer.load(path, chat_template, strict_text=strict_text)
@@ -64,7 +57,7 @@ def certify(
     if as_json:
         typer.echo(certificate.to_json())
     else:
-        print_certificate(certificate, renderer.template.sha256)
+        certificate_layout(certificate, renderer.template.sha256).print()
     shortfalls = list(certificate.shortfalls(names))
     for line in shortfalls:
         typer.echo(f"not certified: {line}", err=True)

@@ -1,19 +1,17 @@
-"""`tokentape check`: whether a model, or a running server, still tokenizes as its lockfile says."""
+"""`tokentape check`: compare a model, or a running server, with a lockfile."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tokentape.cli.arguments import AsJson, json_object, refuse_no_folder
+from tokentape.cli.arguments import AsJson, EngineKey, TemplateFile, json_object, refuse_no_folder
 from tokentape.cli.output import print_json
 
 if TYPE_CHECKING:
     from tokentape.audit.lock import LockReport
-
-_KIND_HELP = "vllm, sglang, llamacpp or gateway; found out if not given."
 
 
 def check(
@@ -22,16 +20,15 @@ def check(
     engine: Annotated[
         str | None, typer.Option(metavar="URL", help="Running server, or gateway, whose ids to compare.")
     ] = None,
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help=_KIND_HELP)] = None,
+    kind: Annotated[
+        Literal["vllm", "sglang", "llamacpp", "gateway"] | None,
+        typer.Option(metavar="KIND", help="vllm, sglang, llamacpp or gateway; detected if not given."),
+    ] = None,
     model_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="What the server calls the model. Default: its first.")
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="TOKENTAPE_ENGINE_API_KEY", help="What the server wants as API key.")
-    ] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template to use instead of the model's own.")
-    ] = None,
+    api_key: EngineKey = None,
+    chat_template: TemplateFile = None,
     kwargs: Annotated[
         str | None, typer.Option("--kwargs", metavar="JSON", help="Template kwargs in use. Default: the lock's.")
     ] = None,
@@ -40,7 +37,7 @@ def check(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what changed since a lockfile was made, and exit with 1 if anything did.
+    """Report what changed since a lockfile was made. Exits with 1 if anything did.
 
     Names the part of the tokenizer or template, the first input with other ids, the ids expected and found, and a
     likely cause. Another version of a library is reported, but fails only if ids changed.
@@ -49,8 +46,6 @@ def check(
         raise typer.BadParameter("name a model folder, a server with --engine URL, or both", param_hint="MODEL")
     if path is not None:
         refuse_no_folder(path, "MODEL")
-    if kind not in (None, "vllm", "sglang", "llamacpp", "gateway"):
-        raise typer.BadParameter(f"{kind!r} is none of vllm, sglang, llamacpp, gateway", param_hint="--kind")
     given = None if kwargs is None else json_object(kwargs, "--kwargs")
 
     import asyncio

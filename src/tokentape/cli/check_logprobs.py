@@ -1,36 +1,26 @@
-"""`tokentape check-logprobs`: recorded logprobs against a trainer's."""
+"""`tokentape check-logprobs`: compare recorded logprobs with a trainer's."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tokentape.cli.arguments import ANY_RECORD, AsJson, there
+from tokentape.cli.output import print_json
 from tokentape.cli.source import Source, open_source
 
 if TYPE_CHECKING:
-    from tokentape.audit.causes import Attribution
+    from tokentape.audit.mismatch import Attribution
     from tokentape.audit.numbers import Numbers
-    from tokentape.audit.tokendiff import Channel
     from tokentape.audit.tokendiff import TokenDrift as Drift
-    from tokentape.chat.tokenizer import Tokenizer
-    from tokentape.training.logprob_check import Forward, Outlier, Report, TrainerRow
+    from tokentape.training.logprob_check import Forward, Outlier, Report
     from tokentape.training.rerendering import Changed, IfRerendered
     from tokentape.types import Trajectory
-
-
-class Precision(StrEnum):
-    """What the forward pass computes in."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 def check_logprobs(
@@ -56,7 +46,9 @@ def check_logprobs(
             help="What a trainer has: session_id, leaf, token_ids, trainer_logprobs, in Parquet or .jsonl.",
         ),
     ] = None,
-    dtype: Annotated[Precision, typer.Option(help="Of the forward pass.")] = Precision.FLOAT32,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of the forward pass.")
+    ] = "float32",
     max_mean: Annotated[float, typer.Option(metavar="NATS", help="Largest mean difference on the same ids.")] = 0.02,
     max_delta: Annotated[
         float | None, typer.Option(metavar="NATS", help="Largest difference of one token on the same ids.")
@@ -78,29 +70,42 @@ def check_logprobs(
     drift (same text, other ids), text drift (other text). What retokenizing or --rerender would change is
     reported, and is no failure. --rerender takes a record, since exported files have no messages.
     """
+    from tokentape.cli.model_folder import open_tokenizer, served_tokenizer
     from tokentape.training.logprob_check import Limits, read_rows
+    from tokentape.training.logprob_check import check_logprobs as check
 
     with open_source(location) as source:
         if rerender and source.store is None:
             raise typer.BadParameter(f"--rerender takes a record: {source.name} is a file, which has no messages")
         if model is None and batch is None:
-            model = _served(source)
+            if source.served_model() is None:
+                raise typer.BadParameter(
+                    f"give --model, --batch, or both: there is nothing to compare with, and {source.name} doesn't say "
+                    "which model was served"
+                )
+            model, _ = open_tokenizer(None, source, option="--model")
             typer.echo(f"model: {model}, which {source.name} was recorded with last", err=True)
         rows = None if batch is None else read_rows(batch)
         needs_model = rows is None or rerender or any(row.logprobs is None for row in rows.values())
         forward = None if model is None or not needs_model else _forward(model, dtype)
-        report = _checked(source, rows, model, forward, outliers, dtype)
+        served = served_tokenizer(source) if model is None else open_tokenizer(model)
+        tokenizer = None if isinstance(served, str) else served[1]
+        report = check(
+            _trajectories(source),
+            rows=rows,
+            forward=forward,
+            tokenizer=tokenizer,
+            outliers=outliers,
+            precision="float32" if dtype == "float32" else "bfloat16",
+        )
         again = _rerendered(source, model, forward) if rerender else None
     failures = report.failures(Limits(max_mean, max_delta, max_k3, max_drift))
     if as_json:
-        found = {"ok": not failures, "failures": _by_channel(failures), **asdict(report)}
-        if again is not None:
-            found["if_rerendered"] = asdict(again)
-        typer.echo(json.dumps(finite(found)))
+        by_channel = {channel: [what for one, what in failures if one == channel] for channel, _ in failures}
+        found = {"ok": not failures, "failures": by_channel, **asdict(report)}
+        print_json(found if again is None else {**found, "if_rerendered": again})
     else:
-        for line in _lines(report):
-            typer.echo(line)
-        for line in () if again is None else _rerendered_lines(again):
+        for line in (*_lines(report), *(() if again is None else _rerendered_lines(again))):
             typer.echo(line)
         for channel, what in failures:
             typer.echo(f"{channel}: {what}", err=True)
@@ -109,20 +114,7 @@ def check_logprobs(
     raise typer.Exit(1 if failures else 0)
 
 
-def _served(source: Source) -> Path:
-    """The model folder that a record was made with."""
-    from tokentape.cli.model_folder import open_tokenizer
-
-    if source.served_model() is None:
-        raise typer.BadParameter(
-            f"give --model, --batch, or both: there is nothing to compare with, and {source.name} doesn't say which "
-            "model was served"
-        )
-    folder, _ = open_tokenizer(None, source, option="--model")
-    return folder
-
-
-def _forward(model: Path, dtype: Precision) -> Forward:
+def _forward(model: Path, dtype: str) -> Forward:
     from tokentape.cli.extras import require
 
     require("torch", "transformers", extra="hf")
@@ -130,23 +122,6 @@ def _forward(model: Path, dtype: Precision) -> Forward:
     from tokentape.training.logprob_check import forward_pass
 
     return forward_pass(model, dtype=dtype)
-
-
-def _checked(
-    source: Source,
-    rows: dict[tuple[str, int], TrainerRow] | None,
-    model: Path | None,
-    forward: Forward | None,
-    outliers: int,
-    dtype: Precision,
-) -> Report:
-    from tokentape.training.logprob_check import check_logprobs as check
-
-    tokenizer = _tokenizer(source, model)
-    precision = "float32" if dtype == Precision.FLOAT32 else "bfloat16"
-    return check(
-        _trajectories(source), rows=rows, forward=forward, tokenizer=tokenizer, outliers=outliers, precision=precision
-    )
 
 
 def _trajectories(source: Source) -> Iterator[Trajectory]:
@@ -171,34 +146,6 @@ def _rerendered(source: Source, model: Path | None, forward: Forward | None) -> 
     return check_rerendered(source.store.iter_sessions(), Renderer.load(folder), forward)
 
 
-def _tokenizer(source: Source, model: Path | None) -> Tokenizer | None:
-    from tokentape.chat.tokenizer import Tokenizer
-
-    if model is not None:
-        return Tokenizer.load(model)
-    served = source.served_model()
-    if served is None or not (Path(served.folder) / "tokenizer.json").is_file():
-        return None
-    tokenizer = Tokenizer.load(served.folder)
-    return tokenizer if tokenizer.sha256 == served.tokenizer_sha256 else None
-
-
-def _by_channel(failures: list[tuple[Channel, str]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for channel, what in failures:
-        found.setdefault(channel, []).append(what)
-    return found
-
-
-def finite(value: object) -> object:
-    """JSON has no NaN and no infinity."""
-    if isinstance(value, Mapping):
-        return {key: finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not abs(value) < float("inf") else value
-
-
 def _lines(report: Report) -> Iterator[str]:
     yield f"sequences {report.sequences}, without a trainer's row {report.without_trainer}, unknown {report.unknown}"
     yield f"numeric     {numbers_line(report.numeric)}"
@@ -215,7 +162,7 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def cause_lines(not_comparable: Mapping[str, int], causes: Sequence[Attribution]) -> Iterator[str]:
-    """What was not compared, and why what was differs."""
+    """Yield what was not compared, and the causes of differences."""
     for why, tokens in sorted(not_comparable.items()):
         yield f"not comparable: {tokens} tokens: {why}"
     for one in causes:
@@ -242,7 +189,7 @@ def _changed(again: IfRerendered, changed: Changed) -> str:
 
 
 def numbers_line(numbers: Numbers) -> str:
-    """Numbers in one line."""
+    """Return numbers in one line."""
     return (
         f"tokens {numbers.tokens}, mean {numbers.mean:.2g}, max {numbers.max:.2g}, k3 {numbers.k3:.2g}, "
         f"ESS {numbers.ess_tokens:.1%} of tokens, {numbers.ess_sequences:.1%} of sequences"

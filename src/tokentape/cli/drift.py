@@ -1,28 +1,31 @@
-"""`tokentape drift`: how often sampled ids are not what encoding their text gives."""
+"""`tokentape drift`: measure how often sampled ids are not what encoding their text gives."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokentape.cli.arguments import ANY_RECORD, AsJson, there
+from tokentape.cli.arguments import (
+    ANY_RECORD,
+    AsJson,
+    HtmlFile,
+    IdsColumn,
+    MaskColumn,
+    NameColumn,
+    TokenizerFolder,
+    there,
+)
 from tokentape.cli.model_folder import open_tokenizer
-from tokentape.cli.output import print_json
+from tokentape.cli.output import print_report
 from tokentape.cli.source import Source, open_source
 
 if TYPE_CHECKING:
-    from tokentape.audit.drift.meter import DriftMeter
-    from tokentape.audit.drift.report import DriftReport
     from tokentape.audit.drift.rerender import RerenderMeter
-    from tokentape.audit.id_rows import Columns
-
-ModelFolder = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", exists=True, file_okay=False, help="Model folder. Default: that of the record."),
-]
+    from tokentape.audit.id_rows import Columns, IdRow
 
 
 def drift(
@@ -32,24 +35,22 @@ def drift(
             metavar="STORE_OR_FILE", callback=there, help=f"{ANY_RECORD} Or a file of ids: .parquet, .jsonl, .json."
         ),
     ],
-    tokenizer: ModelFolder = None,
+    tokenizer: TokenizerFolder = None,
     model: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
             exists=True,
             file_okay=False,
-            help="Model folder with weights: what it says of drifted completions in both spellings.",
+            help="Model folder with weights, to compute logprobs of drifted completions in both spellings.",
         ),
     ] = None,
-    ids_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Ids, in somebody else's file. Default: token_ids, input_ids...")
+    ids_column: IdsColumn = None,
+    mask_column: MaskColumn = None,
+    prompt_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Column of ids before the sampled ones.")
     ] = None,
-    mask_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="1 where a token was sampled. Default: loss_mask..., or all.")
-    ] = None,
-    prompt_column: Annotated[str | None, typer.Option(metavar="NAME", help="Ids in front, not sampled.")] = None,
-    name_column: Annotated[str | None, typer.Option(metavar="NAME", help="What rows are called.")] = None,
+    name_column: NameColumn = None,
     by: Annotated[
         list[str] | None, typer.Option(metavar="COLUMN", help="Split the report by it too; may be given several times.")
     ] = None,
@@ -68,9 +69,7 @@ def drift(
             help="Exit with 1 if a greater share of completions drifted, or there are none.",
         ),
     ] = None,
-    page: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", dir_okay=False, help="Write the report as a page too.")
-    ] = None,
+    html: HtmlFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure how often sampled ids change when they go through text.
@@ -79,57 +78,43 @@ def drift(
     change and where, and what that costs a trainer that tokenizes again. Of a record, later turns are also rendered
     again from their messages. Nothing is written to it.
     """
-    from tokentape.audit.drift.layout import drift_layout
-    from tokentape.audit.drift.meter import DriftMeter
+    from tokentape.audit.drift.meter import measure_drift
+    from tokentape.audit.drift.report import drift_layout
     from tokentape.audit.id_rows import Columns
 
     columns = Columns(ids_column, mask_column, prompt_column, name_column, tuple(by or ()))
     with open_source(location) as source:
         folder, loaded = open_tokenizer(tokenizer or model, source)
-        meter = DriftMeter(loaded, forward=_forward(model), forward_limit=completions)
         again = _rerender_meter(folder, loaded.sha256, rerender) if source.store is not None and rerender else None
-        _measure(source, columns, meter, again)
-        report = _whole(meter, again)
-    if as_json:
-        print_json(report)
-    else:
-        drift_layout(report, source.name).print()
-    if page is not None:
-        page.write_text(drift_layout(report, source.name).html(), encoding="utf-8")
-        typer.echo(f"wrote {page}", err=True)
-    if fail_above is None:
-        return
-    if not report.completions.total:
-        typer.echo("no completion was measured", err=True)
-        raise typer.Exit(1)
-    if report.completions.share > fail_above:
-        typer.echo(f"{report.completions.share:.3%} of the completions drifted, limit {fail_above:.3%}", err=True)
+        forward = _forward(model)
+        report = measure_drift(_rows(source, columns, again), loaded, forward=forward, forward_limit=completions)
+        report = report if again is None else replace(report, rerendered=again.report())
+    print_report(drift_layout(report, source.name), html, report if as_json else None)
+    if html is not None:
+        typer.echo(f"wrote {html}", err=True)
+    share = report.completions.share
+    if fail_above is not None and (not report.completions.total or share > fail_above):
+        drifted = f"{share:.3%} of the completions drifted, limit {fail_above:.3%}"
+        typer.echo(drifted if report.completions.total else "no completion was measured", err=True)
         raise typer.Exit(1)
 
 
-def _measure(source: Source, columns: Columns, meter: DriftMeter, again: RerenderMeter | None) -> None:
+def _rows(source: Source, columns: Columns, again: RerenderMeter | None) -> Iterator[IdRow]:
+    """Yield the rows of a source, and render its sessions again."""
     from rich.console import Console
 
     from tokentape.audit.id_rows import session_rows
 
     with Console(stderr=True).status("measuring") as status:
-        if source.store is None:
-            for number, row in enumerate(source.rows(columns), 1):
-                meter.add(row)
-                if number % 500 == 0:
-                    status.update(f"measured {number} rows")
-            return
-        for number, stored in enumerate(source.store.iter_sessions(), 1):
-            for row in session_rows(stored):
-                meter.add(row)
+        for number, row in enumerate(source.rows(columns) if source.store is None else (), 1):
+            yield row
+            if number % 500 == 0:
+                status.update(f"measured {number} rows")
+        for number, stored in enumerate(() if source.store is None else source.store.iter_sessions(), 1):
+            yield from session_rows(stored)
             if again is not None:
                 again.add(stored)
             status.update(f"measured {number} sessions")
-
-
-def _whole(meter: DriftMeter, again: RerenderMeter | None) -> DriftReport:
-    report = meter.report()
-    return report if again is None else replace(report, rerendered=again.report())
 
 
 def _forward(model: Path | None) -> Any:
@@ -145,7 +130,7 @@ def _forward(model: Path | None) -> Any:
 
 
 def _rerender_meter(folder: Path, sha256: str, most: int) -> RerenderMeter | None:
-    """None if the folder has no chat template, or another tokenizer than is named."""
+    """Return None if the folder has no chat template, or another tokenizer."""
     from tokentape.audit.drift.rerender import RerenderMeter
     from tokentape.chat.renderer import Renderer
     from tokentape.errors import TokenizerUnusable

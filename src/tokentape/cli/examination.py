@@ -1,4 +1,4 @@
-"""The checks of `tokentape doctor`, each by itself: what is found, and what to do about it."""
+"""The checks of `tokentape doctor`: what each found, and what to do about it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from tokentape.audit.served import Finding, same_template, serves_model
+from tokentape.audit.served import CheckResult, same_template, serves_model
 from tokentape.chat.certificate import Certificate
 from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.renderer import Renderer
@@ -48,7 +48,7 @@ _ROUNDING = 1e-2
 _OWN_VARIABLES = ("TOKENTAPE_CONFIG", "TOKENTAPE_CACHE")
 
 
-def examine(config: ServeConfig, progress: Callable[[str], None], trainer: str | None = None) -> Iterator[Finding]:
+def examine(config: ServeConfig, progress: Callable[[str], None], trainer: str | None = None) -> Iterator[CheckResult]:
     """Yield the findings about this machine and what `config` names, each as soon as it is known.
 
     With a `trainer`, one of `TRAINERS`, also whether it can use the log-probabilities that the engine reports.
@@ -67,52 +67,52 @@ def examine(config: ServeConfig, progress: Callable[[str], None], trainer: str |
         renderer = Renderer.load(model, config.chat_template)
         certificate = load_or_certify(renderer, {})
     except (TokentapeError, OSError) as error:
-        yield Finding("model", "fail", str(error), "Name a model folder with tokenizer.json and a chat template.")
+        yield CheckResult("model", "fail", str(error), "Name a model folder with tokenizer.json and a chat template.")
         return
-    yield Finding("model", "ok", f"{model}, vocabulary {renderer.tokenizer.vocab_size}")
+    yield CheckResult("model", "ok", f"{model}, vocabulary {renderer.tokenizer.vocab_size}")
     yield certified(certificate)
     progress("asking the engine")
     yield from asyncio.run(_engine(config, renderer, trainer))
 
 
-def versions() -> Finding:
-    """Python's and the libraries' versions."""
+def versions() -> CheckResult:
+    """Report the versions of Python and the libraries."""
     found = [f"tokentape {__version__}", f"Python {platform.python_version()}"]
     for name in _LIBRARIES:
-        try:
+        with suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return Finding("versions", "ok", ", ".join(found))
+    return CheckResult("versions", "ok", ", ".join(found))
 
 
-def sqlite_version(found: tuple[int, ...]) -> Finding:
-    """Whether this SQLite can corrupt a database that two connections write to or checkpoint at once."""
+def sqlite_version(found: tuple[int, ...]) -> CheckResult:
+    """Report if this SQLite can corrupt a database that two connections write to or checkpoint at once."""
     text = ".".join(map(str, found))
     if (3, 7, 0) <= found < (3, 51, 3):
         text += (
             ": it has SQLite's WAL-reset bug (3.7.0 to 3.51.2), which needs two that write at once; in a gateway one "
             "writes at a time, and it locks its data directory. Let no other program write to the database"
         )
-    return Finding("sqlite", "ok", text)
+    return CheckResult("sqlite", "ok", text)
 
 
-def environment(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that look like misspelled settings."""
+def environment(environ: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Yield variables that look like misspelled settings."""
     known = [*map(env_name, settings()), *_OWN_VARIABLES]
     for name in environ:
         near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
         if name.startswith("TOKENTAPE_") and name not in known and near:
-            yield Finding("environment", "warn", f"{name} is no setting", f"Did you mean {near[0]}?")
+            yield CheckResult("environment", "warn", f"{name} is no setting", f"Did you mean {near[0]}?")
 
 
-def data_directory(directory: Path) -> Iterator[Finding]:
-    """Whether a record can be kept there: rights, lock, space, flushing, the record that is there already."""
+def data_directory(directory: Path) -> Iterator[CheckResult]:
+    """Check that a record can be kept there: rights, lock, space, flushing, an existing record."""
     there = directory.resolve()
     while not there.exists():
         there = there.parent
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        yield Finding("data", "fail", f"{there} is not a directory to write in", "Change its owner, or name another.")
+        yield CheckResult(
+            "data", "fail", f"{there} is not a directory to write in", "Change its owner, or name another."
+        )
         return
     found = f"{directory}" if there == directory.resolve() else f"{directory} will be made"
     try:
@@ -120,29 +120,29 @@ def data_directory(directory: Path) -> Iterator[Finding]:
             DirectoryLock(directory).release()
         if (directory / DATABASE_NAME).exists():
             SqliteStore.open(directory, read_only=True).close()
-        yield Finding("data", "ok", found)
+        yield CheckResult("data", "ok", found)
     except StoreLocked as error:
-        yield Finding("data", "warn", str(error), "A second gateway needs a directory of its own.")
+        yield CheckResult("data", "warn", str(error), "A second gateway needs a directory of its own.")
     except (TokentapeError, OSError) as error:
-        yield Finding("data", "fail", str(error), "Run: tokentape verify DATA_DIR")
+        yield CheckResult("data", "fail", str(error), "Run: tokentape verify DATA_DIR")
     free = shutil.disk_usage(there).free
     status: Literal["ok", "warn", "fail"] = "fail" if free < _NO_SPACE else "warn" if free < _LITTLE_SPACE else "ok"
-    yield Finding("disk", status, f"{free / 2**30:.1f} GiB free", "" if status == "ok" else "Make room.")
+    yield CheckResult("disk", status, f"{free / 2**30:.1f} GiB free", "" if status == "ok" else "Make room.")
     yield _flushing(there)
 
 
-def database(url: str) -> Finding:
-    """Whether a record can be kept in a PostgreSQL database: reachable, rights, flushing, the record that is there."""
+def database(url: str) -> CheckResult:
+    """Check that a record can be kept in a PostgreSQL database: reachable, rights, flushing, an existing record."""
     shown = without_password(url)
     try:
         # As a gateway opens it, which makes the tables.
         PostgresStore.open(url).close()
     except TokentapeError as error:
-        return Finding("store", "fail", f"{shown}: {error}", "See to the server, the user's rights or the URL.")
-    return Finding("store", "ok", shown)
+        return CheckResult("store", "fail", f"{shown}: {error}", "See to the server, the user's rights or the URL.")
+    return CheckResult("store", "ok", shown)
 
 
-def _flushing(directory: Path) -> Finding:
+def _flushing(directory: Path) -> CheckResult:
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".tokentape-doctor-") as file:
             file.write(bytes(4096))
@@ -151,77 +151,72 @@ def _flushing(directory: Path) -> Finding:
             os.fsync(file.fileno())
             took = time.perf_counter() - began
     except OSError as error:
-        return Finding("fsync", "fail", f"{error.strerror}", "Acknowledged turns could be lost: use another disk.")
+        return CheckResult("fsync", "fail", f"{error.strerror}", "Acknowledged turns could be lost: use another disk.")
     slow = took > _SLOW_FSYNC
     advice = "Every turn waits for it; a local SSD takes a few ms." if slow else ""
-    return Finding("fsync", "warn" if slow else "ok", f"{1000 * took:.1f} ms", advice)
+    return CheckResult("fsync", "warn" if slow else "ok", f"{1000 * took:.1f} ms", advice)
 
 
-def access(config: ServeConfig) -> Iterator[Finding]:
-    """Whether only those can reach the gateway who should."""
+def access(config: ServeConfig) -> Iterator[CheckResult]:
+    """Check who can reach the gateway."""
     try:
         keys = config.all_keys()
     except InvalidRequest as error:
-        yield Finding("keys", "fail", str(error), "Correct the keys.")
+        yield CheckResult("keys", "fail", str(error), "Correct the keys.")
         return
     try:
         address = ipaddress.ip_address("127.0.0.1" if config.host == "localhost" else config.host)
     except ValueError:
-        yield Finding("host", "fail", f"{config.host!r} is not an address of this machine", "Use 127.0.0.1 or 0.0.0.0.")
+        yield CheckResult(
+            "host", "fail", f"{config.host!r} is not an address of this machine", "Use 127.0.0.1 or 0.0.0.0."
+        )
         return
     if not address.is_loopback and not keys:
-        yield Finding(
-            "host",
-            "fail",
-            f"others can reach {config.host}, and there are no API keys: serve refuses to start",
-            "Give keys with --keys-file, or listen on 127.0.0.1.",
-        )
+        found = f"others can reach {config.host}, and there are no API keys: serve refuses to start"
+        yield CheckResult("host", "fail", found, "Give keys with --keys-file, or listen on 127.0.0.1.")
     else:
         reach = "this machine only" if address.is_loopback else "others can reach it"
-        yield Finding("host", "ok", f"{config.host}: {reach}, {'with' if keys else 'without'} API keys")
+        yield CheckResult("host", "ok", f"{config.host}: {reach}, {'with' if keys else 'without'} API keys")
     for path in (config.keys_file, config.admin_keys_file):
         if path is not None and stat.S_IMODE(path.stat().st_mode) & 0o077:
-            yield Finding("keys", "warn", f"{path} can be read by other users", f"Run: chmod 600 {path}")
+            yield CheckResult("keys", "warn", f"{path} can be read by other users", f"Run: chmod 600 {path}")
 
 
-def certified(certificate: Certificate) -> Finding:
-    """What of the chat template is not certified."""
+def certified(certificate: Certificate) -> CheckResult:
+    """Report what of the chat template is not certified."""
     refused = [one.name for one in certificate.continuations if one.strategy == "refused"]
     lost = [check.name for check in certificate.parsing if check.holds is False]
-    parts = [
-        f"{what}: {', '.join(names)}"
-        for what, names in (("refused continuations", refused), ("turns not parsed back", lost))
-        if names
-    ]
+    both = {"refused continuations": refused, "turns not parsed back": lost}
+    parts = [f"{what}: {', '.join(names)}" for what, names in both.items() if names]
     if not certificate.injection_safe:
-        return Finding("certificate", "fail", "text of callers can become control tokens", "Use another template.")
+        return CheckResult("certificate", "fail", "text of callers can become control tokens", "Use another template.")
     if parts:
         advice = "Requests like these fail or fork. Run: tokentape certify MODEL"
-        return Finding("certificate", "warn", "; ".join(parts), advice)
-    return Finding("certificate", "ok", f"{len(certificate.continuations)} continuations, all certified")
+        return CheckResult("certificate", "warn", "; ".join(parts), advice)
+    return CheckResult("certificate", "ok", f"{len(certificate.continuations)} continuations, all certified")
 
 
-async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) -> list[Finding]:
+async def _engine(config: ServeConfig, renderer: Renderer, trainer: str | None) -> list[CheckResult]:
     try:
         engine = await open_configured(config, renderer, check=False)
     except (TokentapeError, OSError, ImportError) as error:
-        return [Finding("engine", "fail", str(error), "Check that it runs, and its address and API key.")]
+        return [CheckResult("engine", "fail", str(error), "Check that it runs, and its address and API key.")]
     try:
-        findings = [Finding("engine", "ok", _described(engine)), await probe(engine, renderer)]
+        findings = [CheckResult("engine", "ok", _described(engine)), await probe(engine, renderer)]
         if trainer is not None:
             found = served(trainer, engine.info.logprobs_mode)
-            findings.append(Finding("trainer", found.status, found.found, found.advice))
+            findings.append(CheckResult("trainer", found.status, found.found, found.advice))
         for url in config.engine.urls:
             http = HttpClient(url, api_key=config.engine.api_key, timeouts=config.engine.timeouts)
             try:
                 kind, expected = config.engine.kind, config.engine.model
                 findings += await serves_model(kind, http, engine.info, renderer, folder_model(config), expected)
                 if kind == "vllm":
-                    findings.append(Finding("routes", "ok", ", ".join(await offered_routes(http)) or "none"))
+                    findings.append(CheckResult("routes", "ok", ", ".join(await offered_routes(http)) or "none"))
                 findings.append(await same_template(kind, http, engine.info.model, renderer))
             except EngineError as error:
                 advice = "Look at its log; then run this again."
-                findings.append(Finding("engine", "fail", f"{url} did not answer what was asked: {error}", advice))
+                findings.append(CheckResult("engine", "fail", f"{url} did not answer what was asked: {error}", advice))
             finally:
                 await http.close()
         return findings
@@ -234,19 +229,19 @@ def _described(engine: Engine) -> str:
     return f"{info}, model {Path(info.model).name}, context {info.max_context}, vocabulary {info.vocab_size}"
 
 
-async def probe(engine: Engine, renderer: Renderer) -> Finding:
-    """Sample greedily, twice: there must be a log-probability for each id, and for the likeliest one at that."""
+async def probe(engine: Engine, renderer: Renderer) -> CheckResult:
+    """Sample greedily, twice. Each id must have a log-probability, that of the likeliest token."""
     prompt = np.array(renderer.tokenizer.encode_plain("The first three letters are A, B and"), np.int32)
     try:
         first, again = [await _sample(engine, prompt) for _ in range(2)]
     except TokentapeError as error:
-        return Finding("probe", "fail", str(error), "Nothing that it samples can be recorded: see docs/engines.md.")
+        return CheckResult("probe", "fail", str(error), "Nothing that it samples can be recorded: see docs/engines.md.")
     ids, logprobs = first[0], np.array(first[1])
     found = f"{len(ids)} tokens with their log-probabilities"
     if ids != again[0] or np.abs(logprobs - np.array(again[1])).max() > _ROUNDING:
         advice = "Batching or kernels are not deterministic; trainers see it as noise in log-probabilities."
-        return Finding("probe", "warn", f"{found}; greedy sampling gave something else the second time", advice)
-    return Finding("probe", "ok", f"{found}, the same twice")
+        return CheckResult("probe", "warn", f"{found}; greedy sampling gave something else the second time", advice)
+    return CheckResult("probe", "ok", f"{found}, the same twice")
 
 
 async def _sample(engine: Engine, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]) -> tuple[list[int], list[float]]:

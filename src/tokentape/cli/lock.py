@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tokentape.cli.arguments import json_object, refuse_no_folder
+from tokentape.cli.arguments import TemplateFile, TemplateKwargs, json_object, refuse_no_folder
 
 
 def lock(
@@ -15,12 +15,8 @@ def lock(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", dir_okay=False, help="Where the lockfile goes.")
     ] = Path("tokentape.lock"),
-    chat_template: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template to use instead of the model's own.")
-    ] = None,
-    kwargs: Annotated[
-        str, typer.Option("--kwargs", metavar="JSON", help="Template kwargs, such as '{\"enable_thinking\": false}'.")
-    ] = "{}",
+    chat_template: TemplateFile = None,
+    kwargs: TemplateKwargs = "{}",
 ) -> None:
     """Freeze how a model's tokenizer and chat template turn text and messages into ids.
 

@@ -1,4 +1,4 @@
-"""Which model folder the ids of a file or a record are of."""
+"""Find the model folder with the tokenizer of a file or a record."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ if TYPE_CHECKING:
 
 
 def open_tokenizer(named: Path | None, *sources: Source, option: str = "--tokenizer") -> tuple[Path, Tokenizer]:
-    """The folder and tokenizer that are `named`, or else that one of the records among `sources` was served with.
+    """Return the `named` folder with its tokenizer, or those that a record among `sources` was served with.
 
-    Raises `InvalidRequest` if nothing names one, or if the folder's tokenizer is gone or has changed since; `option` is
-    what names it.
+    Raises `InvalidRequest` if nothing names a folder, or if its tokenizer is gone or has changed since. `option` is the
+    option that names it.
     """
     from tokentape.chat.tokenizer import Tokenizer
 
     if named is not None:
         return named, Tokenizer.load(named)
     for source in sources:
-        served = source.served_model()
-        if served is None:
-            continue
-        if not (Path(served.folder) / "tokenizer.json").is_file():
-            raise InvalidRequest(
-                f"{source.name} was recorded with the tokenizer in {served.folder}, which is not on this machine; name "
-                f"a folder that has it with {option}"
-            )
-        tokenizer = Tokenizer.load(served.folder)
-        if tokenizer.sha256 != served.tokenizer_sha256:
-            raise InvalidRequest(
-                f"{source.name} was recorded with another tokenizer than is in {served.folder} now; name the right "
-                f"folder with {option}"
-            )
-        return Path(served.folder), tokenizer
+        if source.served_model() is not None:
+            found = served_tokenizer(source)
+            if isinstance(found, str):
+                raise InvalidRequest(f"{source.name}: {found}; name the model folder with {option}")
+            return found
     raise InvalidRequest(
         "nothing says which tokenizer the ids are of (a file or an archive never does); name its model folder with "
         f"{option}"
     )
+
+
+def served_tokenizer(source: Source) -> tuple[Path, Tokenizer] | str:
+    """Return the folder and the tokenizer that a record was served with, or the reason why there is none."""
+    from tokentape.chat.tokenizer import Tokenizer
+
+    served = source.served_model()
+    if served is None:
+        return "this record doesn't say which model was served"
+    if not (Path(served.folder) / "tokenizer.json").is_file():
+        return f"the tokenizer is no longer in {served.folder}"
+    tokenizer = Tokenizer.load(served.folder)
+    if tokenizer.sha256 != served.tokenizer_sha256:
+        return f"the tokenizer in {served.folder} has changed since"
+    return Path(served.folder), tokenizer

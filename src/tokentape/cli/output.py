@@ -1,10 +1,14 @@
-"""Print what a command found as JSON."""
+"""Print what a command found."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from tokentape.audit.report import Report
 
 
 def print_json(value: Any) -> None:
@@ -12,3 +16,13 @@ def print_json(value: Any) -> None:
     from tokentape.audit.report import json_text
 
     typer.echo(json_text(value))
+
+
+def print_report(report: Report, html: Path | None, value: Any = None) -> None:
+    """Print a report, or `value` as JSON instead, and write the report as a page to the file `html`, if given."""
+    if value is not None:
+        print_json(value)
+    else:
+        report.print()
+    if html is not None:
+        html.write_text(report.html(), encoding="utf-8")

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson, refuse_no_folder
-from tokentape.cli.output import print_json
+from tokentape.cli.arguments import AsJson, HtmlFile, refuse_no_folder
+from tokentape.cli.output import print_report
 
 _CORPUS_HELP = (
     "Text files, one language each and named for it (de.txt), JSON lines with text and language, or folders of these; "
@@ -23,9 +23,7 @@ def premium(
         str | None, typer.Option(metavar="LANGUAGE", help="Give each language's tokens over this one's: translations.")
     ] = None,
     lines: Annotated[int | None, typer.Option(min=1, help="Read at most this many lines of each file.")] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write a report as one HTML file.")
-    ] = None,
+    html: HtmlFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Count tokens per character and per byte of your texts, by language and by script.
@@ -51,11 +49,7 @@ def premium(
             found = measure(tokenizers, read_corpus(corpus, lines), baseline=baseline)
         except InvalidRequest as error:
             raise typer.BadParameter(str(error), param_hint="--corpus") from None
-    if as_json:
-        rows = {"languages": found.languages, "scripts": found.scripts}
-        written = {key: [row.to_dict() for row in each] for key, each in rows.items()}
-        print_json({"baseline": found.baseline, **written})
-    else:
-        premium_layout(found).print()
-    if html is not None:
-        html.write_text(premium_layout(found).html(), encoding="utf-8")
+    rows = {"languages": found.languages, "scripts": found.scripts}
+    written = {key: [row.to_dict() for row in each] for key, each in rows.items()}
+    value = {"baseline": found.baseline, **written}
+    print_report(premium_layout(found), html, value if as_json else None)

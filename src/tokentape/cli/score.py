@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tokentape.cli.arguments import AsJson
-from tokentape.cli.check_logprobs import cause_lines, finite, numbers_line
+from tokentape.cli.arguments import AsJson, EngineKey
+from tokentape.cli.check_logprobs import cause_lines, numbers_line
+from tokentape.cli.output import print_json
 from tokentape.cli.source import Source
 
 if TYPE_CHECKING:
     from tokentape.audit.scoring import ScoreReport
-
-
-class ScorerName(StrEnum):
-    """What scores."""
-
-    TRANSFORMERS = "transformers"
-    VLLM = "vllm"
-    SGLANG = "sglang"
-
-
-class PrecisionName(StrEnum):
-    """The lower precision of the engines that sampled and that scores."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
 
 
 def score(
@@ -45,8 +29,9 @@ def score(
         ),
     ],
     engine: Annotated[
-        ScorerName, typer.Option(help="transformers: the model's weights in this process. Others: at --engine-url.")
-    ] = ScorerName.TRANSFORMERS,
+        Literal["transformers", "vllm", "sglang"],
+        typer.Option(help="transformers: the model's weights in this process. Others: at --engine-url."),
+    ] = "transformers",
     engine_url: Annotated[str | None, typer.Option(metavar="URL", help="Base URL of the engine's server.")] = None,
     model: Annotated[
         Path | None,
@@ -66,7 +51,7 @@ def score(
         bool, typer.Option("--teacher", help="The engine is not the model that sampled: nothing is compared.")
     ] = False,
     precision: Annotated[
-        PrecisionName | None,
+        Literal["float32", "bfloat16"] | None,
         typer.Option(
             help="The lower one of the engine that sampled and this one, by which differences are judged. Default: "
             "float32 with transformers, bfloat16 with a server."
@@ -74,9 +59,7 @@ def score(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Score turns too that have the column.")] = False,
     concurrency: Annotated[int, typer.Option(min=1, metavar="N", help="Sessions scored at a time by a server.")] = 8,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="TOKENTAPE_ENGINE_API_KEY", help="What the server wants as API key.")
-    ] = None,
+    api_key: EngineKey = None,
     gateway_key: Annotated[
         str | None, typer.Option(envvar="TOKENTAPE_API_KEY", help="What the gateway wants as API key.")
     ] = None,
@@ -89,10 +72,10 @@ def score(
     compared with scores of the same distribution, or it is said why it can't be. Exits with 1 if it is further off than
     rounding explains, and names the cause: ids, temperature, truncation or weights.
     """
-    if (engine == ScorerName.TRANSFORMERS) == (engine_url is not None):
+    if (engine == "transformers") == (engine_url is not None):
         raise typer.BadParameter("--engine-url goes with --engine vllm and sglang", param_hint="--engine-url")
-    embedded = engine == ScorerName.TRANSFORMERS
-    judged = None if teacher else (precision or (PrecisionName.FLOAT32 if embedded else PrecisionName.BFLOAT16)).value
+    embedded = engine == "transformers"
+    judged = None if teacher else precision or ("float32" if embedded else "bfloat16")
     asked: dict[str, Any] = {
         "column": column or ("teacher_logprobs" if teacher else "sampler_logprobs"),
         "precision": judged,
@@ -114,13 +97,13 @@ def score(
                 "name the model folder: a gateway does not say which one it is", param_hint="--model"
             )
         with Client(location, api_key=gateway_key) as client:
-            report = client.score(engine.value, engine_url, model=model, **asked)
+            report = client.score(engine, engine_url, model=model, **asked)
     else:
-        report = _of_store(location, engine.value, engine_url, model, **asked)
+        report = _of_store(location, engine, engine_url, model, **asked)
     if as_json:
         # Nothing compared is neither right nor wrong.
         ok = not report.causes if report.numeric.tokens else None
-        typer.echo(json.dumps(finite({"ok": ok, **asdict(report)})))
+        print_json({"ok": ok, **asdict(report)})
     else:
         for line in _lines(report):
             typer.echo(line)

@@ -1,4 +1,4 @@
-"""`tokentape show`: what is in a record, and one session token by token."""
+"""`tokentape show`: list the sessions of a record, or show one of them token by token."""
 
 from __future__ import annotations
 
@@ -36,14 +36,23 @@ def show(
 
     Without a session, list the sessions.
     """
-    from tokentape.store import open_record
+    from tokentape.chat.tokenizer import Tokenizer
+    from tokentape.cli.model_folder import served_tokenizer
+    from tokentape.cli.source import open_source
 
-    with open_record(location, read_only=True) as store:
+    with open_source(location) as source:
+        assert source.store is not None
         if session is None:
-            _list(store, as_json)
-        else:
-            tokenizer = None if as_json else _tokenizer(location, store, model)
-            _show(store, session, leaf, ids, lanes, as_json, tokenizer)
+            _list(source.store, as_json)
+            return
+        tokenizer = None if model is None or as_json else Tokenizer.load(model)
+        if model is None and not as_json:
+            found = served_tokenizer(source)
+            if isinstance(found, str):
+                typer.echo(f"{found}: showing ids only; name the model folder with --model to see text", err=True)
+            else:
+                tokenizer = found[1]
+        _show(source.store, session, leaf, ids, lanes, as_json, tokenizer)
 
 
 def _list(store: Store, as_json: bool) -> None:
@@ -91,24 +100,3 @@ def _show(
     )
     for line in lines:
         console.print(line, soft_wrap=True)
-
-
-def _tokenizer(location: str, store: Store, folder: Path | None) -> Tokenizer | None:
-    """The tokenizer that wrote the record; None, and the reason on stderr, if it isn't there any more."""
-    from tokentape.chat.tokenizer import Tokenizer
-    from tokentape.store.location import served_model
-
-    if folder is not None:
-        return Tokenizer.load(folder)
-    served = served_model(location, store)
-    if served is None:
-        reason = "this record doesn't say which model was served"
-    elif not (Path(served.folder) / "tokenizer.json").is_file():
-        reason = f"the tokenizer is no longer in {served.folder}"
-    else:
-        tokenizer = Tokenizer.load(served.folder)
-        if tokenizer.sha256 == served.tokenizer_sha256:
-            return tokenizer
-        reason = f"the tokenizer in {served.folder} has changed since"
-    typer.echo(f"{reason}: showing ids only; name the model folder with --model to see text", err=True)
-    return None

@@ -1,7 +1,11 @@
-"""A trajectory as lines of text for a terminal: runs of tokens, each with who wrote it.
+"""Show a trajectory as lines of text for a terminal: runs of tokens, each with its provenance.
 
-The word before a run says its provenance, the colour repeats it. A newline in the text shows as ↵, and every other
-control character as an escape: what is shown was written by models and strangers, and must not steer the terminal.
+The word before a run is its provenance, and the color repeats it. A new line in the text shows as ↵, and other control
+characters as escapes: models and strangers wrote the text, and it must not steer the terminal.
+
+Lanes below the text show more, by shapes instead of colors. In the lane `loss` each token begins with `|` and goes on
+with `=` if it is trained and with `-` if not. In the lane `logprob` a bar is higher the less likely the token was. In
+the lane `drift`, `^~~` and a class mark tokens that tokenizing the text again would change.
 """
 
 from __future__ import annotations
@@ -12,13 +16,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from rich.cells import cell_len
 from rich.text import Text
 
 from tokentape.audit.report import escape_for_terminal as readable
+from tokentape.audit.tokendiff import ARTIFACTS, Difference, compare, retokenized
 from tokentape.chat.tokenizer import Tokenizer
-from tokentape.cli.lanes import DriftMark, drift_of, lane_lines
 from tokentape.session.tree import Session
 from tokentape.types import Codes, Provenance, Trajectory, Turn
+from tokentape.viewer.texts import whole_characters
 
 _STYLES = {
     Provenance.SAMPLED: "bold green",
@@ -30,9 +36,11 @@ _STYLES = {
     Provenance.CLOSE: "bold red",
     Provenance.MEDIA: "bright_magenta",
 }
-_LANE_STYLES = {"logprob": "yellow", "drift": "bold red"}
+_LANE_STYLES = {"loss": "dim", "logprob": "yellow", "drift": "bold red"}
 _GUTTER = max(len(code.name) for code in Provenance)
 _SEPARATOR = " | "
+_STEPS = "▁▂▃▄▅▆▇█"
+"""Steps of -logprob in nats: from less than 1 to 7 and more, which is 1 in 1,100 or less."""
 
 
 def transcript(
@@ -44,13 +52,11 @@ def transcript(
     with_ids: bool,
     lanes_width: int | None = None,
 ) -> Iterator[Text]:
-    """Yield the lines that show `trajectory`, one of those of `session`; without a tokenizer, ids only.
+    """Yield the lines of a trajectory of `session`; without a tokenizer, ids only.
 
-    With `lanes_width` the text is broken into lines of so many columns, each with its lanes below; see `lanes`.
+    With `lanes_width` the text is broken into lines of so many columns, each with its lanes below.
     """
-    lanes = None
-    if lanes_width is not None and tokenizer is not None:
-        lanes = _Lanes(trajectory, tokenizer, drift_of(trajectory, tokenizer), lanes_width)
+    lanes = None if lanes_width is None or tokenizer is None else _Lanes(trajectory, tokenizer, lanes_width)
     yield Text(f"session {session.info.session_id}, branch of turns {_joined(trajectory.turns)}", style="bold")
     reward = "no reward" if trajectory.reward is None else f"reward {trajectory.reward:g}"
     sampled = int((trajectory.provenance == Provenance.SAMPLED).sum())
@@ -61,39 +67,25 @@ def transcript(
     if len(leaves) > 1:
         yield Text(f"branches end with turns {_joined(leaves)}: choose one with --leaf")
     start = 0
-    for seq, completion_start, end in zip(
-        trajectory.turns, trajectory.completion_starts.tolist(), trajectory.completion_ends.tolist(), strict=True
-    ):
-        turn = session.turns[seq]
+    spans = zip(trajectory.completion_starts.tolist(), trajectory.completion_ends.tolist(), strict=True)
+    for seq, (completion_start, end) in zip(trajectory.turns, spans, strict=True):
         yield Text()
-        yield Text(_headline(turn, bool(trajectory.loss_mask[completion_start:end].all())), style="bold")
-        for run_start, run_end in _runs(trajectory.provenance[start:end]):
-            run_ids = trajectory.token_ids[start + run_start : start + run_end].tolist()
-            code = Provenance(trajectory.provenance[start + run_start])
-            if lanes is None:
-                yield from _run_lines(code, run_ids, tokenizer, with_ids)
-            else:
-                yield from lanes.lines(code, start + run_start, start + run_end)
-                if with_ids:
-                    yield from _run_lines(code, run_ids, None, with_ids)
+        trained = bool(trajectory.loss_mask[completion_start:end].all())
+        yield Text(_headline(session.turns[seq], trained), style="bold")
+        for run_start, run_end in _runs(trajectory.provenance[start:end], start):
+            ids = trajectory.token_ids[run_start:run_end].tolist()
+            code = Provenance(trajectory.provenance[run_start])
+            label = code.name.lower()
+            if lanes is not None:
+                yield from lanes.lines(code, run_start, run_end)
+            elif tokenizer is not None:
+                # Decoded as a whole: a character may have several tokens.
+                for line in re.findall(r".*\n|.+", readable(tokenizer.decode(ids))):
+                    yield _line(label, Text(line.removesuffix("\n"), style=_STYLES[code]))
+                    label = ""
+            if with_ids:
+                yield _line("" if tokenizer is not None and lanes is None else label, Text(" ".join(map(str, ids))))
         start = end
-
-
-@dataclass(frozen=True, slots=True)
-class _Lanes:
-    """What lines with lanes are made from."""
-
-    trajectory: Trajectory
-    tokenizer: Tokenizer
-    drifts: list[DriftMark]
-    width: int
-
-    def lines(self, code: Provenance, start: int, end: int) -> Iterator[Text]:
-        label = code.name.lower()
-        columns = max(self.width - _GUTTER - len(_SEPARATOR), 20)
-        for lane, text in lane_lines(self.trajectory, self.tokenizer, start, end, self.drifts, columns, readable):
-            yield _line(lane or label, Text(text, style=_LANE_STYLES.get(lane, "dim") if lane else _STYLES[code]))
-            label = label if lane else ""
 
 
 def _headline(turn: Turn, trained: bool) -> str:
@@ -108,22 +100,10 @@ def _headline(turn: Turn, trained: bool) -> str:
     return readable("-- " + " | ".join(parts))
 
 
-def _runs(codes: Codes) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of equal codes."""
+def _runs(codes: Codes, offset: int) -> Iterator[tuple[int, int]]:
+    """Yield half-open ranges of equal codes."""
     changes = np.flatnonzero(np.diff(codes)) + 1
-    yield from pairwise([0, *changes.tolist(), len(codes)])
-
-
-def _run_lines(code: Provenance, ids: Sequence[int], tokenizer: Tokenizer | None, with_ids: bool) -> Iterator[Text]:
-    style = _STYLES[code]
-    label = code.name.lower()
-    if tokenizer is not None:
-        # Decoded as a whole: a character may be spread over several tokens.
-        for line in re.findall(r".*\n|.+", readable(tokenizer.decode(ids))):
-            yield _line(label, Text(line.removesuffix("\n"), style=style))
-            label = ""
-    if with_ids:
-        yield _line(label, Text(" ".join(map(str, ids))))
+    yield from pairwise((offset + np.array([0, *changes, len(codes)])).tolist())
 
 
 def _line(label: str, content: Text) -> Text:
@@ -132,3 +112,99 @@ def _line(label: str, content: Text) -> Text:
 
 def _joined(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """Columns of a line that belong to the same tokens."""
+
+    text: str
+    start: int
+    """The first of its tokens, in the trajectory."""
+    end: int
+    first: bool
+    """True if its tokens begin here, not on the line before."""
+
+
+class _Lanes:
+    """Makes lines of text with lanes below."""
+
+    def __init__(self, trajectory: Trajectory, tokenizer: Tokenizer, width: int) -> None:
+        again = retokenized(tokenizer, trajectory.token_ids)
+        found = compare(trajectory.token_ids, again, tokenizer, provenance=trajectory.provenance)
+        self._trajectory, self._tokenizer, self._drifts = trajectory, tokenizer, found.differences
+        self._width = max(width - _GUTTER - len(_SEPARATOR), 20)
+
+    def lines(self, code: Provenance, start: int, end: int) -> Iterator[Text]:
+        label = code.name.lower()
+        for line in self._cells(start, end):
+            yield _line(label, Text("".join(cell.text for cell in line), style=_STYLES[code]))
+            label = ""
+            lanes = {"loss": "".join(map(self._loss, line)), "drift": self._marks(line)}
+            if code == Provenance.SAMPLED:
+                lanes = {"loss": lanes["loss"], "logprob": "".join(map(self._logprob, line)), "drift": lanes["drift"]}
+            for name, text in lanes.items():
+                if text.strip() or name != "drift":
+                    yield _line(name, Text(text, style=_LANE_STYLES[name]))
+
+    def _cells(self, start: int, end: int) -> Iterator[list[_Cell]]:
+        line: list[_Cell] = []
+        used = 0
+        for first, last, text in whole_characters(self._tokenizer, self._trajectory.token_ids[start:end].tolist()):
+            begins = True
+            *broken, rest = readable(text).split("\n")
+            for piece in [*(f"{one}\n" for one in broken), rest]:
+                for part in _cut(piece.removesuffix("\n"), self._width):
+                    if used + cell_len(part) > self._width:
+                        yield line
+                        line, used = [], 0
+                    if part or (begins and not piece.endswith("\n")):
+                        line.append(_Cell(part, start + first, start + last, begins))
+                        used += cell_len(part)
+                        begins = False
+                if piece.endswith("\n"):
+                    yield line
+                    line, used = [], 0
+        if line:
+            yield line
+
+    def _loss(self, cell: _Cell) -> str:
+        rest = "=" if self._trajectory.loss_mask[cell.start] else "-"
+        parts = cell.end - cell.start
+        # Several tokens in one character: their number.
+        head = (str(parts) if parts < 10 else "+") if parts > 1 else "|"
+        return ((head if cell.first else rest) + rest * cell_len(cell.text))[: cell_len(cell.text)]
+
+    def _logprob(self, cell: _Cell) -> str:
+        worst = float(-self._trajectory.logprobs[cell.start : cell.end].min())
+        return _STEPS[max(0, min(7, int(worst)))] * cell_len(cell.text)
+
+    def _marks(self, line: Sequence[_Cell]) -> str:
+        """Return `^~~` below the tokens of each difference, and their classes; empty if the line has none."""
+        marks, at = "", 0
+        classes: dict[str, None] = {}
+        for cell in line:
+            columns = cell_len(cell.text)
+            drift = next((one for one in self._drifts if _touches(one, cell)), None)
+            if drift is not None:
+                head = "^" if cell.first and cell.start <= drift.expected_start else "~"
+                marks = marks.ljust(at) + (head + "~" * columns)[:columns]
+                classes[drift.kind if drift.artifact is None else ARTIFACTS[drift.artifact].kind] = None
+            at += columns
+        return f"{marks} {', '.join(classes)}" if classes else ""
+
+
+def _touches(drift: Difference, cell: _Cell) -> bool:
+    # Tokens that only the other side has are marked where they would begin.
+    return drift.expected_start < cell.end and cell.start < max(drift.expected_end, drift.expected_start + 1)
+
+
+def _cut(text: str, width: int) -> Iterator[str]:
+    """Yield parts of at most `width` columns; one empty part for no text."""
+    part = ""
+    for character in text:
+        if part and cell_len(part) + cell_len(character) > width:
+            yield part
+            part = ""
+        part += character
+    yield part

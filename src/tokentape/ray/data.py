@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from tokentape.audit.drift.meter import DriftMeter, DriftTally
+from tokentape.audit.drift.meter import DriftTally, RowDrift, RowMeter
 from tokentape.audit.drift.report import DriftReport
 from tokentape.audit.id_rows import Columns, iter_rows, parquet_rows
 from tokentape.audit.skew.auditor import audit
@@ -142,24 +142,24 @@ def drift(
     0.0031
     """
     loaded = Tokenizer.load(tokenizer)
-    meter = DriftMeter(loaded)
+    tally = DriftTally()
     opened = partial(_measuring, Path(tokenizer).resolve(), loaded.sha256, columns)
     for part in in_order(list(_drift_pieces(_listed(paths))), opened, actors=actors, cpus=cpus):
-        meter.merge(part)
-    return meter.report()
+        for row in part:
+            tally.add(row)
+    return tally.report(loaded.sha256)
 
 
-def _measuring(folder: Path, sha256: str, columns: Columns) -> Callable[[tuple[Path, int | None]], DriftTally]:
+def _measuring(folder: Path, sha256: str, columns: Columns) -> Callable[[tuple[Path, int | None]], list[RowDrift]]:
     tokenizer = Tokenizer.load(folder)
     if tokenizer.sha256 != sha256:
         raise InvalidRequest(f"{folder} holds another tokenizer on one of the machines; expected {sha256}", "tokenizer")
-    meter = DriftMeter(tokenizer, partial=True)
+    meter = RowMeter(tokenizer)
 
-    def measure(piece: tuple[Path, int | None]) -> DriftTally:
+    def measure(piece: tuple[Path, int | None]) -> list[RowDrift]:
         path, group = piece
-        for row in iter_rows(path, columns) if group is None else parquet_rows(path, columns, group):
-            meter.add(row)
-        return meter.part()
+        rows = iter_rows(path, columns) if group is None else parquet_rows(path, columns, group)
+        return list(meter.measure(rows))
 
     return measure
 

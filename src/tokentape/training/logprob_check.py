@@ -20,8 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tokentape.audit.causes import Attribution
-from tokentape.audit.mismatch import LOOK_TOP, Mismatch
+from tokentape.audit.mismatch import LOOK_TOP, Attribution, Mismatch
 from tokentape.audit.numbers import Numbers, NumbersTally
 from tokentape.audit.rescaling import RAW, recorded_rules
 from tokentape.audit.tokendiff import Channel, Pairing, pair_ids, retokenized

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from tests.chat.conftest import load_tokenizer
 from tokentape.audit.drift import meter as drift
-from tokentape.audit.drift.layout import drift_layout
-from tokentape.audit.drift.meter import DriftMeter, measure_drift
-from tokentape.audit.drift.report import Cost, DriftReport
+from tokentape.audit.drift.meter import measure_drift
+from tokentape.audit.drift.report import Cost, DriftReport, drift_layout
 from tokentape.audit.id_rows import IdRow, Span
 from tokentape.audit.intervals import Rate
 from tokentape.chat.renderer import Renderer
@@ -141,10 +140,8 @@ def test_a_model_tells_the_change_of_logprob(tokenizer: Tokenizer) -> None:
         return np.concatenate([[np.nan], np.full(len(ids) - 1, -1.0)]).astype(np.float32)
 
     context, drifted = split(tokenizer, "Now<|im_end|>"), split(tokenizer, " co·st")
-    meter = DriftMeter(tokenizer, forward=forward, forward_limit=1)
-    for name in "ab":
-        meter.add(row(name, context, drifted, sampled=(1,)))
-    found = meter.report().logprobs
+    rows = [row(name, context, drifted, sampled=(1,)) for name in "ab"]
+    found = measure_drift(rows, tokenizer, forward=forward, forward_limit=1).logprobs
     assert found is not None
     assert (found.completions, found.mean) == (1, len(split(tokenizer, " cost")) - len(drifted))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.searching import examples
 from tokentape.audit.drift import meter as drift
-from tokentape.audit.drift.meter import DriftMeter, measure_drift
+from tokentape.audit.drift.meter import DriftTally, RowMeter, measure_drift
 from tokentape.audit.id_rows import IdRow, Span, iter_rows, parquet_rows
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
@@ -56,12 +56,11 @@ def test_parts_merged_in_order_are_the_whole(
         patch.setattr(drift, "BATCH_TOKENS", 100)
         patch.setattr(drift, "VALUES", 3)
         whole = measure_drift(rows, tokenizer)
-        meter, worker = DriftMeter(tokenizer), DriftMeter(tokenizer, partial=True)
+        tally, worker = DriftTally(), RowMeter(tokenizer)
         for start, end in pairwise(ends):
-            for one in rows[start:end]:
-                worker.add(one)
-            meter.merge(pickle.loads(pickle.dumps(worker.part())))
-        assert meter.report() == whole
+            for one in pickle.loads(pickle.dumps(list(worker.measure(rows[start:end])))):
+                tally.add(one)
+        assert tally.report(tokenizer.sha256) == whole
 
 
 def test_row_groups_one_by_one_are_the_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.chat.conftest import load_tokenizer
 from tokentape.audit.lock.goldens import DATE
-from tokentape.audit.probe.running import ProbeFile, Result, Settings, header, read_results, run_trials
+from tokentape.audit.probe.running import ProbeFile, ProbeResult, ProbeSettings, header, read_results, run_trials
 from tokentape.audit.probe.summary import probe_layout, summarise
 from tokentape.audit.probe.trials import Trial, outcome, read_texts, trials
 from tokentape.chat import grammar
@@ -85,8 +85,8 @@ def written(renderer: Renderer, *completions: Sequence[str], alternatives: bool 
     return Written([ids_of(renderer, *pieces) for pieces in completions], start, alternatives=alternatives)
 
 
-def run(engine: Engine, renderer: Renderer, settings: Settings, *asked: Trial) -> list[Result]:
-    async def collect() -> list[Result]:
+def run(engine: Engine, renderer: Renderer, settings: ProbeSettings, *asked: Trial) -> list[ProbeResult]:
+    async def collect() -> list[ProbeResult]:
         async with aclosing(run_trials(asked, engine, renderer, setup_of(renderer), settings)) as results:
             return [result async for result in results]
 
@@ -100,14 +100,14 @@ REPLACED = ("The law protects the", " lives", " of people.")
 
 def test_a_phantom_edit_is_found_and_nothing_banned_unasked(qwen: Renderer) -> None:
     engine = written(qwen, PHANTOM, REPLACED)
-    (result,) = run(engine, qwen, Settings(), RIGHTS)
+    (result,) = run(engine, qwen, ProbeSettings(), RIGHTS)
     assert (result.outcome.kind, result.outcome.artifact, result.banned, engine.calls) == ("phantom", "tail", None, 1)
     assert list(result.completion) == ids_of(qwen, *PHANTOM)
 
 
 def test_with_its_ids_banned_decoding_goes_on_with_the_likeliest_other_id(qwen: Renderer) -> None:
     engine = written(qwen, PHANTOM, REPLACED)
-    (result,) = run(engine, qwen, Settings(ban=True), RIGHTS)
+    (result,) = run(engine, qwen, ProbeSettings(ban=True), RIGHTS)
     assert result.outcome.kind == "phantom"
     assert result.banned is not None
     assert result.banned.kind == "replaced"
@@ -117,7 +117,7 @@ def test_with_its_ids_banned_decoding_goes_on_with_the_likeliest_other_id(qwen: 
 
 
 def test_bans_at_one_place_add_up(qwen: Renderer) -> None:
-    (result,) = run(written(qwen, PHANTOM, SPLIT, REPLACED), qwen, Settings(ban=True), RIGHTS)
+    (result,) = run(written(qwen, PHANTOM, SPLIT, REPLACED), qwen, ProbeSettings(ban=True), RIGHTS)
     assert result.banned is not None
     assert result.banned.kind == "replaced"
     assert len(result.bans) == 2
@@ -125,7 +125,7 @@ def test_bans_at_one_place_add_up(qwen: Renderer) -> None:
 
 
 def test_a_phantom_edit_without_another_way_stays_one(qwen: Renderer) -> None:
-    (result,) = run(written(qwen, PHANTOM), qwen, Settings(ban=True), RIGHTS)
+    (result,) = run(written(qwen, PHANTOM), qwen, ProbeSettings(ban=True), RIGHTS)
     assert result.banned is not None
     assert result.banned.kind == "phantom"
 
@@ -133,31 +133,31 @@ def test_a_phantom_edit_without_another_way_stays_one(qwen: Renderer) -> None:
 def test_a_ban_on_an_engine_without_alternatives_is_refused(qwen: Renderer) -> None:
     engine = written(qwen, PHANTOM, alternatives=False)
     with pytest.raises(InvalidRequest, match="no alternatives per token"):
-        run(engine, qwen, Settings(ban=True), RIGHTS)
+        run(engine, qwen, ProbeSettings(ban=True), RIGHTS)
     with pytest.raises(InvalidRequest, match="temperature 0"):
-        run(engine, qwen, Settings(ban=True, temperature=1.0), RIGHTS)
+        run(engine, qwen, ProbeSettings(ban=True, temperature=1.0), RIGHTS)
 
 
 def test_the_summary_counts_with_intervals_and_the_page_shows_the_ids(qwen: Renderer) -> None:
     engine = written(qwen, PHANTOM, REPLACED)
-    results = run(engine, qwen, Settings(ban=True), RIGHTS)
-    results.append(Result(RIGHTS, (), outcome(RIGHTS, [], qwen.tokenizer)))
+    results = run(engine, qwen, ProbeSettings(ban=True), RIGHTS)
+    results.append(ProbeResult(RIGHTS, (), outcome(RIGHTS, [], qwen.tokenizer)))
     found = summarise(results)
     assert (found.trials, found.strict.changed, found.strict.total) == (2, 1, 1)
     assert 0 < found.outcomes["phantom"].low < 0.5 < found.outcomes["phantom"].high < 1
     assert [(name, one.changed) for name, one in found.classes.items()] == [("tail", 1)]
     assert [(name, one.changed) for name, one in found.banned.items()] == [("replaced", 1)]
-    shown = probe_layout(header(engine, qwen, setup_of(qwen), Settings(ban=True)), results, qwen.tokenizer).html()
+    shown = probe_layout(header(engine, qwen, setup_of(qwen), ProbeSettings(ban=True)), results, qwen.tokenizer).html()
     assert str(list(results[0].outcome.found)) in shown
 
 
 def test_a_probe_goes_on_where_it_was_cut_off(qwen: Renderer, tmp_path: Path) -> None:
     asked = list(trials(read_texts()[:3]))
     engine = written(qwen, REPLACED)
-    made = header(engine, qwen, setup_of(qwen), Settings())
+    made = header(engine, qwen, setup_of(qwen), ProbeSettings())
     path = tmp_path / "probe.jsonl"
     with ProbeFile(path, made) as keeping:
-        for result in run(engine, qwen, Settings(), *asked[:4]):
+        for result in run(engine, qwen, ProbeSettings(), *asked[:4]):
             keeping.add(result)
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
@@ -166,7 +166,7 @@ def test_a_probe_goes_on_where_it_was_cut_off(qwen: Renderer, tmp_path: Path) ->
         assert path.read_bytes().endswith(b"\n")
         left = keeping.missing(asked)
         assert len(left) == 3
-        for result in run(engine, qwen, Settings(), *left):
+        for result in run(engine, qwen, ProbeSettings(), *left):
             keeping.add(result)
     found, results = read_results(path)
     assert found == made
@@ -206,7 +206,7 @@ def test_what_was_sampled_before_an_engine_failed_is_kept(qwen: Renderer) -> Non
 
     async def collect() -> None:
         asked = list(trials(read_texts()[:3]))
-        async with aclosing(run_trials(asked, engine, qwen, setup_of(qwen), Settings(concurrency=1))) as results:
+        async with aclosing(run_trials(asked, engine, qwen, setup_of(qwen), ProbeSettings(concurrency=1))) as results:
             async for result in results:
                 seen.append(result)
 

@@ -1,4 +1,4 @@
-"""Comparisons as text for people, and as what CI systems read: JUnit XML, SARIF 2.1.0, GitHub's annotations."""
+"""Write comparisons as text, and for CI systems: JUnit XML, SARIF 2.1.0, GitHub's annotations."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from xml.etree import ElementTree
 
 from tokentape.audit.compare.rows import RowComparison
 from tokentape.audit.report import escape_invisible as shown
+from tokentape.audit.report import json_text
 from tokentape.audit.tokendiff import ARTIFACTS, KINDS, Comparison, Difference
 from tokentape.version import __version__
 
 _TEXT = 60
-"""Characters of a side that are shown."""
+"""Characters of a side to show."""
 
 _ABSENT = "absent"
-"""The rule of rows that only one side has."""
+"""The rule for rows that only one side has."""
 
 
 def comparison_lines(comparison: Comparison, most: int = 20) -> Iterator[str]:
-    """A line per difference, up to `most`: severity, kind, places, where it came from, both sides.
+    """Yield a line per difference, up to `most`: severity, kind, places, source, both sides.
 
-    Of the sides what can't be printed is escaped, and the middle of long ones left out.
+    Invisible characters are escaped, and the middle of long texts is left out.
     """
     for one in comparison.differences[:most]:
         places = f"{_range(one.expected_start, one.expected_end)} | {_range(one.recorded_start, one.recorded_end)}"
@@ -35,7 +36,7 @@ def comparison_lines(comparison: Comparison, most: int = 20) -> Iterator[str]:
 
 
 def summary(comparison: Comparison) -> str:
-    """How many differences there are, of which kinds.
+    """Return the number of differences, and their kinds.
 
     >>> summary(Comparison(12, 12, ()))
     'the same 12 ids'
@@ -51,22 +52,52 @@ def summary(comparison: Comparison) -> str:
 
 
 def row_summary(row: RowComparison) -> str:
-    """The same of a row."""
+    """Return the summary of a row."""
     if row.comparison is None:
         return f"only the {row.only} side has it"
     return summary(row.comparison)
 
 
 def message(one: Difference) -> str:
-    """A difference in a sentence, without its place."""
-    what = KINDS[one.kind]
-    if one.artifact is not None:
-        what += f", {ARTIFACTS[one.artifact].meaning}"
-    return f"{what}: {_sides(one)}"
+    """Return a difference in a sentence, without its place."""
+    meaning = "" if one.artifact is None else f", {ARTIFACTS[one.artifact].meaning}"
+    return f"{KINDS[one.kind]}{meaning}: {_sides(one)}"
+
+
+def printed(rows: Iterable[RowComparison], file_format: str, recorded: str, most: int) -> Iterator[str]:
+    """Yield the lines of a format: text, json, junit, sarif or github. `recorded` names the recorded side."""
+    match file_format:
+        case "json":
+            total, differing = 0, []
+            for row in rows:
+                total += 1
+                differing += [] if row.same else [row]
+            yield json_text({"rows": total, "differing": len(differing), "comparisons": differing})
+        case "junit":
+            yield junit(rows).rstrip("\n")
+        case "sarif":
+            yield json_text(sarif(rows, recorded))
+        case "github":
+            yield from github(rows, recorded)
+        case _:
+            yield from _text(rows, most)
+
+
+def _text(rows: Iterable[RowComparison], most: int) -> Iterator[str]:
+    total = differing = 0
+    for row in rows:
+        total += 1
+        if row.same:
+            continue
+        differing += 1
+        yield f"{shown(row.name)}: {row_summary(row)}"
+        if row.comparison is not None:
+            yield from (f"  {line}" for line in comparison_lines(row.comparison, most))
+    yield f"{differing} of {total} rows differ"
 
 
 def junit(rows: Iterable[RowComparison]) -> str:
-    """JUnit XML: a test case per row, failed if it has an error, with its differences as text."""
+    """Return JUnit XML: a test case per row, failed if it has an error, with its differences as text."""
     suite = ElementTree.Element("testsuite", name="tokentape compare")
     tests = failures = 0
     for row in rows:
@@ -89,7 +120,7 @@ def junit(rows: Iterable[RowComparison]) -> str:
 
 
 def sarif(rows: Iterable[RowComparison], uri: str) -> dict[str, Any]:
-    """A SARIF 2.1.0 log with a result per difference, in the file or directory `uri`."""
+    """Return a SARIF 2.1.0 log with a result per difference, in the file or directory `uri`."""
     rules = [*KINDS, _ABSENT]
     descriptions = {**KINDS, _ABSENT: "a row that only one side has"}
     results = []
@@ -128,7 +159,7 @@ def sarif(rows: Iterable[RowComparison], uri: str) -> dict[str, Any]:
 
 
 def github(rows: Iterable[RowComparison], path: str, most: int = 10) -> Iterator[str]:
-    """GitHub's workflow commands: an annotation per difference, up to `most` of a row."""
+    """Yield GitHub's workflow commands: an annotation per difference, up to `most` per row."""
     for row in rows:
         if row.comparison is None:
             yield _annotation("error", path, row.line, f"{row.name}: absent", row_summary(row))
@@ -173,8 +204,7 @@ def _range(start: int, end: int) -> str:
 
 
 def _sides(one: Difference) -> str:
-    sides = [_side(one.expected_text, one.expected), _side(one.recorded_text, one.recorded)]
-    return f"{sides[0]} -> {sides[1]}"
+    return f"{_side(one.expected_text, one.expected)} -> {_side(one.recorded_text, one.recorded)}"
 
 
 def _side(text: str, ids: Sequence[int]) -> str:

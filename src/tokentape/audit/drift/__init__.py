@@ -1,1 +1,1 @@
-"""The drift meter: how often sampled ids are not what encoding their text gives, and what that would cost."""
+"""Measure drift: how often sampled ids are not what encoding their text gives, and what that would cost."""

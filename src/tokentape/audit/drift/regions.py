@@ -1,7 +1,7 @@
-"""What kind of text each token is of: prose, reasoning, tool call or code, and of which script.
+"""Find the region of each token (prose, reasoning, tool call, code) and its script.
 
-Regions are told by delimiters that are in wide use, not by a model's template, so that files without a template can be
-read too: what has none of them is prose. Scripts are those of a token's first letter.
+Delimiters in wide use mark regions, not a model's template, so that files without a template can be read too. Text
+without delimiters is prose. The script of a token is that of its first letter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokentape.types import TokenIds
 
 REGIONS = ("prose", "reasoning", "tool call", "code")
 
-SCRIPTS = (
+SCRIPTS: tuple[str, ...] = (
     "bytes",
     "space",
     "digit",
@@ -29,15 +29,9 @@ SCRIPTS = (
     "arabic",
     "hebrew",
     "devanagari",
-    "thai",
-    "cjk",
-    "hiragana",
-    "katakana",
-    "hangul",
-    "other letter",
-    "control",
 )
-"""`bytes` are parts of characters; `punctuation` is all that is neither letter, digit nor space, emoji too."""
+SCRIPTS += ("thai", "cjk", "hiragana", "katakana", "hangul", "other letter", "control")
+"""`bytes` are parts of characters. `punctuation` is everything but letters, digits and spaces, emoji too."""
 
 _PROSE, _REASONING, _CALL, _CODE = range(4)
 
@@ -52,17 +46,17 @@ _DELIMITER = re.compile(
 )
 
 _FIRST = re.compile(rb"[<`\[]")
-"""What delimiters begin with."""
+"""The first characters of delimiters."""
 
 
 def token_regions(content: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.uint8] | None:
-    """Per token an index into `REGIONS`; None if all of it is prose.
+    """Return an index into `REGIONS` per token; None if all of it is prose.
 
-    A completion whose first delimiter closes reasoning began within it, as the prompt had opened it.
+    If the first delimiter closes reasoning, the completion began within it: the prompt had opened it.
     """
     edges, kinds = [0], [_CALL if content.startswith((b'{"name"', b'[{"name"')) else _PROSE]
     for first in _FIRST.finditer(content):
-        # All over the text the expression would take longer than the encoder.
+        # Searching the whole text with the long expression would take longer than the encoder.
         match = _DELIMITER.match(content, first.start())
         if match is None:
             continue
@@ -92,14 +86,14 @@ def token_regions(content: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.uin
 
 
 class TokenScripts:
-    """The script of each token of a vocabulary, found out when it is first asked for."""
+    """The script of each token of a vocabulary, found when it is first needed."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._of = np.full(tokenizer.vocab_size, 255, np.uint8)
 
     def of(self, ids: TokenIds) -> npt.NDArray[np.uint8]:
-        """Per id an index into `SCRIPTS`."""
+        """Return an index into `SCRIPTS` per id."""
         found = self._of[ids]
         if (found == 255).any():
             for token_id in np.unique(ids[found == 255]).tolist():

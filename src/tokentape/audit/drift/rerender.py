@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tokentape.audit.intervals import Rate, wilson
+from tokentape.audit.intervals import Rate
 from tokentape.audit.tokendiff import Difference, compare, retokenized
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import TokentapeError
@@ -79,7 +79,7 @@ class RerenderMeter:
         if not counts["turns"] + counts["refused"]:
             return None
         return Rerendered(
-            turns=Rate(counts["changed"], counts["turns"], *wilson(counts["changed"], counts["turns"])),
+            turns=Rate.of(counts["changed"], counts["turns"]),
             refused=counts["refused"],
             kinds=dict(self._kinds.most_common()),
             first_kinds=dict(self._first.most_common()),

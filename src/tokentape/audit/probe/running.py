@@ -37,7 +37,7 @@ Header = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ProbeSettings:
     """How trials are sampled."""
 
     max_tokens: int = 512
@@ -48,7 +48,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ProbeResult:
     """The outcome of one trial."""
 
     trial: Trial
@@ -60,7 +60,7 @@ class Result:
     """The bans: (position in the completion, id)."""
 
 
-def header(engine: Engine, renderer: Renderer, setup: Setup, settings: Settings) -> Header:
+def header(engine: Engine, renderer: Renderer, setup: Setup, settings: ProbeSettings) -> Header:
     """Return the first line of a file: all that results must share to be counted together."""
     how = asdict(settings)
     del how["concurrency"]
@@ -75,8 +75,8 @@ def header(engine: Engine, renderer: Renderer, setup: Setup, settings: Settings)
 
 
 async def run_trials(
-    trials: Sequence[Trial], engine: Engine, renderer: Renderer, setup: Setup, settings: Settings
-) -> AsyncGenerator[Result, None]:
+    trials: Sequence[Trial], engine: Engine, renderer: Renderer, setup: Setup, settings: ProbeSettings
+) -> AsyncGenerator[ProbeResult, None]:
     """Yield results as they arrive, with `settings.concurrency` trials at a time.
 
     Raises `InvalidRequest` for a ban that would not be exact here, `TemplateRefused` if the template refuses a
@@ -91,7 +91,7 @@ async def run_trials(
         )
     room = asyncio.Semaphore(settings.concurrency)
 
-    async def run(trial: Trial) -> Result:
+    async def run(trial: Trial) -> ProbeResult:
         async with room:
             return await _run(trial, engine, renderer, setup, settings)
 
@@ -105,7 +105,7 @@ async def run_trials(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _run(trial: Trial, engine: Engine, renderer: Renderer, setup: Setup, settings: Settings) -> Result:
+async def _run(trial: Trial, engine: Engine, renderer: Renderer, setup: Setup, settings: ProbeSettings) -> ProbeResult:
     prompt = renderer.render(trial.messages, setup).ids.tolist()
     stops = tuple(sorted(renderer.stop_ids(setup)))
     params = SamplingParams(
@@ -122,7 +122,7 @@ async def _run(trial: Trial, engine: Engine, renderer: Renderer, setup: Setup, s
 
     ids, tops = await _sample(engine, prompt, params, trial.name)
     found = read(ids)
-    result = Result(trial, tuple(ids), found)
+    result = ProbeResult(trial, tuple(ids), found)
     if not settings.ban or found.kind not in ("phantom", "spacing"):
         return result
     banned: dict[int, set[int]] = {}
@@ -168,7 +168,7 @@ class ProbeFile:
     """
 
     def __init__(self, path: str | Path, made: Header) -> None:
-        self.results: list[Result] = []
+        self.results: list[ProbeResult] = []
         path = Path(path)
         whole = 0
         if path.exists():
@@ -196,7 +196,7 @@ class ProbeFile:
         done = {result.trial.name for result in self.results}
         return [trial for trial in trials if trial.name not in done]
 
-    def add(self, result: Result) -> None:
+    def add(self, result: ProbeResult) -> None:
         """Append a result. It is in the file when this returns."""
         self._write(asdict(result))
         self.results.append(result)
@@ -206,7 +206,7 @@ class ProbeFile:
         self._file.flush()
 
 
-def read_results(path: str | Path) -> tuple[Header, list[Result]]:
+def read_results(path: str | Path) -> tuple[Header, list[ProbeResult]]:
     """Return the header and the results of a file. Raises `InvalidRequest` if it has none."""
     found, results, _ = _read(Path(path))
     if found is None:
@@ -214,7 +214,7 @@ def read_results(path: str | Path) -> tuple[Header, list[Result]]:
     return found, results
 
 
-def _read(path: Path) -> tuple[Header | None, list[Result], int]:
+def _read(path: Path) -> tuple[Header | None, list[ProbeResult], int]:
     """Return the header, the results, and the number of bytes of whole lines."""
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
@@ -224,6 +224,6 @@ def _read(path: Path) -> tuple[Header | None, list[Result], int]:
             raise ValueError("it is one line of something else")
         if rows and rows[0].get("format") != FORMAT:
             raise ValueError(f"its first line is not that of format {FORMAT}")
-        return (rows[0] if rows else None), msgspec.convert(rows[1:], list[Result]), whole
+        return (rows[0] if rows else None), msgspec.convert(rows[1:], list[ProbeResult]), whole
     except (ValueError, TypeError, AttributeError) as error:
         raise InvalidRequest(f"{path} has no results of a probe: {error}") from None

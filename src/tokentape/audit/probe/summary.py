@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tokentape.audit.intervals import Rate, wilson
-from tokentape.audit.probe.running import Header, Result
+from tokentape.audit.intervals import Rate
+from tokentape.audit.probe.running import Header, ProbeResult
 from tokentape.audit.probe.trials import KINDS
 from tokentape.audit.report import Bar, Bars, Block, Details, Facts, Heading, Paragraph, Report, Table
 from tokentape.audit.tokendiff import ARTIFACTS
@@ -35,7 +35,7 @@ class Summary:
     """Outcomes of phantom edits with their ids banned, by kind; empty without a ban."""
 
 
-def summarise(results: Sequence[Result]) -> Summary:
+def summarise(results: Sequence[ProbeResult]) -> Summary:
     """Count results. Intervals are Wilson's, 95 %."""
     kinds = Counter(result.outcome.kind for result in results)
     back = len(results) - kinds["other"]
@@ -44,20 +44,16 @@ def summarise(results: Sequence[Result]) -> Summary:
     again = Counter(result.banned.kind for result in results if result.banned is not None)
     return Summary(
         trials=len(results),
-        outcomes={kind: _rate(kinds[kind], len(results)) for kind in KINDS},
-        strict=_rate(kinds["phantom"], back),
-        normalised=_rate(len(edits), back),
-        classes={name: _rate(classes[name], len(edits)) for name in ARTIFACTS if classes[name]},
-        noncanonical=_rate(sum(not result.outcome.canonical for result in results), len(results)),
-        banned={kind: _rate(again[kind], again.total()) for kind in KINDS if again[kind]},
+        outcomes={kind: Rate.of(kinds[kind], len(results)) for kind in KINDS},
+        strict=Rate.of(kinds["phantom"], back),
+        normalised=Rate.of(len(edits), back),
+        classes={name: Rate.of(classes[name], len(edits)) for name in ARTIFACTS if classes[name]},
+        noncanonical=Rate.of(sum(not result.outcome.canonical for result in results), len(results)),
+        banned={kind: Rate.of(again[kind], again.total()) for kind in KINDS if again[kind]},
     )
 
 
-def _rate(changed: int, total: int) -> Rate:
-    return Rate(changed, total, *wilson(changed, total))
-
-
-def probe_layout(made: Header, results: Sequence[Result], tokenizer: Tokenizer) -> Report:
+def probe_layout(made: Header, results: Sequence[ProbeResult], tokenizer: Tokenizer) -> Report:
     """Return the findings as blocks."""
     found = summarise(results)
     blocks: list[Block] = [
@@ -100,7 +96,7 @@ def _bars(rates: Mapping[str, Rate]) -> Bars:
     return Bars(bars, unit="share", highest=1.0)
 
 
-def _example(result: Result, tokenizer: Tokenizer) -> list[Block]:
+def _example(result: ProbeResult, tokenizer: Tokenizer) -> list[Block]:
     one = result.outcome
     rows = [[name, list(ids), spelled(ids, tokenizer)] for name, ids in (("given", one.source), ("said", one.found))]
     return [

@@ -33,9 +33,9 @@ WORDINGS = {
 }
 """The wordings of the task, by name."""
 
-Kind: TypeAlias = Literal["replaced", "unchanged", "phantom", "spacing", "other"]
+OutcomeKind: TypeAlias = Literal["replaced", "unchanged", "phantom", "spacing", "other"]
 
-KINDS: dict[Kind, str] = {
+KINDS: dict[OutcomeKind, str] = {
     "replaced": "another word stands in its place",
     "unchanged": "the same word with the same ids",
     "phantom": "the same bytes with other ids: a phantom edit, byte-strict",
@@ -83,7 +83,7 @@ class Trial:
 class Outcome:
     """What the model did with the word, read from its ids."""
 
-    kind: Kind
+    kind: OutcomeKind
     artifact: str | None = None
     """For a phantom edit, one of `tokendiff.ARTIFACTS`."""
     source: tuple[int, ...] = ()
