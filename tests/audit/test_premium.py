@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.chat.conftest import load_tokenizer
-from tokentape.audit.premium import Line, measure, premium_layout, read_corpus, script_of, scripts_of
+from tokentape.audit.premium import Line, measure_premium, premium_layout, read_corpus, script_of, scripts_of
 from tokentape.chat.renderer import Renderer
 from tokentape.cli import app
 from tokentape.errors import InvalidRequest
@@ -30,7 +30,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_languages_are_counted_as_the_tokenizer_counts(renderer: Renderer, corpus: Path) -> None:
-    found = measure({"tiny": renderer.tokenizer}, read_corpus([corpus]))
+    found = measure_premium({"tiny": renderer.tokenizer}, read_corpus([corpus]))
     rows = {row.name: row for row in found.languages}
     assert set(rows) == {"en", "ru", "ja"}
     for name, texts in (("en", ["All are born free.", "They have reason."]), ("ja", ["すべて自由", "理性を"])):
@@ -42,7 +42,7 @@ def test_languages_are_counted_as_the_tokenizer_counts(renderer: Renderer, corpu
 
 
 def test_the_premium_is_over_the_baseline(renderer: Renderer, corpus: Path) -> None:
-    found = measure({"tiny": renderer.tokenizer}, read_corpus([corpus]), baseline="en")
+    found = measure_premium({"tiny": renderer.tokenizer}, read_corpus([corpus]), baseline="en")
     rows = {row.name: row for row in found.languages}
     assert rows["en"].premium == 1
     assert rows["ru"].premium == rows["ru"].tokens / rows["en"].tokens
@@ -53,7 +53,7 @@ def test_the_premium_is_over_the_baseline(renderer: Renderer, corpus: Path) -> N
 def test_a_premium_without_translations_is_refused(renderer: Renderer, baseline: str, words: str) -> None:
     lines = [Line("en", "a"), Line("en", "b"), Line("de", "c")]
     with pytest.raises(InvalidRequest, match=words):
-        measure({"tiny": renderer.tokenizer}, lines, baseline=baseline)
+        measure_premium({"tiny": renderer.tokenizer}, lines, baseline=baseline)
 
 
 @given(st.text(min_size=1, max_size=30).filter(str.strip))
@@ -62,7 +62,7 @@ def test_what_scripts_take_is_what_the_text_takes(renderer: Renderer, text: str)
         text.encode()
     except UnicodeEncodeError:
         return
-    found = measure({"tiny": renderer.tokenizer}, [Line("x", text)])
+    found = measure_premium({"tiny": renderer.tokenizer}, [Line("x", text)])
     (whole,) = found.languages
     assert sum(row.tokens for row in found.scripts) == pytest.approx(whole.tokens)
     assert sum(row.characters for row in found.scripts) == len(text)
@@ -73,7 +73,7 @@ def test_what_scripts_take_is_what_the_text_takes(renderer: Renderer, text: str)
 def test_each_script_of_a_mixed_line_is_charged_for_its_own_tokens(family: str) -> None:
     tokenizer = load_tokenizer(family)
     parts = {"Latin": "free and equal", "Cyrillic": " свобода и разум", "Hangul": " 인간의 존엄"}
-    found = measure({"x": tokenizer}, [Line("mixed", "".join(parts.values()))])
+    found = measure_premium({"x": tokenizer}, [Line("mixed", "".join(parts.values()))])
     for row in found.scripts:
         alone = len(tokenizer.encode_plain(parts[row.name]))
         assert abs(row.tokens - alone) <= 1.5
@@ -99,7 +99,7 @@ def test_a_json_line_without_text_is_refused(tmp_path: Path, content: bytes) -> 
 
 def test_half_a_surrogate_pair_in_json_does_not_stop_a_count(renderer: Renderer, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d \u00e9", "lang": "x\\ud83d"}\n', encoding="utf-8")
-    (row,) = measure({"tiny": renderer.tokenizer}, read_corpus([tmp_path])).languages
+    (row,) = measure_premium({"tiny": renderer.tokenizer}, read_corpus([tmp_path])).languages
     assert (row.name, row.characters) == ("x?", 4)
 
 
@@ -111,11 +111,11 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_an_empty_corpus_is_refused(renderer: Renderer) -> None:
     with pytest.raises(InvalidRequest, match="no text"):
-        measure({"tiny": renderer.tokenizer}, [])
+        measure_premium({"tiny": renderer.tokenizer}, [])
 
 
 def test_the_page_has_the_numbers_of_the_table(renderer: Renderer, corpus: Path) -> None:
-    found = measure({"tiny": renderer.tokenizer}, read_corpus([corpus]), baseline="en")
+    found = measure_premium({"tiny": renderer.tokenizer}, read_corpus([corpus]), baseline="en")
     shown = premium_layout(found).html()
     assert "<svg" in shown
     for row in found.languages:

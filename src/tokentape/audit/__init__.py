@@ -1,1 +1,89 @@
-"""The audit side: is what trains tokenized as what serves, how often do ids drift, and where do two records differ."""
+"""Audits of tokenization: skew of backends, drift, locks, comparisons of ids, scores, probes, costs of languages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tokentape.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from tokentape.audit.byte_level import Bounds, Price, Spellings, TransformersModel, bytes_logprob, price
+    from tokentape.audit.drift.meter import measure_drift
+    from tokentape.audit.drift.report import DriftReport
+    from tokentape.audit.id_rows import Columns, IdRow, Span, iter_rows
+    from tokentape.audit.lock import Lock, LockReport, check, make_lock, read_lock, write_lock
+    from tokentape.audit.premium import Premium, measure_premium, read_corpus
+    from tokentape.audit.probe.running import ProbeResult, ProbeSettings, run_trials
+    from tokentape.audit.probe.trials import read_texts, trials
+    from tokentape.audit.scoring import ScoreReport, open_and_score, recorded_sessions
+    from tokentape.audit.skew.auditor import audit
+    from tokentape.audit.skew.backends import open_backend
+    from tokentape.audit.skew.backends.base import Backend, BackendFacts, Rendering, SkewChat
+    from tokentape.audit.skew.backends.spec import BackendOptions
+    from tokentape.audit.skew.findings import AuditReport, Skew
+    from tokentape.audit.tokendiff import Comparison, Difference, compare
+
+__all__ = [
+    "AuditReport",
+    "Backend",
+    "BackendFacts",
+    "BackendOptions",
+    "Bounds",
+    "Columns",
+    "Comparison",
+    "Difference",
+    "DriftReport",
+    "IdRow",
+    "Lock",
+    "LockReport",
+    "Premium",
+    "Price",
+    "ProbeResult",
+    "ProbeSettings",
+    "Rendering",
+    "ScoreReport",
+    "Skew",
+    "SkewChat",
+    "Span",
+    "Spellings",
+    "TransformersModel",
+    "audit",
+    "bytes_logprob",
+    "check",
+    "compare",
+    "iter_rows",
+    "make_lock",
+    "measure_drift",
+    "measure_premium",
+    "open_and_score",
+    "open_backend",
+    "price",
+    "read_corpus",
+    "read_lock",
+    "read_texts",
+    "recorded_sessions",
+    "run_trials",
+    "trials",
+    "write_lock",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "tokentape.audit.byte_level": "Bounds Price Spellings TransformersModel bytes_logprob price",
+        "tokentape.audit.drift.meter": "measure_drift",
+        "tokentape.audit.drift.report": "DriftReport",
+        "tokentape.audit.id_rows": "Columns IdRow Span iter_rows",
+        "tokentape.audit.lock": "Lock LockReport check make_lock read_lock write_lock",
+        "tokentape.audit.premium": "Premium measure_premium read_corpus",
+        "tokentape.audit.probe.running": "ProbeResult ProbeSettings run_trials",
+        "tokentape.audit.probe.trials": "read_texts trials",
+        "tokentape.audit.scoring": "ScoreReport open_and_score recorded_sessions",
+        "tokentape.audit.skew.auditor": "audit",
+        "tokentape.audit.skew.backends": "open_backend",
+        "tokentape.audit.skew.backends.base": "Backend BackendFacts Rendering SkewChat",
+        "tokentape.audit.skew.backends.spec": "BackendOptions",
+        "tokentape.audit.skew.findings": "AuditReport Skew",
+        "tokentape.audit.tokendiff": "Comparison Difference compare",
+    },
+)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape.errors import InvalidRequest
-from tokentape.session.arrow import VERSION_KEY
+from tokentape.session.arrow import VERSION_KEY, open_parquet
 from tokentape.store import Store, StoredSession
 from tokentape.store.location import EXPECTED, is_record, open_record
 from tokentape.types import Codes, Provenance, TokenIds
@@ -147,14 +147,7 @@ def _turn_label(n: int) -> str:
 
 def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int | None = None) -> Iterator[IdRow]:
     """Yield the sequences of a Parquet file, or of one of its row groups. Raises as `iter_rows`."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid:
-        raise InvalidRequest(f"{path} is not a Parquet file") from None
-    with file:
+    with open_parquet(path) as file:
         names = file.schema_arrow.names
         chosen = None
         wanted = [name for name in _OWN if name in names]

@@ -110,7 +110,9 @@ def read_corpus(paths: Iterable[str | Path], most_lines: int | None = None) -> I
                 raise InvalidRequest(f"{file} is not UTF-8 text") from None
 
 
-def measure(tokenizers: Mapping[str, Tokenizer], corpus: Iterable[Line], *, baseline: str | None = None) -> Premium:
+def measure_premium(
+    tokenizers: Mapping[str, Tokenizer], corpus: Iterable[Line], *, baseline: str | None = None
+) -> Premium:
     """Count tokens of a corpus, by language and by script, for each tokenizer.
 
     `baseline` is the language that the premium is over. It needs as many lines as each other language, since line n of

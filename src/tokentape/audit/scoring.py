@@ -1,4 +1,4 @@
-"""Score the recorded ids of sessions by an engine, as a column per token; a run that was cut off goes on."""
+"""Score the recorded ids of sessions with an engine, as a column per token. A run that was cut off goes on."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from tokentape.store.base import Store
 from tokentape.types import TokenDistribution, Trajectory, TurnColumn
 
 SCORED = TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)
-"""What scores are of: the model's own distribution. No engine offers another one."""
+"""The distribution of scores: the model's own. No engine offers another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A session whose ids are to be scored."""
+    """A session to score."""
 
     session_id: str
     trajectories: Sequence[Trajectory]
     done: Collection[int]
-    """`seq` of the turns that have the column."""
+    """The `seq` of turns that have the column."""
     sampling: Mapping[int, Mapping[str, Any]]
-    """Sampling parameters by turn, where they are known."""
+    """Sampling parameters by turn, where known."""
 
 
 @dataclass
 class ScoreReport:
-    """What was scored, and how far the record is from it."""
+    """The result of scoring, and how far the record is from the scores."""
 
     engine: str
     model: str
@@ -47,19 +47,19 @@ class ScoreReport:
     distribution: TokenDistribution = SCORED
     sessions: int = 0
     turns: int = 0
-    """Turns that were scored now."""
+    """Turns that were scored in this run."""
     tokens: int = 0
     """Their sampled tokens."""
     had_it: int = 0
-    """Turns that had the column already."""
+    """Turns that already had the column."""
     not_scored: Counter[str] = field(default_factory=Counter)
-    """Turns that could not be scored, by why."""
+    """Turns that could not be scored, by reason."""
     numeric: Numbers = field(default_factory=Numbers)
-    """Scores against what was recorded, where they were compared."""
+    """Scores compared with the record."""
     not_comparable: Mapping[str, int] = field(default_factory=dict)
-    """Tokens that were not compared with what was recorded, by why."""
+    """Tokens that were not compared with the record, by reason."""
     causes: tuple[Attribution, ...] = ()
-    """Why what was recorded is further off than rounding explains; none if it isn't, or was not compared."""
+    """Causes of larger differences than rounding explains; empty without such, or if nothing was compared."""
 
 
 Write = Callable[[Sequence[TurnColumn]], Awaitable[None]]
@@ -119,7 +119,7 @@ async def _score(
     for one in session.trajectories:
         spans = zip(one.turns, one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True)
         due = [(turn, start, end) for turn, start, end in spans if turn not in done and end > start]
-        # Behind an image a text model knows nothing.
+        # A text model can't score what follows an image.
         before_images = min((span.start for span in one.media), default=len(one.token_ids))
         scorable = [(turn, start, end) for turn, start, end in due if end <= before_images]
         done.update(turn for turn, _, _ in due)
@@ -152,7 +152,7 @@ async def _score(
 
 
 def recorded_sessions(store: Store, column: str, *, again: bool = False) -> Iterable[Recorded]:
-    """The sessions of a store, one at a time; with `again` as if no turn had the column."""
+    """Yield the sessions of a store, one at a time; with `again` as if no turn had the column."""
     for stored in store.iter_sessions():
         session_id = stored.info.session_id
         done = frozenset() if again else store.turns_with_column(session_id, column)

@@ -1,7 +1,7 @@
-"""Whether a server serves the model of a folder: its ids of texts, the likelihood of a text, its names.
+"""Check that a server serves the model of a folder: its ids of texts, the likelihood of a text, its names.
 
-`tokentape doctor` prints what is found here, and a gateway samples from no server that fails it. What a server does
-not tell is a warning, never ok.
+`tokentape doctor` prints the results, and a gateway samples from no server that fails. What a server does not tell is a
+warning, never ok.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tokentape.audit.lock.goldens import TEXTS
+from tokentape.audit.skew.report_text import first_difference
+from tokentape.chat import grammar
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import EngineInfo
 from tokentape.engines.http import HttpClient
@@ -34,35 +37,15 @@ from tokentape.errors import (
 from tokentape.types import Message, TokenIds, Tool
 
 MARGIN = 4.0
-"""Nats per token by which the scored text has to be likelier than other ids of the same rank. See docs/engines.md for
-how it was measured: by models of each of ten tokenizers, true pairs and crossed ones."""
+"""Nats per token by which the scored text must be likelier than other ids of the same rank. docs/engines.md has the
+measurement: models of each of ten tokenizers, true pairs and crossed ones."""
 
 SCORED_TOKENS = 64
 
 _MORE_IDS = 16
 _SAMPLES = 4
-"""Sets of other ids that the text is compared with; their mean counts."""
+"""Sets of other ids to compare the text with; their mean counts."""
 
-_TEXTS = (
-    "Hello, world! How's it going?",
-    "  leading and trailing spaces  \n\n\ttabs",
-    "def f(x):\n    return {'a': [1, 2.5e-3, None]}",
-    "1234567890 12,345.67 2026-11-21",
-    "naïve café, Zürich, Ελληνικά, Русский, 中文字符, 日本語, العربية, हिन्दी, 🙂🇪🇺👩‍🚀",
-    "e\u0301 \u00e9 \ufb01 \u00a0 \u200b \ufeff",
-)
-_TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": "price_of",
-        "description": "Price of an item.",
-        "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
-    },
-}
-_QUESTION: tuple[Message, ...] = (
-    {"role": "system", "content": "You help in a shop."},
-    {"role": "user", "content": "What do pears cost?"},
-)
 _SCORED: tuple[Message, ...] = (
     {"role": "user", "content": "What is the capital of France, and what can one see there?"},
     {
@@ -74,34 +57,31 @@ _SCORED: tuple[Message, ...] = (
     {"role": "user", "content": "Thank you. How long does it take to get there by train from London?"},
 )
 _CONVERSATIONS: Mapping[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {
-    "a question": (_QUESTION, ()),
-    "a second question": (
-        (*_QUESTION, {"role": "assistant", "content": "12."}, {"role": "user", "content": "And plums?"}),
-        (),
-    ),
-    "a question with a tool": (_QUESTION, (_TOOL,)),
+    "a question": ((grammar.SYSTEM, grammar.QUESTION), ()),
+    "a second question": ((grammar.SYSTEM, grammar.EARLIER, grammar.TURNS["content"], grammar.QUESTION), ()),
+    "a question with a tool": ((grammar.SYSTEM, grammar.QUESTION), (grammar.TOOL,)),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
     found: str
     advice: str = ""
-    """What to do; empty if nothing is to be done."""
+    """What to do; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderModel:
-    """What a model folder says of itself. What it does not say is empty or None."""
+    """The names and the configuration of a model folder."""
 
     names: frozenset[str]
-    """Its absolute path, and its name on the Hub where it was given by that."""
+    """Its absolute path, and its name on the Hub if it was given by that."""
     config: Mapping[str, Any]
-    """What config.json holds."""
+    """The content of config.json; empty if there is none."""
 
     @classmethod
     def read(cls, folder: Path, *names: str) -> FolderModel:
@@ -117,26 +97,23 @@ class FolderModel:
 async def serves_model(
     kind: str, http: HttpClient, info: EngineInfo, renderer: Renderer, folder: FolderModel, expected: str | None = None
 ) -> list[CheckResult]:
-    """Compare the server with the folder in every way that it answers. `expected` is a name that it has to serve.
+    """Compare the server with the folder in every way that it answers. `expected` is a name that it must serve.
 
     Raises `EngineUnavailable` and `EngineTimeout`.
     """
     tokenizer = await same_tokenizer(kind, http, info.model, renderer)
     findings = [tokenizer, same_name(await served_as(kind, http), folder, expected)]
-    # An id outside the model's vocabulary ends some servers: only what is the tokenizer's own is sent.
+    # Some servers crash on an id outside of their vocabulary, so the ids are sent only if the tokenizer is the same.
     if tokenizer.status != "fail":
         findings.append(await likely_text(http, info, renderer))
     return findings
 
 
 async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Renderer) -> CheckResult:
-    """Compare the server's ids of plain texts and of all control tokens with ours.
-
-    Other ids are other words to the model: nothing works then.
-    """
+    """Compare the server's ids of plain texts and of all control tokens with ours."""
     name = "tokenizer"
     controls = "\n".join(control.content for control in renderer.tokenizer.controls)
-    texts = [text for text in (*_TEXTS, controls) if text]
+    texts = [text for text in (*TEXTS.values(), controls) if text]
     try:
         asked = (server_text_ids(kind, http, model, text, controls=text is controls) for text in texts)
         answers = await asyncio.gather(*asked)
@@ -156,11 +133,11 @@ async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Rend
     if more:
         found = f"the server has text for ids from {renderer.tokenizer.vocab_size} on, which the folder does not have"
         return CheckResult(name, "fail", found, "The model folder is that of another model or of an older revision.")
-    return CheckResult(name, "ok", f"the server's ids are ours for {len(_TEXTS)} texts and all control tokens")
+    return CheckResult(name, "ok", f"the server's ids are ours for {len(TEXTS)} texts and all control tokens")
 
 
 async def _more_text(kind: str, http: HttpClient, model: str, vocab_size: int) -> str | None:
-    """The text of the ids after the last one here: a tokenizer that begins alike may have more tokens."""
+    """Return the text of the ids after our last one: a tokenizer with the same first ids may have more tokens."""
     if kind not in ("vllm", "sglang"):
         return None
     try:
@@ -172,11 +149,10 @@ async def _more_text(kind: str, http: HttpClient, model: str, vocab_size: int) -
 
 
 async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) -> CheckResult:
-    """Whether a plain text, rendered by the folder's template, is likely to the model that the server serves.
+    """Check that a plain text, rendered by the folder's template, is likely to the served model.
 
-    It is compared with other ids of about the same rank that repeat where the text's own do: to a model of other ids,
-    both are noise, however well it copies and whatever it thinks of frequent ids. Raises `EngineUnavailable` and
-    `EngineTimeout`.
+    It is compared with other ids of about the same rank that repeat in the same places. To a model of other ids both
+    are noise, even if it copies well and prefers frequent ids. Raises `EngineUnavailable` and `EngineTimeout`.
     """
     name = "text"
     try:
@@ -204,7 +180,7 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
 
 
 def other_ids(ids: TokenIds, vocab_size: int, seed: int) -> TokenIds:
-    """Other ids of about the same rank in the last `SCORED_TOKENS` places, the same one wherever an id repeats."""
+    """Return other ids of about the same rank in the last `SCORED_TOKENS` places, equal where the ids are equal."""
     random = np.random.default_rng(seed)
     tail = ids[-SCORED_TOKENS:].astype(np.int64)
     own, places = np.unique(tail, return_inverse=True)
@@ -213,7 +189,7 @@ def other_ids(ids: TokenIds, vocab_size: int, seed: int) -> TokenIds:
 
 
 def same_name(served: ServedAs, folder: FolderModel, expected: str | None = None) -> CheckResult:
-    """Compare what the server calls its model, and says of it, with the folder."""
+    """Compare the server's names and facts of its model with the folder."""
     name, config = "name", folder.config
     says = f"the server says that it serves {', '.join(sorted(served.names)) or 'nothing'}"
     advice = "Name the server's own model folder; or say with --engine-model NAME that NAME is the folder's model."
@@ -237,18 +213,18 @@ def same_name(served: ServedAs, folder: FolderModel, expected: str | None = None
 
 
 def _hub_name(name: str) -> str:
-    """The Hub name in a path of the Hub's cache; any other name as it is."""
+    """Return the Hub name in a path of the Hub's cache; any other name unchanged."""
     cached = re.search(r"models--([^/]+?)--([^/]+)", name)
     return f"{cached[1]}/{cached[2]}" if cached else name
 
 
 def _short(name: str) -> str:
-    """The last part of a path or Hub name."""
+    """Return the last part of a path or Hub name."""
     return re.split(r"[/\\]", _hub_name(name).rstrip("/\\"))[-1].lower()
 
 
 def _telling(name: str) -> bool:
-    """Whether a name says which model it is: a Hub name, or one with a number of parameters in it."""
+    """Return True for a name that identifies a model: a Hub name, or one with a number of parameters in it."""
     return bool(
         re.fullmatch(r"[\w.-]+/[\w.-]+", _hub_name(name))
         or re.search(r"(?<![a-z\d])\d+(\.\d+)?b(?![a-z\d])", _short(name))
@@ -256,7 +232,7 @@ def _telling(name: str) -> bool:
 
 
 async def same_template(kind: str, http: HttpClient, model: str, renderer: Renderer) -> CheckResult:
-    """Compare the server's ids of conversations with ours. Other ids matter to whoever lets the server render."""
+    """Compare the server's ids of conversations with ours. They matter only if the server renders."""
     name, advice = "template", "Nothing is sampled from its rendering unless you capture; see `chat_template`."
     compared = 0
     for what, (messages, tools) in _CONVERSATIONS.items():
@@ -278,8 +254,8 @@ async def same_template(kind: str, http: HttpClient, model: str, renderer: Rende
 
 
 def _around(ours: Sequence[int], theirs: Sequence[int]) -> str:
-    """Where two sequences begin to differ, in words."""
-    at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    """Return in words where two sequences begin to differ."""
+    at = first_difference(ours, theirs)
     return (
         f"{list(ours[at : at + 4])} here and {list(theirs[at : at + 4])} at the server from token {at} on "
         f"({len(ours)} and {len(theirs)} in all)"

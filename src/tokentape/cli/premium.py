@@ -35,7 +35,7 @@ def premium(
 
     from rich.console import Console
 
-    from tokentape.audit.premium import measure, premium_layout, read_corpus
+    from tokentape.audit.premium import measure_premium, premium_layout, read_corpus
     from tokentape.chat.tokenizer import Tokenizer
     from tokentape.errors import InvalidRequest
 
@@ -46,7 +46,7 @@ def premium(
     }
     with Console(stderr=True).status("tokenizing"):
         try:
-            found = measure(tokenizers, read_corpus(corpus, lines), baseline=baseline)
+            found = measure_premium(tokenizers, read_corpus(corpus, lines), baseline=baseline)
         except InvalidRequest as error:
             raise typer.BadParameter(str(error), param_hint="--corpus") from None
     rows = {"languages": found.languages, "scripts": found.scripts}

@@ -103,11 +103,10 @@ async def _run(
     from rich.console import Console
     from rich.progress import Progress
 
-    from tokentape.audit.lock.goldens import DATE
     from tokentape.audit.probe.running import ProbeFile, header, run_trials
     from tokentape.chat import grammar
 
-    setup = grammar.setup(renderer.fingerprint, template_kwargs, tools=(), date=DATE)
+    setup = grammar.setup(renderer.fingerprint, template_kwargs, tools=(), date=grammar.DATE)
     made = header(engine, renderer, setup, settings)
     place = {trial: at for at, trial in enumerate(asked)}
     file = ProbeFile(output, made) if output is not None else None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tokentape.audit.compare.formats import comparison_lines, summary
 from tokentape.audit.tokendiff import compare
+from tokentape.audit.tokendiff.formats import comparison_lines, summary
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.types import Codes, TokenIds
 

@@ -13,7 +13,6 @@ from click.testing import Result as CliResult
 from typer.testing import CliRunner
 
 from tests.chat.conftest import load_tokenizer
-from tokentape.audit.lock.goldens import DATE
 from tokentape.audit.probe.running import ProbeFile, ProbeResult, ProbeSettings, header, read_results, run_trials
 from tokentape.audit.probe.summary import probe_layout, summarise
 from tokentape.audit.probe.trials import Trial, outcome, read_texts, trials
@@ -71,7 +70,7 @@ def qwen() -> Renderer:
 
 
 def setup_of(renderer: Renderer) -> Setup:
-    return grammar.setup(renderer.fingerprint, {}, tools=(), date=DATE)
+    return grammar.setup(renderer.fingerprint, {}, tools=(), date=grammar.DATE)
 
 
 def ids_of(renderer: Renderer, *pieces: str) -> list[int]:

@@ -18,9 +18,6 @@ from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import TemplateRefused
 from tokentape.types import Message, Tool
 
-DATE = "2024-07-26"
-"""The date that templates see."""
-
 TEXTS: Mapping[str, str] = json.loads(Path(__file__).with_name("goldens.json").read_text(encoding="utf-8"))
 """Texts by name. None of them spells a control token of a known model."""
 
@@ -59,7 +56,7 @@ def golden_ids(renderer: Renderer, template_kwargs: Mapping[str, Any], golden: L
     """Return the ids of an input, a conversation with the generation prompt; None if the template refuses it."""
     if not golden.messages:
         return tuple(renderer.tokenizer.encode_plain(golden.text, add_special_tokens=golden.special))
-    setup = grammar.setup(renderer.fingerprint, template_kwargs, tools=golden.tools, date=DATE)
+    setup = grammar.setup(renderer.fingerprint, template_kwargs, tools=golden.tools, date=grammar.DATE)
     try:
         return tuple(renderer.render(golden.messages, setup).ids.tolist())
     except TemplateRefused:

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from tokentape.audit.lock.components import STEPS, Components, components_of
-from tokentape.audit.lock.goldens import DATE, LockGolden, goldens_of
+from tokentape.audit.lock.goldens import LockGolden, goldens_of
+from tokentape.chat import grammar
 from tokentape.chat.certificate import Certificate
 from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.renderer import Renderer
@@ -48,7 +49,7 @@ class Lock:
     certificate: Mapping[str, Any]
     """The findings of its certificate, see `certified`."""
     goldens: tuple[LockGolden, ...]
-    date: str = DATE
+    date: str = grammar.DATE
 
     def to_text(self) -> str:
         """Return the lockfile, the same bytes for the same lock."""

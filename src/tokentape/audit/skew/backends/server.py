@@ -13,6 +13,7 @@ from tokentape.audit.skew.backends.base import Ability, Backend, BackendFacts, R
 from tokentape.audit.skew.backends.spec import BackendOptions
 from tokentape.audit.skew.conversations import with_text_arguments
 from tokentape.engines.http import HttpClient
+from tokentape.engines.identity import Card, served_cards
 from tokentape.engines.tokenizing import server_chat_ids, server_prompt_ids, server_text, server_text_ids
 from tokentape.errors import (
     EngineContractError,
@@ -32,15 +33,6 @@ _OWNERS = {**{kind: kind for kind in KINDS}, "tokentape": "gateway"}
 _HELLO: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
 
 _T = TypeVar("_T")
-
-
-class _Model(msgspec.Struct):
-    id: str
-    owned_by: str = ""
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 class _Version(msgspec.Struct):
@@ -196,8 +188,12 @@ async def introduced(http: HttpClient, kind: str | None = None) -> tuple[str, st
 
     Raises `InvalidRequest` if the kind can't be detected, `EngineError` and its kinds if the server can't be reached.
     """
-    models = await _get(http, "/v1/models", _Models)
-    first = models.data[0] if models is not None and models.data else _Model("")
+    try:
+        first = (await served_cards(http))[0]
+    except (EngineError, InvalidRequest) as error:
+        if isinstance(error, EngineError) and error.retry:
+            raise  # it can't be reached
+        first = Card("")
     if kind is None:
         kind = _OWNERS.get(first.owned_by) or await _detected(http)
     if kind is None:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from tokentape.audit.compare.rows import RowComparison
 from tokentape.audit.report import escape_invisible as shown
 from tokentape.audit.report import json_text
 from tokentape.audit.tokendiff import ARTIFACTS, KINDS, Comparison, Difference
+from tokentape.audit.tokendiff.rows import RowComparison
 from tokentape.version import __version__
 
 _TEXT = 60

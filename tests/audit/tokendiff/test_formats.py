@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokentape.audit.compare.formats import comparison_lines, github, junit, sarif, summary
-from tokentape.audit.compare.rows import RowComparison, compare_rows
 from tokentape.audit.id_rows import IdRow, Span
+from tokentape.audit.tokendiff.formats import comparison_lines, github, junit, sarif, summary
+from tokentape.audit.tokendiff.rows import RowComparison, compare_rows
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.testing import assert_same_tokens

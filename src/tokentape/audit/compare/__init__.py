@@ -1,1 +1,0 @@
-"""The comparator: where two id sequences that should be equal differ, and in what way."""
