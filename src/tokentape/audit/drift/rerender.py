@@ -1,8 +1,8 @@
 """Render recorded conversations again from their messages, as stateless servers and trainers do.
 
-`RerenderMeter` does so for each turn but the first of a branch: the context that the engine had is compared with the
-template's rendering of the messages that the client sent and received. Differences are, for example, reasoning that the
-template drops, or tool arguments that it writes in another way.
+`RerenderMeter` compares the context of each turn but the first of a branch with the template's rendering of the
+messages that the client sent and received. Differences are, for example, reasoning that the template drops, or tool
+arguments that it writes in another way.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class RerenderMeter:
     def add(self, stored: StoredSession) -> None:
         """Render the later turns of a session. A turn that branches share is rendered once."""
         session = stored.tree()
-        seen: set[int] = set()
         roots: dict[int, set[tuple[object, ...]]] = {}
+        seen: set[int] = set()
         for one in stored.trajectories():
             messages: list[Message] = []
             for n, turn in enumerate(session.path(one.leaf)):
@@ -143,9 +143,8 @@ def _said(turns: Sequence[Turn]) -> list[Message]:
 
 def with_objects(message: Message) -> Message:
     """Return the message with tool arguments as objects, as chat servers give them to a template."""
-    if not message.get("tool_calls"):
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": list(map(_with_object, calls))} if calls else message
 
 
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from tokentape.audit.lock.components import BLOCK, Components, LockedToken
+from tokentape.audit.lock.components import BLOCK, LockedToken
 from tokentape.audit.lock.goldens import LockGolden
 from tokentape.audit.lock.lockfile import Lock
 from tokentape.audit.lock.observing import Observed
@@ -105,24 +105,30 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
         yield _named("template kwargs", f"were {was}, are {now}")
     if observed.components is None:
         return
-    was_parts, parts = lock.components, observed.components
-    for name, step in was_parts.steps.items():
-        if parts.steps[name] != step:
-            yield _named(name, _step_change(step, parts.steps[name]))
-    for name in ("vocabulary", "merges"):
-        was_blocks, blocks = getattr(was_parts, name), getattr(parts, name)
-        if blocks != was_blocks:
-            yield _named(name, _block_change(name, was_blocks, blocks))
-    yield from _added_tokens(was_parts, parts)
-    for key in sorted({*was_parts.special_tokens, *parts.special_tokens}):
-        named = (each.special_tokens.get(key) for each in (was_parts, parts))
-        was, now = (repr(token) if token else "none" for token in named)
+    old, new = lock.components, observed.components
+    for name, step in old.steps.items():
+        if new.steps[name] != step:
+            yield _named(name, _step_change(step, new.steps[name]))
+    if new.vocabulary != old.vocabulary:
+        yield _named("vocabulary", _block_change("id", old.vocabulary, new.vocabulary))
+    if new.merges != old.merges:
+        yield _named("merges", _block_change("merge", old.merges, new.merges))
+    tokens = [{token.id: token for token in each.added_tokens} for each in (old, new)]
+    changes = [_token_change(i, tokens[0].get(i), tokens[1].get(i)) for i in sorted(tokens[0] | tokens[1])]
+    if any(changes):
+        yield _named("added tokens", _first_few(list(filter(None, changes)), _SHOWN))
+    for key in sorted({*old.special_tokens, *new.special_tokens}):
+        was, now = (repr(one) if one else "none" for one in (old.special_tokens.get(key), new.special_tokens.get(key)))
         if was != now:
             yield _named("special tokens", f"{key} was {was}, is {now}")
-    if parts.eos_ids != was_parts.eos_ids:
-        yield _named("end-of-sequence ids", f"were {list(was_parts.eos_ids)}, are {list(parts.eos_ids)}")
-    if parts.template_sha256 != was_parts.template_sha256:
-        yield _named("template", _template_change(was_parts.template, parts.template))
+    if new.eos_ids != old.eos_ids:
+        yield _named("end-of-sequence ids", f"were {list(old.eos_ids)}, are {list(new.eos_ids)}")
+    if new.template_sha256 != old.template_sha256:
+        yield _named("template", _template_change(old.template, new.template))
+
+
+def _first_few(found: Sequence[str], most: int) -> str:
+    return "; ".join(found[:most]) + (f"; and {len(found) - most} more" if len(found) > most else "")
 
 
 def _named(what: str, found: str) -> LockChange:
@@ -155,38 +161,25 @@ def _kind(step: Any) -> str:
     return str(step.get("type") or "settings") if isinstance(step, Mapping) else _short(step)
 
 
-def _block_change(name: str, was: Sequence[str], now: Sequence[str]) -> str:
+def _block_change(what: str, was: Sequence[str], now: Sequence[str]) -> str:
     at = first_difference(was, now)
     changed = sum(a != b for a, b in zip_longest(was, now))
-    what = "ids" if name == "vocabulary" else "merges"
     return (
-        f"{changed} of {max(len(was), len(now))} blocks of {BLOCK} {what} differ, the first from {what.rstrip('s')} "
+        f"{changed} of {max(len(was), len(now))} blocks of {BLOCK} {what}s differ, the first from {what} "
         f"{at * BLOCK} to {(at + 1) * BLOCK - 1}"
     )
 
 
-def _added_tokens(was_parts: Components, parts: Components) -> Iterator[LockChange]:
-    was, now = ({token.id: token for token in each.added_tokens} for each in (was_parts, parts))
-    found = [
-        _token_change(token_id, was.get(token_id), now.get(token_id))
-        for token_id in sorted(was | now)
-        if was.get(token_id) != now.get(token_id)
-    ]
-    if found:
-        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        yield _named("added tokens", "; ".join(found[:_SHOWN]) + more)
-
-
 def _token_change(token_id: int, was: LockedToken | None, now: LockedToken | None) -> str:
-    if now is None:
-        return f"{token_id} {was.content!r} is gone" if was is not None else ""
-    if was is None:
-        return f"{token_id} {now.content!r} is new"
+    """Return how a token changed; empty if it did not."""
+    if was is None or now is None:
+        return f"{token_id} {was.content!r} is gone" if was else f"{token_id} {now.content!r} is new" if now else ""
     if was.content != now.content:
         return f"{token_id} was {was.content!r}, is {now.content!r}"
-    lost = [f"no longer {flag}" for flag in was.flags.split() if flag not in now.flags.split()]
-    won = [f"now {flag}" for flag in now.flags.split() if flag not in was.flags.split()]
-    return f"{token_id} {now.content!r} is {' and '.join(lost + won)}"
+    before, after = was.flags.split(), now.flags.split()
+    flags = [f"no longer {flag}" for flag in before if flag not in after]
+    flags += [f"now {flag}" for flag in after if flag not in before]
+    return f"{token_id} {now.content!r} is {' and '.join(flags)}" if flags else ""
 
 
 def _template_change(was: Sequence[str], now: Sequence[str]) -> str:
@@ -208,9 +201,8 @@ def _certificate(lock: Lock, observed: Observed, moved: Sequence[str]) -> Iterat
         if observed.certificate.get(key) != was
     ]
     if found:
-        more = f"; and {len(found) - _SHOWN_OF_CERTIFICATE} more" if len(found) > _SHOWN_OF_CERTIFICATE else ""
         cause = "follows from the changes above" if not moved else f"follows from the changes above, or {moved[0]}"
-        yield LockChange("certificate", "; ".join(found[:_SHOWN_OF_CERTIFICATE]) + more, cause)
+        yield LockChange("certificate", _first_few(found, _SHOWN_OF_CERTIFICATE), cause)
 
 
 def _goldens(lock: Lock, observed: Observed, changed: Sequence[str], moved: Sequence[str]) -> Iterator[LockChange]:

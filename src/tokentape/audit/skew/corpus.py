@@ -23,6 +23,7 @@ from tokentape.audit.skew.backends.base import Backend
 from tokentape.audit.skew.findings import CorpusStatistics
 from tokentape.audit.skew.text_probes import Differing
 from tokentape.errors import InvalidRequest
+from tokentape.session.arrow import open_parquet
 
 RANGE_BYTES = 4 << 20
 """The bytes that one process reads at a time."""
@@ -126,26 +127,16 @@ def ranges_of(files: Iterable[Path]) -> Iterator[Range]:
     """Yield the ranges of files. Raises `InvalidRequest` for a file that is not what its name says."""
     for path in files:
         if path.suffix == ".parquet":
-            yield from _row_groups(path)
+            start = 0
+            with open_parquet(path) as file:
+                for number in range(file.num_row_groups):
+                    end = start + file.metadata.row_group(number).total_byte_size
+                    yield Range(path, start, end, number)
+                    start = end
             continue
         size = path.stat().st_size
         for start in range(0, size, RANGE_BYTES):
             yield Range(path, start, min(start + RANGE_BYTES, size))
-
-
-def _row_groups(path: Path) -> Iterator[Range]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        metadata = pq.read_metadata(path)
-    except pa.ArrowInvalid:
-        raise InvalidRequest(f"{path} is not a Parquet file") from None
-    start = 0
-    for number in range(metadata.num_row_groups):
-        end = start + metadata.row_group(number).total_byte_size
-        yield Range(path, start, end, number)
-        start = end
 
 
 def _in_processes(names: tuple[str, str], ranges: Sequence[Range], workers: int) -> Iterator[Compared]:
@@ -195,8 +186,11 @@ def documents_of(one: Range) -> Iterator[str]:
     Bytes that are not UTF-8 become U+FFFD.
     """
     if one.row_group is not None:
-        for record in _records(one.path, one.row_group):
-            yield from _texts_of(record)
+        with open_parquet(one.path) as file:
+            known = [name for name in (*_FIELDS, "messages") if name in file.schema_arrow.names]
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[one.row_group], columns=known):
+                for record in batch.to_pylist():
+                    yield from _texts_of(record)
         return
     lines = _lines(one)
     if one.path.suffix in (".jsonl", ".ndjson"):
@@ -224,15 +218,6 @@ def _lines(one: Range) -> Iterator[bytes]:
             file.readline()  # a line belongs to the range that it begins in
         while file.tell() < one.end and (line := file.readline()):
             yield line
-
-
-def _records(path: Path, row_group: int) -> Iterator[Any]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as file:
-        known = [name for name in (*_FIELDS, "messages") if name in file.schema_arrow.names]
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[row_group], columns=known):
-            yield from batch.to_pylist()
 
 
 def _json_texts(line: bytes) -> Iterator[str]:

@@ -5,54 +5,23 @@ The split expressions are those of the models' own tokenizer.json, or of tiktoke
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_O200K_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-_O200K_LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-_ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-
 SPLITS: Mapping[str, tuple[str, ...]] = {
-    "gpt2": (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",),
-    "cl100k_base": (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _ENDS,),
-    "qwen2": (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _ENDS,),
-    "qwen3.5": (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _ENDS,),
-    "o200k_base": (
-        f"{_O200K_UPPER}{_CONTRACTIONS}?|{_O200K_LOWER}{_CONTRACTIONS}?"
-        + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
-        + _ENDS,
-    ),
-    "tekken": (f"{_O200K_UPPER}|{_O200K_LOWER}" + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _ENDS,),
-    "deepseek-v3": (
-        r"\p{N}{1,3}",
-        r"[一-龥぀-ゟ゠-ヿ]+",
-        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-        r"| ?[\p{P}\p{S}]+[\r\n]*|" + _ENDS,
-    ),
-    "llama.cpp default": (
-        r"[\p{P}\$\+<=>\^~\|]+",
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-        r"\p{N}+",
-        r"[0-9][0-9][0-9]",
-    ),
-    "kimi-k2": (
-        r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
-        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
-        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _ENDS,
-    ),
+    name: tuple(parts)
+    for name, parts in json.loads(Path(__file__).with_name("splits.json").read_text(encoding="utf-8")).items()
 }
-"""Split expressions by the name they go by: the matches of each in turn are kept apart."""
-
+"""Split expressions by name: the matches of each in turn are kept apart."""
 
 SPLIT_NAMES: Mapping[str, str] = {parts[0]: name for name, parts in SPLITS.items() if len(parts) == 1}
 """The name of each expression that splits by itself."""
 
 
 def byte_level(name: str, *, prefix_space: bool = False) -> dict[str, Any]:
-    """The pre-tokenizer of a tokenizer.json that splits as one of `SPLITS` and writes bytes as characters."""
+    """Return the pre-tokenizer of a tokenizer.json that splits as one of `SPLITS` and writes bytes as characters."""
     steps: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
         for expression in SPLITS[name]
@@ -65,14 +34,14 @@ def _bytes(*, prefix_space: bool = False) -> dict[str, Any]:
 
 
 def metaspace(scheme: str, *, split: bool) -> dict[str, Any]:
-    """SentencePiece's way with spaces; `scheme` says before what one is put."""
+    """Return SentencePiece's handling of spaces. `scheme` says where one is added."""
     return {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split}
 
 
 _SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _FIRST = {"type": "Prepend", "prepend": "▁"}
 SENTENCEPIECE: Mapping[str, tuple[Any, Any]] = {
-    "a space before the text and behind every control token, whatever stands there": (
+    "a space before the text and after every control token, whatever stands there": (
         {"type": "Sequence", "normalizers": [_FIRST, _SPACES]},
         None,
     ),
@@ -85,11 +54,11 @@ SENTENCEPIECE: Mapping[str, tuple[Any, Any]] = {
         None,
     ),
 }
-"""What SentencePiece and its conversions do with spaces, as normalizer and pre-tokenizer."""
+"""How SentencePiece and its conversions handle spaces, as normalizer and pre-tokenizer."""
 
 
 def normalizers() -> dict[str, Any]:
-    """Normalizers to try, by what is said of them."""
+    """Return normalizers to try, by description."""
     return {
         "no normalization": None,
         **{form: {"type": form} for form in ("NFC", "NFKC", "NFD", "NFKD")},
@@ -99,7 +68,7 @@ def normalizers() -> dict[str, Any]:
 
 
 def pre_tokenizers(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Pre-tokenizers to try for a tokenizer like this one, by what is said of them."""
+    """Return pre-tokenizers to try for a tokenizer like this one, by description."""
     spaces = {
         "a space before the first word": metaspace("first", split=False),
         "a space before every piece": metaspace("always", split=False),
@@ -116,7 +85,7 @@ def pre_tokenizers(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_byte_level(spec: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer.json writes bytes as characters, as GPT-2 does."""
+    """Return True if a tokenizer.json writes bytes as characters, as GPT-2 does."""
     return "ByteLevel" in str(spec.get("pre_tokenizer"))
 
 
