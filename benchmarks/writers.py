@@ -24,7 +24,7 @@ import numpy as np
 
 from tokentape.session.chain import seal
 from tokentape.store import SqliteStore, Store
-from tokentape.store.lock import Turnstile
+from tokentape.store.lock import InterprocessLock
 from tokentape.store.postgres import PostgresStore, is_url
 from tokentape.types import Provenance, SessionInfo, Setup, Turn
 
@@ -85,9 +85,9 @@ def be_a_process(location: str, name: str, sessions: int, seconds: float) -> Non
         if is_url(location):
             store = opened.enter_context(PostgresStore.open(location))
         else:
-            turnstile = Turnstile(Path(location))
-            opened.callback(turnstile.close)
-            store = opened.enter_context(SqliteStore.open(location, turnstile=turnstile))
+            writers = InterprocessLock(Path(location))
+            opened.callback(writers.close)
+            store = opened.enter_context(SqliteStore.open(location, writers=writers))
         print("open", flush=True)
         sys.stdin.readline()
         print(json.dumps(asyncio.run(write_all(store, name, sessions, seconds))), flush=True)

@@ -27,8 +27,7 @@ from tokentape.gateway.limits import CheckBridges
 from tokentape.gateway.turns import Turns
 from tokentape.session.verdict import BRIDGE_CHECKED, BRIDGE_DUE, BRIDGE_SKIPPED
 from tokentape.store import SqliteStore, verify
-from tokentape.store.custody import Custody
-from tokentape.store.snapshots import Selection
+from tokentape.store.snapshots import Selection, Snapshots
 from tokentape.types import Turn
 
 TOOLS = tuple(
@@ -401,7 +400,7 @@ def test_a_snapshot_keeps_the_verdict_that_it_was_taken_with(
         async with talking(renderer, tmp_path, ["one<|im_end|>"] * 2) as talk:
             await talk.say(user("a"))
             await talk.say(user("b"))
-            custody = Custody(talk.store)
+            custody = Snapshots(talk.store)
             early = await custody.take(Selection(), "", None)
             held.set()
             await talk.checked()

@@ -27,7 +27,7 @@ from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
 from tokentape.store import SqliteStore, Store, verify
 from tokentape.store.gateways import GatewayState, tell
-from tokentape.store.lock import Turnstile
+from tokentape.store.lock import InterprocessLock
 from tokentape.store.postgres import PostgresStore
 from tokentape.types import SessionInfo
 
@@ -73,9 +73,9 @@ def replicas(renderer: Renderer, location: str | Path) -> Iterator[list[Replica]
         def store() -> Store:
             if isinstance(location, str):
                 return PostgresStore.open(location)
-            turnstile = Turnstile(location)
-            opened.callback(turnstile.close)
-            return SqliteStore.open(location, turnstile=turnstile)
+            writers = InterprocessLock(location)
+            opened.callback(writers.close)
+            return SqliteStore.open(location, writers=writers)
 
         yield [Replica(opened, renderer, store(), name) for name in ("one", "two")]
 

@@ -22,8 +22,7 @@ from tokentape.errors import Conflict, InvalidRequest, StoreCorrupt, StoreError
 from tokentape.session.jsonl import json_line
 from tokentape.store import Store, archive, open_record, verify
 from tokentape.store.archive import Archived, SnapshotClient, archive_sessions
-from tokentape.store.custody import Custody
-from tokentape.store.snapshots import Selection
+from tokentape.store.snapshots import Selection, Snapshots
 from tokentape.types import Answer, Reward, SessionInfo, TurnColumn, TurnPayload
 
 run = asyncio.run
@@ -183,11 +182,11 @@ def test_cut_off_anywhere_it_goes_on(store: Store, target: str, monkeypatch: pyt
 def test_cut_off_within_the_snapshot_it_holds_nothing_for_ever(
     store: Store, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die(self: Custody, snapshot_id: int) -> object:
+    def die(self: Snapshots, snapshot_id: int) -> object:
         raise SystemExit
 
     with monkeypatch.context() as patched:
-        patched.setattr(Custody, "_read", die)
+        patched.setattr(Snapshots, "_read", die)
         with pytest.raises(SystemExit):
             archived(store, target, delete=True)
     assert archived(store, target, delete=True).deleted == ["a", "b"]

@@ -16,7 +16,7 @@ from tests.records import SETUP, make_chain, make_turn
 from tokentape.errors import Conflict, StoreError, StoreFull, StoreUnavailable
 from tokentape.store import SqliteStore
 from tokentape.store.commit import CommitQueue, Failure, Work
-from tokentape.store.driver import explain_wrapped, writing_engine
+from tokentape.store.sqlite import explain_wrapped, writing_engine
 from tokentape.types import SessionInfo
 
 

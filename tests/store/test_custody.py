@@ -13,8 +13,7 @@ from tokentape.errors import Conflict, InvalidRequest, NotFound
 from tokentape.session.jsonl import json_line
 from tokentape.store import Store, verify
 from tokentape.store.commit import Work
-from tokentape.store.custody import Custody
-from tokentape.store.snapshots import Selection, Snapshot
+from tokentape.store.snapshots import Selection, Snapshot, Snapshots
 from tokentape.types import Reward, SessionInfo, TurnColumn
 
 CHAIN = make_chain("a", 3)
@@ -31,14 +30,14 @@ def store(place: Place) -> Iterator[Store]:
 
 
 @pytest.fixture
-def custody(store: Store) -> Custody:
-    return Custody(store)
+def custody(store: Store) -> Snapshots:
+    return Snapshots(store)
 
 
 run = asyncio.run
 
 
-def take(custody: Custody, *session_ids: str, since: int | None = None) -> Snapshot:
+def take(custody: Snapshots, *session_ids: str, since: int | None = None) -> Snapshot:
     return run(custody.take(Selection(session_ids=session_ids or None, since=since), "", ""))
 
 
@@ -54,7 +53,7 @@ def names(snapshot: Snapshot) -> list[str]:
 # Contents
 
 
-def test_a_snapshot_says_what_is_in_it(custody: Custody) -> None:
+def test_a_snapshot_says_what_is_in_it(custody: Snapshots) -> None:
     taken = take(custody)
     assert (taken.snapshot_id, taken.state, taken.owner) == (1, "held", "")
     assert taken.contents is not None
@@ -69,7 +68,7 @@ def test_a_snapshot_says_what_is_in_it(custody: Custody) -> None:
     }
 
 
-def test_contents_stay_the_same_however_much_is_recorded_later(custody: Custody, store: Store) -> None:
+def test_contents_stay_the_same_however_much_is_recorded_later(custody: Snapshots, store: Store) -> None:
     run(store.write(advantages(1), Reward("a", None, 0.5, 1.0)))
     taken = take(custody, "a")
     before = bits(list(custody.trajectories(1)))
@@ -85,7 +84,7 @@ def test_contents_stay_the_same_however_much_is_recorded_later(custody: Custody,
     assert bits(list(custody.trajectories(2))) == bits([now])
 
 
-def test_replaced_values_are_let_go_of_when_no_snapshot_has_them(custody: Custody, store: Store) -> None:
+def test_replaced_values_are_let_go_of_when_no_snapshot_has_them(custody: Snapshots, store: Store) -> None:
     run(store.write(advantages(1)))
     take(custody, "a")
     for value in (2, 3):
@@ -97,13 +96,13 @@ def test_replaced_values_are_let_go_of_when_no_snapshot_has_them(custody: Custod
 
 
 def test_a_snapshot_that_a_killed_gateway_began_is_finished_when_it_is_asked_for(
-    custody: Custody, store: Store, monkeypatch: pytest.MonkeyPatch
+    custody: Snapshots, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dies(self: Custody, snapshot_id: int) -> None:
+    def dies(self: Snapshots, snapshot_id: int) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(Custody, "_read", dies)
+        patched.setattr(Snapshots, "_read", dies)
         with pytest.raises(MemoryError):
             take(custody, "a")
     assert custody.find(1, "").digest is None
@@ -116,7 +115,7 @@ def test_a_snapshot_that_a_killed_gateway_began_is_finished_when_it_is_asked_for
 # Selection
 
 
-def test_a_key_s_snapshot_has_its_own_sessions(custody: Custody) -> None:
+def test_a_key_s_snapshot_has_its_own_sessions(custody: Snapshots) -> None:
     assert names(take(custody)) == ["a", "b"]
     assert names(run(custody.take(Selection(), "admin", None))) == ["a", "b", "theirs"]
     with pytest.raises(NotFound, match="theirs"):
@@ -125,7 +124,7 @@ def test_a_key_s_snapshot_has_its_own_sessions(custody: Custody) -> None:
         custody.find(1, "them")
 
 
-def test_sessions_are_selected_by_metadata_and_by_idleness(custody: Custody, store: Store) -> None:
+def test_sessions_are_selected_by_metadata_and_by_idleness(custody: Snapshots, store: Store) -> None:
     assert names(run(custody.take(Selection(metadata={"run": 2}), "", ""))) == ["b"]
     with pytest.raises(InvalidRequest, match="no session is selected"):
         run(custody.take(Selection(metadata={"run": 3}), "", ""))
@@ -134,7 +133,7 @@ def test_sessions_are_selected_by_metadata_and_by_idleness(custody: Custody, sto
     assert names(run(custody.take(Selection(idle_seconds=60), "", ""))) == ["b"]
 
 
-def test_what_has_not_changed_since_is_left_out_over_several_snapshots(custody: Custody, store: Store) -> None:
+def test_what_has_not_changed_since_is_left_out_over_several_snapshots(custody: Snapshots, store: Store) -> None:
     take(custody)
     with pytest.raises(InvalidRequest):
         take(custody, since=1)
@@ -147,7 +146,7 @@ def test_what_has_not_changed_since_is_left_out_over_several_snapshots(custody: 
     assert names(take(custody, since=3)) == ["a", "c"]
 
 
-def test_a_snapshot_since_somebody_else_s_is_not_found(custody: Custody) -> None:
+def test_a_snapshot_since_somebody_else_s_is_not_found(custody: Snapshots) -> None:
     take(custody)
     with pytest.raises(NotFound):
         run(custody.take(Selection(since=1), "them", "them"))
@@ -156,7 +155,7 @@ def test_a_snapshot_since_somebody_else_s_is_not_found(custody: Custody) -> None
 # Holding, confirming, dropping
 
 
-def test_a_held_session_can_not_be_deleted_but_by_force(custody: Custody, store: Store) -> None:
+def test_a_held_session_can_not_be_deleted_but_by_force(custody: Snapshots, store: Store) -> None:
     taken = take(custody, "a")
     with pytest.raises(Conflict, match="snapshot 1"):
         run(store.delete_session("a"))
@@ -168,7 +167,7 @@ def test_a_held_session_can_not_be_deleted_but_by_force(custody: Custody, store:
     run(custody.confirm(1, "", taken.digest))
 
 
-def test_a_session_of_the_same_id_is_not_the_one_that_is_held(custody: Custody, store: Store) -> None:
+def test_a_session_of_the_same_id_is_not_the_one_that_is_held(custody: Snapshots, store: Store) -> None:
     take(custody, "a")
     run(store.delete_session("a", force=True))
     run(store.write(SessionInfo("a", 9.0), make_turn("a", 0)))
@@ -178,28 +177,28 @@ def test_a_session_of_the_same_id_is_not_the_one_that_is_held(custody: Custody, 
 
 
 @pytest.mark.parametrize("ending", ["confirm", "release"])
-def test_a_confirmed_or_released_session_can_be_deleted(custody: Custody, store: Store, ending: str) -> None:
+def test_a_confirmed_or_released_session_can_be_deleted(custody: Snapshots, store: Store, ending: str) -> None:
     taken = take(custody, "a")
     assert taken.digest is not None
     run(custody.confirm(1, "", taken.digest) if ending == "confirm" else custody.release(1, ""))
     run(store.delete_session("a"))
 
 
-def test_another_digest_confirms_nothing(custody: Custody) -> None:
+def test_another_digest_confirms_nothing(custody: Snapshots) -> None:
     take(custody, "a")
     with pytest.raises(Conflict, match="damaged or another snapshot"):
         run(custody.confirm(1, "", "0" * 64))
     assert custody.find(1, "").state == "held"
 
 
-def test_nothing_is_dropped_before_it_is_confirmed(custody: Custody, store: Store) -> None:
+def test_nothing_is_dropped_before_it_is_confirmed(custody: Snapshots, store: Store) -> None:
     take(custody, "a")
     with pytest.raises(Conflict, match="not confirmed"):
         run(custody.drop(1, ""))
     assert len(store.load_session("a").turns) == 2
 
 
-def test_a_dropped_session_is_gone_and_stays_gone(custody: Custody, store: Store, place: Place) -> None:
+def test_a_dropped_session_is_gone_and_stays_gone(custody: Snapshots, store: Store, place: Place) -> None:
     taken = take(custody)
     assert taken.digest is not None
     run(custody.confirm(1, "", taken.digest))
@@ -218,7 +217,7 @@ def test_a_dropped_session_is_gone_and_stays_gone(custody: Custody, store: Store
 @pytest.mark.parametrize(
     "later", [CHAIN[2], Reward("a", 0, 1.0, 1.0), TurnColumn("a", 0, "values", np.zeros(4, np.float32), 1.0)]
 )
-def test_a_session_that_has_changed_is_kept(custody: Custody, store: Store, later: object) -> None:
+def test_a_session_that_has_changed_is_kept(custody: Snapshots, store: Store, later: object) -> None:
     taken = take(custody)
     assert taken.digest is not None
     run(custody.confirm(1, "", taken.digest))
@@ -227,7 +226,7 @@ def test_a_session_that_has_changed_is_kept(custody: Custody, store: Store, late
     assert names(take(custody, since=1)) == ["a"]
 
 
-def test_a_session_in_use_or_in_another_snapshot_is_kept(custody: Custody) -> None:
+def test_a_session_in_use_or_in_another_snapshot_is_kept(custody: Snapshots) -> None:
     taken = take(custody)
     take(custody, "a")
     assert taken.digest is not None
@@ -235,8 +234,8 @@ def test_a_session_in_use_or_in_another_snapshot_is_kept(custody: Custody) -> No
     assert run(custody.drop(1, "", in_use=["b"])) == ([], {"b": "in use", "a": "held by snapshot 2"})
 
 
-def test_a_drop_that_was_cut_off_goes_on(custody: Custody, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokentape.store.custody._DROPPED_AT_ONCE", 1)
+def test_a_drop_that_was_cut_off_goes_on(custody: Snapshots, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokentape.store.snapshots._DROPPED_AT_ONCE", 1)
     taken = take(custody)
     assert taken.digest is not None
     run(custody.confirm(1, "", taken.digest))

@@ -14,8 +14,7 @@ from tests.records import SETUP, bits, make_chain, make_turn
 from tests.searching import examples
 from tokentape.errors import StoreError
 from tokentape.store import SqliteStore
-from tokentape.store.custody import Custody
-from tokentape.store.snapshots import Selection
+from tokentape.store.snapshots import Selection, Snapshots
 from tokentape.store.verify import Finding, verify
 from tokentape.types import Reward, SessionInfo, TurnColumn, TurnPayload
 
@@ -34,7 +33,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
         asyncio.run(
             store.write(TurnColumn("a", 1, "advantages", values, 1.0), TurnPayload("a", 1, "experts", -1, rows))
         )
-        taken = asyncio.run(Custody(store).take(Selection(session_ids=("a",)), "", None))
+        taken = asyncio.run(Snapshots(store).take(Selection(session_ids=("a",)), "", None))
         assert taken.digest is not None
     return directory
 

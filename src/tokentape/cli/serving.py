@@ -28,7 +28,7 @@ from tokentape.gateway.workers import Job, Supervisor, bind
 from tokentape.opening import model_name, open_app, open_renderer, served_model, synchronous
 from tokentape.store import Store
 from tokentape.store.location import note_served_model, open_record, shown
-from tokentape.store.lock import DirectoryLock, Turnstile
+from tokentape.store.lock import DirectoryLock, InterprocessLock
 from tokentape.store.sqlite import SqliteStore
 
 _log = logging.getLogger("tokentape.serve")
@@ -105,12 +105,12 @@ def _store(config: ServeConfig) -> Iterator[Store]:
         with open_record(config.store, synchronous=synchronous(config)) as store:
             yield store
         return
-    turnstile = Turnstile(config.data)
+    writers = InterprocessLock(config.data)
     try:
-        with SqliteStore.open(config.data, synchronous=synchronous(config), turnstile=turnstile) as store:
+        with SqliteStore.open(config.data, synchronous=synchronous(config), writers=writers) as store:
             yield store
     finally:
-        turnstile.close()
+        writers.close()
 
 
 def _serve(

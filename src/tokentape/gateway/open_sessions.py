@@ -20,7 +20,7 @@ from tokentape.gateway.known_prefix import Known
 from tokentape.gateway.limits import Limits
 from tokentape.session.tree import Session
 from tokentape.store import Store, StoredSession
-from tokentape.store.custody import Custody
+from tokentape.store.snapshots import Snapshots
 from tokentape.types import Answer, SessionInfo
 
 _KEPT_ANSWERS = 64
@@ -262,7 +262,7 @@ class OpenSessions:
 
     async def _refuse_dropped(self, session_id: str, owner: str) -> None:
         """The store would refuse its first turn; this is to say so before it is sampled."""
-        dropped_of = await asyncio.to_thread(Custody(self._store).dropped_of, session_id)
+        dropped_of = await asyncio.to_thread(Snapshots(self._store).dropped_of, session_id)
         if dropped_of is None:
             return
         if dropped_of != owner:

@@ -21,8 +21,7 @@ from tokentape.gateway.sessions import PARQUET, query_flag
 from tokentape.session.arrow import ExtraNames, write_parquet
 from tokentape.session.fields import SCHEMA_VERSION
 from tokentape.session.jsonl import json_line
-from tokentape.store.custody import Custody
-from tokentape.store.snapshots import Selection, Snapshot
+from tokentape.store.snapshots import Selection, Snapshot, Snapshots
 
 JSON_LINES = "application/jsonl"
 
@@ -53,7 +52,7 @@ def routes(gateway: Gateway) -> list[Route]:
     own key takes none.
     """
     turns = gateway.turns
-    custody = Custody(turns.store)
+    snapshots = Snapshots(turns.store)
 
     def asking(request: Request) -> Caller:
         caller = gateway.caller(request)
@@ -73,47 +72,47 @@ def routes(gateway: Gateway) -> list[Route]:
             metadata=wanted.metadata or {},
         )
         await turns.wait_checks(selection.session_ids, wanted.wait_checks)
-        snapshot = await custody.take(selection, caller.owner, caller.sees)
+        snapshot = await snapshots.take(selection, caller.owner, caller.sees)
         return json_response(_manifest(snapshot), 201, {"Location": f"/snapshots/{snapshot.snapshot_id}"})
 
     async def show_all(request: Request) -> Response:
-        found = await asyncio.to_thread(custody.all, asking(request).sees)
+        found = await asyncio.to_thread(snapshots.all, asking(request).sees)
         return json_response({"object": "list", "data": [_summary(snapshot) for snapshot in found]})
 
     async def show(request: Request) -> Response:
-        return json_response(_manifest(await custody.snapshot(_id(request), asking(request).sees)))
+        return json_response(_manifest(await snapshots.snapshot(_id(request), asking(request).sees)))
 
     async def show_trajectories(request: Request) -> Response:
-        snapshot = await custody.snapshot(_id(request), asking(request).sees)
+        snapshot = await snapshots.snapshot(_id(request), asking(request).sees)
         if snapshot.state == "released" or snapshot.contents is None:
             raise Conflict(f"snapshot {snapshot.snapshot_id} was released: its contents are no longer kept")
         headers = {"X-Tokentape-Digest": str(snapshot.digest)}
         if PARQUET not in request.headers.get("accept", ""):
-            lines = map(json_line, custody.trajectories(snapshot.snapshot_id))
+            lines = map(json_line, snapshots.trajectories(snapshot.snapshot_id))
             return StreamingResponse(lines, headers=headers, media_type=JSON_LINES)
         extra = ExtraNames(tuple(snapshot.contents["columns"]), tuple(snapshot.contents["payloads"]))
-        file = await asyncio.to_thread(_parquet, custody, snapshot.snapshot_id, extra)
+        file = await asyncio.to_thread(_parquet, snapshots, snapshot.snapshot_id, extra)
         return StreamingResponse(_chunks(file), headers=headers, media_type=PARQUET)
 
     async def confirm(request: Request) -> Response:
         caller, snapshot_id = asking(request), _id(request)
         wanted = read_as(await read_json(request, gateway.limits.body_bytes), Confirmation)
-        await custody.confirm(snapshot_id, caller.sees, wanted.digest)
+        await snapshots.confirm(snapshot_id, caller.sees, wanted.digest)
         if wanted.drop_sessions:
             return await drop(snapshot_id, caller)
-        return json_response(_summary(await custody.snapshot(snapshot_id, caller.sees)))
+        return json_response(_summary(await snapshots.snapshot(snapshot_id, caller.sees)))
 
     async def delete(request: Request) -> Response:
         caller, snapshot_id = asking(request), _id(request)
         if query_flag(request, "drop_sessions"):
             return await drop(snapshot_id, caller)
-        await custody.release(snapshot_id, caller.sees)
-        return json_response(_summary(await custody.snapshot(snapshot_id, caller.sees)))
+        await snapshots.release(snapshot_id, caller.sees)
+        return json_response(_summary(await snapshots.snapshot(snapshot_id, caller.sees)))
 
     async def drop(snapshot_id: int, caller: Caller) -> Response:
-        dropped, kept = await custody.drop(snapshot_id, caller.sees, turns.sessions_in_use())
+        dropped, kept = await snapshots.drop(snapshot_id, caller.sees, turns.sessions_in_use())
         turns.forget(dropped)
-        snapshot = await custody.snapshot(snapshot_id, caller.sees)
+        snapshot = await snapshots.snapshot(snapshot_id, caller.sees)
         reasons = [{"session_id": session_id, "reason": reason} for session_id, reason in kept.items()]
         return json_response({**_summary(snapshot), "dropped": dropped, "kept": reasons})
 
@@ -153,11 +152,11 @@ def _manifest(snapshot: Snapshot) -> dict[str, Any]:
     return {**_summary(snapshot), **{name: contents.get(name) for name in ("columns", "payloads", "sessions")}}
 
 
-def _parquet(custody: Custody, snapshot_id: int, extra: ExtraNames) -> IO[bytes]:
+def _parquet(snapshots: Snapshots, snapshot_id: int, extra: ExtraNames) -> IO[bytes]:
     """The contents as a file that has no name, so that nothing has to be held in memory or cleaned up."""
     with ExitStack() as undo:
         file = undo.enter_context(tempfile.TemporaryFile())
-        write_parquet(custody.trajectories(snapshot_id), file, extra)
+        write_parquet(snapshots.trajectories(snapshot_id), file, extra)
         file.seek(0)
         undo.pop_all()
     return file

@@ -33,11 +33,10 @@ from tokentape.errors import InvalidRequest, StoreCorrupt
 from tokentape.session.jsonl import json_line
 from tokentape.store import schema
 from tokentape.store.base import Store
-from tokentape.store.custody import Custody
 from tokentape.store.reads import StoredSession
 from tokentape.store.rows import Record
 from tokentape.store.served_model import ServedModel
-from tokentape.store.snapshots import Selection, Snapshot
+from tokentape.store.snapshots import Selection, Snapshot, Snapshots
 from tokentape.store.sqlite import DATABASE_NAME, SqliteStore
 from tokentape.version import __version__
 
@@ -121,20 +120,20 @@ class SnapshotClient:
     """Takes snapshots and drops sessions of a store that this process has open for writing."""
 
     def __init__(self, store: Store) -> None:
-        self._custody = Custody(store)
+        self._snapshots = Snapshots(store)
 
     def take(self, selection: Selection, owner: str) -> int:
         """Freeze sessions and return the snapshot's id. Raises `InvalidRequest` if none is selected."""
-        return asyncio.run(self._custody.take(selection, owner, None)).snapshot_id
+        return asyncio.run(self._snapshots.take(selection, owner, None)).snapshot_id
 
     def drop(self, snapshot_id: int, digest: str) -> tuple[list[str], dict[str, str]]:
         """Confirm the snapshot and delete its sessions. Return their ids, and why each other session was kept."""
-        asyncio.run(self._custody.confirm(snapshot_id, None, digest))
-        return asyncio.run(self._custody.drop(snapshot_id, None))
+        asyncio.run(self._snapshots.confirm(snapshot_id, None, digest))
+        return asyncio.run(self._snapshots.drop(snapshot_id, None))
 
     def release(self, snapshot_id: int) -> None:
         """Keep nothing for the snapshot any more."""
-        asyncio.run(self._custody.release(snapshot_id, None))
+        asyncio.run(self._snapshots.release(snapshot_id, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ def archive_sessions(
     owner = f"archive {folder.fs.unstrip_protocol(folder.path)}"
     finished, begun = _manifests(folder), _names(folder)
     newest = None
-    for snapshot in Custody(store).all(None):
+    for snapshot in Snapshots(store).all(None):
         if snapshot.state == "held" and (snapshot.owner == owner or _run_name(snapshot) in begun):
             client.release(snapshot.snapshot_id)  # left over by a run that was cut off
         newest = snapshot.snapshot_id if _run_name(snapshot) in finished else newest
@@ -185,7 +184,7 @@ def archive_sessions(
         taken = client.take(Selection(idle_seconds=idle_seconds, since=None if delete else newest), owner)
     except InvalidRequest:
         return Archived()
-    snapshot = Custody(store).find(taken, None)
+    snapshot = Snapshots(store).find(taken, None)
     assert snapshot.digest is not None
     run = _below(folder, _run_name(snapshot))
     _write_run(store, snapshot, run, model, progress)
@@ -208,7 +207,7 @@ def _write_run(
     with TemporaryDirectory(prefix="tokentape-archive-") as directory:
         session_ids = []
         with SqliteStore.open(directory, synchronous="NORMAL") as copy:
-            for stored in Custody(store).sessions(snapshot.snapshot_id):
+            for stored in Snapshots(store).sessions(snapshot.snapshot_id):
                 session_ids.append(stored.info.session_id)
                 progress(f"copying session {len(session_ids)}")
                 asyncio.run(copy.write(*_records(store, stored)))

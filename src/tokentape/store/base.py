@@ -6,18 +6,19 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import ColumnElement, Connection, Engine, bindparam, exists, func, select, true
 from sqlalchemy.exc import DBAPIError
 
 from tokentape.errors import NotFound, StoreError
 from tokentape.session.arrow import ExtraNames
-from tokentape.store import reads, writes
+from tokentape.session.verdict import BRIDGE_CHECKED, BRIDGE_DUE
+from tokentape.store import reads, schema, writes
 from tokentape.store.commit import Claims, CommitQueue, Failure, Work
 from tokentape.store.listing import SessionSummary, list_sessions
 from tokentape.store.reads import Extent, SessionState, StoredSession
-from tokentape.store.rows import Record
+from tokentape.store.rows import Record, decode_media
 from tokentape.types import Media, Turn
 
 
@@ -96,15 +97,16 @@ class Store:
             return reads.load_session(connection, session_id, per_token=per_token, extent=extent)
 
     def session_state(self, session_id: str, newest: int) -> SessionState | None:
-        """What tells whether one knows all of a session; None if there is none. `newest` is the turn known last.
+        """Return how far a session has come, with the digest of its turn `newest`; None if there is no such session.
 
-        One read by primary keys: what a process that is not the only writer asks before each turn.
+        One read by primary keys, for a process that is not the only writer to see whether it knows all of a session.
         """
         with self.reading_once() as connection:
-            return reads.session_state(connection, session_id, newest)
+            row = connection.execute(_STATE, {"session_id": session_id, "newest": newest}).one_or_none()
+        return None if row is None else SessionState(float(row.created_at), row.turns, row.digest)
 
     def load_newer(self, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
-        """Return a session's turns behind those that are `known`, with their answers, setups and events; nothing else.
+        """Return a session's turns after those that are `known`, with their answers, setups and events; nothing else.
 
         Raises as `load_session`: `StoreCorrupt` too if the known turns are not those that are recorded.
         """
@@ -112,22 +114,43 @@ class Store:
             return reads.load_newer(connection, session_id, known)
 
     def session_of_call(self, owner: str, body_digest: str, since: float) -> str | None:
-        """The session in which a call without a key was answered last, not before `since`; None if there is none."""
+        """Return the session in which a call without a key was answered last, not before `since`; None if none was."""
+        answers = schema.answers.c
+        statement = (
+            select(answers.session_id)
+            .join(schema.sessions, schema.sessions.c.session_id == answers.session_id)
+            .where(answers.body_digest == bytes.fromhex(body_digest), answers.created_at >= since)
+            .where(answers.key.is_(None), schema.sessions.c.owner == owner)
+            .order_by(answers.created_at.desc())
+            .limit(1)
+        )
         with self.reading_once() as connection:
-            return reads.session_of_call(connection, owner, body_digest, since)
+            return connection.execute(statement).scalar()
 
     def checks_due(self, session_ids: Collection[str] | None = None) -> int:
-        """Return how many bridges of these sessions, of all if None, are to be checked and were not."""
+        """Return how many turns of these sessions, of all if None, have a bridge that is still to be checked."""
+        event, other = schema.events.c, schema.events.alias().c
+        checked = exists().where(
+            other.session_id == event.session_id, other.turn == event.turn, other.kind == BRIDGE_CHECKED
+        )
+        statement = select(func.count()).where(event.kind == BRIDGE_DUE, ~checked)
         with self.reading() as connection:
-            return reads.checks_due(connection, session_ids)
+            if not schema.has_events(connection):
+                return 0
+            return sum(connection.execute(statement.where(some)).scalar_one() for some in _among(event, session_ids))
 
     def load_media(self, session_id: str, sha256: str) -> Media:
         """Return media that a session refers to: an image, or how images were processed.
 
         Raises `NotFound` if it refers to none of that hash, and `StoreCorrupt` if the bytes have another.
         """
+        table, of_turn = schema.media, schema.turn_media.c
+        referred = exists().where(of_turn.sha256 == table.c.sha256, of_turn.session_id == session_id)
         with self.reading() as connection:
-            return reads.load_media(connection, session_id, sha256)
+            row = connection.execute(select(table).where(table.c.sha256 == sha256, referred)).one_or_none()
+        if row is None:
+            raise NotFound(f"session {session_id!r} has no media {sha256!r}")
+        return decode_media(row)
 
     def session_ids(self) -> Iterator[str]:
         """Yield the id of every session in order of creation."""
@@ -145,15 +168,19 @@ class Store:
 
     def extra_names(self, session_ids: Collection[str] | None = None) -> ExtraNames:
         """Return the names of all columns and payloads of these sessions, of all if None."""
+        found: list[set[str]] = [set(), set()]
         with self.reading() as connection:
-            return ExtraNames(
-                tuple(reads.column_names(connection, session_ids)), tuple(reads.payload_names(connection, session_ids))
-            )
+            for names, table in zip(found, (schema.token_columns, schema.token_payloads), strict=True):
+                for some in _among(table.c, session_ids):
+                    names.update(connection.execute(select(table.c.name).distinct().where(some)).scalars())
+        return ExtraNames(*(tuple(sorted(names)) for names in found))
 
     def turns_with_column(self, session_id: str, name: str) -> frozenset[int]:
         """Return `seq` of the turns of a session that have a column of this name."""
+        of = schema.token_columns.c
+        statement = select(of.turn).distinct().where(of.session_id == session_id, of.name == name)
         with self.reading_once() as connection:
-            return reads.turns_with_column(connection, session_id, name)
+            return frozenset(connection.execute(statement).scalars())
 
     async def transact(self, work: Work, again: Work | None = None, claims: Claims = None) -> None:
         """Run `work` in the writing thread, all of it or nothing; return when it is durable. For this room.
@@ -206,3 +233,22 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _among(columns: Any, session_ids: Collection[str] | None) -> Iterator[ColumnElement[bool]]:
+    """Yield conditions for rows of these sessions, of all if None. A statement takes only so many parameters."""
+    if session_ids is None:
+        yield true()
+    else:
+        yield from (columns.session_id.in_(some) for some in reads.batched(session_ids, 500))
+
+
+_OF_SESSION = schema.turns.c.session_id == bindparam("session_id")
+_STATE = select(
+    schema.sessions.c.created_at,
+    select(func.coalesce(func.max(schema.turns.c.seq), -1) + 1).where(_OF_SESSION).scalar_subquery().label("turns"),
+    select(schema.turns.c.digest)
+    .where(_OF_SESSION, schema.turns.c.seq == bindparam("newest"))
+    .scalar_subquery()
+    .label("digest"),
+).where(schema.sessions.c.session_id == bindparam("session_id"))

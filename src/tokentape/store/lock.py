@@ -1,4 +1,4 @@
-"""Who may write to a data directory: locks on files, which the kernel releases when their holder dies."""
+"""Locks of a data directory, on files: the kernel releases them when their holder dies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from tokentape.errors import StoreLocked
 
 LOCK_NAME = "tokentape.lock"
-TURNSTILE_NAMES = ("tokentape.turn", "tokentape.next")
+_FILES = ("tokentape.turn", "tokentape.next")
 
 
 class DirectoryLock:
@@ -44,21 +44,21 @@ class DirectoryLock:
         return self._file
 
 
-class Turnstile:
-    """Lets one process at a time write to `directory`, each in its turn. For one thread of each process.
+class InterprocessLock:
+    """Lets one process at a time write to `directory`, in the order in which they ask. For one thread of each process.
 
-    There are two locks: who waits for the first holds the second, so whoever has just written can't be first again
-    while somebody waits.
+    There are two locks: a process that waits for the first holds the second, so the last writer can't be first again
+    while another one waits.
     """
 
     def __init__(self, directory: Path) -> None:
         self._turn, self._next = (
-            os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for name in TURNSTILE_NAMES
+            os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for name in _FILES
         )
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """No other process writes for as long as the context lasts."""
+    def held(self) -> Iterator[None]:
+        """Hold the lock: no other process writes."""
         fcntl.flock(self._next, fcntl.LOCK_EX)
         try:
             fcntl.flock(self._turn, fcntl.LOCK_EX)
@@ -70,6 +70,6 @@ class Turnstile:
             fcntl.flock(self._turn, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         os.close(self._turn)
         os.close(self._next)

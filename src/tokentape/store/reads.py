@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Column, Connection, CursorResult, Row, Table, bindparam, exists, func, select
+from sqlalchemy import Column, Connection, CursorResult, Row, Table, select
 
 from tokentape.errors import NotFound, StoreCorrupt
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
-from tokentape.session.verdict import BRIDGE_CHECKED, BRIDGE_DUE
 from tokentape.store import schema
 from tokentape.store.checks import chained
 from tokentape.store.rows import (
     decode_answer,
     decode_column,
     decode_event,
-    decode_media,
     decode_payload,
     decode_reward,
     decode_session,
     decode_setup,
     decode_turn,
 )
-from tokentape.types import Answer, Event, Media, Reward, SessionInfo, Setup, Trajectory, Turn, TurnColumn, TurnPayload
+from tokentape.types import Answer, Event, Reward, SessionInfo, Setup, Trajectory, Turn, TurnColumn, TurnPayload
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +130,6 @@ def load_session(
     )
 
 
-def session_state(connection: Connection, session_id: str, newest: int) -> SessionState | None:
-    """Return how far a session has come, with the digest of its turn `newest`; None if there is no such session."""
-    row = connection.execute(_STATE, {"session_id": session_id, "newest": newest}).one_or_none()
-    return None if row is None else SessionState(float(row.created_at), row.turns, row.digest)
-
-
 def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
     """Return a session's turns behind those that are `known`, with their answers, setups and events; nothing else.
 
@@ -162,84 +154,6 @@ def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...])
         answers=tuple(map(decode_answer, newer(schema.answers, schema.answers.c.first_turn))),
         events=tuple(map(decode_event, newer(schema.events, schema.events.c.turn))),
     )
-
-
-def session_of_call(connection: Connection, owner: str, body_digest: str, since: float) -> str | None:
-    """Return the session in which a call without a key was answered last, not before `since`."""
-    answers = schema.answers.c
-    statement = (
-        select(answers.session_id)
-        .join(schema.sessions, schema.sessions.c.session_id == answers.session_id)
-        .where(answers.body_digest == bytes.fromhex(body_digest), answers.created_at >= since)
-        .where(answers.key.is_(None), schema.sessions.c.owner == owner)
-        .order_by(answers.created_at.desc())
-        .limit(1)
-    )
-    found: str | None = connection.execute(statement).scalar()
-    return found
-
-
-def checks_due(connection: Connection, session_ids: Collection[str] | None) -> int:
-    """Return how many turns of these sessions, of all if None, have a bridge that is to be checked and was not."""
-    if not schema.has_events(connection):
-        return 0
-    event, other = schema.events.c, schema.events.alias().c
-    checked = exists().where(
-        other.session_id == event.session_id, other.turn == event.turn, other.kind == BRIDGE_CHECKED
-    )
-    statement = select(func.count()).where(event.kind == BRIDGE_DUE, ~checked)
-    groups = [None] if session_ids is None else batched(session_ids, 500)
-    of = (statement if some is None else statement.where(event.session_id.in_(some)) for some in groups)
-    return sum(connection.execute(one).scalar_one() for one in of)
-
-
-def load_media(connection: Connection, session_id: str, sha256: str) -> Media:
-    """Return media that a session refers to. Raises `NotFound` if it refers to none of that hash."""
-    table, of_turn = schema.media, schema.turn_media.c
-    referred = exists().where(of_turn.sha256 == table.c.sha256, of_turn.session_id == session_id)
-    row = connection.execute(select(table).where(table.c.sha256 == sha256, referred)).one_or_none()
-    if row is None:
-        raise NotFound(f"session {session_id!r} has no media {sha256!r}")
-    return decode_media(row)
-
-
-def column_names(connection: Connection, session_ids: Collection[str] | None) -> list[str]:
-    """Return the names of all columns of these sessions, None for all, sorted."""
-    return _names(connection, schema.token_columns, session_ids)
-
-
-def turns_with_column(connection: Connection, session_id: str, name: str) -> frozenset[int]:
-    """Return `seq` of the turns of a session that have a column of this name."""
-    of = schema.token_columns.c
-    statement = select(of.turn).distinct().where(of.session_id == session_id, of.name == name)
-    return frozenset(connection.execute(statement).scalars())
-
-
-def payload_names(connection: Connection, session_ids: Collection[str] | None) -> list[str]:
-    """Return the names of all payloads of these sessions, None for all, sorted."""
-    return _names(connection, schema.token_payloads, session_ids)
-
-
-def _names(connection: Connection, table: Table, session_ids: Collection[str] | None) -> list[str]:
-    statement = select(table.c.name).distinct()
-    if session_ids is None:
-        return sorted(connection.execute(statement).scalars())
-    found: set[str] = set()
-    # A statement takes only so many parameters.
-    for some in batched(session_ids, 500):
-        found.update(connection.execute(statement.where(table.c.session_id.in_(some))).scalars())
-    return sorted(found)
-
-
-_OF_SESSION = schema.turns.c.session_id == bindparam("session_id")
-_STATE = select(
-    schema.sessions.c.created_at,
-    select(func.coalesce(func.max(schema.turns.c.seq), -1) + 1).where(_OF_SESSION).scalar_subquery().label("turns"),
-    select(schema.turns.c.digest)
-    .where(_OF_SESSION, schema.turns.c.seq == bindparam("newest"))
-    .scalar_subquery()
-    .label("digest"),
-).where(schema.sessions.c.session_id == bindparam("session_id"))
 
 
 def _chained_turns(session_id: str, rows: Iterable[Row[Any]], known: Sequence[Turn] = ()) -> tuple[Turn, ...]:

@@ -1,24 +1,37 @@
-"""What reads and writes of snapshots do inside their transaction: freezing, confirming, dropping.
+"""Snapshots: what was handed out is kept until its consumer has said that it is safe.
 
-A snapshot names, per session, how many turns and which rewards, columns and events belong to it. Records are only ever
-appended, so that is enough to show the same contents again, however much the sessions grow.
+A snapshot is frozen, read as often as need be, confirmed with the digest of its contents, and only then may its
+sessions be dropped. It names, per session, how many turns and which rewards, columns and events belong to it. Records
+are only ever appended, so that is enough to show the same contents again, however much the sessions grow. What changed
+meanwhile is kept, and a dropped session's id is never used again.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
+import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from sqlalchemy import Connection, Row, Select, func, insert, literal, select, update
 
 from tokentape.canonical import canonical_json
-from tokentape.errors import Conflict, NotFound, StoreCorrupt
+from tokentape.errors import Conflict, InvalidRequest, NotFound, StoreCorrupt
+from tokentape.session.arrow import ExtraNames, extra_names
+from tokentape.session.jsonl import json_line
 from tokentape.store import schema
-from tokentape.store.reads import Extent, batched
+from tokentape.store.base import Store
+from tokentape.store.reads import Extent, StoredSession, batched
 from tokentape.store.writes import delete_rows
+from tokentape.types import Trajectory
+
+_Result = TypeVar("_Result")
 
 State: TypeAlias = Literal["held", "confirmed", "released"]
 """Held until its consumer confirms it; confirmed, its sessions may be dropped; released, nothing is kept for it."""
@@ -64,6 +77,176 @@ class Entry:
     extent: Extent
 
 
+_DROPPED_AT_ONCE = 50
+"""Sessions per transaction: turns that are being recorded wait for it."""
+
+
+class Snapshots:
+    """The snapshots of a store. What is async is for the event loop; the reads block and may run in any thread.
+
+    Where a method takes an `owner`, it is the name of the API key that asks, and None for one that may see all.
+    All raise `NotFound` for a snapshot that isn't there or is somebody else's.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def take(self, selection: Selection, owner: str, sees: str | None) -> Snapshot:
+        """Freeze the selected sessions of those that `sees` may see, for `owner`. Raises `InvalidRequest` for none."""
+        now = time.time()
+        session_ids = await asyncio.to_thread(self._reading, select_sessions, selection, sees, now)
+        if not session_ids:
+            raise InvalidRequest("no session is selected, so there is nothing to take a snapshot of")
+        made: list[int] = []
+
+        def freeze(connection: Connection) -> int:
+            made[:] = [_freeze(connection, session_ids, owner, selection.since, now)]
+            return 0
+
+        await self._store.transact(freeze)
+        return await self.snapshot(made[0], owner)
+
+    async def snapshot(self, snapshot_id: int, owner: str | None) -> Snapshot:
+        """A snapshot, its contents read once and their digest written down. Raises `Conflict` if that can't be."""
+        found = await asyncio.to_thread(self.find, snapshot_id, owner)
+        if found.digest is not None or found.state == "released":
+            return found
+        digest, contents = await asyncio.to_thread(self._read, snapshot_id)
+        data = zlib.compress(canonical_json(contents).encode("ascii"))
+        await self._update(snapshot_id, digest=digest, contents=data)
+        return await asyncio.to_thread(self.find, snapshot_id, owner)
+
+    def find(self, snapshot_id: int, owner: str | None) -> Snapshot:
+        """Return a snapshot as it is recorded, perhaps without its digest yet."""
+        return self._reading(_load, snapshot_id, owner)
+
+    def all(self, owner: str | None) -> list[Snapshot]:
+        """Return all snapshots, oldest first."""
+        table = schema.snapshots
+        conditions = [] if owner is None else [table.c.owner == owner]
+        with self._store.reading() as connection:
+            rows = connection.execute(select(table).where(*conditions).order_by(table.c.snapshot_id))
+            return [decode_snapshot(row) for row in rows]
+
+    def trajectories(self, snapshot_id: int) -> Iterator[Trajectory]:
+        """Yield the contents, the same each time. Raises as `sessions`."""
+        for stored in self.sessions(snapshot_id):
+            yield from stored.trajectories()
+
+    def sessions(self, snapshot_id: int) -> Iterator[StoredSession]:
+        """Yield the sessions as they were then, loading one at a time.
+
+        Raises `Conflict` if the snapshot was released, or a session deleted in spite of it.
+        """
+        if self.find(snapshot_id, None).state == "released":
+            raise Conflict(f"snapshot {snapshot_id} was released: its contents are no longer kept; take another one")
+        for entry in self._reading(entries, snapshot_id):
+            try:
+                yield self._store.load_session(entry.session_id, per_token=True, extent=entry.extent)
+            except NotFound:
+                raise Conflict(
+                    f"session {entry.session_id!r} of snapshot {snapshot_id} was deleted; take another snapshot"
+                ) from None
+
+    async def confirm(self, snapshot_id: int, owner: str | None, digest: str) -> None:
+        """Note that the consumer has the contents and has made them safe. Raises `Conflict` for another digest."""
+        await self.snapshot(snapshot_id, owner)
+
+        def confirm(connection: Connection) -> int:
+            found = _load(connection, snapshot_id, None)
+            if found.state == "released":
+                raise Conflict(f"snapshot {snapshot_id} was released; take another one")
+            if found.digest != digest:
+                raise Conflict(
+                    f"snapshot {snapshot_id} has digest {found.digest}, not the one that was confirmed; what was "
+                    "received is damaged or another snapshot"
+                )
+            return _update(connection, snapshot_id, state="confirmed")
+
+        await self._store.transact(confirm, again=confirm)
+
+    async def drop(
+        self, snapshot_id: int, owner: str | None, in_use: Collection[str] = ()
+    ) -> tuple[list[str], dict[str, str]]:
+        """Delete the sessions of a confirmed snapshot, then release it; return which, and why each other was kept.
+
+        Kept is what has changed since, what another snapshot holds, and what is `in_use`. If the process dies on the
+        way, calling it again goes on. Raises `Conflict` for a snapshot that is not confirmed.
+        """
+        await asyncio.to_thread(self.find, snapshot_id, owner)
+        everything = await asyncio.to_thread(self._reading, entries, snapshot_id)
+        kept = {entry.session_id: "in use" for entry in everything if entry.session_id in in_use}
+        free = [entry for entry in everything if entry.session_id not in kept]
+        for start in range(0, max(len(free), 1), _DROPPED_AT_ONCE):
+            some = free[start : start + _DROPPED_AT_ONCE]
+
+            def drop(connection: Connection, some: list[Entry] = some) -> int:
+                kept.update(_drop_sessions(connection, snapshot_id, some, time.time()))
+                return 0
+
+            await self._store.transact(drop, again=drop)
+        await self._update(snapshot_id, state="released")
+        return [entry.session_id for entry in everything if entry.session_id not in kept], kept
+
+    async def release(self, snapshot_id: int, owner: str | None) -> None:
+        """Keep nothing for a snapshot any more; its sessions stay."""
+        await asyncio.to_thread(self.find, snapshot_id, owner)
+        await self._update(snapshot_id, state="released")
+
+    def dropped_of(self, session_id: str) -> str | None:
+        """Return the owner of the session of this id that was dropped; None if none was."""
+        tombstone = schema.tombstones.c
+        with self._store.reading() as connection:
+            return connection.execute(select(tombstone.owner).where(tombstone.session_id == session_id)).scalar()
+
+    async def _update(self, snapshot_id: int, **values: Any) -> None:
+        # Done twice it is the same, if the connection is lost before it is known whether it was done once.
+        work = partial(_update, snapshot_id=snapshot_id, **values)
+        await self._store.transact(work, again=work)
+
+    def _reading(self, read: Callable[..., _Result], *arguments: Any) -> _Result:
+        with self._store.reading() as connection:
+            return read(connection, *arguments)
+
+    def _read(self, snapshot_id: int) -> tuple[str, dict[str, Any]]:
+        """The digest of the contents, and what a manifest says of them."""
+        hasher = hashlib.sha256()
+        counts: Counter[str] = Counter()
+        verdicts: Counter[str] = Counter()
+        names = ExtraNames()
+        sessions = []
+        for stored in self.sessions(snapshot_id):
+            found = stored.trajectories()
+            for one in found:
+                hasher.update(json_line(one))
+                verdicts[one.verdict] += 1
+                counts["tokens"] += len(one.token_ids)
+                counts["trained_tokens"] += int(one.loss_mask.sum())
+            more = extra_names(found)
+            names = ExtraNames(
+                tuple(sorted({*names.columns, *more.columns})), tuple(sorted({*names.payloads, *more.payloads}))
+            )
+            leaves = [
+                {
+                    "turn": one.leaf,
+                    "digest": stored.turns[one.leaf].digest,
+                    "verdict": one.verdict,
+                    "tokens": len(one.token_ids),
+                }
+                for one in found
+            ]
+            sessions.append({"session_id": stored.info.session_id, "turns": len(stored.turns), "leaves": leaves})
+        return hasher.hexdigest(), {
+            "trajectories": verdicts.total(),
+            "tokens": counts["tokens"],
+            "trained_tokens": counts["trained_tokens"],
+            "verdicts": dict(sorted(verdicts.items())),
+            "columns": names.columns,
+            "payloads": names.payloads,
+            "sessions": sessions,
+        }
+
+
 def select_sessions(connection: Connection, selection: Selection, owner: str | None, now: float) -> list[str]:
     """Return the ids of the selected sessions in order of creation. `owner` None stands for everybody's.
 
@@ -88,7 +271,7 @@ def select_sessions(connection: Connection, selection: Selection, owner: str | N
     return chosen
 
 
-def freeze(connection: Connection, session_ids: Iterable[str], owner: str, since: int | None, now: float) -> int:
+def _freeze(connection: Connection, session_ids: Iterable[str], owner: str, since: int | None, now: float) -> int:
     """Make a held snapshot of these sessions as they are, and return its id."""
     values = {"owner": owner, "created_at": now, "since": since, "state": "held"}
     key = connection.execute(insert(schema.snapshots), values).inserted_primary_key
@@ -104,15 +287,7 @@ def freeze(connection: Connection, session_ids: Iterable[str], owner: str, since
     return snapshot_id
 
 
-def seal(connection: Connection, snapshot_id: int, digest: str, contents: Mapping[str, Any]) -> int:
-    """Write down what a snapshot's contents are; return about how many bytes that took."""
-    data = zlib.compress(canonical_json(contents).encode("ascii"))
-    of_snapshot = schema.snapshots.c.snapshot_id == snapshot_id
-    connection.execute(update(schema.snapshots).where(of_snapshot).values(digest=digest, contents=data))
-    return len(data)
-
-
-def load_snapshot(connection: Connection, snapshot_id: int, owner: str | None) -> Snapshot:
+def _load(connection: Connection, snapshot_id: int, owner: str | None) -> Snapshot:
     """Return a snapshot. Raises `NotFound` if there is none or it is somebody else's, and `StoreCorrupt`."""
     conditions = [schema.snapshots.c.snapshot_id == snapshot_id]
     if owner is not None:
@@ -121,13 +296,6 @@ def load_snapshot(connection: Connection, snapshot_id: int, owner: str | None) -
     if row is None:
         raise NotFound(f"there is no snapshot {snapshot_id}")
     return decode_snapshot(row)
-
-
-def list_snapshots(connection: Connection, owner: str | None) -> list[Snapshot]:
-    """Return all snapshots, oldest first; `owner` None stands for everybody's."""
-    conditions = [] if owner is None else [schema.snapshots.c.owner == owner]
-    rows = connection.execute(select(schema.snapshots).where(*conditions).order_by(schema.snapshots.c.snapshot_id))
-    return [decode_snapshot(row) for row in rows]
 
 
 def decode_snapshot(row: Row[Any]) -> Snapshot:
@@ -149,27 +317,13 @@ def entries(connection: Connection, snapshot_id: int) -> list[Entry]:
     return [Entry(row.session_id, _extent(row)) for row in rows]
 
 
-def confirm(connection: Connection, snapshot_id: int, digest: str) -> int:
-    """Note that the consumer has the contents; return 0. Raises `Conflict` unless `digest` is theirs."""
-    snapshot = load_snapshot(connection, snapshot_id, None)
-    if snapshot.state == "released":
-        raise Conflict(f"snapshot {snapshot_id} was released; take another one")
-    if snapshot.digest != digest:
-        raise Conflict(
-            f"snapshot {snapshot_id} has digest {snapshot.digest}, not the one that was confirmed; "
-            "what was received is damaged or another snapshot"
-        )
-    _set_state(connection, snapshot_id, "confirmed")
-    return 0
-
-
-def drop_sessions(connection: Connection, snapshot_id: int, some: Iterable[Entry], now: float) -> dict[str, str]:
+def _drop_sessions(connection: Connection, snapshot_id: int, some: Iterable[Entry], now: float) -> dict[str, str]:
     """Delete those of these sessions that nobody needs any more; return why each other one was kept.
 
     Gone are sessions that are as the confirmed snapshot has them; each leaves a tombstone. Raises `Conflict` for a
     snapshot that is not confirmed.
     """
-    if load_snapshot(connection, snapshot_id, None).state != "confirmed":
+    if _load(connection, snapshot_id, None).state != "confirmed":
         raise Conflict(f"snapshot {snapshot_id} is not confirmed; confirm it with its digest once its data is safe")
     kept: dict[str, str] = {}
     for entry in some:
@@ -188,22 +342,10 @@ def drop_sessions(connection: Connection, snapshot_id: int, some: Iterable[Entry
     return kept
 
 
-def release(connection: Connection, snapshot_id: int) -> int:
-    """Keep nothing for this snapshot any more; return 0."""
-    _set_state(connection, snapshot_id, "released")
-    return 0
-
-
-def tombstone_owner(connection: Connection, session_id: str) -> str | None:
-    """Return whose session of this id was dropped; None if none was."""
-    tombstone = schema.tombstones.c
-    owner: str | None = connection.execute(select(tombstone.owner).where(tombstone.session_id == session_id)).scalar()
-    return owner
-
-
-def _set_state(connection: Connection, snapshot_id: int, state: State) -> None:
+def _update(connection: Connection, snapshot_id: int, **values: Any) -> int:
     of_snapshot = schema.snapshots.c.snapshot_id == snapshot_id
-    connection.execute(update(schema.snapshots).where(of_snapshot).values(state=state))
+    connection.execute(update(schema.snapshots).where(of_snapshot).values(values))
+    return 0
 
 
 def _now(owner: str | None) -> Select[Any]:
@@ -236,7 +378,7 @@ def _newest_extents(connection: Connection, snapshot_id: int, owner: str | None)
     while at is not None:
         for entry in entries(connection, at):
             found.setdefault(entry.extent.position, entry.extent)
-        at = load_snapshot(connection, at, owner).since
+        at = _load(connection, at, owner).since
     return found
 
 

@@ -2,7 +2,7 @@
 
 The database is in WAL mode with `synchronous=FULL`: what `write` has returned from survives a power cut. Only
 the writing connection ever checkpoints, in the commit thread, so two checkpoints never meet (SQLite before
-3.51.3 can corrupt a database when they do). Where several processes write, each does so behind a turnstile: one writes
+3.51.3 can corrupt a database when they do). Where several processes write, each does so behind a writers: one writes
 or checkpoints at a time, whoever it is.
 """
 
@@ -10,30 +10,30 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
-from tokentape.errors import StoreError
+from sqlalchemy import Engine, NullPool, QueuePool, create_engine, event
+from sqlalchemy.exc import DBAPIError
+
+from tokentape.errors import Conflict, NotFound, StoreCorrupt, StoreError, StoreFull, StoreLocked
 from tokentape.store import schema
 from tokentape.store.base import Store
 from tokentape.store.commit import CommitQueue, Failure
-from tokentape.store.driver import (
-    PAGE_BYTES,
-    Synchronous,
-    explain,
-    explain_wrapped,
-    explained,
-    one_state,
-    reading_engine,
-    writing_engine,
-)
-from tokentape.store.lock import DirectoryLock, Turnstile
+from tokentape.store.lock import DirectoryLock, InterprocessLock
 
 _log = logging.getLogger(__name__)
 
+Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
+
 DATABASE_NAME = "tokentape.db"
+
+PAGE_BYTES = 1024
+"""Of a new file; one that is there keeps its own. A turn takes a few kilobytes, and its last page is seldom
+filled by another one: what is wasted goes with the size of a page."""
 
 CHECKPOINT_BYTES = 2**20
 """About how much the write-ahead log grows between checkpoints; it keeps that room."""
@@ -57,13 +57,13 @@ class SqliteStore(Store):
         *,
         synchronous: Synchronous = "FULL",
         read_only: bool = False,
-        turnstile: Turnstile | None = None,
+        writers: InterprocessLock | None = None,
     ) -> Self:
         """Open `directory`, making it and the database if they aren't there, migrating an older database.
 
         `synchronous="NORMAL"` flushes at checkpoints only: what was acknowledged survives the death of the
         process, but a power cut can take the last seconds. `read_only` opens an existing database beside a
-        running writer and changes nothing. With a `turnstile` the caller holds the directory, and this process is one
+        running writer and changes nothing. With a `writers` the caller holds the directory, and this process is one
         of several that write there in turn.
 
         Raises `StoreLocked` if another process writes there, `StoreCorrupt` if the file is not a Tokentape
@@ -79,19 +79,19 @@ class SqliteStore(Store):
             else:
                 try:
                     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    if turnstile is None:
+                    if writers is None:
                         undo.callback(DirectoryLock(directory).release)
                 except OSError as error:
                     raise StoreError(f"{directory} can't be used as a data directory: {error.strerror}") from error
-                writer = _Writer(path, synchronous, nullcontext if turnstile is None else turnstile.alone)
+                writer = _Writer(path, synchronous, nullcontext if writers is None else writers.held)
                 undo.callback(writer.close)
             readers = reading_engine(path)
             undo.callback(readers.dispose)
-            with one_state(readers) as connection:
+            with explained(), readers.connect() as connection, connection.begin():
                 schema.check(connection)
             release = undo.pop_all()
         commits = None if writer is None else writer.commits
-        return cls(readers, commits, release, explain_wrapped, shared=turnstile is not None)
+        return cls(readers, commits, release, explain_wrapped, shared=writers is not None)
 
 
 class _Writer:
@@ -146,3 +146,102 @@ class _Writer:
             return None
         self._log_bytes = 0
         return None
+
+
+def writing_engine(path: Path, synchronous: Synchronous) -> Engine:
+    """Return an engine for the one connection that writes; it makes the file if there is none."""
+    engine = create_engine(
+        "sqlite://",
+        creator=partial(_connect_to_write, path, synchronous),
+        poolclass=NullPool,
+        hide_parameters=True,
+    )
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    return engine
+
+
+def reading_engine(path: Path) -> Engine:
+    """Return an engine whose connections can't change the file, not even by a checkpoint."""
+    engine = create_engine(
+        "sqlite://",
+        creator=partial(_connect, path, "ro"),
+        poolclass=QueuePool,
+        max_overflow=-1,
+        hide_parameters=True,
+    )
+    # Without it each statement would see a state of its own.
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+    return engine
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Raise one of our errors for each of SQLite's."""
+    try:
+        yield
+    except DBAPIError as error:
+        # The driver's message may quote what it could not decode.
+        raise explain_wrapped(error).error() from None
+
+
+def explain_wrapped(error: DBAPIError) -> Failure:
+    """Say what an error of SQLite that SQLAlchemy has wrapped means to us."""
+    assert isinstance(error.orig, sqlite3.Error)
+    return explain(error.orig)
+
+
+def explain(error: sqlite3.Error) -> Failure:
+    """Say what an error of SQLite means to us (https://www.sqlite.org/rescode.html).
+
+    A write that failed is undone and may succeed later. Any other I/O error is fatal: after a failed fsync the
+    kernel drops the pages, and the next fsync reports success.
+    """
+    # Errors that the Python module raises by itself have no code.
+    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    name: str = getattr(error, "sqlite_errorname", type(error).__name__)
+    match code:
+        case sqlite3.SQLITE_FULL:
+            return Failure(StoreFull, "the disk is full; nothing was recorded; make room and try again")
+        case sqlite3.SQLITE_IOERR_WRITE:
+            return Failure(
+                StoreError,
+                "the system refused a write to the data directory (disk, quota or file size limit); "
+                "nothing was recorded; see to the disk and try again",
+            )
+        case sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY | sqlite3.SQLITE_CONSTRAINT_UNIQUE:
+            return Failure(Conflict, "this is already recorded")
+        case sqlite3.SQLITE_CONSTRAINT_FOREIGNKEY:
+            return Failure(NotFound, "this refers to a session, turn or setup that is not recorded")
+    match code & 0xFF:
+        case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+            return Failure(StoreCorrupt, f"the database is damaged ({name}); `tokentape verify` says where", fatal=True)
+        case sqlite3.SQLITE_IOERR:
+            return Failure(
+                StoreError,
+                f"the disk failed ({name}); nothing can be acknowledged any more; "
+                "check the disk, restart, then run `tokentape verify`",
+                fatal=True,
+            )
+        case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
+            return Failure(StoreLocked, "another program holds a lock on the database; stop it")
+    return Failure(StoreError, f"the database refused ({name})")
+
+
+def _connect_to_write(path: Path, synchronous: Synchronous) -> sqlite3.Connection:
+    connection = _connect(path, "rwc")
+    connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA synchronous = {synchronous}")
+    # Checkpoints are explicit: the automatic ones swallow a failed fsync.
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
+    # macOS: fsync there doesn't reach the disk. Ignored elsewhere.
+    connection.execute("PRAGMA fullfsync = ON")
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection
+
+
+def _connect(path: Path, mode: Literal["ro", "rwc"]) -> sqlite3.Connection:
+    # isolation_level None: the module starts no transactions of its own.
+    return sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, check_same_thread=False
+    )

@@ -16,7 +16,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.expression import ClauseElement
 
 
-class Hot:
+class CompiledStatement:
     """A statement whose parameters are the driver's own types: numbers, text, bytes, None."""
 
     def __init__(self, statement: Executable) -> None:

@@ -15,7 +15,6 @@ from tokentape.errors import StoreCorrupt, StoreError
 from tokentape.store import postgres, schema
 from tokentape.store.archive import is_archive, restored
 from tokentape.store.checks import chained, column_faults, payload_faults, turn_faults
-from tokentape.store.driver import explained, reading_engine
 from tokentape.store.rows import (
     decode_column,
     decode_event,
@@ -27,7 +26,7 @@ from tokentape.store.rows import (
     decode_turn,
 )
 from tokentape.store.snapshots import decode_snapshot
-from tokentape.store.sqlite import DATABASE_NAME
+from tokentape.store.sqlite import DATABASE_NAME, explained, reading_engine
 from tokentape.types import Turn, TurnColumn, TurnPayload
 
 

@@ -14,7 +14,7 @@ from tokentape.store import schema
 from tokentape.store.checks import chained, column_faults, payload_faults, turn_faults
 from tokentape.store.reads import batched
 from tokentape.store.rows import Record, Values, encode
-from tokentape.store.statements import Hot
+from tokentape.store.statements import CompiledStatement
 from tokentape.types import Answer, Media, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
 
 
@@ -145,7 +145,7 @@ def _refer_to_media(connection: Connection, turn: Turn) -> None:
     connection.execute(insert(schema.turn_media), [{**of_turn, "sha256": one} for one in sorted(hashes)])
 
 
-_BEFORE_TURN = Hot(
+_BEFORE_TURN = CompiledStatement(
     select(
         exists().where(schema.sessions.c.session_id == bindparam("session_id")).label("session_exists"),
         select(func.max(schema.turns.c.seq))
@@ -158,8 +158,8 @@ _BEFORE_TURN = Hot(
         .label("parent_digest"),
     )
 )
-_INSERT_TURN = Hot(insert(schema.turns))
-_INSERT_ANSWER = Hot(insert(schema.answers))
+_INSERT_TURN = CompiledStatement(insert(schema.turns))
+_INSERT_ANSWER = CompiledStatement(insert(schema.answers))
 
 
 def _check_turn(connection: Connection, turn: Turn) -> None:

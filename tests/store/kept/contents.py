@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokentape.store import SqliteStore
-from tokentape.store.custody import Custody
+from tokentape.store.snapshots import Snapshots
 from tokentape.training.samples import assemble
 from tokentape.types import Trajectory
 
@@ -16,7 +16,7 @@ def contents(directory: Path) -> dict[str, Any]:
     with SqliteStore.open(directory, read_only=True) as store:
         listed = store.sessions(limit=1000)
         sessions = {one.info.session_id: _session(store, one.info.session_id) for one in listed}
-        snapshots = Custody(store).all(None)
+        snapshots = Snapshots(store).all(None)
     return {"listed": listed, "sessions": sessions, "snapshots": snapshots, "samples": samples(sessions)}
 
 
