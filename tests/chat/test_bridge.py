@@ -141,9 +141,9 @@ def test_an_id_after_the_arguments_ends_the_call_whatever_it_is(call_id: str, no
     calling = {**call(0, {"a": 1, "note": note}), "id": call_id}
     reply = {"role": "assistant", "content": "", "tool_calls": [calling]}
     new = [{**result(0), "tool_call_id": call_id}]
-    prompt = renderer.marked([NEXT], setup, generate=True)
-    spoken = renderer.marked([NEXT, reply], setup, generate=False)
-    whole = renderer.marked([NEXT, reply, *new], setup, generate=True)
+    prompt = renderer.render_text([NEXT], setup, generate=True)
+    spoken = renderer.render_text([NEXT, reply], setup, generate=False)
+    whole = renderer.render_text([NEXT, reply, *new], setup, generate=True)
     completion = tokenizer.array(tokenizer.encode_after_control(spoken[len(prompt) :]).ids)
     added = renderer.bridge(completion, reply, new, setup)
     assert [*tokenizer.encode_marked(prompt).ids, *completion, *added.ids] == tokenizer.encode_marked(whole).ids

@@ -18,7 +18,7 @@ from tests.chat.conftest import CERTIFIED, REAL_TEMPLATES, SMALL_TEMPLATES, load
 from tests.generator.conversations import Conversation, conversations
 from tokentape.chat.bridge_check import check_bridge
 from tokentape.chat.certify import written_turn
-from tokentape.chat.renderer import Added, Renderer
+from tokentape.chat.renderer import PromptTokens, Renderer
 from tokentape.chat.strategy import choose
 from tokentape.chat.template import ChatTemplate
 from tokentape.errors import TemplateRefused
@@ -54,7 +54,9 @@ def completions(renderer: Renderer, setup: Setup, reply: Message, rng: random.Ra
         yield renderer.tokenizer.array(sampled)
 
 
-def bridged(template: str, many: int) -> Iterator[tuple[Renderer, Setup, Conversation, Message, TokenIds, Added]]:
+def bridged(
+    template: str, many: int
+) -> Iterator[tuple[Renderer, Setup, Conversation, Message, TokenIds, PromptTokens]]:
     """Every turn of these conversations that the certificate has bridged locally."""
     renderer, certificate = load_renderer(template), load_certificate(template)
     rng = random.Random(template)
@@ -97,7 +99,7 @@ def test_nor_do_200_conversations(template: str) -> None:
     assert alarms(template, 200)[0] == []
 
 
-def spoiled(renderer: Renderer, setup: Setup, ids: TokenIds, added: Added) -> Iterator[Added]:
+def spoiled(renderer: Renderer, setup: Setup, ids: TokenIds, added: PromptTokens) -> Iterator[PromptTokens]:
     """The bridge with one fault each: something dropped, doubled, put in, at each end and within."""
     n = len(added.ids)
     if n < 3:
@@ -105,15 +107,15 @@ def spoiled(renderer: Renderer, setup: Setup, ids: TokenIds, added: Added) -> It
     word = renderer.tokenizer.array(renderer.tokenizer.encode_after_control(" zebra").ids)
     codes = np.full(len(word), 2, np.uint8)
 
-    def put(at: int, end: int, ids: TokenIds) -> Added:
+    def put(at: int, end: int, ids: TokenIds) -> PromptTokens:
         provenance = [added.provenance[:at], np.full(len(ids), 2, np.uint8), added.provenance[end:]]
-        return Added(np.concatenate([added.ids[:at], ids, added.ids[end:]]), np.concatenate(provenance))
+        return PromptTokens(np.concatenate([added.ids[:at], ids, added.ids[end:]]), np.concatenate(provenance))
 
-    yield Added(added.ids[1:], added.provenance[1:])
-    yield Added(added.ids[:-1], added.provenance[:-1])
+    yield PromptTokens(added.ids[1:], added.provenance[1:])
+    yield PromptTokens(added.ids[:-1], added.provenance[:-1])
     yield put(n // 2, n // 2, word)
     yield put(0, 0, word)
-    yield Added(np.concatenate([added.ids, word]), np.concatenate([added.provenance, codes]))
+    yield PromptTokens(np.concatenate([added.ids, word]), np.concatenate([added.provenance, codes]))
     if int(ids[-1]) in renderer.stop_ids(setup):
         yield put(0, 0, ids[-1:])
 

@@ -56,13 +56,13 @@ def test_a_template_that_moves_tools_or_system_text_forks_where_there_are_any() 
     assert strategies(load_certificate("mistral_nemo/templates/v11.jinja"), *names) == ["fork", "local", "local"]
 
 
-def test_a_message_that_a_template_writes_in_front_of_the_turn_forks() -> None:
+def test_a_message_that_a_template_writes_before_the_turn_forks() -> None:
     """DeepSeek collects all system messages at the start: what such a tail appends would leave them out."""
     for name in ("deepseek_v3/templates/DeepSeek-V3-Dec2024.jinja", "deepseek_v31/templates/DeepSeek-V3.1.jinja"):
         system = load_certificate(name).continuation("system+user")
         assert system is not None
         assert (system.strategy, system.append_only) == ("fork", "no")
-        assert "in front of the turn" in system.reason
+        assert "before the turn" in system.reason
 
 
 def test_what_depends_on_what_came_before_the_call_is_contextual() -> None:

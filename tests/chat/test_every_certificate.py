@@ -53,8 +53,8 @@ def test_local_bridges_equal_the_tail_of_the_whole_rendering(template: str) -> N
             continue
         for history, reply, new in list(grammar.conversations(found.name))[::5]:
             with suppress(TemplateRefused):
-                full = renderer.marked([*history, reply, *new], setup, generate=True)
-                assert full.endswith(renderer.tail(reply, new, setup)), found.name
+                full = renderer.render_text([*history, reply, *new], setup, generate=True)
+                assert full.endswith(renderer.suffix(reply, new, setup)), found.name
 
 
 @each_template

@@ -216,9 +216,9 @@ class _Step:
         ours = added.ids.tolist()
         if before + ours == theirs:
             return self._outcome("bridge", EQUAL)
-        if kept or not _ends_with(theirs, completion, ours, added.behind_other_stop):
+        if kept or not _ends_with(theirs, completion, ours, added.stop_mismatch):
             return self._differing("bridge", before + ours, theirs)
-        if self._claims_append_only() and not added.behind_other_stop:
+        if self._claims_append_only() and not added.stop_mismatch:
             return self._outcome("bridge", DIFFERENT, "the certificate says append-only; the template rewrites")
         return self._outcome("bridge", TAIL)
 

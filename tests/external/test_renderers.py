@@ -83,7 +83,7 @@ def _golden(slug: str, case: Mapping[str, Any], template: str) -> Iterator[Outco
         )
 
     yield compared("generation_prompt", pair.renderer.render(question, setup).ids.tolist(), case["generation_prompt"])
-    marked = pair.renderer.marked([*question, answer], setup, generate=False)
+    marked = pair.renderer.render_text([*question, answer], setup, generate=False)
     yield compared("completed_turn", tokenizer.encode_marked(marked).ids, case["completed_turn"])
     yield _parsed(slug, case, pair, setup)
     if case["bridge"] is None:
@@ -145,8 +145,8 @@ def _stable(case: Mapping[str, Any], scenario: Mapping[str, Any], template: str)
     messages, new = scenario["messages"], scenario["append"]
     tokenizer = pair.renderer.tokenizer
     try:
-        before = tokenizer.encode_marked(pair.renderer.marked(messages, setup, generate=False)).ids
-        after = tokenizer.encode_marked(pair.renderer.marked([*messages, *new], setup, generate=False)).ids
+        before = tokenizer.encode_marked(pair.renderer.render_text(messages, setup, generate=False)).ids
+        after = tokenizer.encode_marked(pair.renderer.render_text([*messages, *new], setup, generate=False)).ids
     except TemplateRefused as error:
         yield Outcome("prefix", case["id"], SKIPPED, f"the template refuses the scenario: {error}")
         return

@@ -162,7 +162,7 @@ def _qwen3(case: str, messages: list[Any], tools: tuple[Any, ...], values: Mappi
     pair = load_pair("qwen3/fixed-trl-qwen3_training")
     setup = setup_for(pair, tools)
     sent = [as_sent(message) for message in messages]
-    ours = pair.renderer.tokenizer.encode_marked(pair.renderer.marked(sent, setup, generate=False)).ids
+    ours = pair.renderer.tokenizer.encode_marked(pair.renderer.render_text(sent, setup, generate=False)).ids
     if ours == values["tokens"]:
         return Outcome("history", case, EQUAL)
     decode = pair.renderer.tokenizer.decode

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.scripted import ScriptedEngine
-from tokentape.chat.renderer import Added, Renderer
+from tokentape.chat.renderer import PromptTokens, Renderer
 from tokentape.chat.splice import History, WrongStop
 from tokentape.engines.base import SamplingParams
 from tokentape.errors import EngineError, InvalidRequest
@@ -192,7 +192,7 @@ def test_a_conversation_is_not_rendered_whole_while_other_calls_wait(
 ) -> None:
     rendered_in, render = [], Renderer.render
 
-    def noting(*args: Any, **more: Any) -> Added:
+    def noting(*args: Any, **more: Any) -> PromptTokens:
         rendered_in.append(threading.current_thread())
         return render(*args, **more)
 

@@ -86,12 +86,12 @@ def test_what_is_trained_is_what_the_assistant_says_with_the_token_that_ends_it(
     renderer, messages = load_renderer(template), CONVERSATIONS[name]
     setup = setup_for(renderer)
     try:
-        renderer.marked(messages, setup, generate=False)
+        renderer.render_text(messages, setup, generate=False)
     except TemplateRefused:
         with pytest.raises(TemplateRefused):
             sft(renderer, messages)
         return
-    whole = renderer.tokenizer.spell_marks(renderer.marked(messages, setup, generate=False))
+    whole = renderer.tokenizer.spell_marks(renderer.render_text(messages, setup, generate=False))
     if any(word not in whole for message in messages if message["role"] == "assistant" for word in spoken(message)):
         with pytest.raises(TemplateRefused):
             sft(renderer, messages)
@@ -104,7 +104,7 @@ def test_what_is_trained_is_what_the_assistant_says_with_the_token_that_ends_it(
         assert not [word for word in OTHERS if word in text]
         assert not [word for word in spoken(message) if word not in text]
     assert ("thoughtword" in "".join(texts)) == ("thoughtword" in whole)
-    written = renderer.marked(messages, setup_for(renderer), generate=False)
+    written = renderer.render_text(messages, setup_for(renderer), generate=False)
     stops = renderer.stop_ids(setup)
     if any(control.id in stops for control in renderer.tokenizer.controls if control.mark in written[-8:]):
         end = int(sample.completion_ends[-1])

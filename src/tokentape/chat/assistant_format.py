@@ -51,17 +51,17 @@ class Channels:
     """How a template frames the parts of a turn where it frames reasoning and content alike."""
 
     header_close: str
-    """The mark behind a part's header."""
+    """The mark after a part's header."""
     part_close: str
-    """The mark behind a part that another one follows."""
+    """The mark after a part that another one follows."""
     reasoning_name: str
     """The word in the header of reasoning."""
     call_open: str
-    """What stands in front of a tool's name in the header of a call; empty if calls are not written so."""
+    """What stands before a tool's name in the header of a call; empty if calls are not written so."""
     marks: tuple[str, ...]
     """All marks of such framing: what a part ends at."""
     words: tuple[str, ...]
-    """The words of headers: a role, channels, types, and what stands in front of a tool's name."""
+    """The words of headers: a role, channels, types, and what stands before a tool's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,35 +80,35 @@ class AssistantFormat:
 
     generation_prompt: str
     header: str
-    """What stands in front of a turn once the conversation has gone on; the generation prompt may open more."""
+    """What stands before a turn once the conversation has gone on; the generation prompt may open more."""
     content_open: str
     """Between the generation prompt and the content of a turn without reasoning."""
     content_reopen: str
-    """Between reasoning that was closed and the content behind it, where content has a delimiter of its own."""
+    """Between reasoning that was closed and the content after it, where content has a delimiter of its own."""
     content_end: str
-    """What closes the content within its turn, in front of calls or the turn's end; empty where nothing does."""
+    """What closes the content within its turn, before calls or the turn's end; empty where nothing does."""
     turn_end: str
-    """What closes a turn that just speaks behind that, in front of the token that ends it; mostly empty."""
+    """What closes a turn that just speaks after that, before the token that ends it; mostly empty."""
     content_close: TurnClose
-    """Behind the content at the end of a conversation."""
+    """After the content at the end of a conversation."""
     reasoning: Reasoning | None
     shape: CallShape | None
     """None where the template renders no tool calls."""
     calls: CallSyntax | None
     """None where there are no calls or their syntax could not be read off."""
     calls_close: TurnClose
-    """Behind the last call's arguments at the end of a conversation."""
-    content_tail: str
-    """Behind the content when a user message follows, to the end of the generation prompt."""
+    """After the last call's arguments at the end of a conversation."""
+    content_suffix: str
+    """After the content when a user message follows, to the end of the generation prompt."""
     channels: Channels | None
     """Where reasoning and content are framed alike."""
-    calls_tail: str
-    """Behind the last call's arguments when a tool result follows; empty where the template refuses that."""
+    calls_suffix: str
+    """After the last call's arguments when a tool result follows; empty where the template refuses that."""
 
     @property
-    def behind_turns(self) -> tuple[TurnClose, str, TurnClose, str]:
-        """What may stand behind turns, at the end of a conversation and within it."""
-        return self.content_close, self.content_tail, self.calls_close, self.calls_tail
+    def after_turns(self) -> tuple[TurnClose, str, TurnClose, str]:
+        """What may stand after turns, at the end of a conversation and within it."""
+        return self.content_close, self.content_suffix, self.calls_close, self.calls_suffix
 
     @property
     def within_turns(self) -> str:
@@ -128,14 +128,14 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     base = _read_base(ask, prompt)
     generation_prompt = prompt[len(base) :] if prompt.startswith(base) else prompt[common_prefix(prompt, base) :]
     said = {"role": "assistant", "content": CONTENT}
-    answer, left_behind = ask([QUESTION, said], False), _left_behind(ask, said)
-    if CONTENT not in answer or CONTENT not in left_behind:
+    answer, continued = ask([QUESTION, said], False), _continued(ask, said)
+    if CONTENT not in answer or CONTENT not in continued:
         raise TemplateRefused("the chat template does not render the content of an assistant message")
-    header = _read_header(left_behind, base)
+    header = _read_header(continued, base)
     content_open, content_close = _around(answer, prompt, CONTENT)
     content_end = turn_end = content_close if MARK.search(content_close) else ""
     shape = find_shape(ask)
-    calls, calls_close, calls_tail = None, TurnClose("", ""), ""
+    calls, calls_close, calls_suffix = None, TurnClose("", ""), ""
     if shape is not None:
         calling = shape.message("", [shape.probe(NAME, {KEY: VALUE})])
         content_end = _before_calls(ask, shape, content_end)
@@ -152,7 +152,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
             "content": OTHER_VALUE,
         }
         with contextlib.suppress(TemplateRefused):
-            calls_tail = _behind(ask([QUESTION, calling, result], True), VALUE)
+            calls_suffix = _after(ask([QUESTION, calling, result], True), VALUE)
     reasoning = _read_reasoning(ask, prompt, header, generation_prompt, shape, calls)
     if reasoning is None:
         reasoning = _reasoning_never_shown(ask, tokenizer, header, generation_prompt)
@@ -174,16 +174,16 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         shape=shape,
         calls=calls,
         calls_close=calls_close,
-        content_tail=_behind(ask([QUESTION, {"role": "assistant", "content": CONTENT}, QUESTION], True), CONTENT),
-        calls_tail=calls_tail,
+        content_suffix=_after(ask([QUESTION, {"role": "assistant", "content": CONTENT}, QUESTION], True), CONTENT),
+        calls_suffix=calls_suffix,
     )
 
 
 def turn_close(render: Render, turn: Message, sentinel: str, generation_prompt: str) -> TurnClose:
     """Return what the template writes after `sentinel` in a turn that ends a conversation."""
-    last = _behind(render([QUESTION, turn], False), sentinel)
+    last = _after(render([QUESTION, turn], False), sentinel)
     with contextlib.suppress(TemplateRefused):
-        prompted = _behind(render([QUESTION, turn], True), sentinel)
+        prompted = _after(render([QUESTION, turn], True), sentinel)
         marks = MARK.findall(generation_prompt)
         # The prompt may say something else here, such as a number. It begins where its first control token stands.
         begins = [found.start() for found in MARK.finditer(prompted) if marks and found[0] == marks[0]]
@@ -192,7 +192,7 @@ def turn_close(render: Render, turn: Message, sentinel: str, generation_prompt: 
     return TurnClose(last, last)
 
 
-def _left_behind(render: Render, message: Message) -> str:
+def _continued(render: Render, message: Message) -> str:
     """Render a turn that another question follows; some templates take that with a generation prompt only."""
     try:
         return render([QUESTION, message, QUESTION], False)
@@ -201,7 +201,7 @@ def _left_behind(render: Render, message: Message) -> str:
 
 
 def _from_question(render: Render) -> Render:
-    """Renderings without what stands in front of the question, which may move with what follows (Mistral's tools)."""
+    """Return renderings without what stands before the question, which may move with what follows (Mistral's tools)."""
 
     def ask(messages: Sequence[Message], generate: bool) -> str:
         text = render(messages, generate)
@@ -211,9 +211,9 @@ def _from_question(render: Render) -> Render:
 
 
 def _read_base(render: Render, prompt: str) -> str:
-    """The question as it stands without a generation prompt.
+    """Return the question as it stands without a generation prompt.
 
-    A template that always writes one is found out by what it writes behind a question that another one follows.
+    A template that always writes one is found out by what it writes after a question that another one follows.
     """
     base = prompt
     with contextlib.suppress(TemplateRefused):
@@ -228,41 +228,41 @@ def _read_base(render: Render, prompt: str) -> str:
 
 
 def _before_calls(render: Render, shape: CallShape, content_end: str) -> str:
-    """What of `content_end`, read where content ends a conversation, stands between content and a call too."""
+    """Return what of `content_end`, read where content ends a conversation, stands between content and a call too."""
     with contextlib.suppress(TemplateRefused):
         text = render([QUESTION, shape.message(CONTENT, [shape.probe(NAME, {KEY: VALUE})])], False)
         at = text.find(CONTENT)
         if 0 <= at < text.find(NAME):
-            behind = text[at + len(CONTENT) :]
-            return behind[: common_prefix(behind, content_end)]
+            after = text[at + len(CONTENT) :]
+            return after[: common_prefix(after, content_end)]
     return content_end
 
 
 def _without_content(section_open: str, content_open: str, content_end: str) -> str:
-    """`section_open` without the frame of an empty content, or an empty think block, in front of the calls."""
+    """`section_open` without the frame of an empty content, or an empty think block, before the calls."""
     for frame in (content_open, content_end):
         section_open = section_open[common_prefix(section_open, frame) :]
     return section_open
 
 
 def _around(text: str, prompt: str, sentinel: str) -> tuple[str, str]:
-    """What stands between `prompt` and the sentinel, and what stands behind it."""
+    """Return what stands between `prompt` and the sentinel, and what stands after it."""
     at = text.index(sentinel)
-    return text[min(common_prefix(text, prompt), at) : at], _behind(text, sentinel)
+    return text[min(common_prefix(text, prompt), at) : at], _after(text, sentinel)
 
 
-def _behind(text: str, sentinel: str) -> str:
+def _after(text: str, sentinel: str) -> str:
     return text[text.rindex(sentinel) + len(sentinel) :]
 
 
-def _read_header(left_behind: str, base: str) -> str:
-    """What the template writes in front of the content of a turn that the conversation has left behind."""
-    before = left_behind[: left_behind.index(CONTENT)]
+def _read_header(continued: str, base: str) -> str:
+    """Return what the template writes before the content of a turn that the conversation has moved on from."""
+    before = continued[: continued.index(CONTENT)]
     return before[common_prefix(before, base) :]
 
 
 def _prompt_opening(header: str, generation_prompt: str) -> str:
-    """What the generation prompt writes behind the assistant's header."""
+    """Return what the generation prompt writes after the assistant's header."""
     opening = generation_prompt[common_prefix(generation_prompt, header) :]
     return opening if opening.strip() else _last_delimiter(generation_prompt)
 
@@ -270,10 +270,10 @@ def _prompt_opening(header: str, generation_prompt: str) -> str:
 def _reasoning_never_shown(
     render: Render, tokenizer: Tokenizer, header: str, generation_prompt: str
 ) -> Reasoning | None:
-    """Reasoning that the prompt opens and the template strips from history, so that no rendering shows how it closes.
+    """Return reasoning that the prompt opens and the template strips from history, if there is any.
 
-    What would close it by the look of its opening, `</x>` for `<x>`, is tried on the template: one that knows it strips
-    what comes before it.
+    No rendering shows how it closes. The likely close, `</x>` for `<x>`, is tried on the template: one that knows it
+    strips what comes before it.
     """
     opening = generation_prompt[common_prefix(generation_prompt, header) :]
     tag = re.fullmatch(r"([<\[]\W*)(\w.*)", tokenizer.spell_marks(opening).strip())
@@ -281,7 +281,7 @@ def _reasoning_never_shown(
         return None
     closing = f"{tag[1]}/{tag[2]}"
     message = {"role": "assistant", "content": f"{REASONING}{closing}{CONTENT}"}
-    text = _left_behind(render, message)
+    text = _continued(render, message)
     if REASONING in text or CONTENT not in text:
         return None
     return Reasoning(opening, f"\n{tokenizer.mark_controls(closing)}\n\n", opened_by_prompt=True)
@@ -290,7 +290,7 @@ def _reasoning_never_shown(
 def _read_channels(
     header: str, content_open: str, reasoning: Reasoning | None, calls: CallSyntax | None
 ) -> Channels | None:
-    """The framing that reasoning and content share: a mark, a word, a mark."""
+    """Return the framing that reasoning and content share: a mark, a word, a mark."""
     if reasoning is None:
         return None
     frames = [_FRAME.fullmatch(text.strip()) for text in (reasoning.open, content_open)]
@@ -307,7 +307,7 @@ def _read_channels(
 
 
 def _last_delimiter(text: str) -> str:
-    """The last control token, or else the last word, with the white space behind it."""
+    """Return the last control token, or else the last word, with the white space after it."""
     core = text.rstrip()
     marks = list(MARK.finditer(core))
     if marks and marks[-1].end() == len(core):
@@ -324,7 +324,7 @@ def _read_reasoning(
     shape: CallShape | None,
     calls: CallSyntax | None,
 ) -> Reasoning | None:
-    """The delimiters of reasoning in front of content; in front of a call where the template shows it only there."""
+    """Return the delimiters of reasoning before content; before a call where the template shows it only there."""
     found = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT)
     if found is None and shape is not None and calls is not None:
         found = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
@@ -342,14 +342,14 @@ def _read_reasoning(
     opening = _last_delimiter(before)
     framed = re.search(rf"{_FRAME.pattern}\s*\Z", before)
     if framed is not None and opening.strip() in header:
-        # The same token opens the content: what tells them apart is the word in front of it.
+        # The same token opens the content: what differs is the word before it.
         opening = framed[0]
     opened, closed = generation_prompt.rfind(opening.strip()), generation_prompt.rfind(close.strip())
     return Reasoning(opening, close, opened_by_prompt=opened > closed)
 
 
 def _spoken(render: Render, message: Message, following: str) -> tuple[str, str] | None:
-    """What stands in front of reasoning, and between it and what follows in its turn; None if it is not shown."""
+    """Return what stands before reasoning, and between it and what follows in its turn; None if it is not shown."""
     try:
         text = render([QUESTION, {**message, **dict.fromkeys(REASONING_FIELDS, REASONING)}], False)
     except TemplateRefused:
@@ -362,7 +362,7 @@ def _spoken(render: Render, message: Message, following: str) -> tuple[str, str]
 def _shortest_close(
     render: Render, reasoning: Reasoning, shape: CallShape | None, content_open: str
 ) -> tuple[Reasoning, str]:
-    """Reasoning that closes where calls follow as where content does, and what opens the content behind it."""
+    """Return reasoning that closes where calls follow as where content does, and what opens the content after it."""
     close = reasoning.close
     shared = len(close)
     if shape is not None:
@@ -380,5 +380,5 @@ def _shortest_close(
 
 
 def _ends_of_delimiters(text: str) -> Iterator[int]:
-    """Where a control token, a tag or a line ends."""
+    """Return where a control token, a tag or a line ends."""
     return (found.end() for found in re.finditer(rf"{MARK.pattern}|[>\]\n]", text))

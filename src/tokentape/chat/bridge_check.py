@@ -2,7 +2,7 @@
 
 A local bridge is computed after a made-up question, because a certificate says that the history does not matter. Here
 the whole conversation is rendered, with the reply that the model gave. Its text from the end of the sampled turn to the
-generation prompt must be the bridge's. Nothing in front of that is compared: dropped thinking, JSON spacing and ids
+generation prompt must be the bridge's. Nothing before that is compared: dropped thinking, JSON spacing and ids
 that the tokenizer would not choose differ legitimately.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from tokentape.chat.call_syntax import common_prefix, common_suffix
 from tokentape.chat.reader import read_text
-from tokentape.chat.renderer import Added, Renderer
+from tokentape.chat.renderer import PromptTokens, Renderer
 from tokentape.chat.tokenizer import MARK
 from tokentape.errors import TemplateRefused, TokentapeError
 from tokentape.types import Message, Provenance, Setup, TokenIds
@@ -51,7 +51,7 @@ def check_bridge(
     reply: Message,
     new_messages: Sequence[Message],
     completion_ids: TokenIds,
-    added: Added,
+    added: PromptTokens,
 ) -> BridgeCheck:
     """Compare `added`, which follows a turn of `completion_ids`, with the template's own rendering.
 
@@ -91,43 +91,43 @@ class _Real:
         self._history = history
         self._reply = reply
         try:
-            text = renderer.marked([*history, reply, *new], setup, generate=True)
+            text = renderer.render_text([*history, reply, *new], setup, generate=True)
         except TemplateRefused:
             # Some take a reply without content only as empty text.
             self._history = [*map(_with_content, history)]
             self._reply = reply = _with_content(reply)
-            text = renderer.marked([*self._history, reply, *new], setup, generate=True)
+            text = renderer.render_text([*self._history, reply, *new], setup, generate=True)
         self._text = self._once(text)
         self._sentinel = f"tokentape{secrets.token_hex(8)}"
         self._edged = _with_sentinel(reply, self._sentinel)
-        self._tail = self._behind_reply(new, generate=True)
+        self._suffix = self._after_reply(new, generate=True)
 
-    def compare(self, completion_ids: TokenIds, added: Added) -> BridgeCheck:
+    def compare(self, completion_ids: TokenIds, added: PromptTokens) -> BridgeCheck:
         """Say whether the rendering ends with the turn's end and then the bridge."""
         closed = int(np.argmax(np.append(added.provenance != Provenance.CLOSE, True)))
         ended = self._read(np.concatenate([completion_ids, added.ids[:closed]]))
         bridge = self._once(self._read(added.ids[closed:]))
         whole = self._before(self._text, bridge)
-        left = self._before(self._tail, bridge)
+        left = self._before(self._suffix, bridge)
         if whole is not None and left is None:
             # The sentinel changes what follows it: of the turn only its last control token is compared.
             marks = list(MARK.finditer(whole))
             left = whole[marks[-1].start() :] if marks and self._stops_at(marks[-1][0]) else ""
         if whole is not None and left is not None and self._ends_turn(left, ended, bridge):
             return BridgeCheck("same")
-        text = self._tail or self._text
+        text = self._suffix or self._text
         shared = common_suffix(text, bridge)
         spell = self._renderer.tokenizer.spell_marks
         expected, found = (spell(one[: len(one) - shared])[-_SHOWN:] for one in (text, bridge))
         return BridgeCheck("differs", expected=expected, found=found)
 
-    def takes_no_content_beside_calls(self, added: Added) -> str:
+    def takes_no_content_beside_calls(self, added: PromptTokens) -> str:
         """Say what the template does of content and calls of one turn, if not both stand in the turn; else empty."""
         content = self._reply.get("content")
         said = content.strip() if isinstance(content, str) and self._reply.get("tool_calls") else ""
-        if said and not self._tail:
+        if said and not self._suffix:
             return "the template leaves out the calls of a turn that has content, and their end"
-        if said and said in self._tail and said not in self._read(added.ids):
+        if said and said in self._suffix and said not in self._read(added.ids):
             return "the template repeats the turn's content after its calls, the bridge not"
         return ""
 
@@ -149,7 +149,7 @@ class _Real:
                 return False
             # Another stop token than the template's stands for it: the policy is to keep what was sampled. It does not
             # stand for the next message's header, which is all there is where the template ends no turns.
-            if marks[-1] != sampled[-1] and not MARK.search(self._behind_reply([], generate=False)):
+            if marks[-1] != sampled[-1] and not MARK.search(self._after_reply([], generate=False)):
                 return False
             if marks[:-1] == sampled[-len(marks) : -1]:
                 return True
@@ -157,7 +157,7 @@ class _Real:
             # A turn that was cut short is closed by the bridge; only the end of a call is the model's to write.
             return False
         # The model wrote its call another way, or not to its end. The template itself writes it like this.
-        close = self._behind_reply([], generate=False)
+        close = self._after_reply([], generate=False)
         # `left` may be text as its ids read.
         shared = left[: max(common_prefix(left, one) for one in (close, self._normal(close)))]
         ended_before = any(map(self._stops_at, MARK.findall(shared)))
@@ -166,16 +166,16 @@ class _Real:
     def _stops_at(self, mark: str) -> bool:
         return self._renderer.tokenizer.control_of_mark(mark).id in self._renderer.stop_ids(self._setup)
 
-    def _behind_reply(self, new: Sequence[Message], *, generate: bool) -> str:
-        """What the template writes after the last text of the reply; empty if a sentinel there does not show."""
+    def _after_reply(self, new: Sequence[Message], *, generate: bool) -> str:
+        """Return what the template writes after the last text of the reply; empty if a sentinel there does not show."""
         try:
-            shown = self._renderer.marked([*self._history, self._edged, *new], self._setup, generate=generate)
+            shown = self._renderer.render_text([*self._history, self._edged, *new], self._setup, generate=generate)
         except TokentapeError:
             return ""
         return self._once(shown.partition(self._sentinel)[2])
 
     def _before(self, text: str, bridge: str) -> str | None:
-        """The text in front of the bridge that ends it; None if it does not end with the bridge."""
+        """Return the text before the bridge that ends it; None if it does not end with the bridge."""
         if not text.endswith(bridge):
             # Tokenizers may normalize what they encode: read the end of the text as its ids read, from a mark on.
             most = max(len(text) - 2 * len(bridge) - _SHOWN, 0)
@@ -191,14 +191,14 @@ class _Real:
         return read_text(self._renderer.tokenizer, ids.tolist())
 
     def _once(self, text: str) -> str:
-        """The text with each run of image placeholders as one: the template writes one for each image."""
+        """Return the text with each run of image placeholders as one: the template writes one for each image."""
         images = self._renderer.images
         control = None if images is None else self._renderer.tokenizer.control_by_id(images.placeholder_id)
         return text if control is None else re.sub(f"(?:{control.mark})+", control.mark, text)
 
 
 def _typed(message: Message) -> Message:
-    """The message with the arguments of its calls as objects, as requests have them."""
+    """Return the message with the arguments of its calls as objects, as requests have them."""
     calls = [dict(call) for call in message.get("tool_calls") or ()]
     for call in calls:
         arguments = call["function"].get("arguments")
@@ -217,7 +217,7 @@ def _with_content(message: Message) -> Message:
 
 
 def _with_sentinel(reply: Message, sentinel: str) -> Message:
-    """The reply with a word at the end of the last text that it holds: an argument's, else the content."""
+    """Return the reply with a word at the end of the last text that it holds: an argument's, else the content."""
     calls: list[dict[str, Any]] = list(reply.get("tool_calls") or ())
     if not calls:
         return {**reply, "content": (reply.get("content") or "") + sentinel}

@@ -71,7 +71,7 @@ class BodyReader(Protocol):
     """Reads one body."""
 
     def read(self, text: str, *, over: bool) -> Body | Broken | None:
-        """The call, once it is complete in `text`; None as long as it may become so.
+        """Return the call, once it is complete in `text`; None as long as it may become so.
 
         `over`: the model has ended its turn here, so that nothing that follows is needed to know the end of the call.
         """
@@ -79,7 +79,7 @@ class BodyReader(Protocol):
 
 
 def body_reader(syntax: CallSyntax, tools: Mapping[str, Tool], text: str, start: int) -> BodyReader | None:
-    """The reader for the body that begins at `start`; None if there is too little text to choose it."""
+    """Return the reader for the body that begins at `start`; None if there is too little text to choose it."""
     start = skip_space(text, start)
     if start == len(text):
         return None
@@ -91,13 +91,19 @@ def body_reader(syntax: CallSyntax, tools: Mapping[str, Tool], text: str, start:
 
 
 def breaks(syntax: CallSyntax) -> str:
-    """A regular expression for what can't stand in JSON outside of its strings: control tokens, the call's close."""
+    """Return a regular expression for what can't stand in JSON outside of its strings.
+
+    Control tokens, the call's close.
+    """
     closing = [piece for piece in pieces(syntax.close) if not set(piece) <= set(JSON_PUNCTUATION)]
     return f"{MARK.pattern}|{any_of(closing)}"
 
 
 def object_arguments(raw: str) -> tuple[str, bool]:
-    """Arguments as JSON text, and whether they are an object. They may be missing, null, or written out as a string."""
+    """Return arguments as JSON text, and whether they are an object.
+
+    They may be missing, null, or written out as a string.
+    """
     core = raw.strip()
     if core in ("", "null", '""'):
         return "{}", True
@@ -166,9 +172,9 @@ class _NamedBody:
 
     def read(self, text: str, *, over: bool) -> Body | Broken | None:
         if self._head is None or self._object is None:
-            head, behind_head = _named(self._syntax)
+            head, after_head = _named(self._syntax)
             limit = self._start + _LONGEST_HEAD
-            found = behind_head.search(text, self._start, limit)
+            found = after_head.search(text, self._start, limit)
             if found is None and not over:
                 return None if len(text) < limit else Broken(self._start)
             at = found.start() if found else len(text)
@@ -292,7 +298,7 @@ class _TaggedBody:
         return False
 
     def _value(self, key: re.Match[str], raw: str) -> str:
-        """JSON text of a value, without the white space that the template writes around it."""
+        """Return the JSON text of a value, without the white space that the template writes around it."""
         syntax = self._syntax
         before = len(syntax.key_close) - len(syntax.key_close.rstrip())
         after = len(syntax.value_close) - len(syntax.value_close.lstrip())
@@ -328,7 +334,7 @@ class _Tags:
     key: re.Pattern[str]
     end: re.Pattern[str]
     expected: tuple[str, ...]
-    """Delimiters that may stand between arguments or behind them."""
+    """Delimiters that may stand between arguments or after them."""
     closing: str
 
     def value_close(self, key: str) -> re.Pattern[str]:
@@ -365,18 +371,18 @@ def _name(syntax: CallSyntax, following: Sequence[str]) -> str:
     if not pieces(syntax.name_close) or MARK.match(syntax.name_close.strip()):
         return f"{_NAME_CHARACTER}{{1,256}}"
     call_id = [r"[\w.:-]"] if syntax.id_close else []
-    behind = "|".join([*map(pattern, filter(pieces, following)), *call_id, MARK.pattern, "```", r"\Z"])
-    return rf"(?:(?!{pattern(syntax.name_close)}\s*(?:{behind})){_NAME_CHARACTER}){{1,256}}"
+    after = "|".join([*map(pattern, filter(pieces, following)), *call_id, MARK.pattern, "```", r"\Z"])
+    return rf"(?:(?!{pattern(syntax.name_close)}\s*(?:{after})){_NAME_CHARACTER}){{1,256}}"
 
 
 @lru_cache(64)
 def _named(syntax: CallSyntax) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Expressions for all in front of the arguments, and for what ends it: the arguments, or the end of the call.
+    """Return expressions for all before the arguments, and for what ends it: the arguments, or the end of the call.
 
     The arguments may be an object, an object written out as a string, null or missing.
     """
-    behind = [syntax.close, syntax.separator, syntax.section_close]
-    ends = [piece for text in behind for piece in pieces(text)]
+    after = [syntax.close, syntax.separator, syntax.section_close]
+    ends = [piece for text in after for piece in pieces(text)]
     ends += [piece for text in (syntax.section_open, syntax.open) for piece in pieces(text)[:1]]
     marks = [piece for piece in ends if MARK.match(piece)]
     end = any_of(marks or [piece for piece in ends if not re.fullmatch(r"\w+", piece)])

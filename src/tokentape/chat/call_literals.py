@@ -46,9 +46,9 @@ class _Notation:
     """White space and separators of arguments. A comma is always one."""
     next_argument: re.Pattern[str]
     """What ends a value without quotes: a separator and the next key, or a separator and nothing."""
-    behind_string: re.Pattern[str]
+    after_string: re.Pattern[str]
     """What follows a quote that closes a string."""
-    may_be_behind: re.Pattern[str]
+    may_follow: re.Pattern[str]
     """The beginning of that, to the end of what has arrived."""
     before_value: tuple[str, ...]
 
@@ -73,8 +73,8 @@ def _notation(syntax: CallSyntax) -> _Notation:
         key_close=key_close,
         between=re.compile(rf"(?:[\s,]|{before_key})*"),
         next_argument=re.compile(rf"{before_key}(?:{key}|\s*\Z)"),
-        behind_string=re.compile(rf"\s*?(?:[,:)\]}}]|{before_key}|\Z)"),
-        may_be_behind=re.compile(rf"\s{{0,1000}}?(?:{begun})?\Z"),
+        after_string=re.compile(rf"\s*?(?:[,:)\]}}]|{before_key}|\Z)"),
+        may_follow=re.compile(rf"\s{{0,1000}}?(?:{begun})?\Z"),
         before_value=tuple(filter(None, ("=", ":", ",", *_OPENERS, key_close, separator))),
     )
 
@@ -86,7 +86,7 @@ class LiteralEnd:
         quote = syntax.quote
         self.start = start
         self.end: int | None = None
-        """Position behind the closing bracket."""
+        """Position after the closing bracket."""
         self.broken_at: int | None = None
         """Where a control token stands that is no quote."""
         self._quote = quote
@@ -123,18 +123,18 @@ class LiteralEnd:
 
 
 def read_head(syntax: CallSyntax, text: str, start: int) -> tuple[str, int] | None:
-    """The name at `start` and the position of the bracket behind it; None if there is none yet."""
+    """Return the name at `start` and the position of the bracket after it; None if there is none yet."""
     head = re.compile(rf"(?P<name>{_NAME})\s*{pattern(syntax.name_close)}").match(text, start)
     return (head["name"], head.end() - 1) if head else None
 
 
 def may_be_head(text: str, start: int) -> bool:
-    """Whether all that stands behind `start` may be the beginning of a name and its bracket."""
+    """Return whether all that stands after `start` may be the beginning of a name and its bracket."""
     return re.fullmatch(rf"(?:{_NAME})?\s*", text[start : start + 300]) is not None and len(text) < start + 300
 
 
 def arguments_json(syntax: CallSyntax, tool: Tool | None, text: str) -> str:
-    """JSON text of the arguments between the outer brackets. Raises `LiteralError` for what is none."""
+    """Return the JSON text of the arguments between the outer brackets. Raises `LiteralError` for what is none."""
     return "{" + ", ".join(_arguments(syntax, tool, text)) + "}"
 
 
@@ -155,14 +155,14 @@ def _arguments(syntax: CallSyntax, tool: Tool | None, text: str) -> Iterator[str
             value, at = _value(text, at, notation, 0)
         else:
             end = notation.next_argument.search(text, at)
-            behind = end.start() if end else len(text)
-            raw = text[at:behind].strip() if syntax.quote else text[at:behind]
-            value, at = value_json(raw, schema, is_text=False), behind
+            after = end.start() if end else len(text)
+            raw = text[at:after].strip() if syntax.quote else text[at:after]
+            value, at = value_json(raw, schema, is_text=False), after
         yield f"{json.dumps(found['key'], ensure_ascii=False)}: {value}"
 
 
 def _value(text: str, at: int, notation: _Notation, depth: int) -> tuple[str, int]:
-    """JSON text of the value at `at` within a list or an object, and the position behind it."""
+    """Return the JSON text of the value at `at` within a list or an object, and the position after it."""
     if depth > _DEEPEST:
         raise LiteralError("nested too deep")
     at = skip_space(text, at)
@@ -209,14 +209,14 @@ def _key(text: str, at: int, notation: _Notation) -> tuple[str, int]:
 
 
 def _quote_at(text: str, at: int, quote: str) -> str:
-    """The quote that stands at `at`; empty if none does."""
+    """Return the quote that stands at `at`; empty if none does."""
     if quote and text.startswith(quote, at):
         return quote
     return text[at] if text[at : at + 1] in ("'", '"') else ""
 
 
 def _string(text: str, at: int, notation: _Notation) -> tuple[str, int]:
-    """The string that begins at `at`, and the position behind it."""
+    """Return the string that begins at `at`, and the position after it."""
     own = _quote_at(text, at, notation.quote)
     end, _ = _string_end(text, at, notation, at, over=True)
     if end is None:
@@ -226,7 +226,7 @@ def _string(text: str, at: int, notation: _Notation) -> tuple[str, int]:
 
 
 def _string_end(text: str, start: int, notation: _Notation, seek: int, *, over: bool) -> tuple[int | None, int]:
-    """Return the position behind the string that begins at `start`, looked for from `seek` on.
+    """Return the position after the string that begins at `start`, looked for from `seek` on.
 
     None if it is not closed, or not surely so unless the text is `over`; then also where to look on. A quote that
     neither a separator nor a bracket follows is part of the string: not every template escapes them.
@@ -239,9 +239,9 @@ def _string_end(text: str, start: int, notation: _Notation, seek: int, *, over: 
             return end, end
         escapes = len(text[start:found]) - len(text[start:found].rstrip("\\"))
         if escapes % 2 == 0:
-            if not over and notation.may_be_behind.match(text, end):
+            if not over and notation.may_follow.match(text, end):
                 return None, found
-            if notation.behind_string.match(text, end):
+            if notation.after_string.match(text, end):
                 return end, end
         at = end
     return None, max(at, len(text) - len(own) + 1)
@@ -258,11 +258,11 @@ def _unescaped(raw: str) -> str:
 
 
 def _skip(text: str, at: int, between: re.Pattern[str]) -> int:
-    """Return the position behind white space and separators."""
+    """Return the position after white space and separators."""
     found = between.match(text, at)
     return found.end() if found else at
 
 
 def needs_known_tool(syntax: CallSyntax) -> bool:
-    """Whether only a tool that was offered makes a call: no control token stands in front of what looks like one."""
+    """Return whether only a tool that was offered makes a call: no control token stands before what looks like one."""
     return not MARK.search(syntax.section_open + syntax.open)

@@ -1,7 +1,7 @@
 """Finds the tool calls of a completion by the delimiters that the template writes, while it is still being written.
 
 Tolerant where that is unambiguous: white space may vary, pieces of delimiters may be missing or doubled if the call
-itself is complete. What is told of a text never depends on how it was cut into pieces.
+itself is complete. The result never depends on how the text was cut into pieces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_DELIMITER = 300
 
 @dataclass(frozen=True, slots=True)
 class ReadCall:
-    """A call found in a text. `end` is the position behind it and its closing delimiter."""
+    """A call found in a text. `end` is the position after it and its closing delimiter."""
 
     end: int
     name: str | None
@@ -75,7 +75,10 @@ class CallReader:
         self._body: BodyReader | None = None
 
     def fresh(self, tools: Mapping[str, Tool]) -> CallReader:
-        """A reader of the same syntax that has read nothing yet. Making expressions costs more than reading a call."""
+        """Return a reader of the same syntax that has read nothing yet.
+
+        Making expressions costs more than reading a call.
+        """
         reader = copy(self)
         reader._tools = tools
         reader._start = reader._seek = 0
@@ -83,7 +86,7 @@ class CallReader:
         return reader
 
     def read(self, text: str, at: int, *, final: bool, ended: bool, within_reasoning: bool) -> ReadCall | None:
-        """The call that begins at `at`; None if more text may complete it, or end it.
+        """Return the call that begins at `at`; None if more text may complete it, or end it.
 
         `final`: no more text will come. `ended`: because the model has ended its turn. `within_reasoning`: only a call
         that is beyond doubt is one.
@@ -111,7 +114,7 @@ class CallReader:
         return call
 
     def skip_between(self, text: str, at: int, *, final: bool) -> tuple[int, bool] | None:
-        """Position behind what may stand between two calls at `at`, and whether another call begins there.
+        """Return the position after what may stand between two calls at `at`, and whether another call begins there.
 
         None if that is not certain yet.
         """
@@ -128,7 +131,7 @@ class CallReader:
         return at, self._next.match(text, at) is not None
 
     def _closed(self, text: str, body: Body, *, final: bool) -> ReadCall | None:
-        """A complete call, with its closing delimiter or as much of it as there is."""
+        """Return a complete call, with its closing delimiter or as much of it as there is."""
         # Models write a brace too many, or only some pieces of the closing delimiter.
         spare = self._spare.match(text, body.end)
         at = spare.end() if spare else body.end
@@ -151,9 +154,9 @@ class CallReader:
     def _broken(
         self, text: str, broken: Broken | None, *, final: bool, over: bool, within_reasoning: bool
     ) -> ReadCall | None:
-        """What began like a call and is none: up to its closing delimiter, the next call or the end of the turn.
+        """Return what began like a call and is none: up to its closing delimiter, the next call or the end of the turn.
 
-        If the model ended its turn behind it, it made the call, if badly; if it was cut off, it did not make it. Where
+        If the model ended its turn after it, it made the call, if badly; if it was cut off, it did not make it. Where
         no tool is named it is only the opening delimiter that is no call; what follows has to be read again.
         """
         end = self._start
@@ -191,7 +194,7 @@ class CallReader:
         return ReadCall(end, name, arguments, "bad_arguments" if found or over else "unclosed")
 
     def _guess(self, raw: str) -> tuple[str | None, str]:
-        """Name and raw arguments of a call that is not well-formed."""
+        """Return name and raw arguments of a call that is not well-formed."""
         syntax = self._syntax
         if syntax.style == "json" or raw.startswith("{"):
             keys = "|".join(map(re.escape, (syntax.arguments_key, "arguments", "parameters")))
@@ -206,7 +209,7 @@ class CallReader:
         return found[1], found[2].strip()
 
     def _whole(self, raw: str, name: str, arguments: str) -> str:
-        """Return the arguments, or all of JSON that is not well-formed and has other words in front of them."""
+        """Return the arguments, or all of JSON that is not well-formed and has other words before them."""
         if self._syntax.style != "json" and not raw.startswith("{"):
             return arguments
         before = raw[: raw.rindex(arguments)] if arguments else raw
@@ -215,12 +218,12 @@ class CallReader:
         return raw.strip() if re.search(r"\w", other) else arguments
 
     def _name_in(self, raw: str) -> str | None:
-        """The name in a JSON object that is not well-formed."""
+        """Return the name in a JSON object that is not well-formed."""
         found = re.search(rf'"{re.escape(self._syntax.name_key)}"\s*:\s*"([^"\\\s]{{1,256}})"', raw)
         return found[1] if found else None
 
 
 def _is_within(syntax: CallSyntax, piece: str) -> bool:
-    """Whether a piece of a delimiter also stands within calls, so that it ends none."""
+    """Return whether a piece of a delimiter also stands within calls, so that it ends none."""
     within = (*pieces(syntax.name_close), *pieces(syntax.key_open))
     return set(piece) <= set(JSON_PUNCTUATION) or any(inner.startswith(piece) for inner in within)

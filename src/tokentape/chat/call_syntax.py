@@ -44,7 +44,7 @@ class CallShape:
     """The template shows a call's id in place of its name."""
 
     def message(self, content: str, calls: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
-        """An assistant message with (id, name, arguments) calls in this shape."""
+        """Return an assistant message with (id, name, arguments) calls in this shape."""
         message: dict[str, Any] = {"role": "assistant"}
         if self.content == "text" or content:
             message["content"] = content
@@ -61,11 +61,11 @@ class CallShape:
         return message
 
     def probe(self, name: str, arguments: Any, call_id: str = PROBE_ID) -> tuple[str, str, Any]:
-        """A call to ask with, for `message`: its name stands where the template shows a name."""
+        """Return a call to ask with, for `message`: its name stands where the template shows a name."""
         return (name, name, arguments) if self.name_is_id else (call_id, name, arguments)
 
     def reshape(self, message: Message) -> dict[str, Any]:
-        """A caller's tool-calling message in this shape; without it the template would lose the calls."""
+        """Return a caller's tool-calling message in this shape; without it the template would lose the calls."""
         reshaped = dict(message)
         if not reshaped.get("content"):
             if self.content == "text":
@@ -81,7 +81,7 @@ class CallShape:
         return reshaped
 
     def shape(self, arguments: Any) -> Any:
-        """Arguments as this template takes them."""
+        """Return arguments as this template takes them."""
         if self.arguments == "text" and not isinstance(arguments, str):
             return json.dumps(arguments, ensure_ascii=False)
         return arguments
@@ -120,20 +120,20 @@ class CallSyntax:
     arguments_key: str = "arguments"
     name_close: str = ""
     name_open: str = ""
-    """Where the call's id stands in front of the name (`named` only): ID `name_open` NAME."""
+    """Where the call's id stands before the name (`named` only): ID `name_open` NAME."""
     id_close: str = ""
-    """Where the call's id stands behind the name (`named` only): NAME `name_close` ID `id_close` ARGUMENTS."""
+    """Where the call's id stands after the name (`named` only): NAME `name_close` ID `id_close` ARGUMENTS."""
     name_is_id: bool = False
     """The template writes the call's id where the name is expected; a model writes the name into the id."""
     key_open: str = ""
     key_close: str = ""
     json_key_close: str = ""
-    """`key_close` of values that are not text, where the template tells them apart; their VALUE is JSON. The
+    """`key_close` of values that are not text, where the template distinguishes them; their VALUE is JSON. The
     same as `key_close` where all values are JSON, text in quotes."""
     value_close: str = ""
     text_open: str = ""
     """Where the template writes something around text that could be taken for its tags (`tagged` only), as XML's
-    `<![CDATA[`: what stands in front of it, within `key_close` and `value_close`."""
+    `<![CDATA[`: what stands before it, within `key_close` and `value_close`."""
     text_close: str = ""
     quote: str = ""
     argument_separator: str = ""
@@ -143,11 +143,11 @@ class CallSyntax:
     between: str = ""
     """All that stands between the last value of a call and the name of the next; empty where a turn has one call."""
     within_lines: bool = False
-    """A call without delimiters may stand directly behind content, not only where a line begins."""
+    """A call without delimiters may stand directly after content, not only where a line begins."""
 
 
 def find_shape(render: Render) -> CallShape | None:
-    """The first shape in which name, key and value of a call all reach the rendered text."""
+    """Return the first shape in which name, key and value of a call all reach the rendered text."""
     for shape in _SHAPES:
         try:
             text = render([QUESTION, shape.message("", [shape.probe(NAME, {KEY: VALUE})])], False)
@@ -190,27 +190,27 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
             syntax = replace(syntax, between=two[two.index(VALUE) + len(VALUE) : two.index(OTHER_NAME)])
     with contextlib.suppress(TemplateRefused):
         spoken = render([QUESTION, shape.message(CONTENT, [first])], False)
-        behind = spoken[spoken.rindex(CONTENT) + len(CONTENT) :] if CONTENT in spoken else ""
-        space = len(behind) - len(behind.lstrip())
-        syntax = replace(syntax, space_before=space, within_lines=behind.startswith("{"))
+        after = spoken[spoken.rindex(CONTENT) + len(CONTENT) :] if CONTENT in spoken else ""
+        space = len(after) - len(after.lstrip())
+        syntax = replace(syntax, space_before=space, within_lines=after.startswith("{"))
     call_open, found, name_open = syntax.open.partition(_ID)
     return replace(syntax, open=call_open, name_open=name_open) if found and syntax.style == "named" else syntax
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Length of the common prefix, never ending inside a mark."""
+    """Return the length of the common prefix, never ending inside a mark."""
     n = len(os.path.commonprefix([a, b]))
     return n - 1 if n and "\ud800" <= a[n - 1] <= "\udb7f" else n
 
 
 def common_suffix(a: str, b: str) -> int:
-    """Length of the common suffix, never beginning inside a mark."""
+    """Return the length of the common suffix, never beginning inside a mark."""
     n = len(os.path.commonprefix([a[::-1], b[::-1]]))
     return n - 1 if n and "\udc00" <= a[len(a) - n] <= "\udfff" else n
 
 
 def _read_one_call(region: str) -> CallSyntax | None:
-    """Syntax of the only call in `region`, with `open` and `close` reaching to the region's ends."""
+    """Return the syntax of the only call in `region`, with `open` and `close` reaching to the region's ends."""
     name, key, value = region.index(NAME), region.index(KEY), region.index(VALUE)
     arguments = _json_around(region, key, {KEY: VALUE})
     if arguments is None:
@@ -254,10 +254,10 @@ def _split_arguments(syntax: CallSyntax, region: str) -> CallSyntax | None:
         return None
     before, between = region[name + len(NAME) : key], region[value + len(VALUE) : other_key]
     # Where the key closes its value (`<key>value</key>`), KEY stands for it.
-    behind = region[other_value + len(OTHER_VALUE) :].replace(OTHER_KEY, KEY)
+    after = region[other_value + len(OTHER_VALUE) :].replace(OTHER_KEY, KEY)
     opening = common_suffix(before, between)
-    closing = common_prefix(between[: len(between) - opening], behind)
-    key_open, close = between[len(between) - opening :], behind[closing:]
+    closing = common_prefix(between[: len(between) - opening], after)
+    key_open, close = between[len(between) - opening :], after[closing:]
     shared = _shared_tag(key_open, close)
     return replace(
         syntax,
@@ -288,15 +288,15 @@ def _tell_quoted_text(syntax: CallSyntax, region: str) -> CallSyntax:
     start, at = region.find(KEY), region.find(_LIKE_TAGS)
     if start < 0 or at < start:
         return syntax
-    before, behind = region[start + len(KEY) : at], region[at + len(_LIKE_TAGS) :]
-    end = behind.find(syntax.value_close)
+    before, after = region[start + len(KEY) : at], region[at + len(_LIKE_TAGS) :]
+    end = after.find(syntax.value_close)
     if end < 0 or not before.startswith(syntax.key_close):
         return syntax
-    return replace(syntax, text_open=before[len(syntax.key_close) :], text_close=behind[:end])
+    return replace(syntax, text_open=before[len(syntax.key_close) :], text_close=after[:end])
 
 
 def _as_literal(syntax: CallSyntax) -> CallSyntax | None:
-    """The syntax of arguments with nothing but a comma between them; None if no brackets hold them."""
+    """Return the syntax of arguments with nothing but a comma between them; None if no brackets hold them."""
     bracket = _BRACKETS.get(syntax.name_close.rstrip()[-1:])
     if bracket is None or not syntax.close.startswith(bracket):
         return None
@@ -314,7 +314,7 @@ _BRACKETS = {"(": ")", "{": "}", "[": "]"}
 
 
 def _either(one: str, other: str) -> str:
-    """A delimiter that stands for both: `ANY` for the word in which they differ, or just `one`."""
+    """Return a delimiter that stands for both: `ANY` for the word in which they differ, or just `one`."""
     start, end = common_prefix(one, other), common_suffix(one, other)
     words = [text[start : len(text) - end] for text in (one, other)]
     if not all(re.fullmatch(r"\w+", word) for word in words):
@@ -323,7 +323,7 @@ def _either(one: str, other: str) -> str:
 
 
 def _tell_ordinal(syntax: CallSyntax, region: str) -> CallSyntax:
-    """Note what counts the calls behind their names, if anything does."""
+    """Note what counts the calls after their names, if anything does."""
     close = syntax.name_close
     first, second = (region[region.index(name) + len(name) :][: len(close)] for name in (NAME, OTHER_NAME))
     return syntax if first == second or first != close else replace(syntax, name_close=_either(close, second))
@@ -335,11 +335,11 @@ def _split_section(syntax: CallSyntax, region: str) -> CallSyntax:
     second = _call_bounds(region, OTHER_NAME, OTHER_KEY, OTHER_VALUE, syntax)
     if first is None or second is None:
         return syntax
-    before, between, behind = region[: first[0]], region[first[1] : second[0]], region[second[1] :]
+    before, between, after = region[: first[0]], region[first[1] : second[0]], region[second[1] :]
     opening = common_suffix(before, between)
-    closing = common_prefix(between[: len(between) - opening], behind)
+    closing = common_prefix(between[: len(between) - opening], after)
     separator = between[closing : len(between) - opening]
-    call_open, section_close = between[len(between) - opening :], behind[closing:]
+    call_open, section_close = between[len(between) - opening :], after[closing:]
     shared = "" if separator else _shared_tag(call_open, section_close)
     return replace(
         syntax,
@@ -352,7 +352,10 @@ def _split_section(syntax: CallSyntax, region: str) -> CallSyntax:
 
 
 def _shared_tag(one: str, other: str) -> str:
-    """The end of a tag with which two delimiters begin since it stands in front of both: `>` of `><b>` and `></a>`."""
+    """Return the end of a tag with which two delimiters begin since it stands before both.
+
+    `>` of `><b>` and `></a>`.
+    """
     shared, end, _ = one[: common_prefix(one, other)].partition(">")
     return shared + end if end and "<" not in shared else ""
 
@@ -360,8 +363,8 @@ def _shared_tag(one: str, other: str) -> str:
 def _call_bounds(region: str, name: str, key: str, value: str, syntax: CallSyntax) -> tuple[int, int] | None:
     at = region.index(name)
     if syntax.style in ("tagged", "literal"):
-        behind = region.index(value) + len(value) + len(syntax.value_close)
-        return at, behind + (syntax.style == "literal")
+        after = region.index(value) + len(value) + len(syntax.value_close)
+        return at, after + (syntax.style == "literal")
     arguments = _json_around(region, region.index(key), {key: value})
     if arguments is None:
         return None
@@ -369,7 +372,7 @@ def _call_bounds(region: str, name: str, key: str, value: str, syntax: CallSynta
 
 
 def _json_around(region: str, inside: int, expected: Any) -> tuple[int, int] | None:
-    """Bounds of the JSON object equal to `expected` in which position `inside` lies."""
+    """Return the bounds of the JSON object equal to `expected` in which position `inside` lies."""
     at = region.rfind("{", 0, inside)
     if at < 0:
         return None
@@ -381,7 +384,7 @@ def _json_around(region: str, inside: int, expected: Any) -> tuple[int, int] | N
 
 
 def _enclosing_object(region: str, start: int, end: int) -> tuple[int, int] | None:
-    """Bounds of the smallest JSON object that holds region[start:end] and more."""
+    """Return the bounds of the smallest JSON object that holds region[start:end] and more."""
     at = region.rfind("{", 0, start)
     while at >= 0:
         try:

@@ -1,9 +1,9 @@
-"""Caller text on its way through a template: disarmed before, found again after.
+"""Escape callers' text before a template renders it, and find it in the rendering.
 
-A template mixes its own control tokens with strings from users, tools and systems. Before rendering, every control
-token that a caller's string spells loses its first character to a *mask*, a lone surrogate of the same length; after
-rendering, what still spells a control token was written by the template, and masks turn back into the characters they
-hid. A second rendering with *edges*, surrogates in place of each string's outer characters, tells which caller each
+A template mixes its own control tokens with strings from users, tools and systems. Before rendering, the first
+character of every control token that a caller's string spells is replaced by a placeholder, a lone surrogate. Whatever
+spells a control token after rendering was written by the template, and placeholders turn back into characters. A second
+rendering has edge markers, other surrogates, in place of each string's outer characters. It tells which caller each
 character came from; ids never depend on it.
 """
 
@@ -20,12 +20,12 @@ from tokentape.chat.tokenizer import MARK, Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.types import Codes, Message, Provenance
 
-_MASKS = range(0xDB80, 0xDBA0)
+_PLACEHOLDERS = range(0xDB80, 0xDBA0)
 _EDGES = range(0xDBA0, 0xDBC0)
 SENTINELS = tuple(map(chr, range(0xDBC0, 0xDC00)))
 """Characters that stand for a string while a template is being asked what it writes around it."""
 
-_MASK = re.compile(f"[{chr(_MASKS.start)}-{chr(_MASKS.stop - 1)}]")
+_PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop - 1)}]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _PROVENANCE_OF_ROLE = {
@@ -38,77 +38,78 @@ _PROVENANCE_OF_ROLE = {
 }
 
 
-class Disarmer:
-    """Masks control tokens in caller strings and removes the masks again, for one tokenizer."""
+class Escaper:
+    """Escapes the control tokens of one tokenizer in callers' strings, and unescapes renderings."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         contents = [control.content for control in tokenizer.controls]
         outer = sorted({content[0] for content in contents} | {content[-1] for content in contents})
-        if len(outer) > len(_MASKS):
-            raise TokenizerUnusable(f"control tokens begin or end with more than {len(_MASKS)} different characters")
-        self._mask_of = dict(zip(outer, map(chr, _MASKS), strict=False))
-        self._unmask = {mask: char for char, mask in self._mask_of.items()}
+        if len(outer) > len(_PLACEHOLDERS):
+            most = len(_PLACEHOLDERS)
+            raise TokenizerUnusable(f"control tokens begin or end with more than {most} different characters")
+        self._placeholder_of = dict(zip(outer, map(chr, _PLACEHOLDERS), strict=False))
+        self._character_of = {placeholder: char for char, placeholder in self._placeholder_of.items()}
         self._heads = {content[:n] for content in contents for n in range(1, len(content))}
         self._tails = {content[n:] for content in contents for n in range(1, len(content))}
         self._longest = max(map(len, contents), default=0)
 
-    def mask(self, text: str) -> str:
-        """`text` with no control token in it, nor half of one at an edge that a neighbour could complete.
+    def escape(self, text: str) -> str:
+        """Return `text` with no control token in it, nor half of one at an end that a neighbor could complete.
 
         Raises `InvalidRequest` for a lone surrogate.
         """
-        text = self._mask_whole(text)
+        text = self._escape_controls(text)
         for n in range(1, min(self._longest, len(text)) + 1):
             if text[-n:] in self._heads:
                 at = len(text) - n
-                text = text[:at] + self._mask_of[text[at]] + text[at + 1 :]
+                text = text[:at] + self._placeholder_of[text[at]] + text[at + 1 :]
             if text[:n] in self._tails:
-                text = text[: n - 1] + self._mask_of[text[n - 1]] + text[n:]
+                text = text[: n - 1] + self._placeholder_of[text[n - 1]] + text[n:]
         return text
 
-    def mask_all(self, value: Any) -> Any:
-        """A copy of messages or tools with every string masked.
+    def escape_all(self, value: Any) -> Any:
+        """Return a copy of messages or tools with every string escaped.
 
-        Keys, roles and types are compared by templates, so of those only whole control tokens are masked.
+        Keys, roles and types are compared by templates, so only whole control tokens are escaped in them.
         """
         if isinstance(value, str):
-            return self.mask(value)
+            return self.escape(value)
         if isinstance(value, Mapping):
             return {
-                self._mask_whole(str(key)): self._mask_whole(item)
+                self._escape_controls(str(key)): self._escape_controls(item)
                 if key in ("role", "type") and isinstance(item, str)
-                else self.mask_all(item)
+                else self.escape_all(item)
                 for key, item in value.items()
             }
         if isinstance(value, Sequence) and not isinstance(value, bytes):
-            return [self.mask_all(item) for item in value]
+            return [self.escape_all(item) for item in value]
         return value
 
-    def _mask_whole(self, text: str) -> str:
+    def _escape_controls(self, text: str) -> str:
         if _SURROGATE.search(text):
             raise InvalidRequest("the text holds a lone surrogate, which is not valid Unicode", "messages")
         pattern = self._tokenizer.control_pattern
         while pattern.search(text):
-            text = pattern.sub(lambda match: self._mask_of[match[0][0]] + match[0][1:], text)
+            text = pattern.sub(lambda match: self._placeholder_of[match[0][0]] + match[0][1:], text)
         return text
 
-    def unmask(self, text: str) -> str:
-        """`text` with every mask replaced by the character it hid."""
-        return _MASK.sub(lambda match: self._unmask[match[0]], text)
+    def unescape(self, text: str) -> str:
+        """Return `text` with every placeholder replaced by its character."""
+        return _PLACEHOLDER.sub(lambda match: self._character_of[match[0]], text)
 
     def marked(self, rendered: str) -> str:
-        """Marked text of what a template rendered from masked strings."""
-        return self.unmask(self._tokenizer.mark_controls(rendered))
+        """Return the marked text of what a template rendered from escaped strings."""
+        return self.unescape(self._tokenizer.mark_controls(rendered))
 
 
 def provenance_of_role(role: str) -> Provenance:
-    """Whose the texts of a message of this role are."""
+    """Return the provenance of the texts of a message of this role."""
     return _PROVENANCE_OF_ROLE.get(role, Provenance.USER)
 
 
 def with_edges(message: Message) -> dict[str, Any]:
-    """The message with the outer characters of its texts replaced by edges that name its role."""
+    """Return the message with the outer characters of its texts replaced by edges that name its role."""
     code = provenance_of_role(message.get("role", ""))
     edged = dict(message)
     for key in ("content", "reasoning_content", "thinking", "reasoning"):
@@ -124,7 +125,9 @@ def with_edges(message: Message) -> dict[str, Any]:
 
 
 def provenance_of_characters(edged: str, length: int) -> Codes:
-    """Provenance per character of an edged rendering in which marks count as one; all template if it does not fit.
+    """Return the provenance per character of an edged rendering in which marks count as one.
+
+    All template if it does not fit.
 
     It does not fit where a template looks into a text's outer characters: then the edged rendering has another
     length than the one that gave the ids, `length`.
@@ -139,12 +142,15 @@ def provenance_of_characters(edged: str, length: int) -> Codes:
 
 
 def edges_found(edged: str) -> int:
-    """How many texts of callers other than the assistant can be seen in an edged rendering."""
+    """Return how many texts of callers other than the assistant can be seen in an edged rendering."""
     return sum(len(pattern.findall(edged)) for code, pattern in _EDGED.items() if code != Provenance.ASSISTANT)
 
 
 def provenance_of_tokens(codes: Codes, spans: npt.NDArray[np.int64]) -> Codes:
-    """Provenance per token, given the characters it covers: the caller's if any of them is, else the template's."""
+    """Return the provenance per token, given the characters it covers.
+
+    The caller's if any of them is, else the template's.
+    """
     out = np.full(len(spans), Provenance.TEMPLATE, dtype=np.uint8)
     starts = spans[:, 0]
     # A caller's code differs from TEMPLATE; a token that mixes both starts or ends in the caller's text.

@@ -41,7 +41,7 @@ class Continuation:
     """See `grammar.continuation_name`."""
     strategy: Strategy
     """`local`: what follows a turn does not depend on the history. `contextual`: it does, but only appends.
-    `fork`: the template writes again behind the turn what it had written before it. `refused`: not taken."""
+    `fork`: the template writes again after the turn what it had written before it. `refused`: not taken."""
     append_only: Literal["yes", "clean text", "no"]
     """Whether rendering the longer conversation keeps the ids of the shorter one and of the turn. `clean text`: except
     after a turn that is empty or has white space at its ends."""
@@ -95,7 +95,7 @@ class Certificate:
     """Added tokens that the library gives another id than tokenizer.json declares: token, declared id, id in use."""
 
     def continuation(self, name: str) -> Continuation | None:
-        """What was found for the continuation of this name; see `grammar.continuation_name`."""
+        """Return what was found for the continuation of this name; see `grammar.continuation_name`."""
         return next((found for found in self.continuations if found.name == name), None)
 
     def shortfalls(self, required: Sequence[str]) -> Iterator[str]:

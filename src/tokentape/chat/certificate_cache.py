@@ -20,7 +20,7 @@ from tokentape.chat.renderer import Renderer
 def load_or_certify(
     renderer: Renderer, template_kwargs: Mapping[str, Any], directory: str | Path | None = None
 ) -> Certificate:
-    """The certificate for these kwargs: read from `directory`, else made and written there.
+    """Return the certificate for these kwargs: read from `directory`, else made and written there.
 
     `directory` is `cache_directory("certificates")` if not given. Raises `TemplateRefused` as `certify` does.
     """
@@ -43,7 +43,10 @@ def _key(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> str:
 
 @cache
 def _algorithm() -> str:
-    """Hex SHA-256 of the source that makes certificates: whoever changes it need not remember a version number."""
+    """Return the hex SHA-256 of the source that makes certificates.
+
+    Whoever changes it need not remember a version number.
+    """
     digest = hashlib.sha256()
     for source in sorted(files("tokentape.chat").iterdir(), key=lambda one: one.name):
         if source.name.endswith(".py"):

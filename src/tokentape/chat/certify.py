@@ -66,7 +66,10 @@ def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None
 
 
 def _setup_with_tools(renderer: Renderer, kwargs: Mapping[str, Any]) -> tuple[Setup, str]:
-    """The grammar's setup with the first tool that the template takes, and why it takes none; empty if it does."""
+    """Return the grammar's setup with the first tool that the template takes, and why it takes none.
+
+    Empty if it does.
+    """
     refused = ""
     for tool in (grammar.TOOL, grammar.PLAIN_TOOL):
         setup = grammar.setup(renderer.fingerprint, kwargs, tools=(tool,))
@@ -118,7 +121,7 @@ def _parse_check(
     except TemplateRefused as error:
         return ParseCheck(name, holds=None, detail=str(error))
     if written is None:
-        return ParseCheck(name, holds=None, detail="the template writes no such turn behind its own prompt")
+        return ParseCheck(name, holds=None, detail="the template writes no such turn after its own prompt")
     shown, completion = written
     left_out = [what for key, what in _PARTS.items() if message.get(key) and not shown.get(key)]
     if left_out:
@@ -147,15 +150,15 @@ def _writes_content_as_reasoning(
 def written_turn(
     renderer: Renderer, setup: Setup, message: Message, history: Sequence[Message] = (grammar.QUESTION,)
 ) -> tuple[Message, str] | None:
-    """What a model would sample for `message` if it wrote as its template does, and what of the message is in it.
+    """Return the part of `message` that its template writes, and what a model that wrote the same would sample.
 
     `history` ends with `grammar.QUESTION`.
 
     The completion is marked text that ends with the stop token. Where the prompt opens reasoning that the template does
-    not show for a turn without any, the turn is given some. None where even that is not written behind the prompt.
+    not show for a turn without any, the turn is given some. None where even that is not written after the prompt.
     """
     form = renderer.format(setup)
-    prompt = _behind_question(renderer.marked(history, setup, generate=True))
+    prompt = _from_question(renderer.render_text(history, setup, generate=True))
     thought = {**message, "reasoning_content": "A thoughtword."}
     opened = form.reasoning if form.reasoning is not None and form.reasoning.opened_by_prompt else None
     shape = form.shape if message.get("tool_calls") else None
@@ -163,14 +166,14 @@ def written_turn(
     def ask(tried: Message) -> str:
         # In the template's own shape: one that takes arguments as text prints an object in some notation of its own.
         shaped = shape.reshape(plain_message(tried)) if shape is not None else tried
-        return _behind_question(renderer.marked([*history, shaped], setup, generate=False))
+        return _from_question(renderer.render_text([*history, shaped], setup, generate=False))
 
     for tried in [message] if opened is None or "reasoning_content" in message else [message, thought]:
         spoken = ask(tried)
         turn = spoken[len(prompt) :]
         if spoken.startswith(prompt) and (opened is None or opened.close.strip() in turn):
             return _cut_turn(renderer, setup, tried, turn)
-    # The template does not show in history what its prompt opens or writes: put the turn behind the bare header.
+    # The template does not show in history what its prompt opens or writes: put the turn after the bare header.
     spoken = ask(message)
     unopened = prompt[: len(prompt) - len(form.generation_prompt)]
     before = next((b for b in (prompt, (unopened + form.header).rstrip()) if spoken.startswith(b)), None)
@@ -182,13 +185,13 @@ def written_turn(
     return _cut_turn(renderer, setup, thought, f"{thought['reasoning_content']}{opened.close}{turn}")
 
 
-def _behind_question(text: str) -> str:
-    """A rendering without what stands in front of the question, which may move with what follows it."""
+def _from_question(text: str) -> str:
+    """Return a rendering without what stands before the question, which may move with what follows it."""
     return text[max(text.find(grammar.QUESTION["content"]), 0) :]
 
 
 def _cut_turn(renderer: Renderer, setup: Setup, message: Message, turn: str) -> tuple[Message, str]:
-    """The turn up to its first stop token, and what of the message is in it."""
+    """Return the turn up to its first stop token, and what of the message is in it."""
     stop_ids = renderer.stop_ids(setup)
     stops = [control.mark for control in renderer.tokenizer.controls if control.id in stop_ids]
     ends = [turn.index(mark) + len(mark) for mark in stops if mark in turn]
@@ -197,7 +200,10 @@ def _cut_turn(renderer: Renderer, setup: Setup, message: Message, turn: str) -> 
 
 
 def _shown(message: Message, turn: str) -> Message:
-    """What of a message its written turn shows; the rest the template dropped. Calls are shown all or not at all."""
+    """Return what of a message its written turn shows; the rest the template dropped.
+
+    Calls are shown all or not at all.
+    """
     shown = dict(message)
     for key in ("content", "reasoning_content"):
         if (message.get(key) or "").strip() not in turn:
@@ -209,7 +215,7 @@ def _shown(message: Message, turn: str) -> Message:
 
 
 def _difference(message: Message, reply: Reply) -> str | None:
-    """What of a message did not come back; None if all did. Outer white space is the template's affair."""
+    """Return what of a message did not come back; None if all did. Outer white space is the template's affair."""
     wanted_calls = [
         (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
     ]
@@ -236,7 +242,7 @@ def _depends_on_date(renderer: Renderer, setup: Setup) -> bool:
 
 
 def _dropped(renderer: Renderer, setup: Setup) -> Iterator[str]:
-    """Name what callers may say that this template does not pass on."""
+    """Yield name what callers may say that this template does not pass on."""
     for what, word, messages in grammar.LOSSES:
         if what == "tools" and not setup.tools:
             # They are refused, not dropped.
@@ -250,7 +256,7 @@ def _dropped(renderer: Renderer, setup: Setup) -> Iterator[str]:
 
 
 def _injection_safe(renderer: Renderer, setup: Setup) -> bool:
-    """Whether control tokens said by callers leave the control tokens of a rendering as they are."""
+    """Return whether control tokens said by callers leave the control tokens of a rendering as they are."""
     controls = renderer.tokenizer.controls
     sample = [control for control in controls if control.content in renderer.template.source] or list(controls)
     for plain, *armed in zip(
@@ -269,5 +275,5 @@ def _injection_safe(renderer: Renderer, setup: Setup) -> bool:
 def _prompt(renderer: Renderer, messages: Sequence[Message], setup: Setup) -> str:
     """Return the marked text of a conversation with the generation prompt, an external renderer's read from its ids."""
     if not renderer.is_external:
-        return renderer.marked(messages, setup, generate=True)
+        return renderer.render_text(messages, setup, generate=True)
     return read_text(renderer.tokenizer, renderer.render(messages, setup).ids.tolist())

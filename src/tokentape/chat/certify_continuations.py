@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from tokentape.chat import grammar
-from tokentape.chat.bridge import Tail, cut_tail
+from tokentape.chat.bridge import TurnSuffix, trim_to_turn_end
 from tokentape.chat.certificate import Continuation, Strategy
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.strategy import local_or_contextual, reaches_prompt
@@ -36,16 +36,16 @@ class Continuations:
         for history, reply, new in grammar.conversations(name, self._renderer.template.highest_compared):
             try:
                 full = self._marked((*history, reply, *new), generate=True)
-                found, tail = self._strategy(history, reply, new)
+                found, suffix = self._strategy(history, reply, new)
             except TemplateRefused as error:
                 refusal = str(error)
                 continue
             tried += 1
             strategy = _worse(strategy, found)
-            ends |= dict.fromkeys(self._ends(reply, tail))
+            ends |= dict.fromkeys(self._ends(reply, suffix))
             clean = grammar.is_clean(reply)
             if clean not in rewritten:
-                reason = self._rewrites(history, reply, full, tail)
+                reason = self._rewrites(history, reply, full, suffix)
                 if reason is not None:
                     rewritten[clean] = reason, (*history, reply, *new)
         if not tried:
@@ -71,7 +71,7 @@ class Continuations:
         return Continuation(name, strategy, "no" if clean else "clean text", tried, reason, counterexample, tuple(ends))
 
     def _once(self, key: tuple[object, ...], messages: object, ask: Callable[[], _Asked]) -> _Asked:
-        """What `ask` returned or raised the first time. `messages` are kept: the key has their ids."""
+        """Return what `ask` returned or raised the first time. `messages` are kept: the key has their ids."""
         if key not in self._known:
             try:
                 self._known[key] = messages, ask()
@@ -84,31 +84,31 @@ class Continuations:
 
     def _marked(self, messages: tuple[Message, ...], *, generate: bool) -> str:
         key = ("marked", generate, *map(id, messages))
-        return self._once(key, messages, lambda: self._renderer.marked(messages, self._setup, generate=generate))
+        return self._once(key, messages, lambda: self._renderer.render_text(messages, self._setup, generate=generate))
 
-    def _tail(self, reply: Message, new: tuple[Message, ...], history: tuple[Message, ...] | None = None) -> str:
+    def _suffix(self, reply: Message, new: tuple[Message, ...], history: tuple[Message, ...] | None = None) -> str:
         messages = reply, new, history
-        key = ("tail", id(reply), *map(id, new), None, *map(id, history or ()))
-        return self._once(key, messages, lambda: self._renderer.tail(reply, new, self._setup, history))
+        key = ("suffix", id(reply), *map(id, new), None, *map(id, history or ()))
+        return self._once(key, messages, lambda: self._renderer.suffix(reply, new, self._setup, history))
 
     def _strategy(
         self, history: tuple[Message, ...], reply: Message, new: tuple[Message, ...]
     ) -> tuple[Strategy, str | None]:
-        """The strategy for one conversation of the grammar, with its tail if there is one that says all that is new."""
+        """Return the strategy for one conversation of the grammar, and its suffix if that holds all new messages."""
         try:
-            tail = self._tail(reply, new, history)
+            suffix = self._suffix(reply, new, history)
         except TemplateRefused:
             if reaches_prompt(self._renderer, self._setup, [*history, reply], new):
                 return "fork", None
             raise
-        if any(word in tail for word in grammar.words_of([*history, *self._setup.tools])):
-            return "fork", tail
-        return local_or_contextual(lambda: self._tail(reply, new), tail), tail
+        if any(word in suffix for word in grammar.words_of([*history, *self._setup.tools])):
+            return "fork", suffix
+        return local_or_contextual(lambda: self._suffix(reply, new), suffix), suffix
 
     def _under_words(self, name: str) -> tuple[bool, tuple[str, tuple[Message, ...]] | None]:
         """Try histories with words that the template compares with texts, such as `/no_think`.
 
-        Return whether the tail depends on them, and how such a conversation is rewritten, with the conversation.
+        Return whether the suffix depends on them, and how such a conversation is rewritten, with the conversation.
         """
         replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
         reply, depends = replies[0], False
@@ -119,10 +119,12 @@ class Continuations:
                 if grammar.NO_SYSTEM in name and history[0]["role"] == "system":
                     continue
                 try:
-                    tail = self._tail(reply, new, history)
-                    depends = depends or tail != self._tail(reply, new) or tail != self._tail(said, new, history)
+                    suffix = self._suffix(reply, new, history)
+                    depends = (
+                        depends or suffix != self._suffix(reply, new) or suffix != self._suffix(said, new, history)
+                    )
                     full = self._marked((*history, reply, *new), generate=True)
-                    reason = self._rewrites(history, reply, full, tail) if rewritten is None else None
+                    reason = self._rewrites(history, reply, full, suffix) if rewritten is None else None
                 except TemplateRefused:
                     continue
                 if reason is not None:
@@ -157,16 +159,16 @@ class Continuations:
         except TemplateRefused:
             return None
 
-    def _rewrites(self, history: tuple[Message, ...], reply: Message, full: str, tail: str | None) -> str | None:
-        """How rendering the longer conversation changes the ids before; None if it does not."""
-        if tail is None:
-            return "what a new message says is written in front of the turn"
+    def _rewrites(self, history: tuple[Message, ...], reply: Message, full: str, suffix: str | None) -> str | None:
+        """Return how rendering the longer conversation changes the ids before; None if it does not."""
+        if suffix is None:
+            return "what a new message says is written before the turn"
         tokenizer = self._renderer.tokenizer
         prompt = self._marked(history, generate=True)
         spoken = self._marked((*history, reply), generate=False)
         if not spoken.startswith(prompt):
-            return "the generation prompt is not what the template shows in front of a turn afterwards"
-        after = self._after_turn(reply, tail)
+            return "the generation prompt is not what the template shows before a turn afterwards"
+        after = self._after_turn(reply, suffix)
         if not full.startswith(prompt):
             return "what came before the turn is written differently once the conversation goes on"
         turn = full[len(prompt) : len(full) - len(after.text)]
@@ -176,15 +178,15 @@ class Continuations:
         pieces = context + tokenizer.encode_after_control(turn).ids + tokenizer.encode_after_control(after.text).ids
         return _MERGES if pieces != tokenizer.encode_marked(full).ids else None
 
-    def _after_turn(self, reply: Message, tail: str) -> Tail:
+    def _after_turn(self, reply: Message, suffix: str) -> TurnSuffix:
         tokenizer = self._renderer.tokenizer
         key = "close", id(reply)
         close = self._once(key, reply, lambda: self._renderer.turn_close(reply, self._setup))
-        return cut_tail(tail, close, self._renderer.format(self._setup), tokenizer, tokenizer.eos_ids)
+        return trim_to_turn_end(suffix, close, self._renderer.format(self._setup), tokenizer, tokenizer.eos_ids)
 
-    def _ends(self, reply: Message, tail: str | None) -> Iterator[str]:
-        """The stop token that the template ends such a turn with, if it is one."""
-        mark = MARK.match(self._after_turn(reply, tail).text) if tail is not None else None
+    def _ends(self, reply: Message, suffix: str | None) -> Iterator[str]:
+        """Yield the stop token that the template ends such a turn with, if it is one."""
+        mark = MARK.match(self._after_turn(reply, suffix).text) if suffix is not None else None
         if mark is not None:
             control = self._renderer.tokenizer.control_of_mark(mark[0])
             if control.id in self._renderer.stop_ids(self._setup):

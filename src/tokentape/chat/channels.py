@@ -3,7 +3,7 @@
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f json<|message|>{...}
 
 Found where a template frames reasoning and content alike, by the same two control tokens with a word between them.
-The generation prompt leaves a header open. Within a header a call's recipient may stand before or behind the channel's
+The generation prompt leaves a header open. Within a header a call's recipient may stand before or after the channel's
 name: templates and models differ in that. Words where a header may stand that the template never writes in one are
 content: a model that just speaks.
 """
@@ -76,11 +76,11 @@ class ChannelScanner:
         reader.take(end.end())
         for n, text in enumerate(named):
             found = self._recipient.search(text)
-            before, behind = (text[: found.start()], text[found.end() :]) if found else (text, "")
+            before, after = (text[: found.start()], text[found.end() :]) if found else (text, "")
             # A channel may have a name that the template never writes.
             named_so = 0 < n == len(named) - 1 and self._type_at_most(before)
             unknown = ["" if named_so or self._names(before) else before]
-            unknown.append("" if self._type_at_most(behind) else behind)
+            unknown.append("" if self._type_at_most(after) else after)
             for words in filter(None, unknown):
                 self._say("content", words)
                 self._parts.interrupt()
@@ -115,7 +115,7 @@ class ChannelScanner:
         return True
 
     def _names(self, text: str, *, cut_off: bool = False) -> bool:
-        """Return whether a text is what a header is made of: known words, a recipient with a type behind it.
+        """Return whether a text is what a header is made of: known words, a recipient with a type after it.
 
         `cut_off`: or the beginning of one.
         """
@@ -126,9 +126,9 @@ class ChannelScanner:
         whole = self._words.issuperset(before) and (not last or last in self._words)
         return whole or (cut_off and any(word.startswith(last) for word in self._words))
 
-    def _type_at_most(self, behind: str) -> bool:
-        """Return whether this is no more than known words and one other: a type behind a recipient, say."""
-        return len([word for word in behind.split() if word not in self._words]) <= 1
+    def _type_at_most(self, after: str) -> bool:
+        """Return whether this is no more than known words and one other: a type after a recipient, say."""
+        return len([word for word in after.split() if word not in self._words]) <= 1
 
     def _say(self, region: str, text: str) -> None:
         self._parts.add("reasoning" if region == "reasoning" else "content", self._tokenizer.spell_marks(text))

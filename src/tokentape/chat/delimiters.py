@@ -15,7 +15,7 @@ ANY = SENTINELS[-1]
 _BETWEEN_PIECES = re.compile(rf"({MARK.pattern})|\s+|(?<=>)(?=<)")
 
 SPACE = r"\s{0,1000}"
-"""White space around a delimiter. There is a limit because what is looked for behind it is looked for again with every
+"""White space around a delimiter. There is a limit because what is looked for after it is looked for again with every
 token; whole completions have the same limit, or their reply would be another one."""
 
 _SPACE = re.compile(SPACE)
@@ -23,7 +23,7 @@ _SPACE = re.compile(SPACE)
 
 @lru_cache(1024)
 def pieces(delimiter: str) -> tuple[str, ...]:
-    """What a delimiter is made of: control tokens, tags, words.
+    """Return what a delimiter is made of: control tokens, tags, words.
 
     >>> pieces("</function>\\n</call>")
     ('</function>', '</call>')
@@ -32,24 +32,24 @@ def pieces(delimiter: str) -> tuple[str, ...]:
 
 
 def pattern(delimiter: str) -> str:
-    """A regular expression for all pieces of a delimiter in their order."""
+    """Return a regular expression for all pieces of a delimiter in their order."""
     return SPACE.join(map(_escaped, pieces(delimiter)))
 
 
 def optional(delimiters: Iterable[str]) -> str:
-    """A regular expression for the pieces of these delimiters in their order, of which any may be missing."""
+    """Return a regular expression for the pieces of these delimiters in their order, of which any may be missing."""
     found = [piece for delimiter in delimiters for piece in pieces(delimiter)]
     return "".join(rf"(?:{SPACE}{_whole(piece)})?" for piece in found)
 
 
 def any_of(delimiters: Iterable[str]) -> str:
-    """A regular expression for one piece of any of these delimiters; what never matches where there are none."""
+    """Return a regular expression for one piece of any of these delimiters; what never matches where there are none."""
     found = {piece: None for delimiter in delimiters for piece in pieces(delimiter)}
     return "|".join(_whole(piece) for piece in sorted(found, key=len, reverse=True)) or "(?!)"
 
 
 def may_grow(text: str, at: int, delimiters: Iterable[str]) -> bool:
-    """Whether what stands behind `at`, to the end, is the beginning of a delimiter, or white space in front of one.
+    """Return whether what stands after `at`, to the end, is the beginning of a delimiter, or white space before one.
 
     The delimiter's first pieces may be missing.
     """
@@ -59,7 +59,7 @@ def may_grow(text: str, at: int, delimiters: Iterable[str]) -> bool:
 
 
 def first_of(text: str, start: int, delimiters: Sequence[str]) -> tuple[int, str] | None:
-    """The leftmost delimiter at or behind `start`, the longest of those that begin there."""
+    """Return the leftmost delimiter at or after `start`, the longest of those that begin there."""
     best: tuple[int, str] | None = None
     for delimiter in delimiters:
         at = text.find(delimiter, start)
@@ -69,7 +69,7 @@ def first_of(text: str, start: int, delimiters: Sequence[str]) -> tuple[int, str
 
 
 def held_back(text: str, start: int, delimiters: tuple[str, ...]) -> int:
-    """How many characters at the end may still grow into a delimiter."""
+    """Return how many characters at the end may still grow into a delimiter."""
     if text[-1:] not in before_ends(delimiters):
         return 0
     most = 0
@@ -83,18 +83,18 @@ def held_back(text: str, start: int, delimiters: tuple[str, ...]) -> int:
 
 @lru_cache(1024)
 def before_ends(delimiters: tuple[str, ...]) -> frozenset[str]:
-    """All characters of delimiters but their last: those that the beginning of one may end with."""
+    """Return all characters of delimiters but their last: those that the beginning of one may end with."""
     return frozenset("".join(delimiter[:-1] for delimiter in delimiters))
 
 
 def skip_space(text: str, at: int) -> int:
-    """Position of the first character at or behind `at` that is no white space, or 1000 characters on."""
+    """Return the position of the first character at or after `at` that is no white space, or 1000 characters on."""
     space = _SPACE.match(text, at)
     return space.end() if space else at
 
 
 def _whole(piece: str) -> str:
-    """A piece that ends like a word ends there: `function` is none in `function_name`."""
+    """Return a piece that ends like a word ends there: `function` is none in `function_name`."""
     return _escaped(piece) + (r"(?!\w)" if re.match(r"\w", piece[-1]) else "")
 
 
@@ -118,9 +118,9 @@ def _is_beginning(text: str, at: int, expected: Sequence[str]) -> bool:
 
 
 def _is_part(text: str, piece: str) -> bool:
-    """Whether `text` is the beginning of a piece that holds `ANY`."""
-    before, _, behind = piece.partition(ANY)
+    """Return whether `text` is the beginning of a piece that holds `ANY`."""
+    before, _, after = piece.partition(ANY)
     if not text.startswith(before):
         return before.startswith(text)
     word = re.compile(r"\w*").match(text, len(before))
-    return word is not None and behind.startswith(text[word.end() :])
+    return word is not None and after.startswith(text[word.end() :])

@@ -17,7 +17,7 @@ from tokentape.chat.certificate import Continuation, Strategy
 from tokentape.chat.media import ImageProcessor, image_parts
 from tokentape.chat.overrides import Completion, Overrides, parse_whole
 from tokentape.chat.parse import ReplyParser
-from tokentape.chat.renderer import Added, Renderer
+from tokentape.chat.renderer import PromptTokens, Renderer
 from tokentape.chat.reply import CallStatus, Reply, ToolCall
 from tokentape.chat.template import ChatTemplate, plain_message
 from tokentape.chat.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ class ExternalRenderer(Renderer):
         template_kwargs: Mapping[str, Any] | None = None,
         date: str | None = None,
         **_: object,
-    ) -> Added:
+    ) -> PromptTokens:
         """Return the ids of a conversation, ending with the generation prompt. Sampled ids are not spliced in."""
         setup = self._setup_of(tools, template_kwargs, date)
         _refuse_images(messages)
@@ -91,7 +91,7 @@ class ExternalRenderer(Renderer):
         setup: Setup,
         history: Sequence[Message] | None = None,
         context_ids: TokenIds | None = None,
-    ) -> Added:
+    ) -> PromptTokens:
         """Return the ids to append to `context_ids`, which end with `completion_ids`.
 
         Raises `TemplateRefused` if there is no bridge for these messages, and `InvariantViolation` if the one given
@@ -208,9 +208,9 @@ def _call(call: Any, known: set[str], length: int) -> ToolCall:
     return call_of(call.name, call.arguments, known, span, call.id)
 
 
-def _added(ids: Sequence[int] | TokenIds) -> Added:
+def _added(ids: Sequence[int] | TokenIds) -> PromptTokens:
     array = np.asarray(ids, dtype=np.int32)
-    return Added(array, np.full(len(array), Provenance.TEMPLATE, dtype=np.uint8))
+    return PromptTokens(array, np.full(len(array), Provenance.TEMPLATE, dtype=np.uint8))
 
 
 def _refuse_images(messages: Sequence[Message]) -> None:

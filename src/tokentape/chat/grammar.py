@@ -56,17 +56,17 @@ _WORDS = ("toolword", "systemword", "questionword", "earlierword")
 def setup(
     fingerprint: str, template_kwargs: Mapping[str, Any], *, tools: tuple[Tool, ...] = (TOOL,), date: str = DATE
 ) -> Setup:
-    """The setup that certificates are made under: one tool with a parameter of each type, or none."""
+    """Return the setup that certificates are made under: one tool with a parameter of each type, or none."""
     return Setup(tools, template_kwargs, date, fingerprint)
 
 
 def call(n: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of `TOOL` with an id that every template takes: nine letters and digits."""
+    """Return a call of `TOOL` with an id that every template takes: nine letters and digits."""
     return {"id": f"call0000{n}", "type": "function", "function": {"name": "measure", "arguments": dict(arguments)}}
 
 
 def result(n: int, content: str) -> Message:
-    """The answer to `call(n)`."""
+    """Return the answer to `call(n)`."""
     return {"role": "tool", "name": "measure", "tool_call_id": f"call0000{n}", "content": content}
 
 
@@ -141,7 +141,7 @@ where there is nothing to put there, so conversations without them have names of
 
 
 def continuation_name(new_messages: Sequence[Message], *, tools: bool = True, system: bool = True) -> str:
-    """The kind of continuation that new messages are.
+    """Return the kind of continuation that new messages are.
 
     Their roles, a run of several tool results as `tools`; then what the conversation lacks: `/no-tools`, and with it
     `/no-system` where no system message came before.
@@ -236,7 +236,7 @@ SAMPLES: tuple[tuple[Message, ...], ...] = (
 
 @functools.lru_cache(maxsize=8)
 def _long_histories(rounds: int) -> tuple[tuple[Message, ...], ...]:
-    """Histories of so many answers, and of so many calls too: a template may count either."""
+    """Return histories of that many answers, and of that many calls: a template may count either."""
     asked = [(EARLIER, _turn("A pastanswer.")) for _ in range(rounds)]
     called = [_past(f"pastid{n:03d}") for n in range(rounds)]
     return tuple((*chain.from_iterable(one), QUESTION) for one in (asked, called))
@@ -245,7 +245,7 @@ def _long_histories(rounds: int) -> tuple[tuple[Message, ...], ...]:
 def conversations(
     name: str, most_counted: int = 0
 ) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
-    """All (history, turn, new messages) of a continuation, the shortest histories first.
+    """Yield all (history, turn, new messages) of a continuation, the shortest histories first.
 
     Some histories have more messages than `most_counted`, the number up to which a template counts.
     """
@@ -271,13 +271,13 @@ def with_calls_unanswered(
 
 
 def is_clean(turn: Message) -> bool:
-    """Whether a turn's text neither is empty nor has white space at its ends."""
+    """Return whether a turn's text neither is empty nor has white space at its ends."""
     content = turn.get("content") or ""
     return content == content.strip() and bool(content or turn.get("tool_calls"))
 
 
 def words_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The telling words in messages or tools."""
+    """Return the marker words in messages or tools."""
     text = json.dumps(list(messages))
     return [word for word in _WORDS if word in text]
 
@@ -303,7 +303,7 @@ LOSSES: tuple[tuple[str, str, tuple[Message, ...]], ...] = (
 
 
 def spoken_everywhere(text: str) -> Iterator[list[Message]]:
-    """Conversations in which callers say `text` in every field that is theirs."""
+    """Yield conversations in which callers say `text` in every field that is theirs."""
     yield [{"role": "system", "content": text}, QUESTION]
     yield [{"role": "user", "content": text}]
     yield [{"role": "user", "content": [{"type": "text", "text": text[:2]}, {"type": "text", "text": text[2:]}]}]

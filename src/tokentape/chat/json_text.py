@@ -33,7 +33,7 @@ _IN_STRING = re.compile(r'["\\]')
 class ObjectEnd:
     """Finds the end of the object, list or string that begins at `start`; looks at each character once.
 
-    `breaks` matches what can't stand between the values of JSON: behind it, the object is beyond repair.
+    `breaks` matches what can't stand between the values of JSON: after it, the object is beyond repair.
     """
 
     def __init__(self, start: int, breaks: str) -> None:
@@ -49,7 +49,7 @@ class ObjectEnd:
         self._outside = re.compile(rf'["{{}}\[\]]|(?P<break>{breaks})')
 
     def find(self, text: str) -> int | None:
-        """Position behind the object; None as long as it is not complete, or if it is broken."""
+        """Return the position after the object; None as long as it is not complete, or if it is broken."""
         while self.end is None and self.broken_at is None:
             found = (_IN_STRING if self._in_string else self._outside).search(text, self._at)
             if found is None or (found[0] == "\\" and found.end() == len(text)):
@@ -74,18 +74,18 @@ class ObjectEnd:
 
 
 def decode(text: str) -> Any:
-    """The value of a JSON text, its numbers as text. Raises `ValueError` for what is none or nested too deep."""
+    """Return the value of a JSON text, its numbers as text. Raises `ValueError` for what is none or nested too deep."""
     try:
         value, end = _LENIENT.raw_decode(text, _skip_space(text, 0))
     except RecursionError as error:
         raise ValueError("nested too deep") from error
     if _skip_space(text, end) != len(text):
-        raise ValueError("text behind a JSON value")
+        raise ValueError("text after a JSON value")
     return value
 
 
 def members(text: str) -> Iterator[tuple[str, str]]:
-    """Names and raw values of a JSON object that `decode` takes."""
+    """Yield names and raw values of a JSON object that `decode` takes."""
     at = _skip_space(text, _skip_space(text, 0) + 1)
     while text[at] != "}":
         name, at = _LENIENT.raw_decode(text, at)
@@ -98,12 +98,12 @@ def members(text: str) -> Iterator[tuple[str, str]]:
 
 
 def standard(raw: str) -> str:
-    """A value that `decode` takes as JSON that every reader takes: line breaks within strings are escaped."""
+    """Return a value that `decode` takes as JSON that every reader takes: line breaks within strings are escaped."""
     return _STRING.sub(lambda found: _CONTROL.sub(lambda c: f"\\u{ord(c[0]):04x}", found[0]), raw)
 
 
 def first_member(fields: Mapping[str, str], *names: str) -> str | None:
-    """The raw value of the first of these members that there is."""
+    """Return the raw value of the first of these members that there is."""
     return next((fields[name] for name in names if name in fields), None)
 
 
@@ -153,7 +153,7 @@ def quoted_json(raw: str, schema: Any) -> str:
 
 
 def property_schema(tool: Tool | None, key: str) -> Any:
-    """The schema of a tool's parameter; None where the tool says nothing of it."""
+    """Return the schema of a tool's parameter; None where the tool says nothing of it."""
     schema: Any = tool
     for step in ("function", "parameters", "properties", key):
         schema = schema.get(step) if isinstance(schema, Mapping) else None
@@ -161,7 +161,7 @@ def property_schema(tool: Tool | None, key: str) -> Any:
 
 
 def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema allows, as far as it says."""
+    """Return the JSON types that a schema allows, as far as it says."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
@@ -176,7 +176,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _python_literal(core: str) -> str | None:
-    """The JSON text of a list or dict as Python prints it; None for anything else."""
+    """Return the JSON text of a list or dict as Python prints it; None for anything else."""
     if core[:1] not in ("[", "{", "(") or len(core) > _LONGEST_LITERAL:
         return None
     try:

@@ -36,12 +36,12 @@ class ImageProcessor(Protocol):
         ...
 
     def tokens(self, image: Media) -> int:
-        """How many placeholder ids stand for an image. Raises `InvalidRequest` for what is not one."""
+        """Return how many placeholder ids stand for an image. Raises `InvalidRequest` for what is not one."""
         ...
 
 
 def image_parts(messages: Iterable[Message]) -> list[Mapping[str, Any]]:
-    """The image parts of messages, in order."""
+    """Return the image parts of messages, in order."""
     return [
         part
         for message in messages
@@ -54,7 +54,7 @@ def image_parts(messages: Iterable[Message]) -> list[Mapping[str, Any]]:
 def repeat_placeholders(
     ids: TokenIds, provenance: Codes, placeholder_id: int, counts: Sequence[int]
 ) -> tuple[TokenIds, Codes]:
-    """Ids in which the n-th placeholder that the template wrote stands `counts[n]` times, with provenance MEDIA.
+    """Return ids in which the n-th placeholder that the template wrote is repeated `counts[n]` times, as MEDIA.
 
     Raises `TemplateRefused` unless the template wrote one for each image.
     """

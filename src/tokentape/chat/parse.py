@@ -63,7 +63,7 @@ class Parser:
         """Take newly sampled ids; return what is certain of the reply."""
         self._reader.feed(ids)
         self._scanner.scan(final=False)
-        return self._parts.told()
+        return self._parts.drain()
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
         """Say that sampling ended; return the rest and the whole reply."""
@@ -75,7 +75,7 @@ class Parser:
             tool_calls=tuple(self._parts.tool_calls),
             reasoning_open=self._scanner.reasoning_open,
         )
-        return self._parts.told(), reply
+        return self._parts.drain(), reply
 
 
 class SafeParser:
@@ -165,7 +165,7 @@ def _described(error: Exception) -> str:
 class PlainReader:
     """Reads one completion as text: `feed` ids as they arrive, then `finish`.
 
-    Special tokens are left out of the text, as servers do; nothing stands in it behind a stop id or stop string.
+    Special tokens are left out of the text, as servers do; nothing stands in it after a stop id or stop string.
     """
 
     tokenizer: Tokenizer

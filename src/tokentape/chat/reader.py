@@ -16,7 +16,7 @@ _FORGET_FROM, _KEEP = 4096, 128
 
 @dataclass(slots=True)
 class Reader:
-    """Ids -> marked text as far as it is certain: whole characters, nothing behind a stop id or stop string."""
+    """Ids -> marked text as far as it is certain: whole characters, nothing after a stop id or stop string."""
 
     tokenizer: Tokenizer
     stop_ids: frozenset[int]
@@ -37,7 +37,7 @@ class Reader:
     _written: int = 0
     """Characters that the tokens so far wrote."""
     _ends: list[int] = field(default_factory=list)
-    """Of each token, how many had been written behind it."""
+    """Of each token, how many had been written after it."""
     _decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
@@ -54,7 +54,7 @@ class Reader:
                 self.text += self._text(self.tokenizer.pieces(run))
 
     def _text(self, pieces: Sequence[bytes]) -> str:
-        """What tokens of text write."""
+        """Return what tokens of text write."""
         whole = b"".join(pieces)
         if whole.isascii() and not (self.stopped or self.stop_strings or self._within_character):
             # Most text is: its bytes are its characters, and none waits for another.
@@ -67,7 +67,7 @@ class Reader:
         return text
 
     def _break(self, token_id: int) -> str:
-        """What a control token writes, or one that ends the turn."""
+        """Return what a control token writes, or one that ends the turn."""
         if self.stopped:
             return self._arrived("")
         control = self.tokenizer.control_by_id(token_id)
@@ -79,7 +79,7 @@ class Reader:
         return written
 
     def _arrived(self, text: str) -> str:
-        """What is certain of what one more token writes."""
+        """Return what is certain of what one more token writes."""
         self._written += 0 if self.stopped else len(text)
         self._ends.append(self._written)
         return "" if self.stopped else self._release(text, final=self.ended)
@@ -90,7 +90,7 @@ class Reader:
             self.text += self._release(self._decoder.decode(b"", final=True), final=True)
 
     def take(self, end: int) -> str:
-        """The text up to `end`, which is done with."""
+        """Return the text up to `end`, which is done with."""
         start = self.at
         if end > start:
             self.at = end
@@ -106,12 +106,12 @@ class Reader:
             self.text, self.at, self._forgotten = self.text[cut:], _KEEP, self._forgotten + cut
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
-        """The half-open range of tokens that wrote characters start to end."""
+        """Return the half-open range of tokens that wrote characters start to end."""
         start, end = start + self._forgotten, end + self._forgotten
         return bisect_right(self._ends, start), min(bisect_left(self._ends, end) + 1, len(self._ends))
 
     def _release(self, arrived: str, *, final: bool) -> str:
-        """What is certain of the text held back and the text arrived: that it is no part of a stop string."""
+        """Return what is certain of the text held back and the text arrived: that it is no part of a stop string."""
         if not self.stop_strings:
             return arrived
         text, self._held = self._held + arrived, ""

@@ -1,4 +1,4 @@
-"""Completions that are told apart by delimiters: reasoning between tags, calls between tags, the rest content.
+"""Split completions at delimiters: reasoning between tags, calls between tags, the rest content.
 
 White space that the template writes around a delimiter belongs to it, and may be missing: models do not write exactly
 what templates render.
@@ -24,10 +24,10 @@ _Speech = Literal["reasoning", "content"]
 _Region = Literal["reasoning", "content", "call", "between calls"]
 
 _MOST_BLANK = 1000
-"""Characters of white space that are held back until it shows what they stand in front of."""
+"""Characters of white space that are held back until it shows what they stand before."""
 
 _MOST_INDENT = 100
-"""Characters of white space that may stand in front of a call without delimiters on its line."""
+"""Characters of white space that may stand before a call without delimiters on its line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class RegionScanner:
         if delimiter.core == "{" and self._calls.begins_lines and not self._begins_line(at):
             self._say(at + 1)
             return True
-        # What is blank in front of a call is left out, but only once it is one.
+        # What is blank before a call is left out, but only once it is one.
         self._leave(at, delimiter.space_before)
         self._region, self._call_at = "call", at
         return True
@@ -199,7 +199,7 @@ class RegionScanner:
             self._say(end)
 
     def _is_blank(self, end: int) -> bool:
-        """Whether the region holds nothing but white space up to `end`."""
+        """Return whether the region holds nothing but white space up to `end`."""
         at = self._reader.at
         return self._blank and end - at <= _MOST_BLANK and not self._reader.text[at:end].strip()
 
@@ -209,7 +209,7 @@ class RegionScanner:
         return (not before and start == 0) or before.endswith("\n") or MARK.fullmatch(before[-2:]) is not None
 
     def _before_space(self, end: int, most: int) -> int:
-        """`end` moved back over at most `most` characters of white space."""
+        """Return `end` moved back over at most `most` characters of white space."""
         text = self._reader.text
         while most and end > self._reader.at and text[end - 1].isspace():
             end, most = end - 1, most - 1
@@ -260,7 +260,7 @@ def _borders(form: AssistantFormat, *, with_calls: bool) -> _Borders:
 
 
 def _leaves(form: AssistantFormat, calls: CallReader | None) -> dict[_Speech, list[_Delimiter]]:
-    """Per region the delimiters that end it."""
+    """Return the delimiters that end each region."""
     space = form.calls.space_before if form.calls is not None else 0
     triggers = [_Delimiter(core, "call", space) for core in calls.triggers] if calls is not None else []
     if calls is not None and calls.bare:
@@ -290,7 +290,7 @@ def _held(leaves: list[_Delimiter]) -> tuple[tuple[str, ...], frozenset[str], in
 
 
 def _search(leaves: list[_Delimiter], *, marks: bool) -> re.Pattern[str]:
-    """An expression for the leftmost of these delimiters; `marks`: or of all control tokens."""
+    """Return an expression for the leftmost of these delimiters; `marks`: or of all control tokens."""
     cores = [re.escape(core) for core in sorted({leave.core for leave in leaves}, key=len, reverse=True)]
     return re.compile("|".join([*cores, *([MARK.pattern] if marks else [])]) or "(?!)")
 
@@ -302,5 +302,5 @@ def _may_be_longer(text: str, found: re.Match[str], cores: Sequence[str]) -> boo
 
 
 def _valid(text: str) -> str:
-    """Text that can be written as UTF-8: JSON escapes may decode to half a character."""
+    """Return text that can be written as UTF-8: JSON escapes may decode to half a character."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -16,7 +16,7 @@ import numpy as np
 
 from tokentape.chat import grammar
 from tokentape.chat.assistant_format import AssistantFormat
-from tokentape.chat.bridge import cut_tail, overlap
+from tokentape.chat.bridge import overlap, trim_to_turn_end
 from tokentape.chat.caller_text import provenance_of_tokens
 from tokentape.chat.media import ImageProcessor, image_parts, repeat_placeholders
 from tokentape.chat.overrides import Overrides, find_overrides
@@ -35,12 +35,12 @@ _PROMPT_END = 96
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class PromptTokens:
     """Ids to append to a context, with where each came from. Arrays of shape [tokens]."""
 
     ids: TokenIds
     provenance: Codes
-    behind_other_stop: bool = False
+    stop_mismatch: bool = False
     """The turn before ended with another stop token than the template writes there, which stands for it."""
 
 
@@ -130,8 +130,8 @@ class Renderer(TemplateText):
         sampled: Mapping[int, TokenIds] | None = None,
         history: History = "sampled",
         wrong_stop: WrongStop = "keep",
-    ) -> Added:
-        """Ids of a conversation, ending with the generation prompt.
+    ) -> PromptTokens:
+        """Return the ids of a conversation, ending with the generation prompt.
 
         On conversations that spell no control token these are the ids of `transformers.apply_chat_template`. A control
         token that a caller's text spells is encoded as text. `tools`, `template_kwargs` and `date` are as for `setup`;
@@ -147,7 +147,7 @@ class Renderer(TemplateText):
         """
         setup = self._setup_of(tools, template_kwargs, date)
         self._refuse_images(messages)
-        text, codes = self.written(messages, setup, generate=True)
+        text, codes = self.render_text_with_provenance(messages, setup, generate=True)
         splices = find_splices(
             text,
             messages,
@@ -160,16 +160,16 @@ class Renderer(TemplateText):
             history=history,
             wrong_stop=wrong_stop,
         )
-        pieces: list[Added] = []
+        pieces: list[PromptTokens] = []
         at, before = 0, None
         for splice in splices:
             pieces.append(self._encode_piece(text, at, splice.start, codes, before))
             provenance = np.full(len(splice.ids), Provenance.ASSISTANT, dtype=np.uint8)
-            pieces.append(Added(self.tokenizer.array(splice.ids), provenance))
+            pieces.append(PromptTokens(self.tokenizer.array(splice.ids), provenance))
             at, before = splice.end, splice.ids[-1] if splice.ids else None
         pieces.append(self._encode_piece(text, at, len(text), codes, before))
         ids, codes = np.concatenate([p.ids for p in pieces]), np.concatenate([p.provenance for p in pieces])
-        return self._with_images(Added(ids, codes), messages)
+        return self._with_images(PromptTokens(ids, codes), messages)
 
     def _setup_of(
         self, tools: Sequence[Tool] | Setup, template_kwargs: Mapping[str, Any] | None, date: str | None
@@ -185,17 +185,17 @@ class Renderer(TemplateText):
         if self.images is None and image_parts(messages):
             raise InvalidRequest("a message holds an image; this model takes text only", "messages")
 
-    def _with_images(self, added: Added, messages: Sequence[Message]) -> Added:
-        """As many placeholders for each image as it has tokens."""
+    def _with_images(self, added: PromptTokens, messages: Sequence[Message]) -> PromptTokens:
+        """Repeat each image's placeholder as often as it has tokens."""
         if self.images is None:
             return added
         counts = [part["tokens"] for part in image_parts(messages)]
-        return Added(*repeat_placeholders(added.ids, added.provenance, self.images.placeholder_id, counts))
+        return PromptTokens(*repeat_placeholders(added.ids, added.provenance, self.images.placeholder_id, counts))
 
-    def _encode_piece(self, text: str, start: int, end: int, codes: Codes, before: int | None) -> Added:
-        """Ids of a stretch of marked text, with `codes` per character of the whole text in which marks count as one.
+    def _encode_piece(self, text: str, start: int, end: int, codes: Codes, before: int | None) -> PromptTokens:
+        """Return the ids of a part of the marked text. `codes` are of the whole text, in which a mark counts as one.
 
-        `before` is the id that stands in front of it.
+        `before` is the id that stands before it.
         """
         control = None if before is None else self.tokenizer.control_by_id(before)
         mark = "" if control is None else control.mark
@@ -205,7 +205,7 @@ class Renderer(TemplateText):
             encoded = self.tokenizer.encode_marked(text[start:end])
         offset = len(MARK.sub(" ", text[:start]))
         own = codes[offset : offset + len(encoded.text)]
-        return Added(self.tokenizer.array(encoded.ids), provenance_of_tokens(own, encoded.spans))
+        return PromptTokens(self.tokenizer.array(encoded.ids), provenance_of_tokens(own, encoded.spans))
 
     def bridge(
         self,
@@ -215,14 +215,14 @@ class Renderer(TemplateText):
         setup: Setup,
         history: Sequence[Message] | None = None,
         context_ids: TokenIds | None = None,
-    ) -> Added:
-        """Ids to append behind a sampled turn for `new_messages`, ending with the generation prompt.
+    ) -> PromptTokens:
+        """Return the ids to append after a sampled turn for `new_messages`, ending with the generation prompt.
 
         `completion_ids` are the turn's sampled ids, none of which is ever repeated or replaced, and `reply` the message
         that was parsed from them. A turn that the model did not end is closed as the template would, with provenance
         CLOSE.
 
-        Without `history` the turn is thought of behind one made-up question (strategy `local`): the cost does not
+        Without `history` the turn is thought of after one made-up question (strategy `local`): the cost does not
         depend on what came before. With `history`, the messages before `reply`, it is the real conversation
         (`contextual`). A certificate says which a template needs.
 
@@ -232,10 +232,10 @@ class Renderer(TemplateText):
         """
         self._refuse_images(new_messages)
         form = self.format(setup)
-        tail, codes, close = self._tail(reply, new_messages, setup, form, history)
+        suffix, codes, close = self._suffix(reply, new_messages, setup, form, history)
         last_id = int(completion_ids[-1]) if len(completion_ids) else None
         eos_ids = self.tokenizer.eos_ids
-        cut = cut_tail(tail, close, form, self.tokenizer, eos_ids, last_id)
+        cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids, last_id)
         encoded = self.tokenizer.encode_after_control(cut.text)
         ids = self.tokenizer.array(encoded.ids)
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
@@ -247,12 +247,12 @@ class Renderer(TemplateText):
             # but not for the next message's header.
             skip = 1 if cut.ends_turn else 0
             added = self._with_images(_rest(ids, provenance, skip), new_messages)
-            return replace(added, behind_other_stop=True)
+            return replace(added, stop_mismatch=True)
         prompt_ids = None if context_ids is None else context_ids[: len(context_ids) - len(completion_ids)]
         closing = self._close_part(completion_ids, setup, form, prompt_ids)
         if cut.ends_turn:
             provenance[:1] = Provenance.CLOSE
-        added = Added(
+        added = PromptTokens(
             np.concatenate([closing, ids]),
             np.concatenate([np.full(len(closing), Provenance.CLOSE, dtype=np.uint8), provenance]),
         )
@@ -278,7 +278,7 @@ class Renderer(TemplateText):
     def derived_parser(
         self, setup: Setup, stop_strings: Sequence[str] = (), prompt_ids: TokenIds | None = None
     ) -> Parser:
-        """The parser that is read off the template, whatever overrides there are."""
+        """Return the parser that is read off the template, whatever overrides there are."""
         return Parser(
             self.tokenizer,
             self._format_after(prompt_ids, self.format(setup)),
@@ -298,7 +298,7 @@ class Renderer(TemplateText):
         return replace(form, reasoning=replace(form.reasoning, opened_by_prompt=opened))
 
     def _with_part_closed(self, completion_ids: TokenIds, setup: Setup) -> TokenIds:
-        """A completion, and what closes the part of the turn within which it was cut short."""
+        """Return a completion, and what closes the part of the turn within which it was cut short."""
         if not self.stop_ids(setup).isdisjoint(completion_ids.tolist()):
             return completion_ids
         return np.concatenate([completion_ids, self._close_part(completion_ids, setup, self.format(setup))])
@@ -306,7 +306,7 @@ class Renderer(TemplateText):
     def _close_part(
         self, completion_ids: TokenIds, setup: Setup, form: AssistantFormat, prompt_ids: TokenIds | None = None
     ) -> TokenIds:
-        """Ids that close the reasoning, or the frame of the content, that a truncated completion left open."""
+        """Return the ids that close the reasoning, or the content's frame, that a truncated completion left open."""
         parser = self.parser(setup, prompt_ids=prompt_ids)
         parser.feed(completion_ids.tolist())
         _, reply = parser.finish()
@@ -318,7 +318,7 @@ class Renderer(TemplateText):
         return self.tokenizer.array(self.tokenizer.encode_after_control(close).ids if close else [])
 
     def _content_left_open(self, completion_ids: TokenIds, form: AssistantFormat, *, reasoned: bool) -> str:
-        """What closes content within its turn, if it has a frame of its own and the completion is inside of it."""
+        """Return what closes content within its turn, if it has its own frame and the completion is inside of it."""
         close = form.content_end + form.turn_end
         opening, closing = (
             MARK.findall(form.content_reopen if reasoned else form.content_open)[-1:],
@@ -345,15 +345,15 @@ def _spelled_by(template: ChatTemplate, tokenizer: Tokenizer) -> str:
     return "\0".join(texts)
 
 
-def _rest(ids: TokenIds, provenance: Codes, start: int) -> Added:
+def _rest(ids: TokenIds, provenance: Codes, start: int) -> PromptTokens:
     # No views: a turn is kept in memory, and would keep what they were cut from.
-    return Added(ids[start:].copy(), provenance[start:].copy())
+    return PromptTokens(ids[start:].copy(), provenance[start:].copy())
 
 
 def _fingerprint(
     tokenizer: Tokenizer, template: ChatTemplate, overrides: Overrides | None, images: ImageProcessor | None
 ) -> str:
-    """Hex SHA-256 of everything that maps messages to ids, library versions included."""
+    """Return the hex SHA-256 of everything that maps messages to ids, library versions included."""
     parts = {
         "tokenizer": tokenizer.sha256,
         "special_tokens": tokenizer.special_tokens,

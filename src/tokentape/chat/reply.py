@@ -38,7 +38,7 @@ class Reply:
 
     @property
     def calls_for_client(self) -> tuple[ToolCall, ...]:
-        """The calls a client is told of. An unclosed call is told as content, since it was never made."""
+        """The calls that clients get. An unclosed call is content, since it was never made."""
         return tuple(call for call in self.tool_calls if call.status != "unclosed")
 
 
@@ -58,7 +58,7 @@ class ReplyDelta:
 class ReplyParts:
     """A reply while it grows.
 
-    What is said in several places, before and behind a call say, comes out as several lines.
+    What is said in several places, before and after a call say, comes out as several lines.
     """
 
     content: list[str] = field(default_factory=list)
@@ -83,15 +83,15 @@ class ReplyParts:
         else:
             self._new_reasoning += text
 
-    def told(self) -> ReplyDelta:
-        """What was added since this was asked before, but for unclosed calls."""
+    def drain(self) -> ReplyDelta:
+        """Return what was added since this was asked before, but for unclosed calls."""
         calls: Sequence[ToolCall] = ()
         if made := self.tool_calls[self._told_calls :]:
             self._told_calls += len(made)
             calls = [call for call in made if call.status != "unclosed"]
-        told = ReplyDelta(self._new_content, self._new_reasoning, tuple(calls) if calls else ())
+        added = ReplyDelta(self._new_content, self._new_reasoning, tuple(calls) if calls else ())
         self._new_content = self._new_reasoning = ""
-        return told
+        return added
 
     def interrupt(self) -> None:
         """Say that what was said is over, and something else comes."""

@@ -43,7 +43,7 @@ def shipped_parser(renderer: Renderer, template: Any) -> Overrides | None:
         derived_parser.feed(completion.ids)
         _, derived = derived_parser.finish()
         question = {"role": "user", "content": "?"}
-        prompt = renderer.tokenizer.spell_marks(renderer.marked([question], completion.setup, generate=True))
+        prompt = renderer.tokenizer.spell_marks(renderer.render_text([question], completion.setup, generate=True))
         parsing = ResponseParser(template, prefix=prompt, tools=list(completion.setup.tools))
         try:
             parsing.feed(completion.text)

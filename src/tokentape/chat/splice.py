@@ -21,7 +21,7 @@ History: TypeAlias = Literal["sampled", "template"]
 """Which part of earlier turns stays in context: all that was sampled, or what the template keeps of it."""
 
 WrongStop: TypeAlias = Literal["keep", "fork"]
-"""What becomes of a turn that ended with another stop token than the template writes there: the sampled one stands for
+"""What happens to a turn that ended with another stop token than the template writes there: the sampled one stands for
 the end, and the branch goes on (`keep`); or what follows starts a new branch, in which the template's own stands."""
 
 
@@ -47,17 +47,17 @@ def find_splices(
     history: History,
     wrong_stop: WrongStop = "keep",
 ) -> list[Splice]:
-    """Where sampled ids belong in `text`, the marked rendering of `messages` with the generation prompt.
+    """Return where sampled ids belong in `text`, the marked rendering of `messages` with the generation prompt.
 
     `sampled` maps indices of assistant messages to completion ids. `prompt_of` gives the rendering that a message was
     sampled after: the template has more than one generation prompt, or one of `words`, which it looks for, was said.
-    Nothing is spliced into a template whose turns
-    can't be told apart: one without an assistant header of its own for each assistant message.
+    Nothing is spliced into a template with turns that
+    can't be distinguished: one without an assistant header of its own for each assistant message.
     """
     prompt = form.generation_prompt
     header = form.header[: common_prefix(form.header, prompt)]
     # A number of the turn or a tool's result before it may make another prompt of it.
-    others = [one for one in (text, form.content_tail, form.calls_tail) if one and not one.endswith(prompt)]
+    others = [one for one in (text, form.content_suffix, form.calls_suffix) if one and not one.endswith(prompt)]
     mark = MARK.match(header)
     if mark is None:
         return []
@@ -96,7 +96,7 @@ def find_splices(
 
 
 def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> list[tuple[int, int]]:
-    """Bounds of what stands behind each assistant header, through the token that ends the turn.
+    """Return the bounds of what stands after each assistant header, through the token that ends the turn.
 
     The last header, which has no turn yet, is the generation prompt's.
     """
@@ -115,18 +115,18 @@ def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[i
 
 
 def _last_mark(text: str, start: int, end: int) -> int:
-    """Where the last mark before `end` begins."""
+    """Return where the last mark before `end` begins."""
     return max(match.start() for match in MARK.finditer(text, start, end))
 
 
 def _without_other_stop(ids: list[int], end: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> list[int]:
-    """The ids without the stop token that they end with, unless it is `end`, the mark that the template writes."""
+    """Return the ids without the stop token at their end, unless it is `end`, the mark that the template writes."""
     other = bool(ids) and ids[-1] in stop_ids and ids[-1] != tokenizer.control_of_mark(end).id
     return ids[:-1] if other else ids
 
 
 def _kept(text: str, start: int, end: int, ids: list[int], tokenizer: Tokenizer) -> list[Splice]:
-    """The longest tail of the sampled ids whose text is the tail of what the template wrote, if there is any."""
+    """Return the longest suffix of the sampled ids that spells the suffix of what the template wrote, if any."""
     reader = Reader(tokenizer, frozenset(), ())
     starts = []
     for token_id in ids:

@@ -23,7 +23,7 @@ def choose(
     history: Sequence[Message],
     system: bool | None = None,
 ) -> Strategy:
-    """The bridge strategy for these very messages.
+    """Return the bridge strategy for these very messages.
 
     `system` says whether `history` has a message of the system's or the developer's, if that is known already.
 
@@ -49,13 +49,13 @@ def choose(
 
 
 def _counts_images(renderer: Renderer, reply: Message, new_messages: Sequence[Message], setup: Setup) -> bool:
-    """Whether what the template writes of images depends on those before (`Picture 2:`)."""
-    behind_image = [{"role": "user", "content": [{"type": IMAGE}, {"type": "text", "text": _TELLING}]}]
-    here = renderer.tail(reply, new_messages, setup)
-    return renderer.tail(reply, new_messages, setup, behind_image) != here
+    """Return whether what the template writes of images depends on those before (`Picture 2:`)."""
+    after_image = [{"role": "user", "content": [{"type": IMAGE}, {"type": "text", "text": _MARKER}]}]
+    here = renderer.suffix(reply, new_messages, setup)
+    return renderer.suffix(reply, new_messages, setup, after_image) != here
 
 
-_TELLING = "tokentapetellingword"
+_MARKER = "tokentapetellingword"
 
 
 def _try_out(
@@ -63,51 +63,52 @@ def _try_out(
 ) -> Strategy:
     """Return the strategy for a real conversation. A word put into all that came before shows if it is said again."""
     try:
-        tail = renderer.tail(reply, new_messages, setup, history)
+        suffix = renderer.suffix(reply, new_messages, setup, history)
     except TemplateRefused:
         if reaches_prompt(renderer, setup, [*history, reply], new_messages):
             return "fork"
         raise
     tools = tuple(
-        {**tool, "function": {**tool["function"], "description": _told(tool["function"].get("description") or "")}}
+        {**tool, "function": {**tool["function"], "description": _marked(tool["function"].get("description") or "")}}
         for tool in setup.tools
     )
-    told = [_telling(message) if message["role"] != "assistant" else message for message in history]
+    told = [_with_marker(message) if message["role"] != "assistant" else message for message in history]
     telling = replace(setup, tools=tools)
-    if _TELLING in renderer.tail(reply, new_messages, telling, told):
+    if _MARKER in renderer.suffix(reply, new_messages, telling, told):
         return "fork"
-    return local_or_contextual(lambda: renderer.tail(reply, new_messages, setup), tail)
+    return local_or_contextual(lambda: renderer.suffix(reply, new_messages, setup), suffix)
 
 
 def reaches_prompt(renderer: Renderer, setup: Setup, before: Sequence[Message], new: Sequence[Message]) -> bool:
-    """Whether a rendering from the start has, wherever, the turn that `before` ends with and each new message."""
+    """Return whether a full rendering holds, anywhere, the last turn of `before` and each new message."""
     messages = [*before, *new]
     return all(
-        _TELLING in renderer.marked([*messages[:n], _telling(messages[n]), *messages[n + 1 :]], setup, generate=True)
+        _MARKER
+        in renderer.render_text([*messages[:n], _with_marker(messages[n]), *messages[n + 1 :]], setup, generate=True)
         for n in range(len(before) - 1, len(messages))
     )
 
 
-def _telling(message: Message) -> Message:
-    """The message with the telling word in its content, or in the name of its last call."""
+def _with_marker(message: Message) -> Message:
+    """Return the message with the marker word in its content, or in the name of its last call."""
     plain = plain_message(message)
     if not plain.get("tool_calls"):
         content = plain.get("content", "")
-        told = _told(content) if isinstance(content, str) else [{"type": "text", "text": _TELLING}, *content]
+        told = _marked(content) if isinstance(content, str) else [{"type": "text", "text": _MARKER}, *content]
         return {**plain, "content": told}
     *calls, last = plain["tool_calls"]
-    name = _told(last["function"]["name"])
+    name = _marked(last["function"]["name"])
     return {**plain, "tool_calls": [*calls, {**last, "function": {**last["function"], "name": name}}]}
 
 
-def _told(text: str) -> str:
+def _marked(text: str) -> str:
     # In the middle: templates look at how texts begin and end.
-    return text[: len(text) // 2] + _TELLING + text[len(text) // 2 :]
+    return text[: len(text) // 2] + _MARKER + text[len(text) // 2 :]
 
 
-def local_or_contextual(local_tail: Callable[[], str], tail: str) -> Strategy:
-    """`local` if the tail after a made-up question, which `local_tail` renders, is `tail`."""
+def local_or_contextual(local_suffix: Callable[[], str], suffix: str) -> Strategy:
+    """Return `local` if the suffix after a made-up question, which `local_suffix` renders, is `suffix`."""
     try:
-        return "local" if local_tail() == tail else "contextual"
+        return "local" if local_suffix() == suffix else "contextual"
     except TemplateRefused:
         return "contextual"

@@ -1,6 +1,6 @@
 """A model's chat template, rendered in a sandbox the way `transformers.apply_chat_template` renders it.
 
-The behaviour followed is that of transformers 5.23: message keys whose value is None are dropped, reasoning is offered
+The behavior followed is that of transformers 5.23: message keys whose value is None are dropped, reasoning is offered
 under each name that templates read, `tojson` keeps unicode and key order. Unlike there, the clock is an argument, and
 reasoning is offered as `reasoning` too: templates that read only that would lose it.
 """
@@ -133,7 +133,7 @@ def _with_parts(message: Message) -> Message:
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """The message as templates expect it: no None values, text parts joined, reasoning under each of its names.
+    """Return the message as templates expect it: no None values, text parts joined, reasoning under each of its names.
 
     Content with images stays a list of parts, those of images without what only a record says of them.
 
@@ -152,7 +152,7 @@ def plain_message(message: Message) -> dict[str, Any]:
 
 
 def _parts(content: Sequence[Any]) -> list[dict[str, str]]:
-    """Parts with the texts between images joined."""
+    """Return the parts with the texts between images joined."""
     parts: list[dict[str, str]] = []
     for is_image, run in groupby(content, lambda part: bool(image_parts([{"content": [part]}]))):
         if is_image:
@@ -163,7 +163,7 @@ def _parts(content: Sequence[Any]) -> list[dict[str, str]]:
 
 
 def join_parts(content: Any) -> str:
-    """The text of a list of content parts. Raises `InvalidRequest` for any part that is not text."""
+    """Return the text of a list of content parts. Raises `InvalidRequest` for any part that is not text."""
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InvalidRequest(f"content is a {type(content).__name__}, expected text or a list of parts", "messages")
     texts = []
@@ -205,7 +205,7 @@ def _raise_exception(message: str) -> None:
 
 
 def read_source(path: Path) -> str:
-    """A template's text. Raises `TokenizerUnusable` if it is not UTF-8."""
+    """Return a template's text. Raises `TokenizerUnusable` if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""What a chat template writes, as marked text, and what can be read off it: formats, stop tokens, tails of turns."""
+"""What a chat template writes, as marked text, and what can be read off it: formats, stop tokens, suffixes of turns."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from tokentape.chat.assistant_format import AssistantFormat, TurnClose, read_format, turn_close
-from tokentape.chat.bridge import cut_tail
+from tokentape.chat.bridge import trim_to_turn_end
 from tokentape.chat.call_syntax import CONTENT, KEY, NAME, PROBE_ID, QUESTION, VALUE, CallShape
-from tokentape.chat.caller_text import Disarmer, edges_found, provenance_of_characters, with_edges
-from tokentape.chat.surroundings import Surroundings, surroundings, texts_of
+from tokentape.chat.caller_text import Escaper, edges_found, provenance_of_characters, with_edges
 from tokentape.chat.template import ChatTemplate, plain_message
+from tokentape.chat.template_literals import TemplateLiterals, template_literals, texts_of
 from tokentape.chat.tokenizer import MARK, Tokenizer
 from tokentape.errors import TemplateRefused
 from tokentape.types import Codes, Message, Setup
 
 _KEPT_SETUPS = 256
-"""For how many setups the format and the masked tools are kept."""
+"""For how many setups the format and the escaped tools are kept."""
 
 _Key = TypeVar("_Key")
 _Kept = TypeVar("_Kept")
@@ -34,15 +34,15 @@ class TemplateText:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self._disarmer = Disarmer(tokenizer)
+        self._escaper = Escaper(tokenizer)
         self._formats: dict[str, AssistantFormat] = {}
         self._stops: dict[str, frozenset[int]] = {}
-        self._disarmed: dict[str, tuple[list[Any], dict[str, Any]]] = {}
+        self._escaped: dict[str, tuple[list[Any], dict[str, Any]]] = {}
         self._bridging: dict[str, Setup] = {}
-        self._surroundings: dict[tuple[str, ...], Surroundings] = {}
+        self._literals: dict[tuple[str, ...], TemplateLiterals] = {}
 
     def format(self, setup: Setup) -> AssistantFormat:
-        """What the template writes around assistant turns under `setup`."""
+        """Return what the template writes around assistant turns under `setup`."""
         found = self._formats.get(setup.key)
         if found is None:
             found = read_format(functools.partial(self._ask, setup), self.tokenizer)
@@ -50,7 +50,10 @@ class TemplateText:
         return found
 
     def stop_ids(self, setup: Setup) -> frozenset[int]:
-        """Ids that end a turn: the model's end-of-sequence ids and what its template ends assistant turns with."""
+        """Return the ids that end a turn.
+
+        The model's end-of-sequence ids and what its template ends assistant turns with.
+        """
         found = self._stops.get(setup.key)
         return keep(self._stops, setup.key, self._stop_ids(self.format(setup))) if found is None else found
 
@@ -60,8 +63,8 @@ class TemplateText:
         # What stands within turns ends none: a part of the turn, or a second call, would never be sampled. Without any
         # end-of-sequence id, the first of it is better than no end at all.
         within = {self._mark_id(mark) for mark in MARK.findall(form.within_turns)} if eos_ids else set()
-        for tail, close in ((form.content_tail, form.content_close), (form.calls_tail, form.calls_close)):
-            cut = cut_tail(tail, close, form, self.tokenizer, eos_ids)
+        for suffix, close in ((form.content_suffix, form.content_close), (form.calls_suffix, form.calls_close)):
+            cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids)
             mark = MARK.match(cut.text)
             if mark is None or self._mark_id(mark[0]) in within:
                 continue
@@ -73,12 +76,12 @@ class TemplateText:
         return frozenset(found)
 
     def _without_stops(self, form: AssistantFormat) -> AssistantFormat:
-        """The format with content and calls that close before the token that ends the turn."""
+        """Return the format with content and calls that close before the token that ends the turn."""
         stop_ids = self._stop_ids(form)
         content_end, turn_end = form.content_end, form.turn_end
-        behind = content_end + turn_end
-        stop = next((m.start() for m in MARK.finditer(behind) if self._mark_id(m[0]) in stop_ids), len(behind))
-        form = replace(form, content_end=content_end[:stop], turn_end=behind[len(content_end) : stop])
+        after = content_end + turn_end
+        stop = next((m.start() for m in MARK.finditer(after) if self._mark_id(m[0]) in stop_ids), len(after))
+        form = replace(form, content_end=content_end[:stop], turn_end=after[len(content_end) : stop])
         if form.calls is None:
             return form
 
@@ -96,12 +99,14 @@ class TemplateText:
     def _mark_id(self, mark: str) -> int:
         return self.tokenizer.control_of_mark(mark).id
 
-    def marked(self, messages: Sequence[Message], setup: Setup, *, generate: bool) -> str:
-        """Marked text of a conversation, with or without the generation prompt. For certificates."""
+    def render_text(self, messages: Sequence[Message], setup: Setup, *, generate: bool) -> str:
+        """Return the marked text of a conversation, with or without the generation prompt. For certificates."""
         return self._accepted(messages, setup, generate=generate)[1]
 
-    def written(self, messages: Sequence[Message], setup: Setup, *, generate: bool) -> tuple[str, Codes]:
-        """Marked text of a conversation, and whose each of its characters is, a mark counting as one.
+    def render_text_with_provenance(
+        self, messages: Sequence[Message], setup: Setup, *, generate: bool
+    ) -> tuple[str, Codes]:
+        """Return the marked text of a conversation with a provenance code per character; a mark counts as one.
 
         With or without the generation prompt. Raises as `render`.
         """
@@ -110,15 +115,15 @@ class TemplateText:
         self._refuse_unknown_roles(plain, edged, setup)
         return text, provenance_of_characters(edged, len(MARK.sub(" ", text)))
 
-    def tail(
+    def suffix(
         self,
         reply: Message,
         new_messages: Sequence[Message],
         setup: Setup,
         history: Sequence[Message] | None = None,
     ) -> str:
-        """Marked text that the template writes behind a turn like `reply`; see `bridge`. For certificates."""
-        return self._tail(reply, new_messages, setup, self.format(setup), history)[0]
+        """Return the marked text that the template writes after a turn like `reply`; see `bridge`. For certificates."""
+        return self._suffix(reply, new_messages, setup, self.format(setup), history)[0]
 
     def turn_close(self, reply: Message, setup: Setup) -> TurnClose:
         """Return what the template writes after a turn like `reply` at the end of a conversation. For certificates."""
@@ -128,7 +133,7 @@ class TemplateText:
             return form.content_close
         return self._close(_calling(form.shape, calls), form.calls_close, setup, form)
 
-    def _tail(
+    def _suffix(
         self,
         reply: Message,
         new_messages: Sequence[Message],
@@ -136,49 +141,49 @@ class TemplateText:
         form: AssistantFormat,
         history: Sequence[Message] | None,
     ) -> tuple[str, Codes, TurnClose]:
-        """The tail behind a turn like `reply`, whose its characters are, and how such a turn ends a conversation."""
+        """Return the suffix after a turn like `reply`, its provenance, and how such a turn ends a conversation."""
         before: Sequence[Message] = [QUESTION]
         if history is None:
             setup = self._bridging_setup(setup)
         else:
             before = self._plain(history, setup, reshape=True)
         plain = self._plain(new_messages, setup, reshape=True)
-        texts = texts_of(plain, self._disarmer.unmask)
+        texts = texts_of(plain, self._escaper.unescape)
         refused = TemplateRefused("there is no new message to continue with")
-        said = self._disarmer.mask_all(plain_message(reply).get("content") or "") if history is not None else ""
+        said = self._escaper.escape_all(plain_message(reply).get("content") or "") if history is not None else ""
         for probe, sentinel, close in _probes(reply, new_messages, form, said):
             kind = sentinel, setup.key, *(message["role"] for message in plain)
             try:
                 text = self._render([*before, probe, *plain], setup, generate=True)
                 if sentinel not in text:
                     continue
-                tail = _behind(text, sentinel)
-                if NAME in tail:
+                suffix = _after(text, sentinel)
+                if NAME in suffix:
                     refused = TemplateRefused(
                         "the chat template writes the name of the tool that a result is of, and neither the result nor "
                         "a call of the turn before says it. Send the result with a `name`."
                     )
                     continue
-                if probe.get("content") and said.strip() and said.strip() in tail and sentinel is VALUE:
+                if probe.get("content") and said.strip() and said.strip() in suffix and sentinel is VALUE:
                     # It writes content that stands beside calls after their results. It was sampled already.
                     continue
-                written = MARK.sub("\0", tail)
+                written = MARK.sub("\0", suffix)
                 close = self._close(probe, close, setup, form)
-                known = None if texts is None else self._surroundings.get(kind)
+                known = None if texts is None else self._literals.get(kind)
                 codes = None if known is None or texts is None else known.codes(written, texts)
                 if codes is not None:
-                    return tail, codes, close
+                    return suffix, codes, close
                 edged = self._render([*before, probe, *map(with_edges, plain)], setup, generate=True)
             except TemplateRefused as error:
                 refused = error
                 continue
-            edges = _behind(edged, sentinel)
-            self._refuse_dropped(plain, [*before, probe], tail, edges, sentinel, setup)
+            edges = _after(edged, sentinel)
+            self._refuse_dropped(plain, [*before, probe], suffix, edges, sentinel, setup)
             codes = provenance_of_characters(edges, len(written))
-            found = None if texts is None else surroundings(written, codes, texts)
+            found = None if texts is None else template_literals(written, codes, texts)
             if found is not None:
-                keep(self._surroundings, kind, found)
-            return tail, codes, close
+                keep(self._literals, kind, found)
+            return suffix, codes, close
         raise refused
 
     def _close(self, probe: Message, close: TurnClose, setup: Setup, form: AssistantFormat) -> TurnClose:
@@ -189,34 +194,39 @@ class TemplateText:
         return turn_close(ask, probe, VALUE, form.generation_prompt)
 
     def _bridging_setup(self, setup: Setup) -> Setup:
-        """The setup to think of a local bridge in: without tools, if what stands behind a turn is the same without.
+        """Return the setup to think of a local bridge in.
 
-        Tools stand in front of the conversation, where a bridge does not reach, and can be most of what is rendered.
+        Without tools, if what stands after a turn is the same without.
+
+        Tools stand before the conversation, where a bridge does not reach, and can be most of what is rendered.
         """
         found = self._bridging.get(setup.key)
         if found is None:
             found = setup
             bare = replace(setup, tools=())
             with contextlib.suppress(TemplateRefused):
-                found = bare if self.format(bare).behind_turns == self.format(setup).behind_turns else setup
+                found = bare if self.format(bare).after_turns == self.format(setup).after_turns else setup
             found = keep(self._bridging, setup.key, found)
         return found
 
     def _plain(self, messages: Sequence[Message], setup: Setup, *, reshape: bool) -> list[dict[str, Any]]:
-        """Messages as templates take them, caller text disarmed; `reshape`: tool calls in the template's own shape."""
+        """Return messages as templates take them, caller text escaped; `reshape`.
+
+        Tool calls in the template's own shape.
+        """
         shape = self.format(setup).shape if reshape else None
         plain = []
         for message in messages:
             one = plain_message(message)
             if one.get("tool_calls") and shape is not None:
                 one = shape.reshape(one)
-            plain.append(self._disarmer.mask_all(one))
+            plain.append(self._escaper.escape_all(one))
         return plain
 
     def _accepted(
         self, messages: Sequence[Message], setup: Setup, *, generate: bool
     ) -> tuple[list[dict[str, Any]], str]:
-        """Messages in the shape that the template accepts, as they come if it does, and their marked text."""
+        """Return messages in the shape that the template accepts, as they come if it does, and their marked text."""
         plain = self._plain(messages, setup, reshape=False)
         try:
             return plain, self._render(plain, setup, generate=generate)
@@ -230,12 +240,12 @@ class TemplateText:
         return self._render(plain, setup, generate=generate)
 
     def _render(self, plain: Sequence[Message], setup: Setup, *, generate: bool) -> str:
-        """Marked text of messages that are disarmed already."""
-        disarmed = self._disarmed.get(setup.key)
-        if disarmed is None:
-            mask = self._disarmer.mask_all
-            disarmed = keep(self._disarmed, setup.key, (mask(setup.tools), mask(setup.template_kwargs)))
-        tools, kwargs = disarmed
+        """Return the marked text of messages that are escaped already."""
+        escaped = self._escaped.get(setup.key)
+        if escaped is None:
+            escape = self._escaper.escape_all
+            escaped = keep(self._escaped, setup.key, (escape(setup.tools), escape(setup.template_kwargs)))
+        tools, kwargs = escaped
         rendered = self.template.render(
             plain,
             tools=tools,
@@ -243,7 +253,7 @@ class TemplateText:
             date=setup.date,
             variables={**self.tokenizer.special_tokens, **kwargs},
         )
-        return self._disarmer.marked(rendered)
+        return self._escaper.marked(rendered)
 
     def _render_or_nothing(self, messages: Sequence[Message], setup: Setup) -> str:
         try:
@@ -269,11 +279,11 @@ class TemplateText:
                 )
 
     def _refuse_dropped(
-        self, new: Sequence[Message], before: Sequence[Message], tail: str, edges: str, sentinel: str, setup: Setup
+        self, new: Sequence[Message], before: Sequence[Message], suffix: str, edges: str, sentinel: str, setup: Setup
     ) -> None:
         """Raise `TemplateRefused` if the content of a new message does not reach the bridge.
 
-        A template may drop it, or write it in front of the turn (Mistral v3, a system message that comes last).
+        A template may drop it, or write it before the turn (Mistral v3, a system message that comes last).
         """
         spoken = [n for n, message in enumerate(new) if _texts(message)]
         if edges_found(edges) >= sum(map(_texts, new)):
@@ -282,7 +292,7 @@ class TemplateText:
             content = new[n]["content"]
             marked = KEY + content if isinstance(content, str) else [{"type": "text", "text": KEY}, *content]
             changed = [*new[:n], {**new[n], "content": marked}, *new[n + 1 :]]
-            if _behind(self._render([*before, *changed], setup, generate=True), sentinel) == tail:
+            if _after(self._render([*before, *changed], setup, generate=True), sentinel) == suffix:
                 raise TemplateRefused(
                     f"the chat template drops new message {n} (role {new[n]['role']!r}) after such a turn: what it "
                     "says would not reach the model"
@@ -317,12 +327,12 @@ def _calling(shape: CallShape, calls: Sequence[tuple[str, str]]) -> Message:
     return shape.message("", [*((i, name, {KEY: KEY}) for i, name in before), (last_id, last_name, {KEY: VALUE})])
 
 
-def _behind(text: str, sentinel: str) -> str:
+def _after(text: str, sentinel: str) -> str:
     return text[text.rindex(sentinel) + len(sentinel) :]
 
 
 def _texts(message: Message) -> int:
-    """How many texts of somebody other than the assistant the message holds."""
+    """Return how many texts the message holds that are not the assistant's."""
     content = message.get("content")
     if message["role"] == "assistant" or content is None:
         return 0

@@ -79,7 +79,7 @@ class Tokenizer:
     """A `tokenizer.json` and its configuration. Use `Tokenizer.load`.
 
     Encoding runs on a twin of the tokenizer in which every control token has a private one-character name. So text
-    never yields a control id, whatever it spells and whatever the token's flags, while merges, normalisation and
+    never yields a control id, whatever it spells and whatever the token's flags, while merges, normalization and
     white-space rules around control tokens stay those of the real tokenizer.
     """
 
@@ -200,11 +200,11 @@ class Tokenizer:
         return self._added_by_content.get(content)
 
     def control(self, content: str) -> Control | None:
-        """The control token spelled `content`, if there is one."""
+        """Return the control token spelled `content`, if there is one."""
         return self._by_content.get(content)
 
     def control_by_id(self, token_id: int) -> Control | None:
-        """The control token with this id, if it is one."""
+        """Return the control token with this id, if it is one."""
         return self._by_id.get(token_id)
 
     def mark_controls(self, text: str) -> str:
@@ -219,11 +219,11 @@ class Tokenizer:
         return MARK.sub(lambda match: self._by_mark[match[0]].content, marked)
 
     def control_of_mark(self, mark: str) -> Control:
-        """The control token that a mark stands for."""
+        """Return the control token that a mark stands for."""
         return self._by_mark[mark]
 
     def breaks(self, stop_ids: frozenset[int]) -> frozenset[int]:
-        """Ids that are no text: those of control tokens, and `stop_ids`."""
+        """Return the ids that are no text: those of control tokens, and `stop_ids`."""
         found = self._breaks.get(stop_ids)
         if found is None:
             found = self._breaks[stop_ids] = stop_ids.union(self._by_id)
@@ -254,7 +254,7 @@ class Tokenizer:
     def encode_after_control(self, marked: str, mark: str = "") -> Encoded:
         """Encode marked text as it is encoded after a control token, not at the start of a text.
 
-        SentencePiece-style tokenizers put a space in front of a text's first word only. `mark` says which control token
+        SentencePiece-style tokenizers put a space before a text's first word only. `mark` says which control token
         it is: some take along the white space that follows.
         """
         anchor = mark or self._anchor
@@ -272,11 +272,11 @@ class Tokenizer:
         return self._plain.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode_plain` of many texts, several times as fast."""
+        """Return the ids of `encode_plain` for many texts, several times as fast."""
         return [one.ids for one in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one id stands for; a control token's are its spelling."""
+        """Return the bytes one id stands for; a control token's are its spelling."""
         found = self._bytes.get(token_id)
         if found is None:
             control = self._by_id.get(token_id)
@@ -304,16 +304,16 @@ class Tokenizer:
         return vocab.items() if isinstance(vocab, Mapping) else ((entry[0], n) for n, entry in enumerate(vocab))
 
     def pieces(self, ids: Iterable[int]) -> list[bytes]:
-        """`token_bytes` of each id."""
+        """Return the `token_bytes` of each id."""
         known = self._bytes
         return [known[token_id] if token_id in known else self.token_bytes(token_id) for token_id in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids with control tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids with control tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self.pieces(ids)).decode("utf-8", "replace")
 
     def array(self, ids: Sequence[int]) -> TokenIds:
-        """Ids as the int32 array that records hold."""
+        """Return the ids as the int32 array that records hold."""
         return np.asarray(ids, dtype=np.int32)
 
     def _free_block(self, marked: str) -> int:
@@ -326,7 +326,7 @@ class Tokenizer:
         )
 
     def _twin(self, start: int) -> tuple[tokenizers.Tokenizer, Mapping[str, str]]:
-        """The twin whose names begin there, and those names by mark."""
+        """Return the twin whose names begin there, and those names by mark."""
         found = self._twins.get(start)
         if found is None:
             # A vocabulary may hold private-use characters of its own (Gemma's does).
@@ -379,7 +379,7 @@ class Tokenizer:
 
 
 def from_text(source: str) -> tokenizers.Tokenizer:
-    """What `tokenizers` makes of a tokenizer.json. Raises `TokenizerUnusable` if it does not take it."""
+    """Return what `tokenizers` makes of a tokenizer.json. Raises `TokenizerUnusable` if it does not take it."""
     try:
         return tokenizers.Tokenizer.from_str(source)
     except Exception as error:  # the library raises nothing narrower
@@ -458,7 +458,7 @@ def _pair(merge: str | Sequence[str]) -> Sequence[str]:
 
 
 def _byte_of() -> dict[str, int]:
-    """The printable characters that byte-level vocabularies write bytes with (GPT-2)."""
+    """Return the printable characters that byte-level vocabularies write bytes with (GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(rest)}

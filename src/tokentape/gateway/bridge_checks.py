@@ -22,7 +22,7 @@ from typing import Any
 from tokentape.canonical import canonical_json
 from tokentape.chat.bridge_check import BridgeCheck, check_bridge
 from tokentape.chat.certificate import Strategy
-from tokentape.chat.renderer import Added, Renderer
+from tokentape.chat.renderer import PromptTokens, Renderer
 from tokentape.errors import TokentapeError
 from tokentape.gateway.limits import CheckBridges
 from tokentape.gateway.metrics import Metrics
@@ -213,13 +213,13 @@ _NONE: frozenset[str] = frozenset()
 _POLL_SECONDS = 0.05
 
 
-def _like(name: str, parent: Turn, added: Added) -> str:
+def _like(name: str, parent: Turn, added: PromptTokens) -> str:
     """Return what bridges of one kind have in common: the continuation, the tools called, how the turn ended."""
     calls = parent.reply.get("tool_calls") or ()
     tools = sorted({str(call["function"]["name"]) for call in calls})
     closed = bool((added.provenance == Provenance.CLOSE).any())
     beside = bool(calls) and bool(parent.reply.get("content"))
-    kind = canonical_json([name, tools, closed, added.behind_other_stop, beside])
+    kind = canonical_json([name, tools, closed, added.stop_mismatch, beside])
     return hashlib.sha256(kind.encode()).hexdigest()[:16]
 
 
@@ -228,5 +228,5 @@ def _check(renderer: Renderer, job: _Job) -> BridgeCheck:
     assert turn.parent is not None
     *path, parent = session.path(turn.parent)
     history = [message for one in path for message in (*one.messages, one.reply)] + [*parent.messages]
-    added = Added(turn.added_ids, turn.added_provenance)
+    added = PromptTokens(turn.added_ids, turn.added_provenance)
     return check_bridge(renderer, job.setup, history, parent.reply, turn.messages, parent.completion_ids, added)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tokentape.chat.renderer import Added, Renderer
+from tokentape.chat.renderer import PromptTokens, Renderer
 from tokentape.engines.base import ChatCall, ChatServer, SampleDelta, SamplingParams
 from tokentape.errors import EngineContractError, TokentapeError
 from tokentape.gateway.events import TurnRequest
@@ -83,12 +83,12 @@ class Capture:
         if own is not None and np.array_equal(own.ids, ids):
             added = own
         else:
-            added = Added(ids, np.full(len(ids), Provenance.TEMPLATE, np.uint8))
+            added = PromptTokens(ids, np.full(len(ids), Provenance.TEMPLATE, np.uint8))
         return Prepared(setup, parent, messages, context, added, prompt_ids, fork, request.sampling, noted)
 
     def _rendered_here(
         self, request: TurnRequest, session: Session, setup: Setup, found: Continuation | None
-    ) -> Added | None:
+    ) -> PromptTokens | None:
         """What we would have added, which tells where each token is from if it is what the server added."""
         try:
             if found is None:

@@ -16,7 +16,7 @@ from tokentape.chat.certificate import Certificate, Strategy
 from tokentape.chat.certificate_cache import load_or_certify
 from tokentape.chat.grammar import continuation_name
 from tokentape.chat.media import image_parts
-from tokentape.chat.renderer import Added, Renderer
+from tokentape.chat.renderer import PromptTokens, Renderer
 from tokentape.chat.splice import History, WrongStop
 from tokentape.chat.strategy import choose
 from tokentape.engines.base import Engine, PromptMedia, SamplingParams
@@ -56,7 +56,7 @@ class Prepared:
     """Those that the parent does not have."""
     context_ids: TokenIds
     """The parent's context and completion."""
-    added: Added
+    added: PromptTokens
     prompt_ids: TokenIds
     """`context_ids` and `added.ids`: what is sent."""
     fork: str | None
@@ -193,11 +193,11 @@ class Preparer:
         bridge: Bridge | None = None
         if request.prompt_ids is not None:
             own = request.prompt_ids[len(context_ids) :]
-            added = Added(own, np.full(len(own), Provenance.USER, np.uint8))
+            added = PromptTokens(own, np.full(len(own), Provenance.USER, np.uint8))
         elif self._history == "template":
             added = self._rendered(session, setup, request.whole().messages, parent)
             if np.array_equal(added.ids[: len(context_ids)], context_ids):
-                added = Added(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
+                added = PromptTokens(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
             else:
                 parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "template_history"
         elif parent is None:
@@ -206,7 +206,7 @@ class Preparer:
             # A reply of this session behind an edit: a bridge would encode its text, a rendering splices its ids.
             added = self._rendered(session, setup, request.whole().messages, parent)
             if np.array_equal(added.ids[: len(context_ids)], context_ids):
-                added = Added(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
+                added = PromptTokens(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
             else:
                 parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "edited_history"
         elif (bridge := self._bridge(request, found, parent, setup)).strategy == "fork":
@@ -216,7 +216,7 @@ class Preparer:
         else:
             history = _History(request, found) if bridge.strategy == "contextual" else None
             added = self._renderer.bridge(parent.completion_ids, parent.reply, messages, setup, history, context_ids)
-            if added.behind_other_stop and self._wrong_stop == "fork":
+            if added.stop_mismatch and self._wrong_stop == "fork":
                 added = self._rendered(session, setup, request.whole().messages, parent)
                 parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "other_stop"
                 bridge = None
@@ -246,7 +246,7 @@ class Preparer:
 
     def _rendered(
         self, session: Session, setup: Setup, messages: Sequence[Message], parent: Turn | None = None
-    ) -> Added:
+    ) -> PromptTokens:
         """A rendering from the start in which what this session sampled stands by its exact ids.
 
         `parent` is the turn whose messages begin these, if there is one.

@@ -132,7 +132,7 @@ def find_said(
             return _with_ends(renderer, messages, setup, written, starts)
     last = len(messages) - 1
     if set(chosen) == {last}:
-        before = renderer.marked(messages[:last], setup, generate=True)
+        before = renderer.render_text(messages[:last], setup, generate=True)
         if written.text.startswith(before):
             return _with_ends(renderer, messages, setup, written, {last: len(before)})
     raise TemplateRefused(
@@ -162,7 +162,7 @@ def _count(messages: Sequence[Message]) -> int:
 
 
 def _written(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, generate: bool) -> Written:
-    text, codes = renderer.written(messages, setup, generate=generate)
+    text, codes = renderer.render_text_with_provenance(messages, setup, generate=generate)
     marks = {match.start() for match in MARK.finditer(text)}
     flat = [at for at in range(len(text) + 1) if at - 1 not in marks]
     places = np.array(flat, np.int64)
@@ -176,7 +176,7 @@ def _marked_by_template(
     if not _GENERATION.search(renderer.template.source):
         return None
     source = _GENERATION.sub(_shown, renderer.template.source)
-    shown = Renderer(renderer.tokenizer, ChatTemplate(source)).marked(messages, setup, generate=False)
+    shown = Renderer(renderer.tokenizer, ChatTemplate(source)).render_text(messages, setup, generate=False)
     pieces = re.split(f"([{_OPEN}{_CLOSE}])", shown)
     if "".join(pieces[::2]) != written.text or pieces[1::2] != [_OPEN, _CLOSE] * _count(messages):
         return None

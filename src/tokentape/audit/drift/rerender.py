@@ -131,7 +131,7 @@ def through_messages(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> 
 def whole_conversation(renderer: Renderer, path: Sequence[Turn], setup: Setup) -> TokenIds | None:
     """Return a branch as a trainer would render its messages and replies; None if the template refuses them."""
     try:
-        text, _ = renderer.written(_said(path), setup, generate=False)
+        text, _ = renderer.render_text_with_provenance(_said(path), setup, generate=False)
     except TokentapeError:
         return None
     return renderer.tokenizer.array(renderer.tokenizer.encode_marked(text).ids)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.chat.conftest import REAL_TEMPLATES, SMALL_TEMPLATES, call, load_renderer, result, setup_for, slow_unless
-from tokentape.chat.renderer import Added, Renderer
-from tokentape.chat.surroundings import Surroundings, Text, surroundings
+from tokentape.chat.renderer import PromptTokens, Renderer
+from tokentape.chat.template_literals import TemplateLiterals, Text, template_literals
 from tokentape.errors import TemplateRefused
 from tokentape.types import Provenance
 
@@ -21,7 +21,7 @@ TEXTS = st.sampled_from(
 )
 
 
-def bridged(renderer: Renderer, reply: dict[str, Any], new: list[dict[str, Any]]) -> Added | None:
+def bridged(renderer: Renderer, reply: dict[str, Any], new: list[dict[str, Any]]) -> PromptTokens | None:
     ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain("hi"))
     try:
         return renderer.bridge(ids, reply, new, setup_for(renderer))
@@ -37,7 +37,7 @@ def test_a_bridge_says_the_same_whether_or_not_there_were_others_before(
     template: str, rounds: list[tuple[str, str, str]]
 ) -> None:
     renderer = load_renderer(template)
-    renderer._surroundings.clear()
+    renderer._literals.clear()
     said = {"role": "assistant", "content": "hi"}
     for kind, one, other in rounds:
         calls = {"tool": [call(0, {"a": 1})], "tools": [call(0, {"a": 1}), call(1, {"a": 2})], "user": []}[kind]
@@ -45,10 +45,10 @@ def test_a_bridge_says_the_same_whether_or_not_there_were_others_before(
         new = [result(n, text) for n, text in enumerate([one, other][: len(calls)])]
         new = new or [{"role": "user", "content": one}]
         warm = bridged(renderer, reply, new)
-        kept = dict(renderer._surroundings)
-        renderer._surroundings.clear()
+        kept = dict(renderer._literals)
+        renderer._literals.clear()
         cold = bridged(renderer, reply, new)
-        renderer._surroundings.update(kept)
+        renderer._literals.update(kept)
         assert (warm is None) == (cold is None)
         if warm is not None and cold is not None:
             assert warm.ids.tolist() == cold.ids.tolist()
@@ -57,7 +57,7 @@ def test_a_bridge_says_the_same_whether_or_not_there_were_others_before(
 
 def test_a_second_tool_result_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = load_renderer("qwen3/templates/Qwen3.jinja")
-    renderer._surroundings.clear()
+    renderer._literals.clear()
     rendered: list[int] = []
     render = Renderer._render
 
@@ -81,21 +81,21 @@ def codes(text: str, user: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
 @pytest.mark.parametrize(
     ("written", "text", "expected"),
     [
-        ("<a>XY<b>", Text("XY", "XY", U), Surroundings(("<a>", "<b>"), trims=False)),
-        ("<a>XY <b>", Text("XY ", "XY", U), Surroundings(("<a>", "<b>"), trims=False)),
-        ("<a>XY<b>", Text(" XY ", "XY", U), Surroundings(("<a>", "<b>"), trims=True)),
+        ("<a>XY<b>", Text("XY", "XY", U), TemplateLiterals(("<a>", "<b>"), trims=False)),
+        ("<a>XY <b>", Text("XY ", "XY", U), TemplateLiterals(("<a>", "<b>"), trims=False)),
+        ("<a>XY<b>", Text(" XY ", "XY", U), TemplateLiterals(("<a>", "<b>"), trims=True)),
         ("<a>XY<b>XY", Text("XY", "XY", U), None),
         ("<a><b>", Text("XY", "XY", U), None),
         ("", Text("XY", "XY", U), None),
     ],
 )
-def test_what_stands_around_a_text(written: str, text: Text, expected: Surroundings | None) -> None:
-    assert surroundings(written, codes(written, "XY"), [text]) == expected
+def test_what_stands_around_a_text(written: str, text: Text, expected: TemplateLiterals | None) -> None:
+    assert template_literals(written, codes(written, "XY"), [text]) == expected
 
 
 @pytest.mark.parametrize("written", ["<a>Z<b>!", "<a>Z<c>", "<a >Z<b>", "<a>Zz<b>", "<a>Z", ""])
 def test_other_surroundings_say_nothing(written: str) -> None:
-    known = Surroundings(("<a>", "<b>"), trims=True)
+    known = TemplateLiterals(("<a>", "<b>"), trims=True)
     assert known.codes(written, [Text("Z", "Z", V)]) is None
     found = known.codes("<a>Z<b>", [Text("Z", "Z", V)])
     assert found is not None

@@ -1,8 +1,8 @@
 """What a template wrote around callers' texts: where it is the same again, so is whose each character is.
 
 To learn whose a character is, a conversation is rendered once more with the edges of callers' texts marked
-(`caller_text`). Behind a turn a template writes much the same each time. Where a tail is, character for character, what
-was written around the texts of an earlier one with the new texts in their places, the second rendering would say
+(`caller_text`). After a turn a template writes much the same each time. Where a suffix is, character for character,
+what was written around the texts of an earlier one with the new texts in their places, the second rendering would say
 nothing new.
 """
 
@@ -19,7 +19,7 @@ from tokentape.types import Codes, Message, Provenance
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of a caller's."""
+    """A caller's text."""
 
     whole: str
     core: str
@@ -28,15 +28,18 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a template writes before, between and behind texts. Marks count as one character."""
+class TemplateLiterals:
+    """What a template writes before, between and after texts. Marks count as one character."""
 
     pieces: tuple[str, ...]
     trims: bool
     """It writes texts without the white space around them."""
 
     def codes(self, written: str, texts: Sequence[Text]) -> Codes | None:
-        """Provenance per character of `written`; None if it is anything but these pieces around the texts."""
+        """Return the provenance per character of `written`.
+
+        None if it is anything but these pieces around the texts.
+        """
         if len(texts) + 1 != len(self.pieces):
             return None
         codes = np.full(len(written), Provenance.TEMPLATE, dtype=np.uint8)
@@ -52,8 +55,11 @@ class Surroundings:
         return codes if written[at:] == self.pieces[-1] else None
 
 
-def surroundings(written: str, codes: Codes, texts: Sequence[Text]) -> Surroundings | None:
-    """What stands around the texts in `written`, given whose its characters are; None if it holds anything else."""
+def template_literals(written: str, codes: Codes, texts: Sequence[Text]) -> TemplateLiterals | None:
+    """Return what stands around the texts in `written`, given whose its characters are.
+
+    None if it holds anything else.
+    """
     for trims in (False, True):
         pieces, at = [], 0
         for one in texts:
@@ -62,19 +68,19 @@ def surroundings(written: str, codes: Codes, texts: Sequence[Text]) -> Surroundi
             start = at + max(begun[0] - text.index(one.core), 0) if begun else at
             pieces.append(written[at:start])
             at = start + len(text)
-        found = Surroundings((*pieces, written[at:]), trims)
+        found = TemplateLiterals((*pieces, written[at:]), trims)
         same = found.codes(written, texts)
         if same is not None and np.array_equal(same, codes):
             return found
     return None
 
 
-def texts_of(messages: Sequence[Message], unmask: Callable[[str], str]) -> list[Text] | None:
-    """The texts of disarmed messages that hold one each and nothing else of a caller's; None if one does not."""
+def texts_of(messages: Sequence[Message], unescape: Callable[[str], str]) -> list[Text] | None:
+    """Return the texts of escaped messages that hold one each and nothing else of a caller's; None if one does not."""
     texts = []
     for message in messages:
         content = message.get("content")
-        whole = unmask(content) if isinstance(content, str) else ""
+        whole = unescape(content) if isinstance(content, str) else ""
         if not whole.strip() or message["role"] == "assistant":
             return None
         texts.append(Text(whole, whole.strip(), provenance_of_role(message["role"])))
