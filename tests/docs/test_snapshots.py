@@ -1,4 +1,4 @@
-"""The how-to's example, run against a real gateway."""
+"""The snapshots guide: its example runs against a real gateway."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tokentape
 from tests.test_client import talk
 from tokentape.session.arrow import read_parquet
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "custody.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "snapshots.md"
 
 
 def test_the_example_of_the_how_to_moves_the_data(
