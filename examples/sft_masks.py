@@ -21,7 +21,7 @@ from rich.text import Text
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from tokentape.chat.renderer import Renderer
+from tokentape.chat import Renderer
 from tokentape.demo import MODEL
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, Task, calculate, sample_tasks
 from tokentape.training.samples import Sample

@@ -33,3 +33,13 @@ def test_importing_loads_neither_torch_nor_transformers_nor_pyarrow(use: str) ->
     check = "import sys; print(sorted({'torch', 'transformers', 'pyarrow'} & sys.modules.keys()))"
     run = subprocess.run([sys.executable, "-c", f"{use}; {check}"], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
+
+
+def test_the_face_of_chat_is_whole_and_light() -> None:
+    from tokentape import chat
+
+    assert chat.__all__ == sorted(chat.__all__)
+    assert all(callable(getattr(chat, name)) for name in chat.__all__)
+    check = "import sys, tokentape.chat; print('tokenizers' in sys.modules, 'jinja2' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert run.stdout == "False False\n"

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from tokentape.audit.drift.rerender import with_objects
 from tokentape.audit.tokendiff import pair_ids
 from tokentape.audit.tokendiff import retokenized as through_text
-from tokentape.chat.renderer import Renderer
-from tokentape.chat.tokenizer import Tokenizer
+from tokentape.chat import Renderer, Tokenizer
 from tokentape.types import Logprobs, Setup, TokenIds, Trajectory, Turn
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 from paths import Rollout
 
-from tokentape.chat.renderer import Renderer
+from tokentape.chat import Renderer
 from tokentape.demo.tasks import (
     ITEMS,
     PHRASINGS,

@@ -18,7 +18,7 @@ import pytest
 from tests.chat.data import make_tokenizers
 from tests.data import HAVE_REAL, REAL, TRIED
 from tokentape.chat.certificate import Certificate
-from tokentape.chat.certify import certify
+from tokentape.chat.certification import certify
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
 from tokentape.chat.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ from tests.chat.test_sloppy import (
 )
 from tests.searching import examples
 from tokentape.chat import grammar
-from tokentape.chat.certify import written_turn
+from tokentape.chat.certification import written_turn
 from tokentape.chat.parse import Reply
 from tokentape.errors import TemplateRefused
 

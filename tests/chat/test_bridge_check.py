@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tests.chat.conftest import CERTIFIED, REAL_TEMPLATES, SMALL_TEMPLATES, load_certificate, load_renderer
 from tests.generator.conversations import Conversation, conversations
 from tokentape.chat.bridge_check import check_bridge
-from tokentape.chat.certify import written_turn
+from tokentape.chat.certification import written_turn
 from tokentape.chat.renderer import PromptTokens, Renderer
 from tokentape.chat.strategy import choose
 from tokentape.chat.template import ChatTemplate

@@ -11,7 +11,7 @@ import pytest
 from tokentape.chat import certificate_cache, disk_cache
 from tokentape.chat.certificate import Certificate
 from tokentape.chat.certificate_cache import load_or_certify
-from tokentape.chat.certify import certify
+from tokentape.chat.certification import certify
 from tokentape.chat.disk_cache import cache_directory
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate

@@ -7,7 +7,7 @@ import pytest
 from tests.chat.conftest import call, load_certificate, load_renderer, load_tokenizer, result, setup_for
 from tokentape.chat import grammar
 from tokentape.chat.certificate import Certificate
-from tokentape.chat.certify import certify
+from tokentape.chat.certification import certify
 from tokentape.chat.grammar import continuation_name
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.strategy import choose

@@ -10,7 +10,7 @@ import pytest
 
 from tests.chat.conftest import setup_for
 from tokentape.chat import grammar
-from tokentape.chat.certify import certify
+from tokentape.chat.certification import certify
 from tokentape.chat.external_renderer import ExternalRenderer
 from tokentape.chat.overrides import Completion, Overrides
 from tokentape.chat.renderer import Renderer

@@ -8,7 +8,7 @@ import pytest
 
 from tests.chat.conftest import setup_for
 from tokentape.chat import grammar, overrides
-from tokentape.chat.certify import certify
+from tokentape.chat.certification import certify
 from tokentape.chat.overrides import Completion, Overrides, find_overrides, parse_whole
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.reply import Reply, ReplyDelta

@@ -15,7 +15,7 @@ from tests.chat.conftest import ADD, STAND_IN, load_tokenizer, setup_for
 from tests.searching import examples
 from tokentape.chat import grammar
 from tokentape.chat.certificate import Certificate, ParseCheck
-from tokentape.chat.certify import certify, written_turn
+from tokentape.chat.certification import certify, written_turn
 from tokentape.chat.parse import Reply
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate

@@ -9,7 +9,7 @@ from tests.cli.conftest import Run
 from tokentape.chat import grammar
 from tokentape.chat.certificate import Certificate
 from tokentape.chat.certificate_cache import load_or_certify
-from tokentape.chat.certify import certify
+from tokentape.chat.certification import certify
 from tokentape.chat.renderer import Renderer
 
 HOSTILE = """{%- for m in messages -%}

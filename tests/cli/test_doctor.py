@@ -9,7 +9,7 @@ import pytest
 from tests.cli.conftest import Run
 from tests.engines import fake_vllm
 from tests.gateway.scripted import ScriptedEngine
-from tokentape.chat.certify import certify
+from tokentape.chat.certification import certify
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
 from tokentape.cli.examination import (

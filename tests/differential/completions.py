@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tokentape.chat import grammar
 from tokentape.chat.assistant_format import AssistantFormat
-from tokentape.chat.certify import written_turn
+from tokentape.chat.certification import written_turn
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import MARK
 from tokentape.errors import TemplateRefused

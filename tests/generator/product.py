@@ -14,7 +14,7 @@ import numpy as np
 from tests.generator.conversations import Message
 from tests.generator.oracle import DATE
 from tokentape.chat.certificate import Certificate, Continuation
-from tokentape.chat.certify import certify
+from tokentape.chat.certification import certify
 from tokentape.chat.grammar import continuation_name
 from tokentape.chat.parse import Reply
 from tokentape.chat.renderer import Renderer

@@ -1,1 +1,67 @@
-"""One model's messages <-> token ids: render, bridge, parse, all read off its own chat template."""
+"""One model's messages <-> token ids: render, bridge and parse, all read off its own chat template.
+
+    renderer = Renderer.load("path/to/model")
+    setup = renderer.setup(tools, date="2026-01-01")
+    prompt = renderer.render(messages, setup)                       # ids with a provenance code each
+    parser = renderer.parser(setup)
+    parser.feed(sampled_ids)
+    _, reply = parser.finish()                                      # content, reasoning, tool calls
+    more = renderer.bridge(sampled_ids, message, new_messages, setup)  # ids to append for new messages
+
+`certify` tries the template on a grammar of conversations and returns a `Certificate` of what holds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tokentape.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from tokentape.chat.certificate import Certificate, Continuation, ParseCheck
+    from tokentape.chat.certificate_cache import load_or_certify
+    from tokentape.chat.certification import certify
+    from tokentape.chat.external_renderer import ExternalRenderer, RendererObject
+    from tokentape.chat.media import ImageProcessor
+    from tokentape.chat.overrides import Completion, Overrides, parse_whole
+    from tokentape.chat.parse import ReplyParser
+    from tokentape.chat.renderer import PromptTokens, Renderer
+    from tokentape.chat.reply import Reply, ReplyDelta, ToolCall
+    from tokentape.chat.tokenizer import Tokenizer
+
+__all__ = [
+    "Certificate",
+    "Completion",
+    "Continuation",
+    "ExternalRenderer",
+    "ImageProcessor",
+    "Overrides",
+    "ParseCheck",
+    "PromptTokens",
+    "Renderer",
+    "RendererObject",
+    "Reply",
+    "ReplyDelta",
+    "ReplyParser",
+    "Tokenizer",
+    "ToolCall",
+    "certify",
+    "load_or_certify",
+    "parse_whole",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "tokentape.chat.certificate": "Certificate Continuation ParseCheck",
+        "tokentape.chat.certificate_cache": "load_or_certify",
+        "tokentape.chat.certification": "certify",
+        "tokentape.chat.external_renderer": "ExternalRenderer RendererObject",
+        "tokentape.chat.media": "ImageProcessor",
+        "tokentape.chat.overrides": "Completion Overrides parse_whole",
+        "tokentape.chat.parse": "ReplyParser",
+        "tokentape.chat.renderer": "PromptTokens Renderer",
+        "tokentape.chat.reply": "Reply ReplyDelta ToolCall",
+        "tokentape.chat.tokenizer": "Tokenizer",
+    },
+)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokentape.chat.certificate import FORMAT, Certificate
-from tokentape.chat.certify import certify
+from tokentape.chat.certification import certify
 from tokentape.chat.disk_cache import cache_directory, keep
 from tokentape.chat.renderer import Renderer
 

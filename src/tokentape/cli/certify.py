@@ -46,7 +46,7 @@ def certify(
     from rich.console import Console
 
     from tokentape.chat.certificate_cache import load_or_certify
-    from tokentape.chat.certify import certify as certify_anew
+    from tokentape.chat.certification import certify as certify_anew
     from tokentape.chat.renderer import Renderer
     from tokentape.cli.certificate_report import certificate_layout
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokentape.chat import grammar
 from tokentape.chat.call_syntax import PROBE_ID
-from tokentape.chat.certify import written_turn
+from tokentape.chat.certification import written_turn
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import MARK
 from tokentape.errors import TemplateRefused
