@@ -137,7 +137,9 @@ def test_database_server_that_crashes(model_dir: Path, upstream: Upstream) -> No
 
 
 def workers_of(served: Served) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(served.process.pid)], capture_output=True, text=True, check=False)
+    """The worker processes, without multiprocessing's resource tracker."""
+    pgrep = ["pgrep", "-P", str(served.process.pid), "-f", "spawn_main"]
+    found = subprocess.run(pgrep, capture_output=True, text=True, check=False)
     return [int(pid) for pid in found.stdout.split()]
 
 
@@ -197,7 +199,7 @@ def test_worker_whose_disk_fails_once(model_dir: Path, upstream: Upstream, tmp_p
         agents = [Agent(f"agent-{number}") for number in range(4)]
         deadline = time.monotonic() + 120
         failures = 0
-        while sum("it is started again" in line for line in served.lines) < 1:
+        while sum("it is restarted" in line for line in served.lines) < 1:
             assert time.monotonic() < deadline
             for agent in agents:
                 with served.client(agent.session) as client:

@@ -24,7 +24,7 @@ from tokentape.gateway.draining import Drain
 from tokentape.gateway.logs import logging_to
 from tokentape.gateway.metrics import COUNTED_TOGETHER
 from tokentape.gateway.serve import serve as run_server
-from tokentape.gateway.workers import Job, Supervisor, bind
+from tokentape.gateway.workers import Supervisor, bind
 from tokentape.opening import model_name, open_app, open_renderer, served_model, synchronous
 from tokentape.store import Store
 from tokentape.store.location import note_served_model, open_record, shown
@@ -68,7 +68,8 @@ def serve_with_workers(config: ServeConfig) -> None:
             held.callback(listener.close)
         counts = held.enter_context(tempfile.TemporaryDirectory(prefix="tokentape-metrics-"))
         supervisor = Supervisor(
-            Job(serve_as_worker, config),
+            serve_as_worker,
+            config,
             listeners,
             drain_seconds=config.drain_seconds,
             inherited=inherited,
