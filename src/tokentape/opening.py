@@ -28,7 +28,7 @@ from tokentape.engines.image_processor import find_image_processor
 from tokentape.engines.remote import RemoteEngine
 from tokentape.errors import EngineError, InvalidRequest
 from tokentape.gateway.app import create_app
-from tokentape.gateway.draining import Drain
+from tokentape.gateway.drain import Drain
 from tokentape.gateway.telemetry import Telemetry
 from tokentape.gateway.tracing import OpenTelemetrySpans
 from tokentape.gateway.turns import Turns

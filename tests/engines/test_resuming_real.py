@@ -162,7 +162,7 @@ async def ask_all(turns: Turns, asked: Sequence[Asked], at_once: int, name: str)
             request = TurnRequest(session, (message,), (), {}, asked[index].sampling, stream=True)
             try:
                 async with room:
-                    (turn,) = [event.turn async for event in turns.take(request) if isinstance(event, TurnDone)]
+                    (turn,) = [event.turn async for event in turns.run_turn(request) if isinstance(event, TurnDone)]
                     return turn
             except EngineAborted:
                 continue

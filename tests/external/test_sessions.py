@@ -84,7 +84,7 @@ def taken(calls: Sequence[tuple[list[int], Answer, *tuple[Answer, ...]]]) -> tup
                     ignore_eos=True,
                 )
                 try:
-                    async for _ in turns.take(request):
+                    async for _ in turns.run_turn(request):
                         pass
                 except TokentapeError as error:
                     engine.failures.append(str(error))

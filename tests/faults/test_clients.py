@@ -26,7 +26,7 @@ from tests.faults.upstream import Plan, Upstream
 from tests.searching import examples
 from tests.waiting import PATIENCE, calls_of
 from tokentape.engines.base import Timeouts
-from tokentape.gateway.flights import Flight
+from tokentape.gateway.in_flight_call import InFlightCall
 from tokentape.gateway.limits import Limits
 
 
@@ -95,7 +95,7 @@ def test_reply_that_is_ready_when_its_client_has_left(
     gateway = serve(limits=Limits(retry_grace=0.5))
     gate = threading.Event()
     upstream.plans = [Plan(gate=gate)]
-    left = calls_of(monkeypatch, Flight, "_leave")
+    left = calls_of(monkeypatch, InFlightCall, "_leave")
     client = Leaver(gateway, {"messages": [QUESTION]})
     assert upstream.called.acquire(timeout=PATIENCE)
     client.leave("close")
@@ -124,7 +124,7 @@ def test_client_that_leaves_while_its_turn_is_being_recorded(
 
     monkeypatch.setattr(gateway.store, "write", slow)
     body = {"messages": [QUESTION], "stream": True}
-    left = calls_of(monkeypatch, Flight, "_leave")
+    left = calls_of(monkeypatch, InFlightCall, "_leave")
     client = Leaver(gateway, body)
     client.read_tokens(4)
     assert writing.wait(PATIENCE)
@@ -152,7 +152,7 @@ def test_official_client_that_times_out_and_retries(
     gateway = serve(limits=Limits(retry_grace=PATIENCE), timeouts=patient)
     gate = threading.Event()
     upstream.plans = [Plan(gate=gate)]
-    joined_by = calls_of(monkeypatch, Flight, "follow")
+    joined_by = calls_of(monkeypatch, InFlightCall, "follow")
 
     def open_gate_to_the_retry() -> None:
         assert joined_by.acquire(timeout=PATIENCE)

@@ -56,7 +56,7 @@ class Talk:
         messages = self.messages.setdefault(session, [])
         messages += new
         request = TurnRequest(session, tuple(messages), TOOLS, {}, SamplingParams(max_tokens=0), n=n)
-        turns = [event.turn async for event in self.turns.take(request) if isinstance(event, TurnDone)]
+        turns = [event.turn async for event in self.turns.run_turn(request) if isinstance(event, TurnDone)]
         messages.append(turns[0].reply)
         return turns
 

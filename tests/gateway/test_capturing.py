@@ -17,8 +17,9 @@ from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import CAPTURED, ChatCall, SampleDelta, SamplingParams
 from tokentape.errors import EngineContractError, EngineUnavailable, NotFound
+from tokentape.gateway import capturing
 from tokentape.gateway.app import create_app
-from tokentape.gateway.capturing import Capture, differs_at
+from tokentape.gateway.capturing import differs_at
 from tokentape.gateway.events import TurnDone, TurnRequest
 from tokentape.gateway.limits import Limits
 from tokentape.gateway.serve import running
@@ -92,7 +93,7 @@ def converse(turns: Turns, questions: Sequence[str], n: int = 1) -> list[Turn]:
         for question in questions:
             messages.append(user(question))
             request = TurnRequest("s", tuple(messages), (), {}, SamplingParams(max_tokens=0), n=n)
-            taken += [event.turn async for event in turns.take(request) if isinstance(event, TurnDone)]
+            taken += [event.turn async for event in turns.run_turn(request) if isinstance(event, TurnDone)]
             messages.append(taken[-1].reply)
         return taken
 
@@ -168,7 +169,7 @@ def test_a_prompt_of_ids_is_sent_as_it_is(turns: Turns, server: RenderingServer)
     async def main() -> Turn:
         prompt = np.array([5, 6, 7], np.int32)
         request = TurnRequest("s", (), (), {}, SamplingParams(max_tokens=0), prompt_ids=prompt)
-        (turn,) = [event.turn async for event in turns.take(request) if isinstance(event, TurnDone)]
+        (turn,) = [event.turn async for event in turns.run_turn(request) if isinstance(event, TurnDone)]
         return turn
 
     turn = asyncio.run(main())
@@ -192,7 +193,7 @@ def test_what_was_sampled_of_a_call_that_fails_is_recorded_as_aborted(
         converse(turns, ["a"])
     (aborted,) = store.load_session("s").turns
     assert (aborted.finish_reason, len(aborted.completion_ids)) == ("abort", 1)
-    assert turns.gate.under_way == 0
+    assert turns.gate.calls.count == 0
 
 
 def test_a_call_that_is_left_while_the_server_samples_is_aborted_there(turns: Turns, server: RenderingServer) -> None:
@@ -200,7 +201,7 @@ def test_a_call_that_is_left_while_the_server_samples_is_aborted_there(turns: Tu
 
     async def main() -> None:
         request = TurnRequest("s", (user("a"),), (), {}, SamplingParams(max_tokens=0), stream=True)
-        async with aclosing(turns.take(request)) as events:
+        async with aclosing(turns.run_turn(request)) as events:
             async for _ in events:
                 if server.stalled.is_set():
                     break
@@ -209,7 +210,7 @@ def test_a_call_that_is_left_while_the_server_samples_is_aborted_there(turns: Tu
 
     asyncio.run(main())
     assert server.aborted.is_set()
-    assert turns.gate.under_way == 0
+    assert turns.gate.calls.count == 0
 
 
 def test_a_call_that_was_begun_and_can_not_be_placed_is_closed(
@@ -218,16 +219,16 @@ def test_a_call_that_was_begun_and_can_not_be_placed_is_closed(
     def fails(*_: object) -> None:
         raise EngineUnavailable("injected")
 
-    monkeypatch.setattr(Capture, "_prepared", fails)
+    monkeypatch.setattr(capturing, "_prompt", fails)
 
     async def main() -> int:
         request = TurnRequest("s", (user("a"),), (), {}, SamplingParams(max_tokens=0))
         with pytest.raises(EngineUnavailable, match="injected"):
-            await anext(turns.take(request))
+            await anext(turns.run_turn(request))
         return server.ended
 
     assert asyncio.run(main()) == 1
-    assert turns.gate.under_way == 0
+    assert turns.gate.calls.count == 0
 
 
 @pytest.fixture

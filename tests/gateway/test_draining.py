@@ -15,7 +15,7 @@ from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.gateway.app import create_app
-from tokentape.gateway.draining import Drain
+from tokentape.gateway.drain import Drain
 from tokentape.gateway.serve import running, serve
 from tokentape.gateway.turns import Turns
 from tokentape.store import SqliteStore
@@ -30,7 +30,7 @@ def test_it_waits_for_what_is_under_way_and_no_longer() -> None:
         ended = asyncio.Event()
 
         async def work() -> None:
-            with drain.one_more():
+            with drain.requests.track():
                 await ended.wait()
 
         working = asyncio.create_task(work())
@@ -45,8 +45,8 @@ def test_it_waits_for_what_is_under_way_and_no_longer() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("seconds", "hurried"), [(0.1, False), (3600, True)])
-def test_what_is_still_under_way_is_aborted(seconds: float, hurried: bool) -> None:
+@pytest.mark.parametrize(("seconds", "force"), [(0.1, False), (3600, True)])
+def test_what_is_still_under_way_is_aborted(seconds: float, force: bool) -> None:
     async def run() -> None:
         drain = Drain(seconds)
         aborted = asyncio.Event()
@@ -55,13 +55,13 @@ def test_what_is_still_under_way_is_aborted(seconds: float, hurried: bool) -> No
             aborted.set()
 
         async def work() -> None:
-            with drain.one_more():
+            with drain.requests.track():
                 await aborted.wait()
 
         drain.abort = abort
         working = asyncio.create_task(work())
         await asyncio.sleep(0)
-        await drain.finish(lambda: hurried)
+        await drain.finish(lambda: force)
         assert working.done()
 
     asyncio.run(run())

@@ -17,7 +17,7 @@ from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.gateway.app import create_app
-from tokentape.gateway.known_prefix import Body, Known
+from tokentape.gateway.prefix import Body, ParsedPrefix
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
 from tokentape.store import SqliteStore
@@ -32,10 +32,10 @@ def write(messages: list[Any], before: dict[str, Any], after: dict[str, Any], sp
     return json.dumps({**before, "messages": messages, **after}, separators=space).encode()
 
 
-def seen(data: bytes) -> Known:
-    place = Body(data).place()
+def seen(data: bytes) -> ParsedPrefix:
+    place = Body(data).span()
     assert place is not None
-    return Known(place, "setup", b"key")
+    return ParsedPrefix(place, "setup", b"key")
 
 
 @given(st.lists(MESSAGE, min_size=1, max_size=4), st.lists(MESSAGE, min_size=1, max_size=3), FIELDS, FIELDS, SPACE)
@@ -45,12 +45,12 @@ def test_what_is_unread_has_the_new_messages_and_all_other_fields(
     after = {f"z{name}": value for name, value in after.items()}
     first, second = write(old, before, {}, space), write([*old, *new], before, after, space)
     body = Body(second, [seen(first)])
-    assert body.known is not None
+    assert body.prefix is not None
     unread = msgspec.json.decode(body.unread)
     assert unread == {**before, "messages": new, **after}
     # And the next request is known by the place that this one's messages have.
-    place = body.place()
-    assert place == Body(second).place()
+    place = body.span()
+    assert place == Body(second).span()
     assert place is not None
     assert place.digest == hashlib.sha256(second[: place.end]).digest()
 
@@ -59,15 +59,15 @@ def test_what_is_unread_has_the_new_messages_and_all_other_fields(
 def test_another_beginning_is_not_known(old: list[Any], new: list[Any], data: st.DataObject) -> None:
     known = seen(write(old, {}, {}, (",", ":")))
     second = bytearray(write([*old, *new], {}, {}, (",", ":")))
-    at = data.draw(st.integers(0, known.place.end - 1))
+    at = data.draw(st.integers(0, known.span.end - 1))
     second[at] ^= 1
-    assert Body(bytes(second), [known]).known is None
+    assert Body(bytes(second), [known]).prefix is None
 
 
 def test_the_same_messages_again_are_read() -> None:
     first = write([{"role": "user", "content": "hi"}], {}, {}, (",", ":"))
     body = Body(first, [seen(first)])
-    assert body.known is None
+    assert body.prefix is None
     assert body.unread == first
 
 
@@ -82,14 +82,14 @@ def test_the_longest_known_beginning_counts() -> None:
 def test_messages_in_two_places_are_not_known(rest: bytes) -> None:
     old = b'{"messages":[{"role":"system"}'
     body = Body(old + b',{"role":"user"}],' + rest + b"}", [seen(old + b"]}")])
-    assert body.known is not None
-    assert body.place() is None
+    assert body.prefix is not None
+    assert body.span() is None
 
 
 def test_a_list_that_looks_like_the_messages_is_not_taken_for_them() -> None:
     messages = [{"role": "user", "content": "hi"}]
     data = write(messages, {"metadata": {"kept": messages}}, {}, (",", ":"))
-    place = Body(data).place()
+    place = Body(data).span()
     assert place is not None
     assert data[: place.head].endswith(b'"messages":[')
 
@@ -98,7 +98,7 @@ def test_the_digest_is_that_of_path_and_body_whatever_was_known() -> None:
     first = write([{"role": "user", "content": "1"}], {}, {}, (",", ":"))
     second = write([{"role": "user", "content": "1"}, {"role": "user", "content": "2"}], {}, {}, (",", ":"))
     told = Body(second, [seen(first)])
-    told.place()
+    told.span()
     assert told.digest("/v1/x") == Body(second).digest("/v1/x") != Body(second).digest("/v1/y")
 
 
@@ -141,17 +141,17 @@ def test_sessions_are_recorded_alike_whether_beginnings_are_known_or_not(
         lambda replies: {"messages": history(replies, 3, replies[3], user), "tools": TOOLS, "max_tokens": 99},
         lambda replies: {"messages": history(replies, 2, assistant, user), "tools": TOOLS},
     ]
-    known, counted = Turns.known, []
+    known, counted = Turns.prefixes, []
 
     def counting(self: Turns, session_id: str, owner: str) -> Any:
         counted.append(len(known(self, session_id, owner)))
         return known(self, session_id, owner)
 
-    monkeypatch.setattr(Turns, "known", counting)
+    monkeypatch.setattr(Turns, "prefixes", counting)
     with SqliteStore.open(tmp_path / "known") as store:
         told = recorded(renderer, store, follow_ups)
     assert max(counted) == 4
-    monkeypatch.setattr(Turns, "known", lambda *_: ())
+    monkeypatch.setattr(Turns, "prefixes", lambda *_: ())
     with SqliteStore.open(tmp_path / "read") as store:
         assert recorded(renderer, store, follow_ups) == told
     assert [parent for parent, _, _ in told[:4]] == [None, 0, 1, 2]

@@ -18,7 +18,7 @@ from openai import OpenAI
 from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE, until
 from tokentape.chat.renderer import Renderer
-from tokentape.gateway import open_sessions
+from tokentape.gateway import session_cache
 from tokentape.gateway.app import create_app
 from tokentape.gateway.keys import Keys
 from tokentape.gateway.limits import Limits
@@ -166,7 +166,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The clock by which sessions idle. It stands still until a test sets it forward."""
     hands = SimpleNamespace(now=1000.0, time=time.time)
     hands.monotonic = lambda: hands.now
-    monkeypatch.setattr(open_sessions, "time", hands)
+    monkeypatch.setattr(session_cache, "time", hands)
     return hands
 
 

@@ -60,13 +60,12 @@ def test_every_endpoint_is_in_the_document_and_nothing_else(renderer: Renderer, 
         if isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}
     }
-    told = {(path, method.upper()) for path, methods in document()["paths"].items() for method in methods}
+    told = {(path, method.upper()) for path, methods in document(app.routes)["paths"].items() for method in methods}
     assert told == served
 
 
 def test_document_is_served_and_its_schemas_are_valid(quick: httpx2.Client) -> None:
     told = quick.get("/openapi.json").json()
-    assert told == json.loads(json.dumps(document()))
     assert told["openapi"] == "3.1.0"
     for name, schema in told["components"]["schemas"].items():
         jsonschema.Draft202012Validator.check_schema(schema)
@@ -87,7 +86,7 @@ def test_document_is_served_and_its_schemas_are_valid(quick: httpx2.Client) -> N
 )
 def test_bodies_that_are_served_are_valid_by_the_document(quick: httpx2.Client, path: str, body: Any) -> None:
     assert quick.post(path, json=body).status_code < 300
-    told = document()
+    told = quick.get("/openapi.json").json()
     schema = told["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     validator = jsonschema.Draft202012Validator({**schema, "components": told["components"]})
     validator.validate(body)
@@ -240,8 +239,8 @@ def _written(body: Any) -> bytes:
     return text.encode()
 
 
-def test_every_post_path_is_fuzzed() -> None:
-    told = {path for path, methods in document()["paths"].items() if "post" in methods}
+def test_every_post_path_is_fuzzed(quick: httpx2.Client) -> None:
+    told = {path for path, methods in quick.get("/openapi.json").json()["paths"].items() if "post" in methods}
     fuzzed = {path.replace("/fuzzed/", "/{session_id}/").replace("/7/", "/{snapshot_id}/") for path in BODIES}
     # What is served below a session as well is the same handler.
     below = {"/sessions/{session_id}" + path for path in fuzzed}

@@ -58,7 +58,7 @@ def forked_session(engine: ScriptedEngine, renderer: Renderer, store: SqliteStor
 
     async def say(*messages: Any, n: int = 1) -> list[Turn]:
         request = TurnRequest("s", messages, (), {}, SamplingParams(max_tokens=0), n=n)
-        return [event.turn async for event in turns.take(request) if isinstance(event, TurnDone)]
+        return [event.turn async for event in turns.run_turn(request) if isinstance(event, TurnDone)]
 
     async def main() -> None:
         (first,) = await say(user("a"))

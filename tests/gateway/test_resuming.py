@@ -167,7 +167,7 @@ async def take(
     request = TurnRequest(session, ({"role": "user", "content": "a"},), (), {}, sampling, n=n, stream=stream)
     told = ""
     try:
-        async for event in turns.take(request):
+        async for event in turns.run_turn(request):
             if isinstance(event, TurnDelta) and event.choice == 0:
                 told += event.reply.reasoning + event.reply.content
             elif isinstance(event, TurnDone) and event.choice == 0:
@@ -421,7 +421,7 @@ def test_a_pause_of_the_gateway_with_abort(
         asked = asyncio.create_task(take(turns, stream=stream))
         await engine.stalled.wait()
         assert await turns.pausing.pause(abort=True, seconds=60)
-        assert (turns.gate.under_way, len(engine.asked), asked.done()) == (0, 1, False)
+        assert (turns.gate.calls.count, len(engine.asked), asked.done()) == (0, 1, False)
         await turns.pausing.resume("new")
         told, error = await asked
         assert error is None

@@ -20,10 +20,10 @@ from tokentape.chat.renderer import Renderer
 from tokentape.errors import EngineUnavailable
 from tokentape.gateway.app import create_app
 from tokentape.gateway.events import Attempt
-from tokentape.gateway.flights import Flight
+from tokentape.gateway.in_flight_call import InFlightCall
 from tokentape.gateway.limits import Limits
-from tokentape.gateway.open_sessions import OpenSession
 from tokentape.gateway.serve import running
+from tokentape.gateway.session_cache import OpenSession
 from tokentape.gateway.turns import Turns
 from tokentape.session.tree import Session
 from tokentape.store import SqliteStore
@@ -163,7 +163,7 @@ def test_duplicates_under_way_share_one_generation(
     served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     gate = served.engine.gate = threading.Event()
-    joined = calls_of(monkeypatch, Flight, "follow")
+    joined = calls_of(monkeypatch, InFlightCall, "follow")
 
     async def ask_thrice() -> list[httpx2.Response]:
         async def one(headers: dict[str, str]) -> httpx2.Response:
@@ -194,7 +194,7 @@ def test_the_official_client_that_times_out_and_retries_gets_the_one_generation(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = served.engine.gate = threading.Event()
-    joined = calls_of(monkeypatch, Flight, "follow")
+    joined = calls_of(monkeypatch, InFlightCall, "follow")
 
     def open_gate_to_the_retry() -> None:
         assert joined.acquire(timeout=PATIENCE)
@@ -238,7 +238,7 @@ def test_a_retry_does_not_join_a_call_that_is_being_aborted() -> None:
         attempt = Attempt("digest", retried=True)
         opened, flight = (
             OpenSession(Session(SessionInfo("s", 0.0)), stored=False),
-            Flight(attempt, stream=True, grace=9),
+            InFlightCall(attempt, stream=True, grace=9),
         )
         recorded = asyncio.Event()
 
@@ -248,12 +248,12 @@ def test_a_retry_does_not_join_a_call_that_is_being_aborted() -> None:
             finally:
                 await recorded.wait()
 
-        flight.start(work(), lambda: opened.flights.remove(flight))
-        opened.flights.append(flight)
+        flight.start(work(), lambda: opened.calls.remove(flight))
+        opened.calls.append(flight)
         await asyncio.sleep(0)
-        assert opened.flight_of(attempt) is flight
+        assert opened.call_in_flight(attempt) is flight
         flight.abort()
-        assert opened.flight_of(attempt) is None
+        assert opened.call_in_flight(attempt) is None
         recorded.set()
         await flight.ended()
 

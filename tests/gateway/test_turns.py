@@ -52,7 +52,7 @@ class Talk:
 
     async def _say(self, messages: Sequence[Any], n: int, tools: tuple[Any, ...]) -> list[Turn]:
         request = TurnRequest("s", tuple(messages), tools, {}, SamplingParams(max_tokens=0), n=n)
-        return [event.turn async for event in self.turns.take(request) if isinstance(event, TurnDone)]
+        return [event.turn async for event in self.turns.run_turn(request) if isinstance(event, TurnDone)]
 
     def recorded(self) -> tuple[Turn, ...]:
         return self.store.load_session("s").turns
@@ -242,7 +242,7 @@ def test_a_call_has_not_ended_before_what_was_sampled_of_it_is_recorded(
 
         monkeypatch.setattr(SqliteStore, "write", slow)
         request = TurnRequest("s", (user("a"),), (), {}, SamplingParams(max_tokens=0), stream=True)
-        events = talk.turns.take(request)
+        events = talk.turns.run_turn(request)
         for _ in range(3):
             await anext(events)
         if fail_after is None:

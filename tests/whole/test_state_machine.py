@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine):
     async def hear(self, call: Call, *, retried: bool = False) -> Told:
         """Take a call and read its events to the end."""
         told = Told()
-        async with aclosing(self.turns.take(call.request(retried=retried))) as events:
+        async with aclosing(self.turns.run_turn(call.request(retried=retried))) as events:
             async for event in events:
                 match event:
                     case TurnStarted():
@@ -341,7 +341,7 @@ class Machine(RuleBasedStateMachine):
 
         async def leave(*, retried: bool) -> None:
             deltas = 0
-            async with aclosing(self.turns.take(call.request(retried=retried))) as events:
+            async with aclosing(self.turns.run_turn(call.request(retried=retried))) as events:
                 async for event in events:
                     deltas += isinstance(event, TurnDelta)
                     if deltas == after * call.n:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tokentape.chat.renderer import Renderer
 from tokentape.config import ServeConfig
 from tokentape.errors import InvalidRequest, TokentapeError
-from tokentape.gateway.draining import Drain
+from tokentape.gateway.drain import Drain
 from tokentape.gateway.logs import logging_to
 from tokentape.gateway.metrics import COUNTED_TOGETHER
 from tokentape.gateway.serve import serve as run_server

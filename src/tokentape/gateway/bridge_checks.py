@@ -26,8 +26,8 @@ from tokentape.chat.renderer import PromptTokens, Renderer
 from tokentape.errors import TokentapeError
 from tokentape.gateway.limits import CheckBridges
 from tokentape.gateway.metrics import Metrics
-from tokentape.gateway.open_sessions import OpenSession
-from tokentape.gateway.preparing import Prepared
+from tokentape.gateway.prompts import Prompt
+from tokentape.gateway.session_cache import OpenSession
 from tokentape.session.verdict import BRIDGE_CHECKED, BRIDGE_DUE, BRIDGE_SKIPPED
 from tokentape.store import Store
 from tokentape.types import Event, Provenance, Setup, Turn
@@ -78,12 +78,12 @@ class BridgeChecks:
         self._closed = False
         self._random = random.Random()
 
-    def due(self, opened: OpenSession, prepared: Prepared, turns: Sequence[Turn]) -> list[Event]:
+    def due(self, opened: OpenSession, prompt: Prompt, turns: Sequence[Turn]) -> list[Event]:
         """Return what is to be recorded with these turns: whether their bridge is to be checked."""
-        if prepared.bridge is None or prepared.parent is None or turns[0].abort_cause is not None:
+        if prompt.bridge is None or prompt.parent is None or turns[0].abort_cause is not None:
             return []
-        depth, seen = opened.bridges.get(prepared.parent.seq, (0, frozenset()))
-        like = _like(prepared.bridge.name, prepared.parent, prepared.added)
+        depth, seen = opened.bridges.get(prompt.parent.seq, (0, frozenset()))
+        like = _like(prompt.bridge.name, prompt.parent, prompt.added)
         first = like not in seen or self._policy == "all"
         # One in as many as the branch has turns: what a check costs grows with the branch, what a turn costs does not.
         if not first and (self._policy == "off" or self._random.random() * (depth + 1) >= 1):
@@ -92,7 +92,7 @@ class BridgeChecks:
         if kind == BRIDGE_SKIPPED and not first:
             self._metrics.bridge_checks.labels("skipped").inc()
             return []
-        body = {"continuation": prepared.bridge.name, "strategy": prepared.bridge.strategy, "like": like}
+        body = {"continuation": prompt.bridge.name, "strategy": prompt.bridge.strategy, "like": like}
         return [Event(opened.session_id, turn.seq, kind, body, turn.created_at) for turn in turns]
 
     def recorded(self, opened: OpenSession, setup: Setup, turns: Sequence[Turn], events: Sequence[Event]) -> None:

@@ -1,7 +1,7 @@
-"""Capture: a server renders the messages itself, and what it says that it sampled from becomes the context.
+"""Capture: a server renders the messages itself, and the prompt that it says it sampled from becomes the context.
 
-Everything else is as it always is: flights, retries, parsing from ids, the invariants, the commit. Only, here the
-context is not made by us, so it may not go on where the session's last turn ended. Such a turn is a fork: `drift`.
+Everything else is as usual: retries, parsing from ids, the invariants, the commit. But the context is not made here, so
+it may not continue the session's last turn. Such a turn is a fork: `drift`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tokentape.chat.renderer import PromptTokens, Renderer
 from tokentape.engines.base import ChatCall, ChatServer, SampleDelta, SamplingParams
 from tokentape.errors import EngineContractError, TokentapeError
 from tokentape.gateway.events import TurnRequest
-from tokentape.gateway.preparing import Prepared, Preparer
+from tokentape.gateway.prompts import Prompt, PromptBuilder
 from tokentape.session.tree import NO_IDS, Continuation, Session
 from tokentape.types import Provenance, Setup, TokenIds
 
 DRIFT = "drift"
-"""Why a turn forks whose context the server made otherwise than the session has it."""
+"""Fork cause of a turn whose prompt, made by the server, does not continue the session's ids."""
 
 
 def differs_at(context_ids: TokenIds, prompt_ids: TokenIds) -> int | None:
-    """The first token at which `prompt_ids` does not go on from `context_ids`, both int32 [tokens]; None if it does.
+    """Return the first token at which `prompt_ids` does not continue `context_ids`, int32 [tokens]; None if it does.
 
     A prompt that ends with the context, or within it, differs at its own end.
 
@@ -42,65 +42,8 @@ def differs_at(context_ids: TokenIds, prompt_ids: TokenIds) -> int | None:
     return len(prompt_ids) if len(prompt_ids) <= len(context_ids) else None
 
 
-class Capture:
-    """Begins calls at a server that renders."""
-
-    def __init__(self, server: ChatServer, renderer: Renderer, preparer: Preparer) -> None:
-        self._server = server
-        self._renderer = renderer
-        self._preparer = preparer
-
-    async def begin(
-        self, held: AsyncExitStack, request: TurnRequest, session: Session, setup: Setup, found: Continuation
-    ) -> tuple[Prepared, Begun]:
-        """The server's context as a prepared turn, and the call that it has begun, which ends with `held`.
-
-        Raises `InvalidRequest`, `EngineError` and kinds.
-        """
-        sampling = self._preparer.sampling(request, setup, 0)
-        first = replace(sampling, session_id=self._session_id(request))
-        begun = Begun(self._server, request)
-        prompt_ids = await begun.begin(first)
-        held.push_async_callback(begun.aclose)
-        prepared = await asyncio.to_thread(self._prepared, request, session, setup, found, prompt_ids)
-        return replace(prepared, sampling=sampling), begun
-
-    def _session_id(self, request: TurnRequest) -> str | None:
-        return request.session_id if "session_id" in self._server.info.sampling else None
-
-    def _prepared(
-        self, request: TurnRequest, session: Session, setup: Setup, found: Continuation, prompt_ids: TokenIds
-    ) -> Prepared:
-        parent, messages, context = found.parent, found.new_messages, found.context_ids
-        fork: str | None = None
-        noted: dict[str, object] = {}
-        at = differs_at(context, prompt_ids)
-        if parent is not None and at is not None:
-            fork, noted = DRIFT, {DRIFT: {"turn": parent.seq, "token": at}}
-            parent, messages, context = None, request.messages, NO_IDS
-        own = self._rendered_here(request, session, setup, None if fork else found)
-        ids = prompt_ids[len(context) :]
-        if own is not None and np.array_equal(own.ids, ids):
-            added = own
-        else:
-            added = PromptTokens(ids, np.full(len(ids), Provenance.TEMPLATE, np.uint8))
-        return Prepared(setup, parent, messages, context, added, prompt_ids, fork, request.sampling, noted)
-
-    def _rendered_here(
-        self, request: TurnRequest, session: Session, setup: Setup, found: Continuation | None
-    ) -> PromptTokens | None:
-        """What we would have added, which tells where each token is from if it is what the server added."""
-        try:
-            if found is None:
-                return self._renderer.render(request.messages, setup)
-            prepared = self._preparer.with_context(request, session, setup, found)
-        except TokentapeError:
-            return None
-        return prepared.added if prepared.parent is found.parent else None
-
-
-class Begun:
-    """Calls to a server from one request's messages, the first of them begun already. What `sample_choices` needs."""
+class ServerRenderedCall:
+    """Calls of a server from one request's messages; `begin` begins the first of them. Samples like an `Engine`."""
 
     def __init__(self, server: ChatServer, request: TurnRequest) -> None:
         self._server = server
@@ -109,15 +52,31 @@ class Begun:
         self.request_id = secrets.token_hex(12)
         """The first call's."""
 
-    async def begin(self, params: SamplingParams) -> TokenIds:
-        """Begin the first call; returns the server's prompt."""
-        self._first = await self._ask(params, self.request_id)
-        return self._first.prompt_ids
+    async def begin(
+        self,
+        held: AsyncExitStack,
+        renderer: Renderer,
+        prompts: PromptBuilder,
+        session: Session,
+        setup: Setup,
+        found: Continuation,
+    ) -> Prompt:
+        """Begin the first call, which ends with `held`, and return the server's prompt.
+
+        Raises `InvalidRequest`, `EngineError` and kinds.
+        """
+        sampling = prompts.sampling(self._request, setup, 0)
+        named = self._request.session_id if "session_id" in self._server.info.sampling else None
+        self._first = await self._ask(replace(sampling, session_id=named), self.request_id)
+        held.push_async_callback(self._abandon)
+        prompt_ids = self._first.prompt_ids
+        prompt = await asyncio.to_thread(_prompt, self._request, renderer, prompts, session, setup, found, prompt_ids)
+        return replace(prompt, sampling=sampling)
 
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """The deltas of the call that has begun; of another one, from the same prompt, where that is taken."""
+        """Yield the deltas of the call that has begun, or else of another one from the same prompt."""
         call, self._first = self._first, None
         if call is None:
             call = await self._ask(params, request_id)
@@ -127,17 +86,49 @@ class Begun:
             async for delta in deltas:
                 yield delta
 
-    async def aclose(self) -> None:
-        """Abort what was begun and never read."""
+    async def _abandon(self) -> None:
+        """Abort the first call if it was never read."""
         if self._first is not None:
             await self._first.deltas.aclose()
 
     async def _ask(self, params: SamplingParams, request_id: str) -> ChatCall:
         request = self._request
         return await self._server.begin(
-            request.messages,
+            tuple(request.messages),
             request.tools,
             dict(request.template_kwargs),
             replace(params, payloads_from=None),
             request_id=request_id,
         )
+
+
+def _prompt(
+    request: TurnRequest,
+    renderer: Renderer,
+    prompts: PromptBuilder,
+    session: Session,
+    setup: Setup,
+    found: Continuation,
+    prompt_ids: TokenIds,
+) -> Prompt:
+    """Return the server's prompt as what it adds to the session."""
+    at = None if found.parent is None else differs_at(found.context_ids, prompt_ids)
+    fork, notes = None, dict[str, object]()
+    if found.parent is not None and at is not None:
+        fork, notes = DRIFT, {DRIFT: {"turn": found.parent.seq, "token": at}}
+        found = replace(found, parent=None, new_messages=tuple(request.messages), context_ids=NO_IDS)
+    ids = prompt_ids[len(found.context_ids) :]
+    own: PromptTokens | None
+    try:
+        # What we would have added says where each token is from, if the server added the same.
+        if fork:
+            own = renderer.render(request.messages, setup)
+        else:
+            built = prompts.build(request, session, setup, found, fits=False)
+            own = built.added if built.parent is found.parent else None
+    except TokentapeError:
+        own = None
+    if own is None or not np.array_equal(own.ids, ids):
+        own = PromptTokens(ids, np.full(len(ids), Provenance.TEMPLATE, np.uint8))
+    parent, new = found.parent, found.new_messages
+    return Prompt(setup, parent, new, found.context_ids, own, prompt_ids, fork, request.sampling, notes)

@@ -64,8 +64,8 @@ class Choice:
     rest: ReplyDelta = field(default_factory=ReplyDelta)
     told_calls: int = 0
 
-    def take(self, delta: SampleDelta) -> TurnDelta:
-        """Add newly sampled tokens and say what they told."""
+    def append(self, delta: SampleDelta) -> TurnDelta:
+        """Add newly sampled tokens; return them with what they add to the reply."""
         version = delta.weight_version or self.weights_now()
         if version is not None and delta.token_ids:
             self._weights(len(self.ids), version)

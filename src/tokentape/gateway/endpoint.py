@@ -1,4 +1,4 @@
-"""What every wire API shares: who asks, which session, retries, clients that leave, replies and streams."""
+"""What every wire API shares: callers, sessions, retries, clients that leave, replies and streams."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,28 +19,32 @@ from starlette.types import Receive, Scope, Send
 from tokentape.engines.base import EngineInfo, SampleDelta
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway import pins
-from tokentape.gateway.access import note
-from tokentape.gateway.draining import Drain
+from tokentape.gateway.access import request_log
+from tokentape.gateway.drain import Drain
 from tokentape.gateway.events import Attempt, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.http import (
+    CancelIfClientLeaves,
     EventStream,
-    UnlessClientLeaves,
     encode_json,
     error_headers,
     json_response,
     parse_json,
+    read_as,
     read_body,
 )
 from tokentape.gateway.keys import Caller, Keys
-from tokentape.gateway.known_prefix import Body, Known
-from tokentape.gateway.limits import Calls, Limits
+from tokentape.gateway.limits import CallsPerKey
+from tokentape.gateway.prefix import Body, MessagesSpan
 from tokentape.gateway.session_ids import check_session_id, new_session_id
 from tokentape.gateway.turns import Turns
+from tokentape.session.tree import LazyMessages
 from tokentape.store import Store
 from tokentape.types import Message
 
 _RETRIED_WITHIN = 900.0
-"""Seconds; clients retry what they have just asked."""
+"""Seconds; clients retry soon."""
+
+_Body = TypeVar("_Body", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +59,35 @@ class Encoder(Protocol):
     """Writes the replies to one request in a dialect."""
 
     def whole(self, choices: Sequence[DoneChoice]) -> Any:
-        """The reply to a request without `stream`, to be written as JSON."""
+        """Return the reply to a request without `stream`, to be written as JSON."""
         ...
 
     def stream(self, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[bytes]:
-        """The events of a stream, behind the `TurnStarted`. It must read `events` to their end before its last one."""
+        """Yield the events of a stream after the `TurnStarted`. It must read `events` to their end before its last."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A decoded request."""
+class DecodedRequest:
+    """A request as a wire API reads it."""
 
     turn: TurnRequest
     encoder: Callable[[TurnStarted], Encoder]
-    unhonoured: tuple[str, ...] = ()
-    """Parameters that were accepted and can't be enforced; the reply's header `X-Tokentape-Unhonoured` names them."""
+    ignored: tuple[str, ...] = ()
+    """Parameters that were accepted but can't be enforced; the header `X-Tokentape-Ignored-Params` names them."""
 
 
-class Asking(Protocol):
-    """What decoding a body may need to know besides it."""
+class RequestContext(Protocol):
+    """What decoding a body may need besides it."""
 
     @property
     def session_id(self) -> str:
-        """Where the turn is to be taken."""
+        """The session of the turn."""
         ...
 
     @property
     def engine(self) -> EngineInfo:
-        """What samples."""
+        """The engine that samples."""
         ...
 
     @property
@@ -97,7 +101,7 @@ class Asking(Protocol):
         ...
 
     async def conversation(self, reply_id: str) -> tuple[Message, ...]:
-        """The messages up to and including an earlier reply of the session. Raises `NotFound`."""
+        """Return the messages up to and including an earlier reply of the session. Raises `NotFound`."""
         ...
 
 
@@ -106,33 +110,42 @@ class Dialect(Protocol):
 
     path: str
     """Below a base URL, for example `/v1/chat/completions`."""
+    summary: str
+    """Its name in the OpenAPI document."""
+    ignored: frozenset[str]
+    """Fields that are accepted besides those of `body` and have no effect."""
 
     @property
-    def read_messages(self) -> Callable[[bytes, Asking], tuple[Message, ...]] | None:
+    def body(self) -> type[Struct]:
+        """The fields of its bodies."""
+        ...
+
+    @property
+    def read_messages(self) -> Callable[[bytes, RequestContext], tuple[Message, ...]] | None:
         """Reads the messages of a body that was accepted.
 
-        None where a body has no array `messages`, or where what one of them means depends on those before it.
+        None where a body has no array `messages`, or where the meaning of a message depends on those before it.
         """
         ...
 
     def session_of(self, body: Any) -> str | None:
-        """The session that the body itself names, if this API has such a field and it is used."""
+        """Return the session that the body itself names, if this API has such a field and it is used."""
         ...
 
-    async def decode(self, body: Any, asking: Asking) -> Asked:
+    async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
         """Read a body, already parsed as JSON. Raises `InvalidRequest` and kinds, naming the parameter."""
         ...
 
     def error(self, error: TokentapeError) -> Any:
-        """An error's body, to be written as JSON."""
+        """Return an error's body, to be written as JSON."""
         ...
 
     def error_event(self, error: TokentapeError) -> bytes:
-        """An error as the last event of a stream."""
+        """Return an error as the last event of a stream."""
         ...
 
 
-class Nameless:
+class AnonymousSessions:
     """Sessions for calls that name none, such that a retry of a call finds the session of the call."""
 
     def __init__(self, store: Store, most: int = 4096) -> None:
@@ -141,7 +154,7 @@ class Nameless:
         self._recent: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     async def session_id(self, owner: str, attempt: Attempt) -> str:
-        """The session for a call: with an Idempotency-Key always the same one, else a new one unless it is a retry."""
+        """Return the session for a call: with an Idempotency-Key always the same, else a new one unless it retries."""
         if attempt.key is not None:
             return hashlib.sha256(f"{owner}\0{attempt.key}".encode()).hexdigest()[:32]
         call = owner, attempt.body_digest
@@ -165,24 +178,26 @@ class Gateway:
     turns: Turns
     model_id: str
     keys: Keys
-    calls: Calls
-    nameless: Nameless
+    calls: CallsPerKey
+    anonymous: AnonymousSessions
     drain: Drain
 
     def caller(self, request: Request) -> Caller:
-        """Who sent a request. Raises `Unauthorized`."""
+        """Return who sent a request. Raises `Unauthorized`."""
         caller = self.keys.caller(request.headers)
-        note(request).key = caller.owner
+        request_log(request).key = caller.owner
         return caller
 
-    @property
-    def limits(self) -> Limits:
-        """The limits of this gateway."""
-        return self.turns.limits
+    async def read(self, request: Request, kind: type[_Body], default: _Body | None = None) -> _Body:
+        """Return the request's body as a Struct, `default` if it has none. Raises `InvalidRequest` and `TooLarge`."""
+        body = await read_body(request, self.turns.limits.body_bytes)
+        return default if not body and default is not None else read_as(parse_json(body) if body else None, kind)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asking:
+class _Context:
+    """The `RequestContext` of a call."""
+
     turns: Turns
     session_id: str
     owner: str
@@ -205,9 +220,9 @@ class _Asking:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Endpoint:
-    """What answers at a dialect's path, with the session in the path or elsewhere.
+    """Answers at a dialect's path, with the session in the path or elsewhere.
 
-    An ASGI application of its own: around a function starlette puts a wrapper that every event would pass.
+    An ASGI application of its own: starlette wraps a function in another, which every event would pass.
     """
 
     gateway: Gateway
@@ -215,110 +230,87 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        response = await self._answer(Request(scope, receive, send))
-        await response(scope, receive, send)
-
-    async def _answer(self, request: Request) -> Response:
-        gateway, dialect = self.gateway, self.dialect
+        request, gateway = Request(scope, receive, send), self.gateway
+        response: Response
         try:
             gateway.drain.refuse()
             caller = gateway.caller(request)
             with ExitStack() as held:
-                held.enter_context(gateway.calls.one_more(caller.owner))
-                response = await _answer(gateway, dialect, caller, request)
+                held.enter_context(gateway.calls.track(caller.owner))
+                response = await self._answer(caller, request)
                 if isinstance(response, EventStream):
-                    # Its call is under way until the last event.
+                    # Its call is in flight until the last event.
                     response.held = held.pop_all()
-                return response
         except TokentapeError as error:
-            note(request).error = error.code
-            return json_response(dialect.error(error), error.status, error_headers(error))
+            request_log(request).error = error.code
+            response = json_response(self.dialect.error(error), error.status, error_headers(error))
+        await response(scope, receive, send)
 
-
-async def _answer(gateway: Gateway, dialect: Dialect, caller: Caller, request: Request) -> Response:
-    turns = gateway.turns
-    body = await _body(gateway, dialect, caller, request)
-    parsed = parse_json(body.unread)
-    named = address(request, caller, dialect.session_of(parsed))
-    session_id = named
-    if session_id is None:
-        unnamed = _attempt(request, dialect, body, nameless=True)
-        session_id = await gateway.nameless.session_id(caller.owner, unnamed)
-    noted = note(request)
-    noted.session_id = session_id
-    asking = _Asking(turns, session_id, caller.owner)
-    place, read = None, None
-    try:
-        asked = await dialect.decode(parsed, asking)
-        if dialect.read_messages is not None and named is not None:
-            place = body.place()
-    except InvalidRequest:
-        if body.known is None:
-            raise
-    if body.known is not None:
-        if place is None or dialect.read_messages is None:
-            # For an error that counts all messages, and for a body that has its messages in two places.
-            body.forget()
-            asked = await dialect.decode(parse_json(body.unread), asking)
-        else:
-            read = partial(dialect.read_messages, body.data, asking)
-    turn = replace(
-        asked.turn,
-        owner=caller.owner,
-        # After the place of the messages, so that the body is hashed once.
-        attempt=_attempt(request, dialect, body, nameless=named is None),
-        given=pins.given_in(parsed),
-        place=place,
-        known=body.known,
-        read=read,
-    )
-    headers = {"X-Session-Id": session_id}
-    if asked.unhonoured:
-        headers["X-Tokentape-Unhonoured"] = ", ".join(asked.unhonoured)
-    async with UnlessClientLeaves(request), AsyncExitStack() as unread:
-        events = await turns.begin(turn)
-        unread.push_async_callback(events.aclose)
-        started = await anext(events)
-        assert isinstance(started, TurnStarted)
-        noted.engine_requests = started.engine_requests
-        encoder = asked.encoder(started)
-        if started.overridden:
-            headers["X-Tokentape-Overridden"] = pins.header(started.overridden)
-        if started.replayed:
-            headers["X-Tokentape-Replayed"] = "true"
-        if not turn.stream:
-            choices = await _collect(events)
-            noted.turns = [choice.done.turn.seq for choice in choices]
-            headers["X-Tokentape-Turn"] = ",".join(map(str, noted.turns))
-            return Response(encode_json(encoder.whole(choices)), 200, headers, "application/json")
-        # The status line waits for the first tokens, so that whatever fails before them has its own status.
-        first = await anext(events)
-        unread.pop_all()
-    return EventStream(encoder.stream(noted.follow(first, events)), headers, dialect.error_event)
-
-
-async def _body(gateway: Gateway, dialect: Dialect, caller: Caller, request: Request) -> Body:
-    """The body, and what is known of it if it is a call in a session in memory."""
-    data = await read_body(request, gateway.limits.body_bytes)
-    known: Sequence[Known] = ()
-    if dialect.read_messages is not None and not gateway.turns.takes_images:
+    async def _answer(self, caller: Caller, request: Request) -> Response:
+        turns, line = self.gateway.turns, request_log(request)
+        data = await read_body(request, turns.limits.body_bytes)
         session_id = address(request, caller)
-        if session_id is not None:
-            known = gateway.turns.known(session_id, caller.owner)
-    return Body(data, known)
+        lazy = self.dialect.read_messages is not None and session_id is not None and not turns.takes_images
+        body = Body(data, turns.prefixes(session_id or "", caller.owner) if lazy else ())
+        parsed = parse_json(body.unread)
+        # Before the digest of the whole body, so that each byte is hashed once.
+        span = body.span() if lazy else None
+        session_id = address(request, caller, self.dialect.session_of(parsed))
+        attempt = _attempt(request, self.dialect.path, body, anonymous=session_id is None)
+        line.session_id = session_id or await self.gateway.anonymous.session_id(caller.owner, attempt)
+        decoded = await self._decode(body, parsed, span, _Context(turns, line.session_id, caller.owner))
+        turn = replace(decoded.turn, owner=caller.owner, attempt=attempt, given=pins.given_in(parsed))
+        headers = {"X-Session-Id": line.session_id}
+        if decoded.ignored:
+            headers["X-Tokentape-Ignored-Params"] = ", ".join(decoded.ignored)
+        async with CancelIfClientLeaves(request.receive), AsyncExitStack() as unread:
+            events = await turns.begin(turn)
+            unread.push_async_callback(events.aclose)
+            started = await anext(events)
+            assert isinstance(started, TurnStarted)
+            line.engine_requests = started.engine_requests
+            encoder = decoded.encoder(started)
+            if started.overridden:
+                headers["X-Tokentape-Overridden"] = pins.header(started.overridden)
+            if started.replayed:
+                headers["X-Tokentape-Replayed"] = "true"
+            if not turn.stream:
+                choices = await _collect(events)
+                line.turns = [choice.done.turn.seq for choice in choices]
+                headers["X-Tokentape-Turn"] = ",".join(map(str, line.turns))
+                return Response(encode_json(encoder.whole(choices)), 200, headers, "application/json")
+            # The status waits for the first tokens, so that whatever fails before them has its own status.
+            first = await anext(events)
+            unread.pop_all()
+        return EventStream(encoder.stream(line.follow(first, events)), headers, self.dialect.error_event)
+
+    async def _decode(
+        self, body: Body, parsed: Any, span: MessagesSpan | None, context: RequestContext
+    ) -> DecodedRequest:
+        """Decode a body. Messages that an earlier body had too are read only if something looks at them."""
+        prefix, read = body.prefix, self.dialect.read_messages
+        if prefix is not None and read is not None:
+            if span is not None:
+                try:
+                    decoded = await self.dialect.decode(parsed, context)
+                    messages = LazyMessages(
+                        lambda: read(body.data, context), decoded.turn.messages, prefix.key, prefix.setup
+                    )
+                    return replace(decoded, turn=replace(decoded.turn, messages=messages, span=span))
+                except InvalidRequest:
+                    # The error has to count all messages.
+                    pass
+            parsed, span = parse_json(body.data), None
+        decoded = await self.dialect.decode(parsed, context)
+        return replace(decoded, turn=replace(decoded.turn, span=span))
 
 
 def address(request: Request, caller: Caller, named: str | None = None) -> str | None:
-    """The session that a request names: in its path, its body, its header `X-Session-Id` or its key; None if nowhere.
+    """Return the session that a request names: in its path, body, header `X-Session-Id` or key; None if nowhere.
 
-    Raises `InvalidRequest` for what can't be a session's id, and if two of them name different ones.
+    Raises `InvalidRequest` for what can't be a session's id, and if two of them name different sessions.
     """
-    given = [
-        request.path_params.get("session_id"),
-        named,
-        request.headers.get("x-session-id"),
-        caller.session_id,
-    ]
+    given = [request.path_params.get("session_id"), named, request.headers.get("x-session-id"), caller.session_id]
     names = {name for name in given if name is not None}
     if len(names) > 1:
         raise InvalidRequest("path, body, header and key name different sessions; name one", "session_id")
@@ -328,14 +320,14 @@ def address(request: Request, caller: Caller, named: str | None = None) -> str |
     return None
 
 
-def _attempt(request: Request, dialect: Dialect, body: Body, *, nameless: bool) -> Attempt:
+def _attempt(request: Request, path: str, body: Body, *, anonymous: bool) -> Attempt:
     key = request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= 256:
         raise InvalidRequest("an Idempotency-Key has 1 to 256 characters", "Idempotency-Key")
     count = request.headers.get("x-stainless-retry-count", "0")
-    # A call that names no session is not found in one that has a name.
-    path = f"{dialect.path}?" if nameless else dialect.path
-    return Attempt(body.digest(path), key, retried=count.isdecimal() and int(count[:9]) > 0)
+    # A call that names no session is not a retry of one that does.
+    digest = body.digest(f"{path}?" if anonymous else path)
+    return Attempt(digest, key, retried=count.isdecimal() and int(count[:9]) > 0)
 
 
 async def _collect(events: AsyncGenerator[TurnEvent]) -> list[DoneChoice]:
@@ -347,5 +339,4 @@ async def _collect(events: AsyncGenerator[TurnEvent]) -> list[DoneChoice]:
             done.append(event)
         elif isinstance(event, TurnDelta):
             sampled.setdefault(event.choice, []).append(event.sampled)
-    done.sort(key=lambda one: one.choice)
-    return [DoneChoice(one, sampled[one.choice]) for one in done]
+    return [DoneChoice(one, sampled[one.choice]) for one in sorted(done, key=lambda one: one.choice)]

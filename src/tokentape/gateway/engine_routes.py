@@ -12,71 +12,72 @@ from starlette.routing import Route
 from tokentape.engines.pool import EnginePool
 from tokentape.errors import Forbidden
 from tokentape.gateway.endpoint import Gateway
-from tokentape.gateway.http import json_response, read_as, read_json
+from tokentape.gateway.http import json_response
+from tokentape.gateway.openapi import ApiRoute
 
 _Version = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 
 
 class Pause(Struct, forbid_unknown_fields=True):
-    """What pausing takes."""
+    """The body of a pause."""
 
     mode: Literal["wait", "abort"] = "wait"
     timeout: Annotated[float, Meta(ge=0, le=3600)] = 60.0
 
 
-class Resume(Struct, forbid_unknown_fields=True):
-    """What resuming takes."""
+class ResumeSampling(Struct, forbid_unknown_fields=True):
+    """The body of a resume."""
 
     weight_version: _Version | None = None
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    """The endpoints under /engine. With keys, pausing and resuming need an admin's."""
+    """Return the endpoints under /engine. With keys, pausing and resuming need an admin's."""
     turns = gateway.turns
-
-    def refuse_others(request: Request) -> None:
-        if not gateway.caller(request).admin:
-            raise Forbidden("pausing and resuming the engine takes an admin key")
 
     async def state() -> dict[str, Any]:
         engine = turns.engine
-        others, under_way = await turns.pausing.under_way_elsewhere()
-        told: dict[str, Any] = {
+        others, in_flight = await turns.pausing.in_flight_elsewhere()
+        shown: dict[str, Any] = {
             "engine": str(engine.info),
             "model": engine.info.model,
             "max_context": engine.info.max_context,
             "vocab_size": turns.vocab_size,
             "sampling": sorted(engine.info.sampling),
             "paused": turns.gate.closed,
-            "calls_under_way": turns.gate.under_way + under_way,
+            "calls_under_way": turns.gate.calls.count + in_flight,
             "weight_version": turns.gate.weight_version,
         }
         if others:
-            told["gateways"] = others + 1
+            shown["gateways"] = others + 1
         if isinstance(engine, EnginePool):
-            told["replicas"] = dict(engine.available)
-        return told
+            shown["replicas"] = dict(engine.available)
+        return shown
 
     async def show(request: Request) -> Response:
         gateway.caller(request)
         return json_response(await state())
 
     async def pause(request: Request) -> Response:
-        refuse_others(request)
-        body = await read_json(request, gateway.limits.body_bytes)
-        asked = Pause() if body is None else read_as(body, Pause)
-        idle = await turns.pausing.pause(abort=asked.mode == "abort", seconds=asked.timeout)
+        _admin_only(gateway, request)
+        body = await gateway.read(request, Pause, Pause())
+        idle = await turns.pausing.pause(abort=body.mode == "abort", seconds=body.timeout)
         return json_response({**await state(), "idle": idle})
 
     async def resume(request: Request) -> Response:
-        refuse_others(request)
-        body = await read_json(request, gateway.limits.body_bytes)
-        asked = Resume() if body is None else read_as(body, Resume)
-        await turns.pausing.resume(asked.weight_version)
+        _admin_only(gateway, request)
+        body = await gateway.read(request, ResumeSampling, ResumeSampling())
+        await turns.pausing.resume(body.weight_version)
         return json_response(await state())
 
+    optional: dict[str, Any] = {"body_required": False}
     return [
-        Route("/engine", show, methods=["GET"]),
-        Route("/engine/pause", pause, methods=["POST"]),
-        Route("/engine/resume", resume, methods=["POST"]),
+        ApiRoute("GET", "/engine", show, "The engine that samples"),
+        ApiRoute("POST", "/engine/pause", pause, "Hold new calls of the engine back", body=Pause, **optional),
+        ApiRoute("POST", "/engine/resume", resume, "Let calls of the engine go on", body=ResumeSampling, **optional),
     ]
+
+
+def _admin_only(gateway: Gateway, request: Request) -> None:
+    if not gateway.caller(request).admin:
+        raise Forbidden("pausing and resuming the engine takes an admin key")

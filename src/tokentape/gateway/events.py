@@ -1,24 +1,24 @@
-"""What wire APIs and `Turns` say to each other: a request for a turn, and what happens while it is taken."""
+"""What wire APIs and `Turns` exchange: a request for a turn, and the events of the call that takes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from tokentape.chat.parse import Reply, ReplyDelta
 from tokentape.engines.base import SampleDelta, SamplingParams
-from tokentape.gateway.known_prefix import Known, Place
 from tokentape.gateway.pins import Overridden
+from tokentape.gateway.prefix import MessagesSpan
 from tokentape.types import Media, Message, TokenIds, Tool, Turn
 
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
-"""Why a reply ended, as clients are told."""
+"""Why a reply ended, in replies to clients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What tells a retry from a new call."""
+    """Identifies a call, so that a retry is not taken for a new call."""
 
     body_digest: str
     """Hex SHA-256 of path and body."""
@@ -30,14 +30,14 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What a wire API asks for, whatever its dialect."""
+    """A request for a turn, the same for all wire APIs."""
 
     session_id: str
-    messages: tuple[Message, ...]
+    messages: Sequence[Message]
     tools: tuple[Tool, ...]
     template_kwargs: Mapping[str, object]
     sampling: SamplingParams
-    """`max_tokens` 0 stands for as many as fit; `stop_token_ids` are added to those of the model."""
+    """`max_tokens` 0 means as many as fit; `stop_token_ids` are added to those of the model."""
     given: frozenset[str] = frozenset()
     """Which of the parameters in `pins.NAMES` the caller named."""
     overridden: Overridden = field(default_factory=dict)
@@ -45,45 +45,35 @@ class TurnRequest:
     n: int = 1
     stream: bool = False
     prompt_ids: TokenIds | None = None
-    """A context that the caller made, int32 [tokens], in place of messages. The reply is not parsed then."""
+    """A prompt that the caller tokenized, int32 [tokens], in place of messages. The reply is not parsed then."""
     ignore_eos: bool = False
     """The model's own stop ids don't end the completion."""
     media: Mapping[str, Media] = field(default_factory=dict)
-    """By hash the bytes of images that came with the messages."""
+    """Images that came with the messages, by hash."""
     owner: str = ""
-    """Name of the API key that asks. A session belongs to the one that began it."""
+    """Name of the caller's API key. A session belongs to the key that began it."""
     attempt: Attempt | None = None
     """Without, the call is new."""
-    place: Place | None = None
-    """Where the messages stand in the body, so that the next request may be known by them."""
-    known: Known | None = None
-    """The messages before `messages`, if they were not read."""
-    read: Callable[[], tuple[Message, ...]] | None = None
-    """Reads all messages; with `known`."""
-
-    def whole(self) -> TurnRequest:
-        """The request with all of its messages."""
-        if self.read is None:
-            return self
-        return replace(self, messages=self.read(), known=None, read=None)
+    span: MessagesSpan | None = None
+    """Where the messages are in the body, so that a later body that begins alike is recognized."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnStarted:
-    """The first event of a call: its context is made, nothing is sampled yet."""
+    """The first event of a call: its prompt is ready, nothing is sampled yet."""
 
     reply_id: str
-    """Random, 24 hex digits. A retry is told the same."""
+    """Random, 24 hex digits. A retry gets the same."""
     created_at: float
     """Unix seconds."""
     prompt_ids: TokenIds
-    """The whole context that is sent, int32 [tokens]."""
+    """The whole prompt, int32 [tokens]."""
     replayed: bool = False
-    """The call was answered before; this is the recorded reply again."""
+    """The call was answered before; this is the recorded reply."""
     engine_requests: tuple[str, ...] = ()
-    """Ids under which the engine is asked, one per choice."""
+    """Ids of the engine's requests, one per choice."""
     sampling: SamplingParams | None = None
-    """The request's, pins and defaults included; None of a call that is answered from elsewhere."""
+    """The request's, pins and defaults included."""
     overridden: Overridden = field(default_factory=dict)
     """The request's."""
 

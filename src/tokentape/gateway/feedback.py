@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -16,7 +16,8 @@ from starlette.routing import Route
 
 from tokentape.errors import InvalidRequest, LimitReached, NotFound
 from tokentape.gateway.endpoint import Gateway
-from tokentape.gateway.http import json_response, read_as, read_body, read_json
+from tokentape.gateway.http import json_response, read_body
+from tokentape.gateway.openapi import BINARY, SESSION, WHOLE_NUMBER, ApiRoute
 from tokentape.gateway.sessions import addressed, query_number, reward_view
 from tokentape.session.flatten import trained_turns
 from tokentape.session.tree import Session
@@ -24,8 +25,6 @@ from tokentape.types import Reward, TokenValues, Turn, TurnColumn
 
 MAX_COLUMNS = 64
 """Names of columns per session."""
-
-BINARY = "application/octet-stream"
 
 _NAME = re.compile("[a-z][a-z0-9_]{0,63}")
 _Seq = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -52,7 +51,7 @@ def routes(gateway: Gateway) -> list[Route]:
     turns = gateway.turns
 
     async def reward(request: Request) -> Response:
-        wanted = read_as(await read_json(request, gateway.limits.body_bytes), NewReward)
+        wanted = await gateway.read(request, NewReward)
         caller, session_id = await addressed(gateway, request)
         session = await turns.session(session_id, caller.sees)
         if wanted.turn is not None and wanted.leaf is not None:
@@ -66,7 +65,7 @@ def routes(gateway: Gateway) -> list[Route]:
         return json_response(reward_view(given), 201)
 
     async def columns(request: Request) -> Response:
-        turn, leaf, given = await _read_columns(request, gateway.limits.body_bytes)
+        turn, leaf, given = await _read_columns(gateway, request)
         caller, session_id = await addressed(gateway, request)
         session = await turns.session(session_id, caller.sees)
         known = (await asyncio.to_thread(turns.store.extra_names, [session_id])).columns
@@ -77,25 +76,29 @@ def routes(gateway: Gateway) -> list[Route]:
         written = sorted({record.turn for record in records})
         return json_response({"columns": sorted(given), "turns": written}, 201)
 
+    place = {"name": {"type": "string"}, "turn": WHOLE_NUMBER, "leaf": WHOLE_NUMBER}
+    given: dict[str, Any] = {"body": NewColumns, "binary_body": True, "query": place, "status": 201}
     return [
-        Route("/sessions/{session_id}/reward", reward, methods=["POST"]),
-        Route("/sessions/{session_id}/columns", columns, methods=["POST"]),
+        ApiRoute(
+            "POST", SESSION + "/reward", reward, "Give a session, a path or a turn a reward", body=NewReward, status=201
+        ),
+        ApiRoute("POST", SESSION + "/columns", columns, "Give tokens named values", **given),
     ]
 
 
-async def _read_columns(request: Request, max_bytes: int) -> tuple[int | None, int | None, Mapping[str, TokenValues]]:
+async def _read_columns(gateway: Gateway, request: Request) -> tuple[int | None, int | None, Mapping[str, TokenValues]]:
     """The turn or leaf that is meant, and per name its values."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == BINARY:
         name = request.query_params.get("name")
         if name is None:
             raise InvalidRequest("a binary body holds one column; give its name as a query parameter", "name")
-        body = await read_body(request, max_bytes)
+        body = await read_body(request, gateway.turns.limits.body_bytes)
         if len(body) % 4:
             raise InvalidRequest(f"the body has {len(body)} bytes, which is no whole number of float32 values")
         values = {name: np.frombuffer(body, "<f4").astype(np.float32, copy=False)}
         turn, leaf = query_number(request, "turn", range(2**63)), query_number(request, "leaf", range(2**63))
     else:
-        wanted = read_as(await read_json(request, max_bytes), NewColumns)
+        wanted = await gateway.read(request, NewColumns)
         # A double that no float32 holds becomes infinite, and is refused below.
         with np.errstate(over="ignore"):
             values = {name: np.array(numbers, np.float32) for name, numbers in wanted.columns.items()}

@@ -8,7 +8,7 @@ import math
 import re
 import traceback
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -29,13 +29,7 @@ _decoder = msgspec.json.Decoder()
 
 
 class ClientLeft(Exception):
-    """The client closed the connection while its request was being worked on; there is nobody to answer."""
-
-
-async def read_json(request: Request, max_bytes: int) -> Any:
-    """The request's body as JSON; None if it has none. Raises as `read_body` and `parse_json`."""
-    body = await read_body(request, max_bytes)
-    return parse_json(body) if body else None
+    """The client closed the connection before its request was answered."""
 
 
 def parse_json(body: bytes) -> Any:
@@ -147,11 +141,11 @@ def unexpected(error: Exception) -> TokentapeError:
     return TokentapeError("an unexpected error; the gateway's log says where it happened")
 
 
-class UnlessClientLeaves:
-    """A context whose work is cancelled if the client leaves; then it raises `ClientLeft`. The body was read before."""
+class CancelIfClientLeaves:
+    """A context that is cancelled if the client leaves; then it raises `ClientLeft`. The body was read before."""
 
-    def __init__(self, request: Request) -> None:
-        self._receive = request.receive
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
         self._left = False
 
     async def __aenter__(self) -> None:
@@ -164,7 +158,7 @@ class UnlessClientLeaves:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._watching.cancel()
-        # As asyncio.timeout does: somebody else may have cancelled the task too.
+        # As in asyncio.timeout: the task may have been cancelled for another reason too.
         if self._left and self._working.uncancel() == 0 and kind is asyncio.CancelledError:
             raise ClientLeft from None
 
@@ -176,9 +170,9 @@ class UnlessClientLeaves:
 
 
 class EventStream(Response):
-    """Server-sent events. When the client leaves, the generator of events is closed, wherever it stands.
+    """Server-sent events. When the client leaves, the generator of events is closed, wherever it is.
 
-    An error in the generator becomes a last event, written by `error_event`: the status line is long gone by then.
+    An error in the generator becomes a last event, written by `error_event`: the status was sent long before.
     """
 
     media_type = "text/event-stream"
@@ -192,19 +186,16 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self.held = ExitStack()
-        """Let go of at the end of the stream."""
+        """Closed at the end of the stream."""
         self._events = events
         self._error_event = error_event
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until they or the client's patience end."""
-        with self.held:
-            async with aclosing(self._events):
-                sending = asyncio.create_task(self._send(send))
-                await _first(sending, receive)
-                if not sending.cancelled():
-                    sending.result()
+        """Send the events until they end or the client leaves."""
+        with self.held, suppress(ClientLeft):
+            async with aclosing(self._events), CancelIfClientLeaves(receive):
+                await self._send(send)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -212,8 +203,8 @@ class EventStream(Response):
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
-            told = error if isinstance(error, TokentapeError) else unexpected(error)
-            await send({"type": "http.response.body", "body": self._error_event(told), "more_body": True})
+            shown = error if isinstance(error, TokentapeError) else unexpected(error)
+            await send({"type": "http.response.body", "body": self._error_event(shown), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -221,19 +212,3 @@ def encode_event(value: Any, name: str | None = None) -> bytes:
     """One server-sent event with `value` as JSON, and a name in dialects that name them."""
     data = b"data: " + encode_json(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
-
-
-async def _first(working: asyncio.Task[Any], receive: Receive) -> None:
-    """Wait until the task is done or the client has left; then it is cancelled and done."""
-
-    async def left() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    leaving = asyncio.create_task(left())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.wait({working, leaving})

@@ -24,6 +24,9 @@ MAX_IMAGES = 256
 _KINDS = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 
 
+MIME_TYPES = (*_KINDS.values(), "image/webp")
+
+
 def image_part(url: Any, where: str, *, detail: str | None = None) -> dict[str, str]:
     """The part for an image in a data URL; `where` names it in errors, by the parameter first.
 

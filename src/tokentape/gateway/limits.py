@@ -1,10 +1,11 @@
-"""What one gateway allows: sizes, counts and times, each a plain number."""
+"""Limits of one gateway, and the counters of what is in flight."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -12,12 +13,11 @@ from tokentape.errors import LimitReached
 from tokentape.settings import option
 
 CheckBridges: TypeAlias = Literal["all", "sample", "off"]
-"""Which bridges are checked: each; the first of each kind on a branch and a sample; none."""
+"""Which bridges are checked: all; the first of each kind on a branch and a sample of the others; none."""
 
 
 OnAbort: TypeAlias = Literal["resume", "keep", "resample"]
-"""What becomes of a completion that the engine aborts: it goes on; it is the reply as it is; it is thrown away and the
-caller told to ask again."""
+"""What to do with a completion that the engine aborts: continue it, return it as it is, or answer with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +42,47 @@ class Limits:
     """Seconds that a call continues after its client has left, so that a retry can join it. 0: it is aborted."""
 
 
-class Calls:
-    """Counts the calls under way of each key."""
+class InFlightCounter:
+    """Counts what is in flight, and waits until nothing is. For one event loop."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._under_way: Counter[str] = Counter()
+    def __init__(self) -> None:
+        self.count = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @contextmanager
-    def one_more(self, owner: str) -> Iterator[None]:
-        """Count a call for as long as the context lasts. Raises `LimitReached`."""
-        if self._most and self._under_way[owner] >= self._most:
-            raise LimitReached(f"{self._most} calls are under way with this key, which is the limit", retry_after=1.0)
-        self._under_way[owner] += 1
+    def track(self) -> Iterator[None]:
+        """Count one more as long as the context lasts."""
+        self.count += 1
+        self._idle.clear()
         try:
             yield
         finally:
-            self._under_way[owner] -= 1
+            self.count -= 1
+            if not self.count:
+                self._idle.set()
+
+    async def idle(self, seconds: float) -> bool:
+        """Wait until nothing is in flight; return False if that takes longer."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        return not self.count
+
+
+class CallsPerKey:
+    """Counts the calls in flight of each API key, at most `most`; 0 for no limit."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._calls: Counter[str] = Counter()
+
+    @contextmanager
+    def track(self, owner: str) -> Iterator[None]:
+        """Count a call as long as the context lasts. Raises `LimitReached`."""
+        if self._most and self._calls[owner] >= self._most:
+            raise LimitReached(f"{self._most} calls are under way with this key, which is the limit", retry_after=1.0)
+        self._calls[owner] += 1
+        try:
+            yield
+        finally:
+            self._calls[owner] -= 1

@@ -89,8 +89,8 @@ class Metrics:
         self.request_seconds = self._histogram("http_request_seconds", "Seconds until a request was answered.", "route")
         # Looking a label up costs more than counting.
         self._answered = lru_cache(maxsize=256)(self._labels_of_answers)
-        self.requests_under_way = self._gauge("http_requests_under_way", "Requests that are being answered.")
-        self.calls_under_way = self._gauge("calls_under_way", "Calls that wait for their turns, retries joined.")
+        self.requests_in_flight = self._gauge("http_requests_under_way", "Requests in flight.")
+        self.calls_in_flight = self._gauge("calls_under_way", "Calls in flight; a retry joins its call.")
         self.open_sessions = self._gauge("open_sessions", "Sessions in memory.")
         self.store_healthy = self._gauge(
             "store_healthy", "1 if turns can be recorded, 0 if not until a restart.", merged="livemin"

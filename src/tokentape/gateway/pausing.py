@@ -53,7 +53,7 @@ class Pausing:
         self._gate.close()
         if abort:
             await self._interrupt_all()
-        idle = await self._gate.idle(seconds)
+        idle = await self._gate.calls.idle(seconds)
         return await self._others_idle(until) and idle if self._store.shared else idle
 
     async def resume(self, weight_version: str | None) -> None:
@@ -63,7 +63,7 @@ class Pausing:
             await self._store.transact(change)
         self._gate.open(weight_version)
 
-    async def under_way_elsewhere(self) -> tuple[int, int]:
+    async def in_flight_elsewhere(self) -> tuple[int, int]:
         """How many other gateways there are over the record, and how many calls they have under way."""
         if not self._store.shared:
             return 0, 0
@@ -114,7 +114,7 @@ class Pausing:
                 self._gate.open(state.weight_version)
             self._alone = False
         now = time.monotonic()
-        under_way = self._gate.under_way
+        under_way = self._gate.calls.count
         changed = state.position != self._own.heard or (state.closed and under_way != self._own.under_way)
         if changed or now - self._beat_at > BEAT_SECONDS:
             own = GatewayState(self._own.gateway_id, self._own.beat + 1, state.position, under_way)

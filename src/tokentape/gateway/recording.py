@@ -21,8 +21,8 @@ from tokentape.errors import AnsweredElsewhere, Conflict, InvariantViolation, No
 from tokentape.gateway.bridge_checks import BridgeChecks
 from tokentape.gateway.choices import Choice
 from tokentape.gateway.events import Finish, TurnDone, TurnRequest, TurnStarted
-from tokentape.gateway.open_sessions import OpenSession, OpenSessions
-from tokentape.gateway.preparing import Prepared
+from tokentape.gateway.prompts import Prompt
+from tokentape.gateway.session_cache import OpenSession, SessionCache
 from tokentape.gateway.telemetry import Telemetry
 from tokentape.session.chain import seal
 from tokentape.session.invariants import check_completion, check_turn
@@ -39,7 +39,7 @@ class Recorder:
     """Writes turns: first to the store, then, and only then, to the session in memory."""
 
     store: Store
-    sessions: OpenSessions
+    sessions: SessionCache
     telemetry: Telemetry
     engine: Engine
     vocab_size: int
@@ -49,7 +49,7 @@ class Recorder:
     async def commit(
         self,
         opened: OpenSession,
-        prepared: Prepared,
+        prompt: Prompt,
         choices: Sequence[Choice],
         started: TurnStarted,
         request: TurnRequest,
@@ -61,13 +61,13 @@ class Recorder:
                     raise NotFound(f"session {opened.session_id!r} was deleted while this turn was being sampled")
                 if self.store.shared and opened.answer_to(request.attempt) is not None:
                     raise AnsweredElsewhere("another gateway has answered this call; send it again to get its reply")
-                turns = self._turns(opened.session, prepared, choices)
+                turns = self._turns(opened.session, prompt, choices)
                 for turn in turns:
                     check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
-                    check_turn(turn, prepared.context_ids, prepared.prompt_ids)
+                    check_turn(turn, prompt.context_ids, prompt.ids)
                 answer = _answer(opened, turns, choices, started, request)
                 # A client that leaves now must not tear the record in memory from the one on disk.
-                writing = self._write(opened, prepared, turns, answer, _payloads(prepared, turns, choices))
+                writing = self._write(opened, prompt, turns, answer, _payloads(prompt, turns, choices))
                 if await asyncio.shield(writing):
                     break
         return [
@@ -77,7 +77,7 @@ class Recorder:
         ]
 
     async def commit_aborted(
-        self, opened: OpenSession, prepared: Prepared, choices: Sequence[Choice], request: TurnRequest, cause: str
+        self, opened: OpenSession, prompt: Prompt, choices: Sequence[Choice], request: TurnRequest, cause: str
     ) -> None:
         """Record what was sampled of a call that nobody gets an answer to."""
         async with opened.lock:
@@ -89,19 +89,19 @@ class Recorder:
                 choice.finish_reason, choice.stop = "abort", None
             try:
                 while not opened.deleted:
-                    turns = self._turns(opened.session, prepared, choices, abort_cause=cause)
-                    if await self._write(opened, prepared, turns, None):
+                    turns = self._turns(opened.session, prompt, choices, abort_cause=cause)
+                    if await self._write(opened, prompt, turns, None):
                         break
             except TokentapeError as error:
                 _log.warning("an aborted turn could not be recorded (%s)", error.code)
 
     def _turns(
-        self, session: Session, prepared: Prepared, choices: Sequence[Choice], abort_cause: str | None = None
+        self, session: Session, prompt: Prompt, choices: Sequence[Choice], abort_cause: str | None = None
     ) -> list[Turn]:
         """The records of the choices of a call, sealed."""
-        parent = prepared.parent
+        parent = prompt.parent
         parent_seq = None if parent is None else parent.seq
-        fork = prepared.fork or session.fork_cause(parent_seq, prepared.messages, prepared.setup.digest)
+        fork = prompt.fork or session.fork_cause(parent_seq, prompt.messages, prompt.setup.digest)
         turns = []
         for choice in choices:
             assert choice.finish_reason is not None
@@ -110,18 +110,18 @@ class Recorder:
             engine, *later = (intern(one or str(self.engine.info)) for one in choice.engines)
             meanings = {logprobs_of(one, choice.sampling) for one in (engine, *later)}
             sampling = _recorded_sampling(_values(choice.sampling))
-            notes = {**prepared.noted, **choice.notes}
+            notes = {**prompt.notes, **choice.notes}
             if choice.reply.problem:
                 notes["parse_problem"] = choice.reply.problem
             turn = Turn(
                 session_id=session.info.session_id,
                 seq=len(session.turns) + choice.index,
                 parent=parent_seq,
-                setup=prepared.setup.digest,
-                messages=prepared.messages,
+                setup=prompt.setup.digest,
+                messages=prompt.messages,
                 reply=reply_message(choice.reply),
-                added_ids=prepared.added.ids,
-                added_provenance=prepared.added.provenance,
+                added_ids=prompt.added.ids,
+                added_provenance=prompt.added.provenance,
                 completion_ids=np.array(choice.ids, dtype=np.int32),
                 logprobs=np.array(choice.logprobs, dtype=np.float32),
                 finish_reason=choice.finish_reason,
@@ -148,7 +148,7 @@ class Recorder:
     async def _write(
         self,
         opened: OpenSession,
-        prepared: Prepared,
+        prompt: Prompt,
         turns: Sequence[Turn],
         answer: Answer | None,
         payloads: Sequence[TurnPayload] = (),
@@ -158,9 +158,9 @@ class Recorder:
         False if another gateway was first to record something of the session: it is taken in, nothing is written, and
         the turns have to be made anew behind it. They fit: nothing that they build on ever changes.
         """
-        setup = prepared.setup
-        records: list[Record] = [*prepared.new_media, *turns, *payloads]
-        due = [] if self.checks is None else self.checks.due(opened, prepared, turns)
+        setup = prompt.setup
+        records: list[Record] = [*prompt.new_media, *turns, *payloads]
+        due = [] if self.checks is None else self.checks.due(opened, prompt, turns)
         records += due
         if answer is not None:
             records.append(answer)
@@ -184,7 +184,7 @@ class Recorder:
         if self.checks is not None:
             self.checks.recorded(opened, setup, turns, due)
         # Last: what fails here must not tear the record in memory from the one on disk.
-        self.telemetry.recorded(turns, len(prepared.prompt_ids))
+        self.telemetry.recorded(turns, len(prompt.ids))
         return True
 
 
@@ -210,9 +210,9 @@ def _answer(
     )
 
 
-def _payloads(prepared: Prepared, turns: Sequence[Turn], choices: Sequence[Choice]) -> list[TurnPayload]:
+def _payloads(prompt: Prompt, turns: Sequence[Turn], choices: Sequence[Choice]) -> list[TurnPayload]:
     """What the engine said per token, cut to what each turn added."""
-    context = len(prepared.context_ids)
+    context = len(prompt.context_ids)
     found = [
         turn_payload(turn.session_id, turn.seq, one.name, context, one.start, one.rows)
         for turn, choice in zip(turns, choices, strict=True)

@@ -282,7 +282,7 @@ class Sampling:
                 check_ids(delta.token_ids, self.vocab_size)
                 if choice.part and not seam.passed:
                     delta = _up_to_stop(delta, seam)
-                told = choice.take(delta)
+                told = choice.append(delta)
                 if delta.token_ids or delta.finish_reason != "abort":
                     yield told
                 if choice.finish_reason is not None:

@@ -14,10 +14,10 @@ from starlette.types import ASGIApp
 
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway.deadlines import BODY_SECONDS, HEADER_SECONDS, DeadlineConfig
-from tokentape.gateway.draining import Drain
+from tokentape.gateway.drain import Drain
 
 _START_SECONDS = 60.0
-_FAREWELL_SECONDS = 10
+_GRACE_SECONDS = 10
 
 
 def serve(
@@ -93,7 +93,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._drain is not None:
             self._drain.begin()
-            await self._drain.finish(hurried=lambda: self.force_exit)
+            await self._drain.finish(force=lambda: self.force_exit)
         await super().shutdown(sockets)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
@@ -133,7 +133,7 @@ def _config(app: ASGIApp, header_seconds: float, body_seconds: float) -> uvicorn
         server_header=False,
         log_config=None,
         log_level="warning",
-        timeout_graceful_shutdown=_FAREWELL_SECONDS,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
     )
 
 

@@ -15,12 +15,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tokentape.errors import Forbidden, InvalidRequest, NotFound
-from tokentape.gateway.access import note
+from tokentape.gateway.access import request_log
 from tokentape.gateway.endpoint import Gateway, address
-from tokentape.gateway.http import check_depth, json_response, read_as, read_json
+from tokentape.gateway.http import check_depth, json_response
+from tokentape.gateway.images import MIME_TYPES
 from tokentape.gateway.keys import Caller
-from tokentape.gateway.open_sessions import not_found
+from tokentape.gateway.openapi import JSON, SESSION, WHOLE_NUMBER, ApiRoute
 from tokentape.gateway.pins import METADATA
+from tokentape.gateway.session_cache import not_found
 from tokentape.gateway.session_ids import check_session_id, may_be_session_id, new_session_id
 from tokentape.session.arrow import write_parquet
 from tokentape.session.jsonl import trajectory_to_json
@@ -54,8 +56,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def create(request: Request) -> Response:
         caller = gateway.caller(request)
-        body = await read_json(request, gateway.limits.body_bytes)
-        wanted = NewSession() if body is None else read_as(body, NewSession)
+        wanted = await gateway.read(request, NewSession, NewSession())
         session_id = address(request, caller, wanted.session_id) or new_session_id()
         check_session_id(session_id)
         metadata = wanted.metadata or {}
@@ -63,7 +64,7 @@ def routes(gateway: Gateway) -> list[Route]:
             metadata = {**metadata, METADATA: {"pin": wanted.pin or {}, "default": wanted.default or {}}}
         check_depth(metadata, "metadata")
         info = await turns.create_session(session_id, metadata, caller.owner)
-        note(request).session_id = session_id
+        request_log(request).session_id = session_id
         key = gateway.keys.session_key(caller.owner, session_id)
         return json_response({**_info(info), "api_key": key}, 201, {"Location": f"/sessions/{session_id}"})
 
@@ -115,13 +116,18 @@ def routes(gateway: Gateway) -> list[Route]:
         await turns.delete_session(session_id, caller.sees, force=force)
         return Response(status_code=204)
 
+    page = {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}, "after": WHOLE_NUMBER}
+    wanted_rows = {"leaf": WHOLE_NUMBER, "verdict": {"type": "string"}, "wait_checks": WHOLE_NUMBER}
+    new: dict[str, Any] = {"body": NewSession, "body_required": False, "status": 201}
+    rows: dict[str, Any] = {"media": (JSON, PARQUET), "query": wanted_rows}
+    media = "An image of a session as received, or the settings it was processed with"
     return [
-        Route("/sessions", create, methods=["POST"]),
-        Route("/sessions", show_all, methods=["GET"]),
-        Route("/sessions/{session_id}", show, methods=["GET"]),
-        Route("/sessions/{session_id}/media/{sha256}", show_media, methods=["GET"]),
-        Route("/sessions/{session_id}", delete, methods=["DELETE"]),
-        Route("/sessions/{session_id}/trajectories", show_trajectories, methods=["GET"]),
+        ApiRoute("POST", "/sessions", create, "Create a session", **new),
+        ApiRoute("GET", "/sessions", show_all, "List sessions", query=page),
+        ApiRoute("GET", SESSION, show, "A session's tree of turns, its leaves and rewards"),
+        ApiRoute("GET", SESSION + "/media/{sha256}", show_media, media, media=(*MIME_TYPES, JSON)),
+        ApiRoute("DELETE", SESSION, delete, "Delete a session and its record", status=204, media=()),
+        ApiRoute("GET", SESSION + "/trajectories", show_trajectories, "A session's trajectories", **rows),
     ]
 
 
@@ -133,7 +139,7 @@ async def addressed(gateway: Gateway, request: Request) -> tuple[Caller, str]:
         raise not_found(session_id)
     # Whose it is, before anything is said of it.
     await gateway.turns.session(session_id, caller.sees)
-    note(request).session_id = session_id
+    request_log(request).session_id = session_id
     return caller, session_id
 
 

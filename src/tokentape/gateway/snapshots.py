@@ -15,8 +15,9 @@ from starlette.routing import Route
 
 from tokentape.errors import Conflict, Forbidden, NotFound
 from tokentape.gateway.endpoint import Gateway
-from tokentape.gateway.http import check_depth, json_response, read_as, read_json
+from tokentape.gateway.http import check_depth, json_response
 from tokentape.gateway.keys import Caller
+from tokentape.gateway.openapi import ApiRoute
 from tokentape.gateway.sessions import PARQUET, query_flag
 from tokentape.session.arrow import ExtraNames, write_parquet
 from tokentape.session.fields import SCHEMA_VERSION
@@ -62,8 +63,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def create(request: Request) -> Response:
         caller = asking(request)
-        body = await read_json(request, gateway.limits.body_bytes)
-        wanted = NewSnapshot() if body is None else read_as(body, NewSnapshot)
+        wanted = await gateway.read(request, NewSnapshot, NewSnapshot())
         check_depth(wanted.metadata or {}, "metadata")
         selection = Selection(
             session_ids=None if wanted.session_ids is None else tuple(wanted.session_ids),
@@ -96,7 +96,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def confirm(request: Request) -> Response:
         caller, snapshot_id = asking(request), _id(request)
-        wanted = read_as(await read_json(request, gateway.limits.body_bytes), Confirmation)
+        wanted = await gateway.read(request, Confirmation)
         await snapshots.confirm(snapshot_id, caller.sees, wanted.digest)
         if wanted.drop_sessions:
             return await drop(snapshot_id, caller)
@@ -116,13 +116,16 @@ def routes(gateway: Gateway) -> list[Route]:
         reasons = [{"session_id": session_id, "reason": reason} for session_id, reason in kept.items()]
         return json_response({**_summary(snapshot), "dropped": dropped, "kept": reasons})
 
+    one = "/snapshots/{snapshot_id}"
+    new: dict[str, Any] = {"body": NewSnapshot, "body_required": False, "status": 201}
+    rows, drops = (JSON_LINES, PARQUET), {"drop_sessions": {"type": "boolean"}}
     return [
-        Route("/snapshots", create, methods=["POST"]),
-        Route("/snapshots", show_all, methods=["GET"]),
-        Route("/snapshots/{snapshot_id}", show, methods=["GET"]),
-        Route("/snapshots/{snapshot_id}", delete, methods=["DELETE"]),
-        Route("/snapshots/{snapshot_id}/trajectories", show_trajectories, methods=["GET"]),
-        Route("/snapshots/{snapshot_id}/confirm", confirm, methods=["POST"]),
+        ApiRoute("POST", "/snapshots", create, "Take a snapshot of sessions", **new),
+        ApiRoute("GET", "/snapshots", show_all, "List snapshots"),
+        ApiRoute("GET", one, show, "A snapshot"),
+        ApiRoute("DELETE", one, delete, "Release a snapshot", query=drops),
+        ApiRoute("GET", one + "/trajectories", show_trajectories, "A snapshot's trajectories", media=rows),
+        ApiRoute("POST", one + "/confirm", confirm, "Confirm that a snapshot is safe elsewhere", body=Confirmation),
     ]
 
 

@@ -1,12 +1,12 @@
-"""Spans of a call, for OpenTelemetry where it is installed and wanted. They hold names and numbers, never text."""
+"""Spans of a call, for OpenTelemetry. They hold names and numbers, never text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from tokentape.errors import InvalidRequest
 
@@ -14,43 +14,13 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
 Attribute: TypeAlias = str | int | float | bool
-"""What a span may say of its work."""
-
-
-class Spans(Protocol):
-    """Opens spans."""
-
-    def request(self, headers: Mapping[str, str]) -> AbstractContextManager[dict[str, Attribute]]:
-        """A span for an HTTP request, below the one that its headers name, if they do (`traceparent`).
-
-        What is put into the dict becomes its attributes; `http.route` its name.
-        """
-        ...
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        """A span for a part of it."""
-        ...
-
-
-class NoSpans:
-    """Opens none."""
-
-    @contextmanager
-    def request(self, headers: Mapping[str, str]) -> Iterator[dict[str, Attribute]]:
-        """Nothing."""
-        yield {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Nothing."""
-        yield
 
 
 class OpenTelemetrySpans:
-    """Opens spans with OpenTelemetry's API: `provider`'s, else those of the provider that the process has set.
+    """Opens spans with OpenTelemetry's API, from `provider` or else from the provider that the process has set.
 
-    Who exports them, and where to, is the SDK's affair: run the gateway under `opentelemetry-instrument`, or set a
-    provider before. Without one, the spans go nowhere.
+    The SDK decides who exports them: run the gateway under `opentelemetry-instrument`, or set a provider first. Without
+    a provider the spans are dropped.
 
     Raises `InvalidRequest` if `opentelemetry-api` is not installed.
     """
@@ -64,17 +34,16 @@ class OpenTelemetrySpans:
 
     @contextmanager
     def request(self, headers: Mapping[str, str]) -> Iterator[dict[str, Attribute]]:
-        """A server span; see `Spans`."""
+        """Open a server span, below the one that the headers name (`traceparent`).
+
+        The values put into the dict become its attributes; `http.route` becomes its name.
+        """
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind
 
         attributes: dict[str, Attribute] = {}
         with self._tracer.start_as_current_span(
-            "request",
-            extract(headers),
-            SpanKind.SERVER,
-            record_exception=False,
-            set_status_on_exception=False,
+            "request", extract(headers), SpanKind.SERVER, record_exception=False, set_status_on_exception=False
         ) as span:
             try:
                 yield attributes
@@ -84,7 +53,7 @@ class OpenTelemetrySpans:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """An inner span; see `Spans`."""
+        """Open a span for one part of a request."""
         from opentelemetry.trace import Status, StatusCode
 
         # An exception's own text may quote a prompt: a span gets its type only.

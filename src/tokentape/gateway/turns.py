@@ -28,25 +28,25 @@ from tokentape.errors import (
     LimitReached,
 )
 from tokentape.gateway.bridge_checks import BridgeChecks
-from tokentape.gateway.capturing import Begun, Capture
+from tokentape.gateway.capturing import ServerRenderedCall
 from tokentape.gateway.choices import Choice, ReplyReader, sample_choices
 from tokentape.gateway.events import TurnEvent, TurnRequest, TurnStarted
-from tokentape.gateway.flights import Flight
 from tokentape.gateway.gate import Gate
 from tokentape.gateway.images import ImageSampler
-from tokentape.gateway.known_prefix import Known
+from tokentape.gateway.in_flight_call import InFlightCall
 from tokentape.gateway.limits import CheckBridges, Limits, OnAbort
-from tokentape.gateway.open_sessions import OpenSession, OpenSessions, not_found
 from tokentape.gateway.pausing import Pausing
 from tokentape.gateway.pins import Pins
-from tokentape.gateway.preparing import PROMPT, Prepared, Preparer
+from tokentape.gateway.prefix import ParsedPrefix
+from tokentape.gateway.prompts import PROMPT, Prompt, PromptBuilder
 from tokentape.gateway.recording import Recorder
 from tokentape.gateway.replaying import replayed
 from tokentape.gateway.resuming import AbortPolicy, Sampler, Sampling
+from tokentape.gateway.session_cache import OpenSession, SessionCache, not_found
 from tokentape.gateway.telemetry import Telemetry
-from tokentape.session.tree import Continuation, Session
+from tokentape.session.tree import Session
 from tokentape.store import Store, StoredSession
-from tokentape.types import Message, SessionInfo, Setup, Turn
+from tokentape.types import Message, SessionInfo, Turn
 
 _log = logging.getLogger("tokentape.gateway")
 
@@ -104,14 +104,14 @@ class Turns:
         self._aborts = AbortPolicy(on_abort, self.limits.resumes, self.limits.pause_patience)
         self.pausing = Pausing(self.gate, store, self._interrupt_all)
         other_stop: WrongStop = "keep" if capture is not None else wrong_stop
-        self._preparer = Preparer(renderer, engine, history, store.load_media, other_stop)
-        self._capture = None if capture is None else Capture(capture, renderer, self._preparer)
+        self._prompts = PromptBuilder(renderer, engine, history, store.load_media, other_stop)
+        self._capture = capture
         self.checks = (
             None
             if check_bridges is None or capture is not None
-            else BridgeChecks(check_bridges, renderer, store, self.telemetry.metrics, self._preparer.revoke)
+            else BridgeChecks(check_bridges, renderer, store, self.telemetry.metrics, self._prompts.revoke)
         )
-        self._sessions = OpenSessions(store, self.limits, self._loaded)
+        self._sessions = SessionCache(store, self.limits, self._loaded)
         self._recorder = Recorder(store, self._sessions, self.telemetry, engine, self.vocab_size, self.checks)
         self._payloads = payloads and "payloads_from" in engine.info.sampling
         if payloads and not self._payloads:
@@ -122,7 +122,7 @@ class Turns:
 
         Raises `TemplateRefused` if the template renders not even a question and an answer.
         """
-        await asyncio.to_thread(self._preparer.certify)
+        await asyncio.to_thread(self._prompts.certify)
 
     async def wait_checks(self, session_ids: Sequence[str] | None, seconds: float) -> None:
         """Return when no bridge of these sessions, of any if None, is still to be checked, or after so many seconds."""
@@ -136,11 +136,11 @@ class Turns:
 
     async def abort_all(self, cause: str = "shutdown") -> None:
         """End every call under way; what was sampled of it is recorded as aborted, because of `cause`."""
-        flights = [flight for opened in self._sessions for flight in opened.flights]
-        for flight in flights:
-            flight.abort(cause)
-        for flight in flights:
-            await flight.ended()
+        calls = [call for opened in self._sessions for call in opened.calls]
+        for call in calls:
+            call.abort(cause)
+        for call in calls:
+            await call.ended()
 
     async def _interrupt_all(self) -> None:
         """End every call of the engine, for new weights. Completions that may go on wait until the gate opens."""
@@ -169,9 +169,9 @@ class Turns:
         self.pins.with_session(metadata).check(self.engine.info)
         return await self._sessions.create(session_id, metadata, owner)
 
-    def known(self, session_id: str, owner: str) -> Sequence[Known]:
-        """With what a request to a session in memory may begin, so that it need not be read again."""
-        return self._sessions.known(session_id, owner)
+    def prefixes(self, session_id: str, owner: str) -> Sequence[ParsedPrefix]:
+        """Return the beginnings of earlier requests to a session in memory, which need not be read again."""
+        return self._sessions.prefixes(session_id, owner)
 
     async def session(self, session_id: str, owner: str | None = None) -> Session:
         """The session with this id. Raises `NotFound`."""
@@ -193,7 +193,7 @@ class Turns:
 
     def sessions_in_use(self) -> set[str]:
         """Ids of the sessions in which calls are under way."""
-        return {opened.session_id for opened in self._sessions if opened.flights or opened.lock.locked()}
+        return {opened.session_id for opened in self._sessions if opened.calls or opened.lock.locked()}
 
     def forget(self, session_ids: Iterable[str]) -> None:
         """Let go of sessions whose record has been dropped; what is still sampled for them is not recorded."""
@@ -222,17 +222,17 @@ class Turns:
         """
         opened = await self._sessions.find(request.session_id, owner)
         session = Session(SessionInfo(request.session_id, time.time())) if opened is None else opened.session
-        setup = self._preparer.setup(session, request)
+        setup = self._prompts.setup(session, request)
         request = await self._received(request)
         found = session.continuation(request.messages, setup.digest)
-        prepared = await asyncio.to_thread(self._preparer.with_context, request, session, setup, found)
-        return len(prepared.prompt_ids)
+        prompt = await asyncio.to_thread(self._prompts.build, request, session, setup, found, fits=False)
+        return len(prompt.ids)
 
-    async def take(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """Sample and record `n` turns; yields a `TurnStarted`, deltas as they come, and a `TurnDone` for each.
+    async def run_turn(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
+        """Sample and record `n` turns; yield a `TurnStarted`, deltas as they come, and a `TurnDone` for each.
 
         A session that does not exist is created. A call that repeats another (see `Attempt`) joins it, or is answered
-        with what is recorded. Closing the iterator leaves the call; when everybody has left it, it is aborted, after
+        from the record. Closing the iterator leaves the call; when all clients have left it, it is aborted, after
         `Limits.retry_grace` seconds if nothing of its reply was read, and what was sampled is recorded as an aborted
         turn, outside of every trajectory.
 
@@ -243,192 +243,177 @@ class Turns:
                 yield event
 
     async def begin(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """As `take`, but returns once the call is under way. Its events are to be read at once, or to be closed."""
+        """As `run_turn`, but return once the call is in flight. Its events are to be read at once, or to be closed."""
         opened = await self._sessions.find_or_begin(request.session_id, request.owner)
-        pins = self.pins.with_session(opened.session.info.metadata)
+        session = opened.session
+        pins = self.pins.with_session(session.info.metadata)
         if pins.pinned or pins.defaults:
             sampling, overridden = pins.applied(request.sampling, request.given)
             request = replace(request, sampling=sampling, overridden=overridden)
-        # No await from here to the start of the flight: a repetition must find it.
-        flight = opened.flight_of(request.attempt)
-        if flight is None:
+        # No await from here to the start of the call: a repetition must find it.
+        call = opened.call_in_flight(request.attempt)
+        if call is None:
             answer = opened.answer_to(request.attempt)
             if answer is not None:
-                self.telemetry.replayed()
-                reader_of = partial(self._reader_again, opened.session, request)
-                return _each(replayed(opened.session, answer, reader_of, request))
-            flight = self._start(opened, request)
-        return flight.follow()
+                self.telemetry.metrics.replays.inc()
+                return _each(replayed(session, answer, partial(self._reader_again, session, request), request))
+            most = self.limits.turns_per_session
+            if most and len(session.turns) + request.n > most:
+                raise LimitReached(f"session {opened.session_id!r} has {most} turns, which is the limit; begin another")
+            call = InFlightCall(request.attempt, stream=request.stream, grace=self.limits.retry_grace)
+            opened.calls.append(call)
+            call.start(self._run_call(call, opened, request), partial(self._ended, opened, call))
+        return call.follow()
 
-    def _start(self, opened: OpenSession, request: TurnRequest) -> Flight:
-        most = self.limits.turns_per_session
-        if most and len(opened.session.turns) + request.n > most:
-            raise LimitReached(f"session {opened.session_id!r} has {most} turns, which is the limit; begin another")
-        flight = Flight(request.attempt, stream=request.stream, grace=self.limits.retry_grace)
-        opened.flights.append(flight)
-        work = self.telemetry.call(partial(self._fly, flight, opened, request))
-        flight.start(work, partial(self._ended, opened, flight))
-        return flight
-
-    def _ended(self, opened: OpenSession, flight: Flight) -> None:
-        opened.flights.remove(flight)
-        if not opened.stored and not opened.flights:
+    def _ended(self, opened: OpenSession, call: InFlightCall) -> None:
+        opened.calls.remove(call)
+        if not opened.stored and not opened.calls:
             # Its calls have all failed and nothing is recorded: there is no such session.
             self._sessions.drop(opened)
 
-    async def _fly(self, flight: Flight, opened: OpenSession, request: TurnRequest) -> None:
-        """Take the turns of a call, telling its flight what happens."""
-        session = opened.session
-        setup = self._preparer.setup(session, request)
-        request = await self._received(request)
-        if request.prompt_ids is not None:
-            found = session.continuation_of_ids(request.prompt_ids, PROMPT)
-        else:
-            request, found = self._continued(opened, request, setup)
-        async with AsyncExitStack() as held:
-            prepared, sampler = await self._ready(held, request, session, setup, found)
-            if request.overridden:
-                noted = {name: asked for name, (asked, _) in request.overridden.items()}
-                prepared = replace(prepared, noted={**prepared.noted, "asked": noted})
-            await self._sample(flight, opened, request, prepared, sampler, held)
-
-    def _continued(self, opened: OpenSession, request: TurnRequest, setup: Setup) -> tuple[TurnRequest, Continuation]:
-        """The turn that a request continues, and the request with all of its messages if they had to be read for it."""
-        session, known = opened.session, request.known
-        found = None
-        if known is not None and known.setup == setup.digest and self._capture is None:
-            found = session.continuation(request.messages, setup.digest, known.key)
-        if found is None or (known is not None and found.parent is None):
-            request = request.whole()
-            found = session.continuation(request.messages, setup.digest)
-        if request.place is not None:
-            opened.know(Known(request.place, setup.digest, found.key))
-        return request, found
+    async def _run_call(self, call: InFlightCall, opened: OpenSession, request: TurnRequest) -> None:
+        """Build the prompt of a call, sample its choices and record them, publishing the events."""
+        with self.telemetry.call():
+            session = opened.session
+            setup = self._prompts.setup(session, request)
+            request = await self._received(request)
+            if request.prompt_ids is not None:
+                found = session.continuation_of_ids(request.prompt_ids, PROMPT)
+            else:
+                found = session.continuation(request.messages, setup.digest)
+                if request.span is not None:
+                    opened.remember_prefix(ParsedPrefix(request.span, setup.digest, found.key))
+            async with AsyncExitStack() as held:
+                if self._capture is not None and request.prompt_ids is None:
+                    # The server says what it samples from when it samples, so the gate comes first.
+                    await held.enter_async_context(self.gate.passing())
+                    server = ServerRenderedCall(self._capture, request)
+                    prompt = await server.begin(held, self.renderer, self._prompts, session, setup, found)
+                    prompt = _noting_overridden(prompt, request)
+                    sampling = self._sampling(server, prompt, request, captured=True)
+                    first_id: str | None = server.request_id
+                else:
+                    with self.telemetry.stage("prepare"):
+                        # A thread costs more than a quick one, and waits for its turn.
+                        quick = self._prompts.is_quick(request, setup, found)
+                        build = partial(self._prompts.build, request, session, setup, found)
+                        prompt = build() if quick else await asyncio.to_thread(build)
+                    prompt = _noting_overridden(prompt, request)
+                    media = prompt.media
+                    sampler = ImageSampler(cast(MediaEngine, self.engine), media) if media else self.engine
+                    sampling, first_id = self._sampling(sampler, prompt, request), None
+                choices = [self._choice(index, prompt, request) for index in range(request.n)]
+                choices[0].request_id = first_id or choices[0].request_id
+                await self._sample(call, opened, request, prompt, choices, sampling, held)
 
     async def _received(self, request: TurnRequest) -> TurnRequest:
-        """The request with its images decoded, off the event loop."""
-        return await asyncio.to_thread(self._preparer.receive, request) if self.takes_images else request
-
-    async def _ready(
-        self, held: AsyncExitStack, request: TurnRequest, session: Session, setup: Setup, found: Continuation
-    ) -> tuple[Prepared, Sampler]:
-        """The context of a call and what samples from it."""
-        if self._capture is None or request.prompt_ids is not None:
-            with self.telemetry.stage("prepare"):
-                if self._preparer.is_quick(request, setup, found):
-                    # A thread costs more than that, and waits for its turn.
-                    prepared = self._preparer.prepare(request, session, setup, found)
-                else:
-                    prepared = await asyncio.to_thread(self._preparer.prepare, request, session, setup, found)
-            if prepared.media:
-                return prepared, ImageSampler(cast(MediaEngine, self.engine), prepared.media)
-            return prepared, self.engine
-        # A server that renders says what it samples from when it samples: the gate comes first.
-        await held.enter_async_context(self.gate.passing())
-        return await self._capture.begin(held, request, session, setup, found)
+        """Return the request with its images decoded, off the event loop."""
+        return await asyncio.to_thread(self._prompts.receive, request) if self.takes_images else request
 
     async def _sample(
         self,
-        flight: Flight,
+        call: InFlightCall,
         opened: OpenSession,
         request: TurnRequest,
-        prepared: Prepared,
-        sampler: Sampler,
+        prompt: Prompt,
+        choices: Sequence[Choice],
+        sampling: Sampling,
         held: AsyncExitStack,
     ) -> None:
-        """Sample the choices of a call and record them; `held` is let go of in between."""
-        choices = [self._choice(index, prepared, request) for index in range(request.n)]
-        if isinstance(sampler, Begun):
-            choices[0].request_id = sampler.request_id
-        asked = tuple(choice.request_id for choice in choices)
+        """Sample the choices of a call and record them; `held` is closed in between."""
         started = TurnStarted(
             secrets.token_hex(12),
             time.time(),
-            prepared.prompt_ids,
-            engine_requests=asked,
+            prompt.ids,
+            engine_requests=tuple(choice.request_id for choice in choices),
             sampling=request.sampling,
             overridden=request.overridden,
         )
-        flight.tell(started)
-        sampling = sample_choices(choices, self._sampling(sampler, prepared, request).sample)
+        call.publish(started)
         try:
-            if not isinstance(sampler, Begun):
+            if not sampling.captured:
                 await self.gate.opened()
             with self.telemetry.stage("engine"):
                 asked_at: float | None = time.perf_counter()
-                async with held, aclosing(sampling) as deltas:
+                async with held, aclosing(sample_choices(choices, sampling.sample)) as deltas:
                     async for delta in deltas:
                         if asked_at is not None:
-                            self.telemetry.first_token(time.perf_counter() - asked_at)
+                            self.telemetry.metrics.first_token.observe(time.perf_counter() - asked_at)
                             asked_at = None
-                        flight.tell(delta)
-            # Nobody is told of it before it is durable, and it is not made durable as long as there is nobody to tell.
-            await flight.wanted()
-            flight.land()
+                        call.publish(delta)
+            # A turn is published only once it is durable, and made durable only if a client is there to get it.
+            await call.wait_for_reader()
+            call.begin_commit()
         except asyncio.CancelledError:
-            flight.land()
-            await asyncio.shield(self._recorder.commit_aborted(opened, prepared, choices, request, flight.abort_cause))
+            call.begin_commit()
+            await asyncio.shield(self._recorder.commit_aborted(opened, prompt, choices, request, call.abort_cause))
             raise
         except EngineContractError:
             raise
         except EngineError as error:
             if any(choice.ids for choice in choices):
-                flight.land()
-                await asyncio.shield(self._recorder.commit_aborted(opened, prepared, choices, request, error.code))
+                call.begin_commit()
+                await asyncio.shield(self._recorder.commit_aborted(opened, prompt, choices, request, error.code))
             raise
         try:
-            told = await self._recorder.commit(opened, prepared, choices, started, request)
+            recorded = await self._recorder.commit(opened, prompt, choices, started, request)
         except AnsweredElsewhere as error:
-            await asyncio.shield(self._recorder.commit_aborted(opened, prepared, choices, request, error.code))
+            await asyncio.shield(self._recorder.commit_aborted(opened, prompt, choices, request, error.code))
             raise
-        for done in told:
-            flight.tell(done)
+        for done in recorded:
+            call.publish(done)
 
-    def _sampling(self, sampler: Sampler, prepared: Prepared, request: TurnRequest) -> Sampling:
+    def _sampling(self, sampler: Sampler, prompt: Prompt, request: TurnRequest, *, captured: bool = False) -> Sampling:
         return Sampling(
             sampler,
             self.engine.info,
-            prepared.prompt_ids,
+            prompt.ids,
             self.vocab_size,
             stream=request.stream,
             spell=self.renderer.tokenizer.token_bytes,
             gate=self.gate,
             policy=self._aborts,
-            count=self.telemetry.aborted,
+            count=lambda outcome, why: self.telemetry.metrics.engine_aborts.labels(outcome, why).inc(),
             check=self.engine.check,
             interrupt=self.engine.interrupt if isinstance(self.engine, Interruptible) else lambda _: False,
-            captured=isinstance(sampler, Begun),
+            captured=captured,
         )
 
-    def _choice(self, index: int, prepared: Prepared, request: TurnRequest) -> Choice:
-        sampling, own = prepared.sampling, dict[str, Any]()
+    def _choice(self, index: int, prompt: Prompt, request: TurnRequest) -> Choice:
+        sampling, own = prompt.sampling, dict[str, Any]()
         if sampling.seed is not None:
             own["seed"] = sampling.seed + index
         if "session_id" in self.engine.info.sampling:
             own["session_id"] = request.session_id
         if self._payloads:
             # The parent's last id was never an input before: its row comes with this call.
-            own["payloads_from"] = max(len(prepared.context_ids) - 1, 0)
+            own["payloads_from"] = max(len(prompt.context_ids) - 1, 0)
         if own:
             sampling = replace(sampling, **own)
-        return Choice(index, sampling, self._reader(prepared, request), lambda: self.gate.weight_version)
+        return Choice(index, sampling, self._reader(prompt, request), lambda: self.gate.weight_version)
 
-    def _reader(self, prepared: Prepared, request: TurnRequest) -> ReplyReader:
-        sampling = prepared.sampling
+    def _reader(self, prompt: Prompt, request: TurnRequest) -> ReplyReader:
+        sampling = prompt.sampling
         if request.prompt_ids is not None:
             return self._plain_reader(sampling.stop_token_ids, sampling.stop_strings)
-        return self.renderer.parser(prepared.setup, sampling.stop_strings, prepared.prompt_ids)
+        return self.renderer.parser(prompt.setup, sampling.stop_strings, prompt.ids)
 
     def _reader_again(self, session: Session, request: TurnRequest, turn: Turn) -> ReplyReader:
         """What reads a recorded completion as it was read when it was sampled."""
         stop_strings = request.sampling.stop_strings
         if request.prompt_ids is not None:
             return self._plain_reader(turn.sampling["stop_token_ids"], stop_strings)
-        setup = self._preparer.setup(session, request)
+        setup = self._prompts.setup(session, request)
         return self.renderer.parser(setup, stop_strings, session.context_before(turn.seq))
 
     def _plain_reader(self, stop_ids: Iterable[int], stop_strings: Sequence[str]) -> ReplyReader:
         return PlainReader(self.renderer.tokenizer, stop_ids=frozenset(stop_ids), stop_strings=stop_strings)
+
+
+def _noting_overridden(prompt: Prompt, request: TurnRequest) -> Prompt:
+    """Return the prompt with a note of the sampling parameters that the caller asked for in vain."""
+    asked = {name: value for name, (value, _) in request.overridden.items()}
+    return replace(prompt, notes={**prompt.notes, "asked": asked}) if asked else prompt
 
 
 async def _each(events: Iterable[TurnEvent]) -> AsyncGenerator[TurnEvent, None]:

@@ -1,4 +1,4 @@
-"""The viewer of a gateway's own record: mounted under the gateway's keys."""
+"""The viewer of a gateway's own record, mounted under the gateway's keys."""
 
 from __future__ import annotations
 
@@ -7,18 +7,37 @@ from typing import Any
 from starlette.requests import Request
 from starlette.routing import Route
 
-from tokentape.gateway.access import note
+from tokentape.gateway.access import request_log
 from tokentape.gateway.endpoint import Gateway
 from tokentape.gateway.metrics import Metrics
+from tokentape.gateway.openapi import WHOLE_NUMBER, ApiRoute
 from tokentape.gateway.session_ids import may_be_session_id
-from tokentape.viewer.comparing import Reader
-from tokentape.viewer.routes import Viewer, Visitor
+from tokentape.viewer.binary import MEDIA_TYPE as PACKED
+from tokentape.viewer.comparing import AGAINST, Reader
+from tokentape.viewer.routes import API, LEAF, LISTING_QUERY, PAGE, SESSION, Viewer, Visitor
 from tokentape.viewer.routes import routes as viewer_routes
 from tokentape.viewer.source import StoreSource
 
+_DESCRIBED: dict[str, dict[str, Any]] = {
+    "/": {"summary": "Redirects to the viewer", "status": 307, "media": ()},
+    PAGE: {"summary": "The viewer, a page", "media": ("text/html",)},
+    PAGE + "/static/{name}": {"summary": "Styles and scripts of the page", "media": ("text/css", "text/javascript")},
+    API + "/about": {"summary": "What the viewer shows, and what it can't"},
+    API + "/overview": {"summary": "Values of all metrics"},
+    API + "/drift": {"summary": "Measure the drift of sessions", "query": {"ids": {"type": "string"}}},
+    API + "/sessions": {"summary": "Search, filter and sort sessions", "query": LISTING_QUERY},
+    SESSION: {"summary": "A session's tree of turns and its leaves"},
+    LEAF: {"summary": "A trajectory as packed arrays", "media": (PACKED,), "query": {"from": WHOLE_NUMBER}},
+    LEAF + "/comparison": {
+        "summary": "A trajectory next to what re-tokenizing or rendering it again gives, as packed arrays",
+        "media": (PACKED,),
+        "query": {"with": {"type": "string", "enum": list(AGAINST)}},
+    },
+}
+
 
 def routes(gateway: Gateway) -> list[Route]:
-    """The page at /view and its data. The page says nothing of anybody and takes no key; all data does.
+    """Return the page at /view and its data. The page says nothing private and takes no key; all data does.
 
     A key sees its own sessions, a session's key that session, an admin key everything and the metrics.
     """
@@ -28,16 +47,17 @@ def routes(gateway: Gateway) -> list[Route]:
         caller = gateway.caller(request)
         session_id = request.path_params.get("session_id", "")
         if may_be_session_id(session_id):
-            note(request).session_id = session_id
+            request_log(request).session_id = session_id
         return Visitor(caller.sees, caller.session_id, metrics=caller.admin)
 
     reader = Reader(turns.renderer.tokenizer, turns.renderer)
     source = StoreSource(turns.store, gateway.model_id)
-    return viewer_routes(Viewer(source, reader, visit, lambda: _values(turns.telemetry.metrics)))
+    viewer = Viewer(source, reader, visit, lambda: _values(turns.telemetry.metrics))
+    return [ApiRoute("GET", one.path, one.endpoint, **_DESCRIBED[one.path]) for one in viewer_routes(viewer)]
 
 
 def _values(metrics: Metrics) -> dict[str, Any]:
-    """What counters and gauges are at, and sums and counts of histograms; names as in /metrics."""
+    """Return the values of counters and gauges, and sums and counts of histograms; names as in /metrics."""
     return {
         sample.name: [
             {"labels": other.labels, "value": other.value} for other in family.samples if other.name == sample.name

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -28,6 +29,42 @@ class Continuation:
     """Of the history that the request's messages are; see `history_keys`."""
     system: bool = False
     """Whether a message before the new ones is the system's or the developer's."""
+
+
+class LazyMessages(Sequence[Message]):
+    """The messages of a request, which `read` returns and which are read only if something looks at them.
+
+    `tail` are the last of them. The messages before are a history with this `key` under the setup with this digest, see
+    `history_keys`.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Sequence[Message]],
+        tail: Sequence[Message] = (),
+        key: bytes = b"",
+        setup: str = "",
+    ) -> None:
+        self.tail = tail
+        self.key = key
+        self.setup = setup
+        self._read = read
+        self._messages: tuple[Message, ...] | None = None
+
+    def _all(self) -> tuple[Message, ...]:
+        if self._messages is None:
+            self._messages = tuple(self._read())
+        return self._messages
+
+    @overload
+    def __getitem__(self, at: int) -> Message: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Message, ...]: ...
+    def __getitem__(self, at: int | slice) -> Message | tuple[Message, ...]:
+        return self._all()[at]
+
+    def __len__(self) -> int:
+        return len(self._all())
 
 
 class Session:
@@ -69,29 +106,40 @@ class Session:
             self._by_history[key] = self._by_reply[reply] = turn.seq
             self._children.setdefault(turn.parent, []).append(turn.seq)
 
-    def continuation(self, messages: Sequence[Message], setup: str, start: bytes | None = None) -> Continuation:
+    def continuation(self, messages: Sequence[Message], setup: str) -> Continuation:
         """Find the deepest turn, under the same setup, whose messages are a prefix of `messages`.
 
         Of several with the same messages the one whose reasoning was sent back, else the last one committed.
-
-        `start` is the key of messages before the first of `messages`. Then a turn that ends among those is not found,
-        nor one of several with the same messages.
         """
-        keys = history_keys(setup, messages, start)
+        if isinstance(messages, LazyMessages) and messages.setup == setup:
+            found = self._after(messages.tail, history_keys(setup, messages.tail, messages.key), None)
+            if found is not None:
+                return found
+        keys = history_keys(setup, messages)
+        found = self._after(messages, keys, lambda end: [reasoning_of(message) for message in messages[:end]])
+        return found or Continuation(None, tuple(messages), NO_IDS, keys[-1] if keys else b"")
+
+    def _after(
+        self, messages: Sequence[Message], keys: Sequence[bytes], reasoning: Callable[[int], list[str]] | None
+    ) -> Continuation | None:
+        """Return the deepest turn whose history has one of `keys`, those of the histories through each of `messages`.
+
+        `reasoning` returns that of the first messages. None if there is no turn, or if there are several with the same
+        history and `reasoning` is not known.
+        """
         for end in range(len(keys), 0, -1):
             newest = self._by_history.get(keys[end - 1])
             if newest is not None:
                 seq = newest
                 if newest in self._same_history:
-                    if start is not None:
-                        break
-                    reasoning = [reasoning_of(message) for message in messages[:end]]
-                    same = _linked(newest, self._same_history)
+                    if reasoning is None:
+                        return None
+                    sent, same = reasoning(end), _linked(newest, self._same_history)
                     # max() keeps the first of equals, the newest.
-                    seq = max(same, key=lambda one: self._agreement(one, reasoning))
+                    seq = max(same, key=lambda one: self._agreement(one, sent))
                 context = self.context_after(seq)
                 return Continuation(self.turns[seq], tuple(messages[end:]), context, keys[-1], self._system[seq])
-        return Continuation(None, tuple(messages), NO_IDS, keys[-1] if keys else b"")
+        return None
 
     def continuation_of_ids(self, prompt_ids: TokenIds, stand_in: Message) -> Continuation:
         """Find the deepest turn, under any setup, whose context and completion begin `prompt_ids`.

@@ -425,7 +425,7 @@ def test_header_names_what_is_not_enforced(client: Anthropic) -> None:
         thinking={"type": "enabled", "budget_tokens": 1024},
         extra_body={"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
     )
-    assert reply.headers["x-tokentape-unhonoured"].split(", ") == [
+    assert reply.headers["x-tokentape-ignored-params"].split(", ") == [
         "tool_choice",
         "tool_choice.disable_parallel_tool_use",
         "thinking.budget_tokens",

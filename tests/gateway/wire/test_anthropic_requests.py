@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.gateway.asking import FixedAsking
 from tokentape.chat.template import ChatTemplate
 from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.gateway.endpoint import Asked
+from tokentape.gateway.endpoint import DecodedRequest
 from tokentape.gateway.events import TurnRequest
 from tokentape.gateway.wire.anthropic_history import AnthropicMessage, Block, read_messages, tool_use
 from tokentape.gateway.wire.anthropic_messages import IGNORED, AnthropicMessages
@@ -34,7 +34,7 @@ USE = {"type": "tool_use", "id": "a1", "name": "f", "input": {"x": 1}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 
 
-def decode(template: ChatTemplate = PLAIN, **fields: Any) -> Asked:
+def decode(template: ChatTemplate = PLAIN, **fields: Any) -> DecodedRequest:
     body = {"model": "any", "max_tokens": 8, "messages": [USER], **fields}
     return asyncio.run(AnthropicMessages("m", template).decode(body, FixedAsking()))
 
@@ -152,7 +152,7 @@ def test_thinking_is_switched_off_only_where_the_template_knows_how_and_the_clie
     assert turn(SWITCHED, thinking={"type": "adaptive"}).template_kwargs == {}
     assert turn(SWITCHED).template_kwargs == {}
     assert turn(PLAIN, thinking=disabled).template_kwargs == {}
-    assert decode(PLAIN, thinking=disabled).unhonoured == ("thinking",)
+    assert decode(PLAIN, thinking=disabled).ignored == ("thinking",)
 
 
 def test_what_claude_code_sends_is_taken() -> None:
@@ -163,13 +163,13 @@ def test_what_claude_code_sends_is_taken() -> None:
         output_config={"effort": "high"},
         stream=True,
     )
-    assert asked.unhonoured == ("output_config.effort",)
+    assert asked.ignored == ("output_config.effort",)
     assert asked.turn.stream
 
 
 def test_fields_without_effect_are_taken() -> None:
-    assert decode(**dict.fromkeys(IGNORED, "x")).unhonoured == ()
-    assert decode(container=None, mcp_servers=[]).unhonoured == ()
+    assert decode(**dict.fromkeys(IGNORED, "x")).ignored == ()
+    assert decode(container=None, mcp_servers=[]).ignored == ()
 
 
 @pytest.mark.parametrize(

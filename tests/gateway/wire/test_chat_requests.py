@@ -17,7 +17,7 @@ from tests.gateway.asking import FixedAsking
 from tests.searching import examples
 from tokentape.chat.renderer import Renderer
 from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.gateway.endpoint import Asked
+from tokentape.gateway.endpoint import DecodedRequest
 from tokentape.gateway.events import TurnRequest
 from tokentape.gateway.wire.chat_completions import IGNORED, PARAMETERS, ChatCompletions
 
@@ -28,7 +28,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 DIALECT = ChatCompletions("m", Renderer.load(Path(tokentape.demo.__file__).parent / "model").tokenizer)
 
 
-def decode(body: Any) -> Asked:
+def decode(body: Any) -> DecodedRequest:
     return asyncio.run(DIALECT.decode(body, FixedAsking()))
 
 
@@ -73,7 +73,7 @@ def test_unsupported_parameter_is_refused_by_name(name: str, value: Any) -> None
     ],
 )
 def test_what_no_model_is_made_to_obey_is_taken_and_named(name: str, value: Any) -> None:
-    assert decode({"messages": [USER], name: value}).unhonoured == (name,)
+    assert decode({"messages": [USER], name: value}).ignored == (name,)
     assert decode({"messages": [USER], "tools": [TOOL], name: value}).turn == read(tools=[TOOL])
 
 

@@ -23,7 +23,7 @@ from tokentape.chat.renderer import Renderer
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, call_tool, sample_tasks
 from tokentape.errors import EngineError, InvalidRequest, NotFound, UnsupportedParameter
 from tokentape.gateway.app import create_app
-from tokentape.gateway.endpoint import Asked
+from tokentape.gateway.endpoint import DecodedRequest
 from tokentape.gateway.keys import Keys
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
@@ -45,7 +45,7 @@ ANSWER = "Pears are 12, plums 7.<|im_end|>"
 DIALECT = Responses("m", Renderer.load(Path(tokentape.demo.__file__).parent / "model").tokenizer)
 
 
-def decode(**body: Any) -> Asked:
+def decode(**body: Any) -> DecodedRequest:
     return asyncio.run(DIALECT.decode({"input": "hi", **body}, FixedAsking()))
 
 
@@ -462,7 +462,7 @@ def test_what_codex_sends_is_read() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "a b"},
     )
     assert [tool["function"]["name"] for tool in asked.turn.tools] == ["exec_command", "agents__spawn"]
-    assert asked.unhonoured == ("tools", "reasoning")
+    assert asked.ignored == ("tools", "reasoning")
 
 
 def test_replies_that_follow_each_other_stay_apart() -> None:
@@ -493,7 +493,7 @@ def test_replies_that_follow_each_other_stay_apart() -> None:
 )
 def test_what_no_model_is_made_to_obey_is_taken_and_named(name: str, value: Any) -> None:
     asked = decode(**{name: value})
-    assert asked.unhonoured == (name,)
+    assert asked.ignored == (name,)
     assert asked.turn == decode().turn
 
 

@@ -11,7 +11,7 @@ Choices where the protocol leaves some:
 - Any `model` is accepted; replies name the model that is served.
 - `tool_choice` of `any` or a tool, `disable_parallel_tool_use`, an effort, a thinking budget, edits of the context and
   what else asks the model or the server to behave is accepted, but nobody is made to obey; the reply's header
-  `X-Tokentape-Unhonoured` names it.
+  `X-Tokentape-Ignored-Params` names it.
 - `tool_choice` `none` takes the tools out of the prompt, as in chat completions.
 - `thinking` `disabled` becomes the template kwarg `enable_thinking: false` where the template reads that. Everything
   else about thinking is left to the template: a kwarg that came and went would fork the session.
@@ -24,25 +24,26 @@ Choices where the protocol leaves some:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tokentape.chat.template import ChatTemplate
 from tokentape.engines.base import SamplingParams
 from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
-from tokentape.gateway.access import note
-from tokentape.gateway.endpoint import Asked, Asking, Gateway, address
+from tokentape.gateway.access import request_log
+from tokentape.gateway.endpoint import DecodedRequest, Gateway, RequestContext, address
 from tokentape.gateway.events import TurnRequest
-from tokentape.gateway.http import check_depth, error_headers, json_response, read_as, read_json
+from tokentape.gateway.http import check_depth, error_headers, json_response, parse_json, read_as, read_body
+from tokentape.gateway.openapi import also_below_sessions
 from tokentape.gateway.pins import Count, Seed, StopString, Temperature, TopP
 from tokentape.gateway.session_ids import new_session_id
 from tokentape.gateway.wire.anthropic_history import AnthropicMessage, Part, read_messages, takes_later_system
 from tokentape.gateway.wire.anthropic_replies import AnthropicEncoder, error_body, error_event
-from tokentape.gateway.wire.sampling_fields import refuse_unhonoured
+from tokentape.gateway.wire.sampling_fields import refuse_unsupported
 from tokentape.types import Tool
 
 COUNT_PATH = "/v1/messages/count_tokens"
@@ -140,6 +141,8 @@ class AnthropicMessages:
     """The dialect. `model_id` is the model's name in replies, `template` says what it takes."""
 
     path = "/v1/messages"
+    summary = "Anthropic's Messages"
+    body, ignored = MessagesBody, IGNORED
     read_messages = None
 
     def __init__(self, model_id: str, template: ChatTemplate) -> None:
@@ -151,7 +154,7 @@ class AnthropicMessages:
         """Bodies of this API name no session."""
         return None
 
-    async def decode(self, body: Any, asking: Asking) -> Asked:
+    async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
         """Read a request body. Raises `InvalidRequest` and `UnsupportedParameter` naming the parameter."""
         read = _read(body)
         if read.max_tokens is None:
@@ -161,10 +164,10 @@ class AnthropicMessages:
                 "the last message is the assistant's; beginning the reply for the model (prefill) is not supported",
                 "messages",
             )
-        turn = self._turn(read, asking.session_id, asking.takes_images)
-        refuse_unhonoured(turn.sampling, asking.engine, _API_NAMES)
+        turn = self._turn(read, context.session_id, context.takes_images)
+        refuse_unsupported(turn.sampling, context.engine, _API_NAMES)
         max_tokens = read.max_tokens
-        return Asked(
+        return DecodedRequest(
             turn,
             lambda started: AnthropicEncoder(
                 started,
@@ -173,7 +176,7 @@ class AnthropicMessages:
                 token_ids=read.return_token_ids,
                 logprobs=read.logprobs,
             ),
-            tuple(self._unhonoured(read)),
+            tuple(self._ignored_params(read)),
         )
 
     def decode_count(self, body: Any, session_id: str, takes_images: bool) -> TurnRequest:
@@ -212,7 +215,7 @@ class AnthropicMessages:
             stream=body.stream,
         )
 
-    def _unhonoured(self, body: MessagesBody) -> list[str]:
+    def _ignored_params(self, body: MessagesBody) -> list[str]:
         """What is asked of the model or the server and is not enforced."""
         thinking, edits = body.thinking, body.context_management and body.context_management.edits
         unhonoured = {
@@ -234,23 +237,24 @@ class AnthropicMessages:
         return [name for name, asked in unhonoured.items() if asked]
 
 
-def count_tokens(gateway: Gateway, dialect: AnthropicMessages) -> Callable[[Request], Awaitable[Response]]:
-    """The handler of `COUNT_PATH`: how many tokens the context of a turn would have. Nothing is recorded."""
+def count_routes(gateway: Gateway, dialect: AnthropicMessages) -> list[Route]:
+    """Return the endpoint that counts the tokens of a turn's context. Nothing is recorded."""
 
     async def answer(request: Request) -> Response:
         try:
             gateway.drain.refuse()
             caller = gateway.caller(request)
-            with gateway.calls.one_more(caller.owner):
+            with gateway.calls.track(caller.owner):
                 session_id = address(request, caller) or new_session_id()
-                body = await read_json(request, gateway.limits.body_bytes)
-                turn = dialect.decode_count(body, session_id, gateway.turns.takes_images)
+                body = await read_body(request, gateway.turns.limits.body_bytes)
+                turn = dialect.decode_count(parse_json(body), session_id, gateway.turns.takes_images)
                 return json_response({"input_tokens": await gateway.turns.count_context(turn, caller.owner)})
         except TokentapeError as error:
-            note(request).error = error.code
+            request_log(request).error = error.code
             return json_response(error_body(error), error.status, error_headers(error))
 
-    return answer
+    counted: dict[str, Any] = {"body": MessagesBody, "more_fields": IGNORED}
+    return also_below_sessions("POST", COUNT_PATH, answer, "Count a context's tokens", **counted)
 
 
 def _read(body: Any) -> MessagesBody:

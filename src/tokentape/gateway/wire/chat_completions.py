@@ -8,7 +8,7 @@ Choices where the protocol leaves some:
 
 - Any `model` is accepted; replies name the model that is served.
 - `tool_choice: "required"` or a function, and `parallel_tool_calls: false`, are accepted, but no model is made to obey;
-  the reply's header `X-Tokentape-Unhonoured` names them.
+  the reply's header `X-Tokentape-Ignored-Params` names them.
 - `tool_choice: "none"` takes the tools out of the prompt: a model can't call what it does not see. Against a turn with
   tools that is another setup, so the session forks.
 - Without `max_tokens` a reply may fill the context.
@@ -31,7 +31,7 @@ from tokentape.chat.parse import ReplyDelta
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.engines.base import SampleDelta, SamplingParams
 from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
-from tokentape.gateway.endpoint import Asked, Asking, DoneChoice
+from tokentape.gateway.endpoint import DecodedRequest, DoneChoice, RequestContext
 from tokentape.gateway.events import TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.http import check_depth, encode_event, encode_json, error_body, parse_json
 from tokentape.gateway.images import image_part, takes
@@ -46,7 +46,7 @@ from tokentape.gateway.wire.openai_fields import (
     sampling_params,
     tool_arguments,
 )
-from tokentape.gateway.wire.sampling_fields import refuse_unhonoured
+from tokentape.gateway.wire.sampling_fields import refuse_unsupported
 from tokentape.types import Message
 
 MAX_CHOICES = 16
@@ -152,6 +152,8 @@ class ChatCompletions:
     """The dialect. `model_id` is the model's name in replies, `tokenizer` spells tokens beside their logprobs."""
 
     path = "/v1/chat/completions"
+    summary = "OpenAI's chat completions"
+    body, ignored = ChatCompletionsBody, IGNORED
 
     def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
         self._model_id = model_id
@@ -161,29 +163,31 @@ class ChatCompletions:
         """Bodies of this API name no session."""
         return None
 
-    async def decode(self, body: Any, asking: Asking) -> Asked:
+    async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
         """Read a request body. Raises `InvalidRequest` and `UnsupportedParameter` naming the parameter."""
         read, given = _read(body)
-        sampling = _sampling(read, asking.vocab_size)
-        refuse_unhonoured(sampling, asking.engine, _API_NAMES)
+        sampling = _sampling(read, context.vocab_size)
+        refuse_unsupported(sampling, context.engine, _API_NAMES)
         check_depth(read.chat_template_kwargs, "chat_template_kwargs")
         # As the caller wrote them: templates print tools whole, in the order of their keys.
         tools = () if read.tool_choice == "none" else tuple(given.get("tools", ()))
         check_depth(given.get("tools", []), "tools")
         turn = TurnRequest(
-            session_id=asking.session_id,
-            messages=_messages(read, asking),
+            session_id=context.session_id,
+            messages=_messages(read, context),
             tools=tools,
             template_kwargs=read.chat_template_kwargs,
             sampling=sampling,
             n=read.n,
             stream=read.stream,
         )
-        return Asked(turn, lambda started: _Encoder(read, started, self._model_id, self._tokenizer), _unhonoured(read))
+        return DecodedRequest(
+            turn, lambda started: _Encoder(read, started, self._model_id, self._tokenizer), _ignored_params(read)
+        )
 
-    def read_messages(self, data: bytes, asking: Asking) -> tuple[Message, ...]:
+    def read_messages(self, data: bytes, context: RequestContext) -> tuple[Message, ...]:
         """The messages of a body that was accepted."""
-        return _messages(_read(parse_json(data))[0], asking)
+        return _messages(_read(parse_json(data))[0], context)
 
     def error(self, error: TokentapeError) -> Any:
         """An error in OpenAI's shape."""
@@ -201,7 +205,7 @@ def _read(body: Any) -> tuple[ChatCompletionsBody, dict[str, Any]]:
     return read, given
 
 
-def _unhonoured(body: ChatCompletionsBody) -> tuple[str, ...]:
+def _ignored_params(body: ChatCompletionsBody) -> tuple[str, ...]:
     """What is asked of the model that no engine is made to enforce."""
     names = []
     if body.tool_choice not in ("auto", "none"):
@@ -234,8 +238,8 @@ def _sampling(body: ChatCompletionsBody, vocab_size: int) -> SamplingParams:
     return sampling_params(body, vocab_size, max_tokens=max_tokens, top_logprobs=body.top_logprobs)
 
 
-def _messages(body: ChatCompletionsBody, asking: Asking) -> tuple[Message, ...]:
-    return tuple(_message(index, one, asking.takes_images) for index, one in enumerate(body.messages))
+def _messages(body: ChatCompletionsBody, context: RequestContext) -> tuple[Message, ...]:
+    return tuple(_message(index, one, context.takes_images) for index, one in enumerate(body.messages))
 
 
 def _message(index: int, message: _Message, takes_images: bool) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from msgspec import Meta, Struct
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.engines.base import SampleDelta
 from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
-from tokentape.gateway.endpoint import Asked, Asking, DoneChoice
+from tokentape.gateway.endpoint import DecodedRequest, DoneChoice, RequestContext
 from tokentape.gateway.events import TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.http import encode_event, error_body, read_as
 from tokentape.gateway.pins import Count
@@ -44,7 +44,7 @@ from tokentape.gateway.wire.openai_fields import (
     refuse_unserved,
     sampling_params,
 )
-from tokentape.gateway.wire.sampling_fields import refuse_unhonoured
+from tokentape.gateway.wire.sampling_fields import refuse_unsupported
 from tokentape.types import TokenIds
 
 MAX_CHOICES = 16
@@ -93,6 +93,8 @@ class Completions:
     """The dialect. `model_id` is the model's name in replies."""
 
     path = "/v1/completions"
+    summary = "OpenAI's completions"
+    body, ignored = CompletionsBody, IGNORED
     read_messages = None
 
     def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
@@ -103,30 +105,30 @@ class Completions:
         """Bodies of this API name no session."""
         return None
 
-    async def decode(self, body: Any, asking: Asking) -> Asked:
+    async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
         """Read a request body. Raises `InvalidRequest` and `UnsupportedParameter` naming the parameter."""
         read, _ = read_fields(body, CompletionsBody, IGNORED, "prompt")
         _refuse_unserved(read)
         sampling = sampling_params(
             read,
-            asking.vocab_size,
+            context.vocab_size,
             max_tokens=read.max_tokens,
             top_logprobs=read.logprobs or 0,
             min_tokens=read.min_tokens,
         )
-        refuse_unhonoured(sampling, asking.engine, _API_NAMES)
+        refuse_unsupported(sampling, context.engine, _API_NAMES)
         turn = TurnRequest(
-            session_id=asking.session_id,
+            session_id=context.session_id,
             messages=(),
             tools=(),
             template_kwargs={},
             sampling=sampling,
             n=read.n,
             stream=read.stream,
-            prompt_ids=await self._prompt_ids(read, asking.vocab_size),
+            prompt_ids=await self._prompt_ids(read, context.vocab_size),
             ignore_eos=read.ignore_eos,
         )
-        return Asked(turn, lambda started: _Encoder(read, started, self._model_id, self._tokenizer))
+        return DecodedRequest(turn, lambda started: _Encoder(read, started, self._model_id, self._tokenizer))
 
     def error(self, error: TokentapeError) -> Any:
         """An error in OpenAI's shape."""

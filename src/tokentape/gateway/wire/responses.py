@@ -16,7 +16,7 @@ Choices where the protocol leaves some:
   out when it sends items back: what was sampled stays in context.
 - Functions and namespaces of functions are served. Tools that OpenAI runs itself and that harnesses add unasked, such
   as `web_search`, are not shown to the model; other kinds are refused.
-- What no engine is made to obey is accepted, and named by the header `X-Tokentape-Unhonoured`: tools left out and
+- What no engine is made to obey is accepted, and named by the header `X-Tokentape-Ignored-Params`: tools left out and
   `strict`, a `tool_choice` that forces, `parallel_tool_calls: false`, `reasoning` (what a template offers is asked for
   with `chat_template_kwargs`), `text.verbosity` and `truncation: "auto"`.
 - The log-probabilities of a text part have one entry per sampled id of the whole completion.
@@ -38,9 +38,10 @@ from starlette.routing import Route
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.engines.base import SamplingParams
 from tokentape.errors import InvalidRequest, NotFound, TokentapeError
-from tokentape.gateway.endpoint import Asked, Asking, Gateway, address
+from tokentape.gateway.endpoint import DecodedRequest, Gateway, RequestContext, address
 from tokentape.gateway.events import TurnRequest, TurnStarted
 from tokentape.gateway.http import check_depth, encode_event, error_body, json_response
+from tokentape.gateway.openapi import also_below_sessions
 from tokentape.gateway.pins import Count
 from tokentape.gateway.wire.openai_fields import (
     SamplingFields,
@@ -52,7 +53,7 @@ from tokentape.gateway.wire.openai_fields import (
 from tokentape.gateway.wire.responses_items import join_leading, output_items, read_input, without_instructions
 from tokentape.gateway.wire.responses_stream import ResponseEncoder, ended
 from tokentape.gateway.wire.responses_tools import Tools, read_tools
-from tokentape.gateway.wire.sampling_fields import refuse_unhonoured
+from tokentape.gateway.wire.sampling_fields import refuse_unsupported
 from tokentape.session.tree import Session
 from tokentape.types import Message
 
@@ -127,6 +128,8 @@ class Responses:
     """The dialect. `model_id` is the model's name in replies, `tokenizer` spells tokens beside their logprobs."""
 
     path = "/v1/responses"
+    summary = "OpenAI's Responses"
+    body, ignored = ResponsesBody, IGNORED
     read_messages = None
 
     def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
@@ -138,21 +141,21 @@ class Responses:
         previous = body.get("previous_response_id") if isinstance(body, dict) else None
         return ResponseId.read(previous).session_id if isinstance(previous, str) else None
 
-    async def decode(self, body: Any, asking: Asking) -> Asked:
+    async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
         """Read a request body. Raises `InvalidRequest`, `UnsupportedParameter` and `NotFound`."""
         read, _ = read_fields(body, ResponsesBody, IGNORED, "input")
         _refuse_unserved(read)
         logprobs = bool(read.top_logprobs) or _LOGPROBS in read.include
         sampling = sampling_params(
-            read, asking.vocab_size, max_tokens=read.max_output_tokens or 0, top_logprobs=read.top_logprobs
+            read, context.vocab_size, max_tokens=read.max_output_tokens or 0, top_logprobs=read.top_logprobs
         )
-        refuse_unhonoured(sampling, asking.engine, _API_NAMES)
+        refuse_unsupported(sampling, context.engine, _API_NAMES)
         for name in ("chat_template_kwargs", "metadata", "tool_choice", "reasoning", "text"):
             check_depth([getattr(read, name)], name)
         tools = read_tools(read.tools)
         turn = TurnRequest(
-            session_id=asking.session_id,
-            messages=await _messages(read, asking),
+            session_id=context.session_id,
+            messages=await _messages(read, context),
             tools=() if read.tool_choice == "none" else tools.shown,
             template_kwargs=read.chat_template_kwargs,
             sampling=sampling,
@@ -160,7 +163,7 @@ class Responses:
         )
 
         def encoder(started: TurnStarted) -> ResponseEncoder:
-            named = ResponseId(asking.session_id, started.reply_id, len(read.instructions or ""))
+            named = ResponseId(context.session_id, started.reply_id, len(read.instructions or ""))
             return ResponseEncoder(
                 {**_head(named, started.created_at, self._model_id), **_echo(read, started.sampling or sampling)},
                 started,
@@ -170,7 +173,7 @@ class Responses:
                 return_token_ids=read.return_token_ids,
             )
 
-        return Asked(turn, encoder, _unhonoured(read, tools))
+        return DecodedRequest(turn, encoder, _ignored_params(read, tools))
 
     def error(self, error: TokentapeError) -> Any:
         """An error in OpenAI's shape."""
@@ -217,24 +220,21 @@ def routes(gateway: Gateway) -> list[Route]:
             }
         )
 
-    return [
-        Route(prefix + Responses.path + "/{response_id}", retrieve, methods=["GET"])
-        for prefix in ("", "/sessions/{session_id}")
-    ]
+    return also_below_sessions("GET", Responses.path + "/{response_id}", retrieve, "A recorded response")
 
 
-async def _messages(body: ResponsesBody, asking: Asking) -> tuple[Message, ...]:
+async def _messages(body: ResponsesBody, context: RequestContext) -> tuple[Message, ...]:
     """Instructions, what the continued response knew, and the input."""
     before: tuple[Message, ...] = ()
     if body.previous_response_id is not None:
         previous = ResponseId.read(body.previous_response_id)
         try:
-            before = await asking.conversation(previous.reply_id)
+            before = await context.conversation(previous.reply_id)
         except NotFound:
             raise _no_response() from None
         before = without_instructions(before, previous.instructions)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages = join_leading([*instructions, *before, *await read_input(body.input, asking)])
+    messages = join_leading([*instructions, *before, *await read_input(body.input, context)])
     if not messages:
         raise InvalidRequest("input holds no item; expected one or more", "input")
     return messages
@@ -263,7 +263,7 @@ def _refuse_unserved(body: ResponsesBody) -> None:
     )
 
 
-def _unhonoured(body: ResponsesBody, tools: Tools) -> tuple[str, ...]:
+def _ignored_params(body: ResponsesBody, tools: Tools) -> tuple[str, ...]:
     """What is asked for that no engine is made to obey."""
     asked = {
         "tools": tools.unhonoured,

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from msgspec import Struct
 
 from tokentape.errors import InvalidRequest, NotFound, UnsupportedParameter
-from tokentape.gateway.endpoint import Asking
+from tokentape.gateway.endpoint import RequestContext
 from tokentape.gateway.http import read_as
 from tokentape.gateway.images import append_content, image_part
 from tokentape.gateway.wire.openai_fields import tool_arguments
@@ -65,7 +65,7 @@ class _Reference(Struct):
     id: str
 
 
-async def read_input(given: str | Sequence[Any], asking: Asking) -> list[dict[str, Any]]:
+async def read_input(given: str | Sequence[Any], context: RequestContext) -> list[dict[str, Any]]:
     """The messages that the field `input` holds.
 
     Raises `InvalidRequest`, `UnsupportedParameter` for items that are not served, and `NotFound` for a reference to an
@@ -78,12 +78,12 @@ async def read_input(given: str | Sequence[Any], asking: Asking) -> list[dict[st
     for at, item in enumerate(given):
         kind = _kind(item, at)
         if kind == "item_reference":
-            item = await _referred(_read(item, _Reference, at).id, asking, at)
+            item = await _referred(_read(item, _Reference, at).id, context, at)
             kind = item["type"]
         if kind == "message":
             message = _read(item, _Message, at)
             if message.role == "user":
-                messages.append({"role": "user", "content": _content(message.content, at, "content", asking)})
+                messages.append({"role": "user", "content": _content(message.content, at, "content", context)})
                 continue
             text = _text(message.content, at, "content")
             if message.role == "assistant":
@@ -107,7 +107,7 @@ async def read_input(given: str | Sequence[Any], asking: Asking) -> list[dict[st
             _open(messages, fresh=()).setdefault("tool_calls", []).append(written)
         else:
             output = _read(item, _CallOutput, at)
-            content = _content(output.output, at, "output", asking)
+            content = _content(output.output, at, "output", context)
             messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
     return messages
 
@@ -220,9 +220,9 @@ def _open(messages: list[dict[str, Any]], fresh: Sequence[str]) -> dict[str, Any
     return last
 
 
-def _content(content: str | list[_Part], at: int, name: str, asking: Asking) -> Any:
+def _content(content: str | list[_Part], at: int, name: str, context: RequestContext) -> Any:
     """A text, or a list of parts if there are images."""
-    if isinstance(content, str) or not asking.takes_images:
+    if isinstance(content, str) or not context.takes_images:
         return _text(content, at, name)
     read: Any = ""
     for index, part in enumerate(content):
@@ -247,12 +247,12 @@ def _text(content: str | list[_Part], at: int, name: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-async def _referred(item_id: str, asking: Asking, at: int) -> dict[str, Any]:
+async def _referred(item_id: str, context: RequestContext, at: int) -> dict[str, Any]:
     """The item of an earlier reply of the session."""
     reply_id = _reply_of(item_id)
     if reply_id is not None:
         try:
-            conversation = await asking.conversation(reply_id)
+            conversation = await context.conversation(reply_id)
         except NotFound:
             conversation = ()
         for item in output_items(conversation[-1], reply_id) if conversation else ():

@@ -9,7 +9,7 @@ from tokentape.engines.base import EngineInfo, SamplingParams
 from tokentape.errors import UnsupportedParameter
 
 
-def refuse_unhonoured(sampling: SamplingParams, engine: EngineInfo, names: Mapping[str, str]) -> None:
+def refuse_unsupported(sampling: SamplingParams, engine: EngineInfo, names: Mapping[str, str]) -> None:
     """Raise `UnsupportedParameter` for a parameter that was set and that the engine would ignore.
 
     `names` are the fields of `SamplingParams` that have another name in the API.

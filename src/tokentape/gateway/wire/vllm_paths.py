@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from tokentape.gateway.endpoint import Gateway
 from tokentape.gateway.http import json_response, parse_json, read_body
+from tokentape.gateway.openapi import also_below_sessions
 from tokentape.gateway.wire.completions import known_ids, text_ids
 from tokentape.gateway.wire.openai_fields import TokenId, read_fields
 from tokentape.version import __version__
@@ -43,7 +44,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def body_of(request: Request) -> Any:
         gateway.caller(request)
-        return parse_json(await read_body(request, gateway.limits.body_bytes))
+        return parse_json(await read_body(request, gateway.turns.limits.body_bytes))
 
     async def version(request: Request) -> Response:
         return json_response({"version": f"tokentape-{__version__}"})
@@ -66,13 +67,8 @@ def routes(gateway: Gateway) -> list[Route]:
         known_ids(asked.tokens, tokenizer.vocab_size, "tokens")
         return json_response({"prompt": await asyncio.to_thread(tokenizer.decode, asked.tokens)})
 
-    paths = {
-        "/version": (version, "GET"),
-        "/tokenize": (tokenize, "POST"),
-        "/detokenize": (detokenize, "POST"),
-    }
     return [
-        Route(prefix + path, handler, methods=[method])
-        for path, (handler, method) in paths.items()
-        for prefix in ("", "/sessions/{session_id}")
+        *also_below_sessions("GET", "/version", version, "The gateway's version"),
+        *also_below_sessions("POST", "/tokenize", tokenize, "A text's token ids", body=TokenizeBody),
+        *also_below_sessions("POST", "/detokenize", detokenize, "The text of token ids", body=DetokenizeBody),
     ]

@@ -15,9 +15,9 @@ from typing import Any
 
 from tokentape.errors import Conflict, IdempotencyMismatch, LimitReached, NotFound
 from tokentape.gateway.events import Attempt
-from tokentape.gateway.flights import Flight
-from tokentape.gateway.known_prefix import Known
+from tokentape.gateway.in_flight_call import InFlightCall
 from tokentape.gateway.limits import Limits
+from tokentape.gateway.prefix import ParsedPrefix
 from tokentape.session.tree import Session
 from tokentape.store import Store, StoredSession
 from tokentape.store.snapshots import Snapshots
@@ -30,7 +30,7 @@ _CONTEXTS_AT_HAND = 16
 """Sessions whose ids are kept in one piece besides turn by turn: four bytes more for each token. To put them together
 again with each call takes 5 µs more at 20 turns, 50 µs at 200."""
 
-_KEPT_BEGINNINGS = 4
+_KEPT_PREFIXES = 4
 """Per session: calls may come side by side, and subagents take turns."""
 
 
@@ -45,12 +45,12 @@ class OpenSession:
     """Digests of setups that the store has."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while turns are committed."""
-    flights: list[Flight] = field(default_factory=list)
+    calls: list[InFlightCall] = field(default_factory=list)
     used_at: float = 0.0
     """Seconds of the monotonic clock."""
     deleted: bool = False
     """Deleted while somebody still works in it."""
-    known: tuple[Known, ...] = ()
+    prefixes: tuple[ParsedPrefix, ...] = ()
     """The beginnings of the last requests, newest last: a later one may begin with them."""
     bridges: dict[int, tuple[int, frozenset[str]]] = field(default_factory=dict)
     """Per turn the length of its branch, and the kinds of bridges on it that were drawn to be checked."""
@@ -67,21 +67,20 @@ class OpenSession:
         if len(self._answers) > _KEPT_ANSWERS:
             self._answers.popitem(last=False)
 
-    def know(self, known: Known) -> None:
-        """Keep the beginning of a request at hand."""
-        self.known = (*self.known[-_KEPT_BEGINNINGS + 1 :], known)
+    def remember_prefix(self, prefix: ParsedPrefix) -> None:
+        """Keep the beginning of a request for later ones that begin with it."""
+        self.prefixes = (*self.prefixes[-_KEPT_PREFIXES + 1 :], prefix)
 
-    def flight_of(self, attempt: Attempt | None) -> Flight | None:
+    def call_in_flight(self, attempt: Attempt | None) -> InFlightCall | None:
         """The call under way that this one repeats. Raises `IdempotencyMismatch` for a used key with another body."""
-        for flight in reversed(self.flights):
-            if attempt is not None and flight.attempt is not None and not flight.aborted:
-                known = flight.attempt
-                if _repeats(attempt, known.key, known.body_digest):
-                    return flight
+        for call in reversed(self.calls):
+            known = None if call.aborted else call.attempt
+            if attempt is not None and known is not None and _repeats(attempt, known.key, known.body_digest):
+                return call
         return None
 
     def answer_to(self, attempt: Attempt | None) -> Answer | None:
-        """The recorded answer to the call that this one repeats. Raises as `flight_of`."""
+        """The recorded answer to the call that this one repeats. Raises as `call_in_flight`."""
         for answer in reversed(self._answers.values()):
             if attempt is not None and _repeats(attempt, answer.key, answer.body_digest):
                 return answer
@@ -102,7 +101,7 @@ def _repeats(attempt: Attempt, key: str | None, body_digest: str) -> bool:
     return attempt.retried and key is None and attempt.body_digest == body_digest
 
 
-class OpenSessions:
+class SessionCache:
     """Sessions by id. An unknown id and somebody else's session look the same. For one event loop."""
 
     def __init__(
@@ -146,10 +145,10 @@ class OpenSessions:
                 self._loading.pop(session_id, None)
         return self._seen(opened, owner)
 
-    def known(self, session_id: str, owner: str) -> tuple[Known, ...]:
-        """What requests of this owner to a session in memory may begin with."""
+    def prefixes(self, session_id: str, owner: str) -> tuple[ParsedPrefix, ...]:
+        """Return the beginnings of earlier requests of this owner to a session in memory."""
         opened = self._open.get(session_id)
-        return opened.known if opened is not None and opened.session.info.owner == owner else ()
+        return opened.prefixes if opened is not None and opened.session.info.owner == owner else ()
 
     async def get(self, session_id: str, owner: str | None) -> OpenSession:
         """The session. Raises `NotFound` if there is none or it is somebody else's."""
@@ -289,7 +288,7 @@ class OpenSessions:
         most = self._limits.open_sessions
         cutoff = time.monotonic() - self._limits.idle_seconds
         for opened in list(takewhile(lambda one: one.used_at < cutoff, self._open.values())):
-            if not opened.flights and not opened.lock.locked():
+            if not opened.calls and not opened.lock.locked():
                 self.drop(opened)
         if most and sum(one.session.info.owner == owner for one in self._open.values()) >= most:
             oldest = next(one for one in self._open.values() if one.session.info.owner == owner)

@@ -1,4 +1,4 @@
-"""From a request to what is sent: which turn it continues, what is appended there, how it is to be sampled."""
+"""From a request to a prompt: the turn that it continues, the ids appended there, and the sampling parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache, partial
-from typing import overload
 
 import numpy as np
 
@@ -24,15 +23,14 @@ from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway.events import TurnRequest
 from tokentape.gateway.images import receive
 from tokentape.session.media import media_spans, path_media
-from tokentape.session.tree import NO_IDS, Continuation, Session
+from tokentape.session.tree import NO_IDS, Continuation, LazyMessages, Session
 from tokentape.types import Media, Message, Provenance, Setup, TokenIds, Turn
 
 PROMPT: Message = {"role": "prompt"}
-"""What stands for the messages of a turn whose context the caller made: no message of a chat is like it."""
-
+"""Takes the place of the messages of a turn whose prompt the caller tokenized: no chat message is like it."""
 
 _QUICK = 4096
-"""Characters of new messages that are rendered and tokenized between two events of other calls."""
+"""Characters of new messages that are rendered and tokenized on the event loop."""
 
 _KEPT_KINDS = 1024
 
@@ -47,7 +45,7 @@ class Bridge:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Prompt:
     """A request made ready for the engine; its choices share it."""
 
     setup: Setup
@@ -57,23 +55,23 @@ class Prepared:
     context_ids: TokenIds
     """The parent's context and completion."""
     added: PromptTokens
-    prompt_ids: TokenIds
-    """`context_ids` and `added.ids`: what is sent."""
+    ids: TokenIds
+    """`context_ids` and `added.ids`, int32 [tokens]: what is sent."""
     fork: str | None
-    """A cause that lies with the template, known before sampling."""
+    """Fork cause, if already known before sampling."""
     sampling: SamplingParams
-    noted: Mapping[str, object] = field(default_factory=dict)
-    """What is recorded of how the context came about, beside the sampling parameters."""
+    notes: Mapping[str, object] = field(default_factory=dict)
+    """Recorded with the sampling parameters: how the context came about."""
     bridge: Bridge | None = None
-    """None where nothing was bridged, or an overriding renderer did it."""
+    """None if nothing was bridged, or an external renderer did it."""
     media: tuple[PromptMedia, ...] = ()
     """The images of the prompt."""
     new_media: tuple[Media, ...] = ()
-    """What is to be recorded of those in `messages`."""
+    """Images of `messages`, to be recorded."""
 
 
 def _kind(setup: Setup, messages: Sequence[Message]) -> tuple[str, ...]:
-    """What a bridge's strategy depends on, about: the setup and the roles that follow."""
+    """Return about what a bridge's strategy depends on: the setup and the roles that follow."""
     return (setup.digest, *(message["role"] for message in messages))
 
 
@@ -83,32 +81,8 @@ def _least(*strategies: Strategy) -> Strategy:
     return max(strategies, key=order.index)
 
 
-class _History(Sequence[Message]):
-    """The messages before the reply that a request continues. They are read only if somebody looks at them."""
-
-    def __init__(self, request: TurnRequest, found: Continuation) -> None:
-        self._request = request
-        self._behind = len(found.new_messages) + 1
-        self._read: tuple[Message, ...] | None = None
-
-    def _messages(self) -> tuple[Message, ...]:
-        if self._read is None:
-            self._read = self._request.whole().messages[: -self._behind]
-        return self._read
-
-    @overload
-    def __getitem__(self, at: int) -> Message: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[Message, ...]: ...
-    def __getitem__(self, at: int | slice) -> Message | tuple[Message, ...]:
-        return self._messages()[at]
-
-    def __len__(self) -> int:
-        return len(self._messages())
-
-
-class Preparer:
-    """Prepares requests for one model and engine. `history` and `wrong_stop` are explained at `Turns`."""
+class PromptBuilder:
+    """Builds prompts for one model and engine. `history` and `wrong_stop` are explained at `Turns`."""
 
     def __init__(
         self,
@@ -133,7 +107,7 @@ class Preparer:
         self._certificate = certificate
         """By template kwargs, as canonical JSON."""
         self._bridged: set[tuple[str, ...]] = set()
-        """Kinds of continuations that were bridged locally before, so that all is at hand for another."""
+        """Kinds of continuations that were bridged locally before, so that another takes a millisecond or two."""
         self._revoked: dict[tuple[str, str], Strategy] = {}
         """By setup and continuation, the least that is left of what the certificate allows."""
 
@@ -142,29 +116,28 @@ class Preparer:
         self._certificate(canonical_json({}))
 
     def revoke(self, setup: str, name: str, strategy: Strategy) -> None:
-        """From now on bridge no other way than by `strategy` what is so called, under the setup of this digest."""
+        """Bridge the continuation with this name under this setup by no other strategy from now on."""
         if len(self._revoked) >= _KEPT_KINDS:
             self._revoked.pop(next(iter(self._revoked)))
         self._revoked[setup, name] = _least(strategy, self._revoked.get((setup, name), "local"))
         self._bridged.clear()
 
     def setup(self, session: Session, request: TurnRequest) -> Setup:
-        """What rendering depends on besides the messages."""
+        """Return what rendering depends on besides the messages."""
         # The day the session began, on every turn: templates that print the date must not change overnight.
         date = datetime.fromtimestamp(session.info.created_at, UTC).date().isoformat()
         return self._renderer.setup(request.tools, request.template_kwargs, date)
 
     def receive(self, request: TurnRequest) -> TurnRequest:
-        """The request with its images taken out of its messages. Raises `InvalidRequest` for what is none."""
+        """Return the request with its images taken out of its messages. Raises `InvalidRequest` for invalid images."""
         if self._renderer.images is None or not image_parts(request.messages):
             return request
-        messages, media = receive(
-            request.messages, self._renderer.images, partial(self._load_media, request.session_id)
-        )
+        load = partial(self._load_media, request.session_id)
+        messages, media = receive(request.messages, self._renderer.images, load)
         return replace(request, messages=messages, media=media)
 
     def is_quick(self, request: TurnRequest, setup: Setup, found: Continuation) -> bool:
-        """Whether `prepare` takes a millisecond or two: few new messages behind a turn, and all is at hand for them."""
+        """Whether `build` takes a millisecond or two: few new messages after a turn, of a kind bridged before."""
         new = found.new_messages
         if found.parent is None or _kind(setup, new) not in self._bridged:
             return False
@@ -177,69 +150,72 @@ class Preparer:
         texts = [content for content in contents if isinstance(content, str)]
         return len(texts) == len(new) and sum(map(len, texts)) <= _QUICK
 
-    def prepare(self, request: TurnRequest, session: Session, setup: Setup, found: Continuation) -> Prepared:
-        """What to send: bridged where the certificate allows that, else rendered as a new branch.
+    def build(
+        self, request: TurnRequest, session: Session, setup: Setup, found: Continuation, *, fits: bool = True
+    ) -> Prompt:
+        """Return the prompt: bridged where the certificate allows it, else rendered as a new branch.
 
-        `found` is what the request continues. Raises `TemplateRefused`, and `InvalidRequest` if nothing fits behind
-        the context.
+        `found` is what the request continues. Without `fits` the prompt may be too long to sample from.
+
+        Raises `TemplateRefused`, and `InvalidRequest` if no token fits after the prompt.
         """
-        prepared = self.with_context(request, session, setup, found)
-        prepared = replace(prepared, sampling=self.sampling(request, setup, len(prepared.prompt_ids)))
-        return prepared if self._renderer.images is None else self._with_media(prepared, request, session)
+        prompt = self._context(request, session, setup, found)
+        if self._renderer.is_external:
+            prompt = replace(prompt, bridge=None)
+        if fits:
+            prompt = replace(prompt, sampling=self.sampling(request, setup, len(prompt.ids)))
+        return prompt if self._renderer.images is None or not fits else self._with_media(prompt, request, session)
 
-    def with_context(self, request: TurnRequest, session: Session, setup: Setup, found: Continuation) -> Prepared:
-        """As `prepare`, but with the sampling parameters as requested and however long the context is."""
-        parent, messages, context_ids, fork = found.parent, found.new_messages, found.context_ids, None
-        bridge: Bridge | None = None
+    def _context(self, request: TurnRequest, session: Session, setup: Setup, found: Continuation) -> Prompt:
+        parent, new, context_ids = found.parent, found.new_messages, found.context_ids
+
+        def prompt(added: PromptTokens, bridge: Bridge | None = None) -> Prompt:
+            ids = np.concatenate([context_ids, added.ids])
+            return Prompt(setup, parent, new, context_ids, added, ids, None, request.sampling, bridge=bridge)
+
+        def fork(cause: str, *, unless_continued: bool = False) -> Prompt:
+            """Render all messages, with the sampled ids in their places; a new branch unless it continues the turn."""
+            added = self._rendered(session, setup, request.messages, parent)
+            length = len(context_ids)
+            if unless_continued and np.array_equal(added.ids[:length], context_ids):
+                return prompt(PromptTokens(added.ids[length:], added.provenance[length:]))
+            messages = tuple(request.messages)
+            return Prompt(setup, None, messages, NO_IDS, added, added.ids, cause, request.sampling)
+
         if request.prompt_ids is not None:
             own = request.prompt_ids[len(context_ids) :]
-            added = PromptTokens(own, np.full(len(own), Provenance.USER, np.uint8))
-        elif self._history == "template":
-            added = self._rendered(session, setup, request.whole().messages, parent)
-            if np.array_equal(added.ids[: len(context_ids)], context_ids):
-                added = PromptTokens(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
-            else:
-                parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "template_history"
-        elif parent is None:
-            added = self._rendered(session, setup, messages)
-        elif any(message["role"] == "assistant" and session.turn_of_reply(message) for message in messages):
-            # A reply of this session behind an edit: a bridge would encode its text, a rendering splices its ids.
-            added = self._rendered(session, setup, request.whole().messages, parent)
-            if np.array_equal(added.ids[: len(context_ids)], context_ids):
-                added = PromptTokens(added.ids[len(context_ids) :], added.provenance[len(context_ids) :])
-            else:
-                parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "edited_history"
-        elif (bridge := self._bridge(request, found, parent, setup)).strategy == "fork":
-            bridge = None
-            added = self._rendered(session, setup, request.whole().messages, parent)
-            parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "template_rewrites"
-        else:
-            history = _History(request, found) if bridge.strategy == "contextual" else None
-            added = self._renderer.bridge(parent.completion_ids, parent.reply, messages, setup, history, context_ids)
-            if added.stop_mismatch and self._wrong_stop == "fork":
-                added = self._rendered(session, setup, request.whole().messages, parent)
-                parent, messages, context_ids, fork = None, request.whole().messages, NO_IDS, "other_stop"
-                bridge = None
-            elif bridge.strategy == "local" and len(self._bridged) < _KEPT_KINDS:
-                self._bridged.add(_kind(setup, messages))
-        prompt_ids = np.concatenate([context_ids, added.ids])
-        if self._renderer.is_external:
-            bridge = None
-        return Prepared(setup, parent, messages, context_ids, added, prompt_ids, fork, request.sampling, bridge=bridge)
+            return prompt(PromptTokens(own, np.full(len(own), Provenance.USER, np.uint8)))
+        if self._history == "template":
+            return fork("template_history", unless_continued=True)
+        if parent is None:
+            return prompt(self._rendered(session, setup, new))
+        if any(message["role"] == "assistant" and session.turn_of_reply(message) for message in new):
+            # A reply of this session after an edit: a bridge would encode its text, a rendering splices its ids.
+            return fork("edited_history", unless_continued=True)
+        bridge = self._bridge(request, found, parent, setup)
+        if bridge.strategy == "fork":
+            return fork("template_rewrites")
+        history = _before(request, found) if bridge.strategy == "contextual" else None
+        added = self._renderer.bridge(parent.completion_ids, parent.reply, new, setup, history, context_ids)
+        if added.stop_mismatch and self._wrong_stop == "fork":
+            return fork("other_stop")
+        if bridge.strategy == "local" and len(self._bridged) < _KEPT_KINDS:
+            self._bridged.add(_kind(setup, new))
+        return prompt(added, bridge)
 
-    def _with_media(self, prepared: Prepared, request: TurnRequest, session: Session) -> Prepared:
+    def _with_media(self, prompt: Prompt, request: TurnRequest, session: Session) -> Prompt:
         """Add the images of the whole prompt, whose bytes may have come with an earlier request only."""
         assert self._renderer.images is not None
-        path = [] if prepared.parent is None else session.path(prepared.parent.seq)
+        path = [] if prompt.parent is None else session.path(prompt.parent.seq)
         spans = path_media(path)
-        spans += media_spans(prepared.messages, prepared.added.provenance, len(prepared.context_ids))
+        spans += media_spans(prompt.messages, prompt.added.provenance, len(prompt.context_ids))
         if spans and "image" not in self._engine.info.media:
             raise UnsupportedParameter("the conversation holds images; this engine takes text only", "messages")
         media = {span.sha256: request.media.get(span.sha256) for span in spans}
         loaded = {sha256: one or self._load_media(request.session_id, sha256) for sha256, one in media.items()}
-        new = {part["sha256"] for part in image_parts(prepared.messages)}
+        new = {part["sha256"] for part in image_parts(prompt.messages)}
         return replace(
-            prepared,
+            prompt,
             media=tuple(PromptMedia(span.start, span.length, loaded[span.sha256].data) for span in spans),
             new_media=(self._renderer.images.settings, *(loaded[sha256] for sha256 in sorted(new))) if new else (),
         )
@@ -247,14 +223,14 @@ class Preparer:
     def _rendered(
         self, session: Session, setup: Setup, messages: Sequence[Message], parent: Turn | None = None
     ) -> PromptTokens:
-        """A rendering from the start in which what this session sampled stands by its exact ids.
+        """Render from the start, with the exact ids of what this session sampled.
 
         `parent` is the turn whose messages begin these, if there is one.
         """
         replies = {n: session.turn_of_reply(m) for n, m in enumerate(messages) if m["role"] == "assistant"}
         at = 0
         for turn in [] if parent is None else session.path(parent.seq):
-            # Two turns may have said the same in other ids; which one was meant is known here.
+            # Two turns may have said the same in other ids; here it is known which one was meant.
             at += len(turn.messages)
             replies[at] = turn
             at += 1
@@ -265,14 +241,14 @@ class Preparer:
 
     def _bridge(self, request: TurnRequest, found: Continuation, parent: Turn, setup: Setup) -> Bridge:
         certificate = self._certificate(canonical_json(setup.template_kwargs))
-        history = _History(request, found)
         new = found.new_messages
+        history = _before(request, found)
         strategy = choose(self._renderer, certificate, parent.reply, new, setup, history, found.system)
         name = continuation_name(new, tools=bool(setup.tools), system=found.system)
         return Bridge(name, _least(strategy, self._revoked.get((setup.digest, name), "local")))
 
     def sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
-        """How to sample behind a prompt: no more than fits, and not beyond the model's own stop ids.
+        """Return how to sample after a prompt: no more than fits, and not beyond the model's own stop ids.
 
         Raises `InvalidRequest` if nothing fits.
         """
@@ -291,3 +267,8 @@ class Preparer:
             max_tokens=min(sampling.max_tokens or room, room),
             stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *own})),
         )
+
+
+def _before(request: TurnRequest, found: Continuation) -> LazyMessages:
+    """Return the messages before the reply that a request continues, read only if something looks at them."""
+    return LazyMessages(lambda: request.messages[: -len(found.new_messages) - 1])

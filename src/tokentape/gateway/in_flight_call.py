@@ -1,7 +1,7 @@
-"""Calls under way, detached from the connections that wait for them.
+"""Calls in flight, detached from the connections that wait for them.
 
-A client that gives up and asks again joins the call that it left, so that one generation serves both. A call that
-nobody waits for any more is aborted.
+A client that gives up and asks again joins the call that it left, so that one generation serves both. A call without
+clients is aborted.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from tokentape.errors import EngineUnavailable
 from tokentape.gateway.events import Attempt, TurnDelta, TurnEvent
 
 
-class Flight:
+class InFlightCall:
     """One call, its events kept for whoever joins. All methods belong to one event loop.
 
-    `grace` is how many seconds a call goes on that everybody has left before anything of its reply was read: official
-    clients ask again half a second after a timeout. A stream that has begun can't be taken up again; it is aborted at
-    once.
+    `grace` is how many seconds a call continues after all clients have left, if nothing of its reply was read: official
+    clients ask again half a second after a timeout. A stream that has begun can't be joined; it is aborted at once.
     """
 
     def __init__(self, attempt: Attempt | None, *, stream: bool, grace: float) -> None:
         self.attempt = attempt
         self.abort_cause = "client_left"
         self.aborted = False
-        """Its work is cancelled, if not at its end yet: there is nothing left to join."""
+        """Its work is cancelled, so there is nothing left to join."""
         self._stream = stream
         self._grace = grace
         self._events: list[TurnEvent] = []
@@ -34,31 +33,31 @@ class Flight:
         self._readers = 0
         self._read = False
         self._expiry: asyncio.TimerHandle | None = None
-        self._landing = False
+        self._committing = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self, work: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
-        """Run `work`, which tells its events here. It is cancelled once nobody waits for it."""
+        """Run `work`, which publishes its events here. It is cancelled once no client waits for it."""
         self._task = asyncio.create_task(work)
         self._task.add_done_callback(lambda _: self._ended(on_end))
 
-    def tell(self, event: TurnEvent) -> None:
+    def publish(self, event: TurnEvent) -> None:
         """Add an event."""
         self._events.append(event)
         self._wake()
 
-    async def wanted(self) -> None:
-        """Return when somebody waits for the rest; until the call is aborted because nobody does."""
+    async def wait_for_reader(self) -> None:
+        """Wait until a client is attached."""
         while not self._readers:
             await self._change()
 
-    def land(self) -> None:
-        """Say that the rest is only to be recorded: from here on nothing aborts the call, and a retry finds it."""
-        self._landing = True
+    def begin_commit(self) -> None:
+        """Only recording is left: from here on nothing aborts the call, and a retry finds it."""
+        self._committing = True
 
     def abort(self, cause: str = "client_left") -> None:
-        """Cancel the work, whoever waits for it, unless it is landing."""
-        if self._task is not None and not self._landing:
+        """Cancel the work, even if clients wait for it, unless it is being committed."""
+        if self._task is not None and not self._committing:
             self.abort_cause = cause
             self.aborted = True
             self._task.cancel()
@@ -108,7 +107,7 @@ class Flight:
         on_end()
         self._wake()
         if self._task is not None and not self._task.cancelled():
-            # Fetched once, so that a failure that nobody waits for is not logged as forgotten.
+            # Fetched once, so that asyncio does not log a failure without a client as never retrieved.
             self._task.exception()
 
     def _change(self) -> asyncio.Future[None]:

@@ -1,0 +1,110 @@
+"""Request bodies that begin with the bytes of an earlier one: what was read then is not read again.
+
+An agent sends its whole history with every call. Where a body begins with the very bytes of an earlier request of the
+session, up to the end of that one's last message, its messages are the earlier ones and some more, and only those are
+decoded and hashed. A SHA-256 of those bytes, taken on the way to the body's own, says whether it does: nothing of the
+history is kept in memory for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+_WHITE = b" \t\r\n"
+"""What may stand between the parts of JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesSpan:
+    """Where the messages are in a body."""
+
+    head: int
+    """Bytes before the first message, the opening bracket included."""
+    end: int
+    """Bytes up to the end of the last message."""
+    digest: bytes
+    """SHA-256 of the first `end` bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedPrefix:
+    """The beginning of a request that was read before."""
+
+    span: MessagesSpan
+    setup: str
+    """Digest of its setup."""
+    key: bytes
+    """Of the history that its messages are, see `history_keys`."""
+
+
+class Body:
+    """A request's body, hashed once, which may begin with one of `prefixes`."""
+
+    def __init__(self, data: bytes, prefixes: Iterable[ParsedPrefix] = ()) -> None:
+        self.data = data
+        self._hash = hashlib.sha256()
+        self._hashed = 0
+        self.prefix: ParsedPrefix | None = None
+        """The longest of the prefixes that it begins with, and goes on from with more messages."""
+        for one in sorted(prefixes, key=lambda prefix: prefix.span.end):
+            end = one.span.end
+            if end < len(data) and self._comma(end) is not None and self._digest(end) == one.span.digest:
+                self.prefix = one
+
+    @property
+    def unread(self) -> bytes:
+        """The body without the messages of the prefix."""
+        comma = None if self.prefix is None else self._comma(self.prefix.span.end)
+        if self.prefix is None or comma is None:
+            return self.data
+        return self.data[: self.prefix.span.head] + self.data[comma + 1 :]
+
+    def span(self) -> MessagesSpan | None:
+        """Return where its messages are; None if there are none, or not where those of the prefix are."""
+        unread = self.unread
+        try:
+            messages = memoryview(msgspec.json.decode(unread, type=_Messages).messages)
+        except msgspec.DecodeError:
+            return None
+        # It is a view of `unread`, so the difference of the addresses is its place.
+        start = _address(messages) - _address(memoryview(unread))
+        end = start + len(messages) - 1
+        while unread[end - 1] in _WHITE:
+            end -= 1
+        if self.prefix is not None:
+            if start + 1 != self.prefix.span.head:
+                return None
+            end += len(self.data) - len(unread)
+        return MessagesSpan(start + 1, end, self._digest(end))
+
+    def digest(self, path: str) -> str:
+        """Return the hex SHA-256 of the path, a NUL and the SHA-256 of the body: the identity of a call."""
+        return hashlib.sha256(path.encode() + b"\0" + self._digest(len(self.data))).hexdigest()
+
+    def _digest(self, end: int) -> bytes:
+        """Return the SHA-256 of the first `end` bytes."""
+        if end < self._hashed:
+            self._hash, self._hashed = hashlib.sha256(), 0
+        self._hash.update(memoryview(self.data)[self._hashed : end])
+        self._hashed = end
+        return self._hash.copy().digest()
+
+    def _comma(self, at: int) -> int | None:
+        """Return the place of the comma that follows the first `at` bytes; None if none does."""
+        while at < len(self.data) and self.data[at] in _WHITE:
+            at += 1
+        return at if self.data[at : at + 1] == b"," else None
+
+
+class _Messages(msgspec.Struct):
+    messages: msgspec.Raw
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
