@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from tokentape.gateway.app import create_app
     from tokentape.gateway.keys import Keys
     from tokentape.gateway.limits import Limits
-    from tokentape.gateway.serve import running, serve
+    from tokentape.gateway.serve import running
     from tokentape.gateway.turns import Turns
 
-__all__ = ["Keys", "Limits", "Turns", "create_app", "running", "serve"]
+__all__ = ["Keys", "Limits", "Turns", "create_app", "running"]
 
 _MODULES = {"create_app": "app", "running": "serve", **{name: name.lower() for name in ("Keys", "Limits", "Turns")}}
 
@@ -21,4 +21,4 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, name)}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
