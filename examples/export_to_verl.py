@@ -1,11 +1,11 @@
-"""Recorded sessions to what verl trains on: the tensors of a `DataProto`, made without verl.
+"""Export recorded sessions to the tensors of a verl `DataProto`, without installing verl.
 
     pip install "tokentape[demo]"
     python examples/export_to_verl.py
 
-Four sessions of one task are recorded on the tiny model, exported to Parquet, and read again as a trainer would. One
-sees the shape of each tensor and, of the first response, ids, mask and logprobs beside their text. With verl installed,
-the same call that is printed last makes the `DataProto`.
+The example records four sessions of one task on the tiny model, exports them to Parquet, and reads them back as a
+trainer does. It prints the shape of each tensor, and the ids, mask and logprobs of the first response next to their
+text. If verl is installed, the call in the last line of the output creates the `DataProto`.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ TASK = next(task for task in sample_tasks(seed=3, n=40) if len(task.questions) =
 
 
 async def agent(session: ClientSession, seed: int) -> None:
-    """Works the task, and gives the reward to its session."""
+    """Solve the task and report the reward to its session."""
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as openai:
         talk = await solve(openai, TASK, temperature=1.0, seed=1000 * seed, stream=False)
     session.reward(is_solved(TASK, talk.final_text) - 0.01 * talk.model_calls)
 
 
 def main() -> None:
-    """Record, export, show."""
+    """Record, export and print."""
     with serving(MODEL, threads=1) as policy, tempfile.TemporaryDirectory() as folder:
         for seed in range(4):
             asyncio.run(agent(policy.client.session(metadata={"task": TASK.prompts[0]}), seed))

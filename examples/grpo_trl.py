@@ -1,12 +1,12 @@
-"""GRPO with TRL on exact ids: agents that call tools talk to the model that is being trained, on this machine's CPU.
+"""Run GRPO with TRL on exact ids: tool-calling agents talk to the model in training, on this machine's CPU.
 
     pip install "tokentape[demo,trl]"
     python examples/grpo_trl.py
 
-The tiny model that comes with Tokentape works out sums with a calculator. It says "That makes 20." or "The answer is
-20."; here only the latter is rewarded. One sees, per step: the reward going up; `kl`, to the model at the beginning,
-growing with it; and `ratio`, the trainer's probability of what was sampled over the recorded one, staying at 1: the
-trainer has the very ids that were sampled, and the gateway samples with the weights of that very step.
+The tiny model that ships with Tokentape computes sums with a calculator. It answers "That makes 20." or "The answer is
+20."; this example rewards only the second form. Per step it prints the reward, which goes up; `kl` to the initial
+model, which grows with it; and `ratio`, the trainer's probability of the sampled tokens divided by the recorded one.
+The ratio stays at 1, because the trainer has exactly the sampled ids and the gateway samples with the current weights.
 """
 
 import argparse
@@ -39,7 +39,7 @@ TASKS = [task for task in sample_tasks(seed=0, n=400) if len(task.questions) == 
 
 
 async def agent(session: ClientSession, row: Row) -> float:
-    """Any agent: all it needs is the session's base URL. It returns the reward."""
+    """Run an agent, which needs only the session's base URL, and return the reward."""
     task = TASKS[row["task"]]
     seed = zlib.crc32(session.session_id.encode())
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as openai:
@@ -48,10 +48,10 @@ async def agent(session: ClientSession, row: Row) -> float:
 
 
 class Table(TrainerCallback):
-    """Prints a line per step."""
+    """Print a line per step."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """What TRL has measured."""
+        """Print TRL's metrics."""
         if logs and "reward" in logs:
             shown = {
                 "reward": logs["reward"],
@@ -63,7 +63,7 @@ class Table(TrainerCallback):
 
 
 def main() -> None:
-    """Train."""
+    """Train the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
     steps = parser.parse_args().steps

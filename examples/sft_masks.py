@@ -1,11 +1,11 @@
-"""Supervised fine-tuning with TRL on masks that were derived from the template, without {% generation %} marks in it.
+"""Fine-tune with TRL on loss masks derived from the template, without {% generation %} marks in it.
 
     pip install "tokentape[demo,trl]"
     python examples/sft_masks.py
 
-One sees a conversation with what is trained in green, or in brackets where there are no colours: all that a model has
-to say itself, the token that ends a turn among it, and nothing of what template, user and tools write. Then the loss
-over those tokens, which goes down: the tiny model learns to end its answers in another way.
+The example prints a conversation with the trained tokens in green (or in brackets without colors): everything that the
+model has to sample, including the token that ends a turn, and nothing that template, user or tools write. Then it
+prints the loss over those tokens, which goes down: the tiny model learns another ending for its answers.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from tokentape.training.sft import sft_sample
 
 
 def conversation(task: Task) -> list[dict[str, Any]]:
-    """A sum, worked out with the calculator."""
+    """Return a conversation that computes a sum with the calculator."""
     question = task.questions[0]
     sum_ = question.operator.join(map(str, question.numbers))
     function = {"name": "calculator", "arguments": json.dumps({"expression": sum_})}
@@ -43,7 +43,7 @@ def conversation(task: Task) -> list[dict[str, Any]]:
 
 
 def print_mask(sample: Sample, renderer: Renderer) -> None:
-    """The conversation, by what is trained of it."""
+    """Print the conversation with its trained parts in green, or in brackets without colors."""
     console = Console(highlight=False)
     shown = Text()
     for trained, group in groupby(zip(sample.loss_mask, sample.token_ids, strict=True), key=lambda pair: pair[0]):
@@ -53,16 +53,16 @@ def print_mask(sample: Sample, renderer: Renderer) -> None:
 
 
 class Losses(TrainerCallback):
-    """Prints the loss of each step."""
+    """Print the loss of each step."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """What TRL has measured."""
+        """Print TRL's metrics."""
         if logs and "loss" in logs:
             print(f"step {state.global_step:2}   loss {logs['loss']:.4f}")
 
 
 def main() -> None:
-    """Train."""
+    """Train the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     steps = parser.parse_args().steps
@@ -72,7 +72,7 @@ def main() -> None:
     samples = [sft_sample(renderer, conversation(task), setup, name=str(n)) for n, task in enumerate(tasks)]
     print_mask(samples[0], renderer)
     rows = [
-        # -100 is TRL's word for a token without loss.
+        # TRL uses the label -100 for tokens without loss.
         {"input_ids": one.token_ids.tolist(), "labels": np.where(one.loss_mask, one.token_ids, -100).tolist()}
         for one in samples
     ]

@@ -1,9 +1,9 @@
-"""Check what is in a wheel: nothing that runs by itself, nothing that is not ours, and nothing missing.
+"""Check the files of a wheel: no code that runs by itself, no foreign files, no missing files.
 
     python scripts/check_wheel.py dist/*.whl
 
-A file `*.pth` or `sitecustomize.py` in a wheel runs in every Python of whoever installs it, and has been used to steal
-keys from users of packages whose release was broken into.
+A file `*.pth` or `sitecustomize.py` in a wheel runs in every Python of everyone who installs it. Attackers who took
+over a release have used this to steal keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SUFFIXES = {
 
 
 def faults(wheel: Path) -> Iterator[str]:
-    """What is wrong with a wheel, a line each."""
+    """Yield the problems of a wheel, one line each."""
     with ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
     for name in names:
@@ -57,7 +57,7 @@ def faults(wheel: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print what is wrong with the wheels that are named; exit code 1 if anything is."""
+    """Print the problems of the given wheels; exit code 1 if there are any."""
     wheels = [Path(name) for name in sys.argv[1:]]
     if not wheels:
         sys.exit("expected the wheels to check")

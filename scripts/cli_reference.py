@@ -28,7 +28,7 @@ the traceback of a failure.
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     command = get_command(app)
     assert isinstance(command, TyperGroup)
     return HEAD + "".join(_sections(command, "tokentape"))

@@ -1,11 +1,11 @@
-"""Fill the folder that `make test-external` reads, from clones of public repositories.
+"""Fill the folder that `make test-external` reads from clones of public repositories.
 
-    python scripts/fetch_external.py                  say which repositories, commits and files are needed
-    python scripts/fetch_external.py CLONES [FOLDER]  copy the files from CLONES/NAME, a clone per repository
+    python scripts/fetch_external.py                  list the required repositories, commits and files
+    python scripts/fetch_external.py CLONES [FOLDER]  copy the files from CLONES/NAME, one clone per repository
     python scripts/fetch_external.py --verify [FOLDER]
 
-FOLDER is $TOKENTAPE_EXTERNAL if not given, else ../shared/external. The files are other people's: they stay outside of
-this repository. Each is taken at a commit, which fixes its content; its SHA-256 is checked too where it is listed.
+FOLDER is $TOKENTAPE_EXTERNAL if not given, else ../shared/external. The files belong to other projects and stay outside
+this repository. The commit fixes the content of each file; if the list has its SHA-256, the script checks that too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILES: list[dict[str, Any]] = json.loads((ROOT / "tests" / "external" / "manifes
 
 
 def show() -> None:
-    """Print what is needed, by repository."""
+    """Print the required files, by repository."""
     needed: dict[tuple[str, str], list[str]] = defaultdict(list)
     for entry in FILES:
         needed[entry["repo"], entry["commit"]].append(entry["path"])
@@ -34,7 +34,7 @@ def show() -> None:
 
 
 def copy(clones: Path, folder: Path) -> None:
-    """Copy each file at its commit. Exits with a message if one can't be had or is another."""
+    """Copy each file at its commit. Exit with a message if a file is missing or differs."""
     for entry in FILES:
         clone = clones / entry["repo"].split("/")[1]
         found = subprocess.run(
@@ -49,7 +49,7 @@ def copy(clones: Path, folder: Path) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Exit with a message unless every file is there and is the listed one."""
+    """Exit with a message unless every file exists and matches the list."""
     wrong = []
     for entry in FILES:
         path = folder / entry["file"]
@@ -64,7 +64,7 @@ def verify(folder: Path) -> None:
 
 
 def main() -> None:
-    """Show, copy or verify."""
+    """List, copy or verify."""
     folder = Path(os.environ.get("TOKENTAPE_EXTERNAL", ROOT.parent / "shared" / "external"))
     match sys.argv[1:]:
         case []:

@@ -1,9 +1,9 @@
-"""Compare what `make test` of two commits costs: CPU seconds of all its processes.
+"""Compare the CPU seconds of `make test` for two commits, over all its processes.
 
     python scripts/test_cpu.py BEFORE [AFTER]
 
-Both are checked out beside each other and run at the same time with two processes each, so that whatever else the
-machine does slows both alike. `AFTER` is HEAD if it is not given. The Python that runs this script runs the tests.
+Both are checked out side by side and run at the same time with two processes each, so that other work on the machine
+slows both equally. `AFTER` is HEAD by default. The Python that runs this script runs the tests.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ REPOSITORY = Path(__file__).parents[1]
 
 @dataclass
 class Run:
-    """The suite of one commit, run in a checkout of its own."""
+    """Test suite of one commit, in its own checkout."""
 
     commit: str
     folder: Path
     seconds: float = 0.0
-    """User and system time of the processes that were waited for."""
+    """User and system time of the finished child processes."""
     summary: str = ""
 
     def command(self) -> list[str]:
-        """What its Makefile calls, with the environment that runs this script."""
+        """Return the command of its Makefile, for the environment that runs this script."""
         bin_folder = Path(sys.executable).parent
         options = ["-n", f"BIN={bin_folder}", f"VENV={bin_folder.parent}", "test"]
         recipe = subprocess.run(["make", *options], cwd=self.folder, check=True, capture_output=True, text=True).stdout
@@ -40,16 +40,16 @@ class Run:
         return ["sh", "-c", re.sub(r"-n auto --maxprocesses \d+", "-n 2", command)]
 
     def environment(self) -> dict[str, str]:
-        """Its own sources come first, and not those that the environment is installed from."""
+        """Return an environment in which its own sources come before the installed ones."""
         return {**os.environ, "PYTHONPATH": str(self.folder / "src")}
 
     def warm(self) -> None:
-        """Compile its files once, which is not what is compared."""
+        """Compile its files once, so that compiling is not measured."""
         collect = [sys.executable, "-m", "pytest", "-q", "--collect-only"]
         subprocess.run(collect, cwd=self.folder, env=self.environment(), stdout=subprocess.DEVNULL, check=True)
 
     def measure(self) -> None:
-        """Run its suite and add up what it used."""
+        """Run its test suite and store the CPU seconds."""
         with (self.folder.parent / f"{self.folder.name}.log").open("w+") as log:
             process = subprocess.Popen(
                 self.command(), cwd=self.folder, env=self.environment(), stdout=log, stderr=subprocess.STDOUT

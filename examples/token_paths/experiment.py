@@ -1,8 +1,8 @@
-"""Every run of the experiment, one after the other.
+"""Run all runs of the experiment, one after the other.
 
     python examples/token_paths/experiment.py --seeds 3 --out runs/token-paths
 
-Runs that are complete are skipped, so it may be broken off and started again.
+Complete runs are skipped, so you can interrupt and restart it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 
 RUNS = (("recorded", "recomputed"), ("retokenized", "recomputed"), ("rerendered", "recomputed"))
-"""Path and whose old logprobs."""
+"""Token path and source of the old logprobs."""
 
 ABLATION = (("retokenized", "sampler"), ("rerendered", "sampler"))
-"""With the recorded ids both are the same up to rounding."""
+"""With the recorded ids, both sources agree up to rounding."""
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line and start the runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ablation", action="store_true", help="also take the old logprobs from the sampler")

@@ -1,4 +1,4 @@
-"""What is measured of a training step: how far the trainer's view of the batch is from what was sampled."""
+"""Metrics of a training step: the difference between the trainer's batch and the sampled tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tokentape.training.logprob_check import Forward
 from tokentape.types import Logprobs, Trajectory
 
 SEQUENCE_RATIO_LIMIT = 3.0
-"""TRL's default for vLLM leaves out sequences whose importance ratio is above this."""
+"""By default for vLLM, TRL drops sequences with an importance ratio above this."""
 
 
 def importance(trainers: Sequence[Logprobs], samplers: Sequence[Logprobs]) -> dict[str, float]:
-    """Importance ratios, trainer over sampler, of the tokens that are trained and whose text was sampled.
+    """Return statistics of the importance ratios, trainer over sampler, of trained tokens with sampled text.
 
-    Both are logprobs, an array per sequence over its trained tokens, NaN where the sampler sampled no such text. With
-    the weights that sampled, the ids that were sampled and no rounding every ratio is 1.
+    Both arguments are logprobs: an array per sequence over its trained tokens, NaN where the sampler did not sample
+    this text. With the weights that sampled, the sampled ids and no rounding, every ratio is 1.
     """
     apart = [
         trainer.astype(np.float64) - sampler.astype(np.float64)
@@ -46,7 +46,7 @@ def importance(trainers: Sequence[Logprobs], samplers: Sequence[Logprobs]) -> di
 
 
 def drift(given: Sequence[Given]) -> dict[str, float]:
-    """Shares of the sampled tokens that the trainer gets as other ids, or not as that text; and of sessions."""
+    """Return the shares of sampled tokens with other ids or other text at the trainer, and of such sessions."""
     sampled = sum(one.sampled for one in given)
     return {
         "other_ids": sum(one.other_ids for one in given) / sampled,
@@ -56,9 +56,10 @@ def drift(given: Sequence[Given]) -> dict[str, float]:
 
 
 def kl_to(reference: Forward, trajectories: Sequence[Trajectory]) -> float:
-    """KL(policy || reference) in nats per sampled token, estimated from what the policy sampled.
+    """Estimate KL(policy || reference) in nats per sampled token from the policy's samples.
 
-    The mean of k3 = exp(d) - 1 - d with d = reference - policy, which has less variance than that of -d.
+    The estimate is the mean of k3 = exp(d) - 1 - d with d = reference - policy, which has less variance than the mean
+    of -d.
     """
     terms: list[npt.NDArray[Any]] = []
     for one in trajectories:

@@ -1,6 +1,6 @@
-"""The three ways in which a trainer gets its sequences: as recorded, decoded and retokenized, rendered again.
+"""The three token paths to a trainer: as recorded, decoded and retokenized, or rendered again.
 
-Each is a function from a recorded session to a `Given`. Nothing else of the experiment differs between its arms.
+Each path is a function from a recorded session to a `Given`. The arms of the experiment differ in nothing else.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tokentape.types import Logprobs, Setup, TokenIds, Trajectory, Turn
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One session as it was recorded."""
+    """One recorded session."""
 
     trajectory: Trajectory
     path: tuple[Turn, ...]
-    """Its turns, root first: the same branch with its messages."""
+    """The turns of the same branch, with their messages, root first."""
     setup: Setup
     right: bool
-    """Whether every question was answered."""
+    """Whether every question was answered correctly."""
 
     @property
     def sampled(self) -> int:
@@ -38,34 +38,34 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The sequence that a trainer gets of a session."""
+    """The sequence that a trainer gets for a session."""
 
     prompt: int
-    """How many ids come before the first trained one."""
+    """Number of ids before the first trained one."""
     token_ids: TokenIds
     loss_mask: npt.NDArray[np.bool_]
-    """True where the trainer takes a token for the policy's, shape [tokens]."""
+    """True for tokens that the trainer treats as sampled by the policy, shape [tokens]."""
     logprobs: Logprobs
-    """The sampler's, shape [tokens]: 0.0 where nothing is trained, NaN where the sampler sampled no such text."""
+    """The sampler's logprobs, shape [tokens]: 0.0 for untrained tokens, NaN for text that was not sampled."""
     sampled: int
     """How many tokens were sampled."""
     other_ids: int = 0
-    """Of those, how many are spelt with other ids in the same text."""
+    """Sampled tokens with other ids for the same text."""
     other_text: int = 0
-    """Of those, how many are in no text that the trainer gets."""
+    """Sampled tokens whose text the trainer does not get."""
 
 
 Path: TypeAlias = Callable[[Renderer, Rollout], Given]
 
 
 def recorded(renderer: Renderer, rollout: Rollout) -> Given:
-    """The ids of the record and the sampler's logprobs: what was sampled, where it was sampled."""
+    """Return the recorded ids with the sampler's logprobs."""
     one = rollout.trajectory
     return Given(int(one.completion_starts[0]), one.token_ids, one.loss_mask, one.logprobs, int(one.loss_mask.sum()))
 
 
 def retokenized(renderer: Renderer, rollout: Rollout) -> Given:
-    """Each completion decoded to text and encoded again; what stands between completions stays."""
+    """Decode and re-encode each completion; keep the tokens in between."""
     one = rollout.trajectory
     pieces: list[_Piece] = []
     at = 0
@@ -79,10 +79,10 @@ def retokenized(renderer: Renderer, rollout: Rollout) -> Given:
 
 
 def rerendered(renderer: Renderer, rollout: Rollout) -> Given:
-    """The whole conversation as the chat template writes it: replies parsed, serialised and rendered like any other.
+    """Return the conversation as the chat template renders it, with replies parsed and serialized like any message.
 
-    Trained is what the template writes from behind an assistant header to the end of that turn. That is how trainers
-    mask that get messages.
+    Trained tokens are everything from after an assistant header to the end of that turn. Trainers that receive messages
+    build their masks this way.
     """
     tokenizer = renderer.tokenizer
     messages = [message for turn in rollout.path for message in (*turn.messages, turn.reply)]
@@ -100,14 +100,14 @@ def rerendered(renderer: Renderer, rollout: Rollout) -> Given:
 
 
 PATHS: Mapping[str, Path] = {"recorded": recorded, "retokenized": retokenized, "rerendered": rerendered}
-"""The arms, by name."""
+"""Arms of the experiment by name."""
 
 
 def assistant_spans(tokenizer: Tokenizer, ids: TokenIds) -> list[tuple[int, int]]:
-    """Where assistant messages stand in a ChatML rendering: from behind the header to behind `<|im_end|>`.
+    """Return the spans of assistant messages in a ChatML rendering, from after the header to after `<|im_end|>`.
 
-    A token in which the header's line end has become one with what follows belongs to the message. The generation
-    prompt at the end is no message.
+    If the line end of the header merged with the following text into one token, the token belongs to the message. The
+    generation prompt at the end is not a message.
     """
     *header, line_end = tokenizer.encode_plain("<|im_start|>assistant\n")
     (stop,) = tokenizer.encode_plain("<|im_end|>")
@@ -135,10 +135,10 @@ def _context(ids: TokenIds) -> _Piece:
 
 
 def _completion(tokenizer: Tokenizer, sampled: TokenIds, logprobs: Logprobs, again: TokenIds) -> _Piece:
-    """A completion that became `again`, with the sampler's logprobs of it.
+    """Return a completion that was re-encoded to `again`, with the sampler's logprobs.
 
-    Where the same text has other ids, the logprob of each stretch that both spell is shared out evenly over its new
-    tokens: of the stretch, not of the token, the sampler has said how likely it was.
+    If the same text has other ids, the logprob of each stretch that both sides spell is divided evenly among its new
+    tokens, because the sampler reported a probability for the stretch and not for these tokens.
     """
     found = pair_ids(sampled, again, tokenizer)
     kept = np.flatnonzero(found.partner >= 0)

@@ -1,9 +1,9 @@
-"""From the runs' files to one CSV, a table and a plot.
+"""Summarize the runs in one CSV file, a table and a plot.
 
     python examples/token_paths/report.py runs/token-paths --docs docs/experiments
 
 Writes data/token-paths.csv and token-paths.svg into the folder, and prints the tables as Markdown. Without the runs,
-`--csv` reads a CSV that was written before.
+`--csv` reads an existing CSV file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARMS = (
     ("rerendered", "sampler"),
 )
 LAST = 5
-"""Steps at the end that a run is summed up by."""
+"""Number of final steps that summarize a run."""
 
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 T_95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -56,7 +56,7 @@ AS_GIVEN = {
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean over seeds with its 95 % t interval, which is NaN for one seed."""
+    """Mean over seeds with its 95 % t interval, which is NaN for one seed."""
 
     mean: float
     half: float
@@ -64,7 +64,7 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Of values that are one per seed."""
+    """Return the interval of one value per seed."""
     n = len(values)
     if not n:
         return Interval(math.nan, math.nan, 0)
@@ -73,7 +73,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def read_runs(folder: Path) -> list[dict[str, str]]:
-    """All lines of complete runs, with path, old logprobs and seed, which their files are named after."""
+    """Return all lines of complete runs, with path, old logprobs and seed from the file names."""
     rows = []
     for file in sorted(folder.glob("*.jsonl")):
         path, old, seed = file.stem.split("-")
@@ -83,7 +83,7 @@ def read_runs(folder: Path) -> list[dict[str, str]]:
 
 
 def write_csv(rows: Sequence[Row], file: Path) -> None:
-    """One row per line of a run."""
+    """Return one row per line of a run."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w", encoding="utf-8", newline="") as out:
@@ -93,7 +93,7 @@ def write_csv(rows: Sequence[Row], file: Path) -> None:
 
 
 def curves(rows: Iterable[Row], arm: tuple[str, str], name: str) -> dict[int, list[float]]:
-    """Per seed the values of a measure at each step."""
+    """Return the values of a measure at each step, per seed."""
     found: dict[int, list[float]] = {}
     for row in rows:
         if (row["path"], row["old"]) == arm and row["kind"] == "step":
@@ -102,25 +102,25 @@ def curves(rows: Iterable[Row], arm: tuple[str, str], name: str) -> dict[int, li
 
 
 def at_end(rows: Iterable[Row], arm: tuple[str, str], name: str) -> dict[int, float]:
-    """Per seed the mean over the last steps."""
+    """Return the mean over the last steps, per seed."""
     return {seed: statistics.fmean(values[-LAST:]) for seed, values in curves(rows, arm, name).items()}
 
 
 def examined(rows: Iterable[Row], arm: tuple[str, str], kind: str) -> list[float]:
-    """Per seed the share of held-out sessions with both answers right. Before training all arms are one policy."""
+    """Return the share of held-out sessions with both answers correct, per seed. Before training all arms are equal."""
     of_arm = ARMS[0] if kind == "before" else arm
     return [float(row["right"]) for row in rows if (row["path"], row["old"]) == of_arm and row["kind"] == kind]
 
 
 def differences(rows: Sequence[Row], arm: tuple[str, str], name: str) -> Interval | None:
-    """Arm - recorded at the end, paired by seed: both have the same tasks and sampling seeds."""
+    """Return the difference of an arm from `recorded` at the end, paired by seed (same tasks and sampling seeds)."""
     own, base = at_end(rows, arm, name), at_end(rows, ARMS[0], name)
     paired = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
     return interval(paired) if paired else None
 
 
 def tables(rows: Sequence[Row]) -> Iterable[str]:
-    """Lines of Markdown."""
+    """Return the tables as lines of Markdown."""
     arms = [arm for arm in ARMS if curves(rows, arm, "right")]
     names = [_name(arm) for arm in arms]
     yield f"| at the end | {' | '.join(names)} |"
@@ -142,7 +142,7 @@ def tables(rows: Sequence[Row]) -> Iterable[str]:
     yield f"| as given to the trainer, all steps | {' | '.join(names)} |"
     yield f"|---|{'---|' * len(arms)}"
     for name, meaning in AS_GIVEN.items():
-        # The largest ratio is a maximum over steps too.
+        # For the largest ratio, take the maximum over steps as well.
         total = max if name == "ratio_max" else statistics.fmean
         found = (interval([total(values) for values in curves(rows, arm, name).values()]) for arm in arms)
         yield f"| {meaning} | {' | '.join(_text(one) for one in found)} |"
@@ -169,7 +169,7 @@ _DARK = (
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """Thin lines are seeds, thick ones their mean; transparent, with ink that follows the reader's colour scheme."""
+    """Plot seeds as thin lines and their mean as a thick line; transparent, in colors for light and dark pages."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -231,7 +231,7 @@ def _short(value: object) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="?")
     parser.add_argument("--csv", type=Path)

@@ -1,6 +1,6 @@
-"""Sessions of a tool-using agent with the model, through a gateway, as they are recorded.
+"""Record sessions of a tool-calling agent with the model through a gateway.
 
-The gateway, its store and the engine run in this process; the agent talks to them over a socket, as any agent would.
+Gateway, store and engine run in this process. The agent connects over a socket, as any agent does.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     import torch
 
 MAX_CALLS = 5
-"""Model calls per question; no right answer takes more than four."""
+"""Maximum of model calls per question; no correct answer needs more than four."""
 
 MAX_TOKENS = 96
-"""Sampled tokens per call; the longest right reply takes half of it."""
+"""Maximum of sampled tokens per call; the longest correct reply uses half of it."""
 
 
 def draw_tasks(seed: int, count: int, split: Split) -> list[Task]:
-    """Tasks that ask for two prices, one after the other, of items of this split.
+    """Draw tasks that ask for two prices, one after the other, of items of this split.
 
-    The model has to copy each name into a call, which at temperature 1 it gets wrong now and then. Two questions, since
-    the template drops the reasoning of the first once the second is asked.
+    The model has to copy each name into a call, which sometimes fails at temperature 1. There are two questions because
+    the template drops the reasoning of the first when the second is asked.
     """
     rng = random.Random(f"{split} {seed}")
     phrasings = PHRASINGS[1, 0, False, ""]
@@ -67,7 +67,7 @@ def draw_tasks(seed: int, count: int, split: Split) -> list[Task]:
 
 
 class Player:
-    """Plays tasks. Made by `playing`."""
+    """Run agents on tasks. Create it with `playing`."""
 
     def __init__(self, base_url: str, engine: TransformersEngine, renderer: Renderer, store: SqliteStore) -> None:
         self.renderer = renderer
@@ -77,11 +77,11 @@ class Player:
         self._played = 0
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str) -> None:
-        """Go on with other weights."""
+        """Load new weights."""
         asyncio.run(self._engine.push_weights(tensors, version))
 
     def play(self, tasks: Sequence[Task], seeds: Sequence[int], temperature: float = 1.0) -> list[Rollout]:
-        """Play all tasks at once; the same tasks, seeds and weights give the same sessions up to rounding."""
+        """Run all tasks concurrently. The same tasks, seeds and weights give the same sessions up to rounding."""
         names = [f"{self._played + n:06}" for n in range(len(tasks))]
         self._played += len(tasks)
         replies = asyncio.run(self._play(names, tasks, seeds, temperature))
@@ -109,7 +109,7 @@ class Player:
 
 @contextmanager
 def playing(model: Path) -> Iterator[Player]:
-    """A gateway with the model behind it, for as long as the context lasts; its record is thrown away."""
+    """Run a gateway with the model while the context is open; its record is deleted afterwards."""
     renderer = Renderer.load(model)
     engine = TransformersEngine.open(model, threads=1, max_batch=64)
     with ExitStack() as stack:
@@ -120,7 +120,7 @@ def playing(model: Path) -> Iterator[Player]:
 
 
 async def _solve(client: httpx2.AsyncClient, base_url: str, task: Task, temperature: float, seed: int) -> list[str]:
-    """Ask the questions one after the other, running the tools that the model calls; its reply to each."""
+    """Ask the questions one after the other, run the tools that the model calls, and return its replies."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM_PROMPT}]
     replies: list[str] = []
     call_number = 0
@@ -152,5 +152,5 @@ async def _solve(client: httpx2.AsyncClient, base_url: str, task: Task, temperat
 
 
 def _all_right(task: Task, replies: Sequence[str]) -> bool:
-    """Whether every question was answered."""
+    """Return whether every question was answered correctly."""
     return all(is_solved(Task(task.questions[: n + 1], task.prices), reply) for n, reply in enumerate(replies))

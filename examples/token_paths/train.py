@@ -1,9 +1,9 @@
-"""GRPO with TRL on the tiny model; what the token path is, and which old logprobs the trainer takes, are arguments.
+"""Run GRPO with TRL on the tiny model, with a choice of token path and source of the old logprobs.
 
     python examples/token_paths/train.py --path recorded --seed 0 --out runs/token-paths
 
-Writes a line of JSON per step, and one at the start and the end for held-out tasks, to OUT/PATH-OLD-SEED.jsonl. A run
-whose file is complete is not run again; one that was broken off is started anew.
+Writes one JSON line per step to OUT/PATH-OLD-SEED.jsonl, and one for held-out tasks at the start and at the end. A run
+with a complete file is skipped; an interrupted run starts again.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ OLD_LOGPROBS = ("recomputed", "sampler")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One run."""
+    """Settings of one run."""
 
     path: str
-    """Of `PATHS`."""
+    """A key of `PATHS`."""
     old: str = "recomputed"
-    """Whose logprobs importance ratios are to: `recomputed` by the trainer on the sequence that it has, which on policy
-    makes every ratio 1 whatever was sampled; or the `sampler`'s."""
+    """Source of the old logprobs in importance ratios: `recomputed` by the trainer on its own sequence, which makes every
+    on-policy ratio 1 whatever was sampled, or the `sampler`."""
     seed: int = 0
     steps: int = 20
     groups: int = 4
@@ -53,29 +53,29 @@ class Settings:
     """Sessions per task."""
     learning_rate: float = 4e-4
     token_cost: float = 0.02
-    """Reward of a session: 1 if all was right, less this for each sampled token."""
+    """A session with only correct answers gets reward 1, minus this for each sampled token."""
     heldout: int = 64
-    """Held-out tasks, each played once after training, and before."""
+    """Number of held-out tasks, each run once before and once after training."""
 
     @property
     def name(self) -> str:
-        """Of the run's file."""
+        """Name of the run's file."""
         return f"{self.path}-{self.old}-{self.seed}"
 
 
 @dataclass(slots=True)
 class Rollouts:
-    """TRL's rollout function: plays the tasks, and hands over the sequences of one path."""
+    """TRL's rollout function: runs the tasks and returns the sequences of one path."""
 
     settings: Settings
     player: Player
     reference: Forward
     tasks: Sequence[Any]
     found: dict[str, float] = field(default_factory=dict)
-    """Of the latest batch: what is known before the trainer sees it."""
+    """Metrics of the latest batch that are known before the trainer sees it."""
 
     def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
-        """Prompts are numbers of tasks."""
+        """Run the tasks; prompts are task numbers."""
         step = trainer.state.global_step
         if step:
             self.player.load(trainer.model.named_parameters(), str(step))
@@ -97,11 +97,11 @@ class Rollouts:
 
 
 class PathTrainer(GRPOTrainer):
-    """GRPO that may take the sampler's logprobs for the old ones, and measures how far its own are from them."""
+    """`GRPOTrainer` that can use the sampler's logprobs as old ones, and measures how far its own differ from them."""
 
     old = "recomputed"
     found: Mapping[str, float] = {}
-    """`importance` of the latest batch."""
+    """Result of `importance` for the latest batch."""
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
@@ -110,7 +110,7 @@ class PathTrainer(GRPOTrainer):
         return output
 
     def _with_its_own(self, output: dict[str, Any]) -> torch.Tensor:
-        """The sampler's logprobs; where it sampled no such text, the trainer's, which leaves a ratio of 1 there."""
+        """Return the sampler's logprobs, or the trainer's where this text was not sampled (ratio 1)."""
         old: torch.Tensor = output["sampling_per_token_logps"]
         if not old.isnan().any():
             return old
@@ -127,7 +127,7 @@ class PathTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         loss: torch.Tensor = super()._compute_loss(model, inputs)
-        # Before the step, so these are the weights that sampled.
+        # This runs before the step, so the weights are those that sampled.
         masks = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
         samplers = inputs["sampling_per_token_logps"]
         self.found = importance(
@@ -137,7 +137,7 @@ class PathTrainer(GRPOTrainer):
 
 
 class Log(TrainerCallback):  # type: ignore[misc]
-    """Writes a line per step."""
+    """Write a line per step."""
 
     def __init__(self, lines: Any, rollouts: Rollouts) -> None:
         self.trainer: PathTrainer | None = None
@@ -146,7 +146,7 @@ class Log(TrainerCallback):  # type: ignore[misc]
         self._started = time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        """Put together what TRL, the rollouts and the trainer's logprobs say of this step."""
+        """Combine TRL's metrics with those of the rollouts and of the trainer's logprobs."""
         if "grad_norm" not in logs or self.trainer is None:
             return
         self.write(
@@ -160,7 +160,7 @@ class Log(TrainerCallback):  # type: ignore[misc]
         )
 
     def write(self, **values: Any) -> None:
-        """A line, as soon as it is known."""
+        """Write a line immediately."""
         values["seconds"] = round(time.monotonic() - self._started, 1)
         self._lines.write(json.dumps(values) + "\n")
         self._lines.flush()
@@ -206,7 +206,7 @@ def run(settings: Settings, file: Path) -> None:
         trainer.old = settings.old
         log.trainer = trainer
         if settings.path == "recorded":
-            # All arms begin with the same policy, so it is examined once.
+            # All arms start with the same policy, so one evaluation is enough.
             _examine(log, player, rollouts.reference, heldout, settings, "before")
         trainer.train()
         player.load(trainer.model.named_parameters(), "end")
@@ -222,7 +222,7 @@ def _examine(log: Log, player: Player, reference: Forward, tasks: Sequence[Any],
 
 
 def _spelt_otherwise(player: Player, rollouts: Sequence[Rollout]) -> float:
-    """Share of the sampled tokens that retokenizing would change: how the policy spells, whatever path it is on."""
+    """Return the share of sampled tokens that retokenizing would change, independent of the path."""
     return drift([PATHS["retokenized"](player.renderer, one) for one in rollouts])["other_ids"]
 
 
@@ -245,7 +245,7 @@ def _earned(earned: list[float], **_: Any) -> list[float]:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", choices=sorted(PATHS), required=True)
     parser.add_argument("--old", choices=OLD_LOGPROBS, default="recomputed")
