@@ -1,10 +1,10 @@
-"""What aligning two tokenizations costs: tokens per second, and as a share of what encoding the text costs.
+"""Measure the cost of aligning two tokenizations, in tokens per second and as a share of encoding the text.
 
     python benchmarks/align.py [--tokenizers DIR] [--megabytes 1]
 
-DIR holds one folder per tokenizer (`tokenizer.json`). `pieces` looks up the bytes of each token, `align` finds the
-spans (tokens of both sides together), `sums` adds up log-probabilities over them. The last column is pieces, align and
-sums together, in percent of encoding the text with both tokenizers.
+DIR has one folder per tokenizer (`tokenizer.json`). `pieces` looks up the bytes of each token, `align` finds the spans
+(tokens of both sides together), and `sums` adds up logprobs over them. The last column is the sum of the three, in
+percent of encoding the text with both tokenizers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 def timed(action: Callable[[], Result]) -> tuple[Result, float]:
-    """Return the result and the shortest of a few runs in seconds."""
+    """Return the result and the fastest of several runs in seconds."""
     best = float("inf")
     for _ in range(RUNS):
         start = time.perf_counter()

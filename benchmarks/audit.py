@@ -1,11 +1,11 @@
-"""What auditing a corpus costs: MB/s of two sides encoded and compared, beside encoding it twice and nothing else.
+"""Measure the cost of auditing a corpus: MB/s for encoding with two sides and comparing, against encoding twice.
 
     python benchmarks/audit.py --megabytes 100 --workers 2
 
-Both tokenizers are those of DIR (`tokenizer.json`): `a` and `b`, which may be the same. The corpus is made of Python's
-own sources and documentation, as JSON lines. *twice* encodes the same batches in the same number of processes with
-`encode_batch_fast`, and makes no ids of them. Seconds are of CPU, of all processes, loading the tokenizers included;
-wall seconds stand beside them. The two take turns.
+Both tokenizers are in DIR (`tokenizer.json`): `a` and `b`, which may be the same. The corpus consists of Python's own
+sources and documentation as JSON lines. *twice* encodes the same batches in the same number of processes with
+`encode_batch_fast` and does not extract ids. Seconds are CPU seconds of all processes, including the time to load the
+tokenizers; wall seconds are shown too. Both take turns.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def twice(paths: tuple[str, str], corpus: Path, workers: int) -> None:
 
 
 def measured(action: Callable[[], object]) -> tuple[float, float]:
-    """CPU seconds of this process and its children, and wall seconds."""
+    """Return CPU seconds of this process and its children, and wall seconds."""
 
     def cpu() -> float:
         who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)

@@ -1,9 +1,9 @@
-"""CPU time of one turn's bridge against the length of the history, for Tokentape and for what else there is.
+"""Measure the CPU time of one turn's bridge for growing histories, for Tokentape and its peers.
 
-A conversation of tool calls grows to each length; timed is what it takes to go on from it with one 600-token tool
-result. All ways in one run, taking turns round by round; the table shows medians of CPU time, in milliseconds. Those
-that need transformers, `renderers` or TRL run in a process of their own, with the Python that `--peers-python` or
-TOKENTAPE_RENDERERS_PYTHON names (`make test-differential` sets one up); ways that it lacks are left out.
+A conversation of tool calls grows to each length. The benchmark times the work to continue it with one 600-token tool
+result. All methods take turns within one run; the table shows medians of CPU time in milliseconds. Methods that need
+transformers, `renderers` or TRL run in a separate process, with the Python that `--peers-python` or
+TOKENTAPE_RENDERERS_PYTHON names (`make test-differential` creates one). Missing methods are left out.
 
     python benchmarks/bridge.py TOKENIZER_DIR [--chat-template FILE] [--peers-python PYTHON] [--rounds 9]
         [--tools 1]
@@ -32,7 +32,7 @@ from tokentape.types import Message
 LENGTHS = (1_000, 10_000, 50_000, 100_000, 200_000)
 RESULT_TOKENS, TURN_TOKENS = 600, 300
 CALLS_PER_ROUND = 4
-"""The first of them finds the caches as others left them, and is thrown away."""
+"""Number of calls per round; the first one runs with cold caches and is dropped."""
 WORDS = ("the", "file", "was", "read", "from", "disk", "value", "of", "id", "None", "error", "line", "def", "class")
 
 TOOL: dict[str, Any] = {
@@ -46,7 +46,7 @@ TOOL: dict[str, Any] = {
 
 
 def text_of(renderer: Renderer, tokens: int, rng: random.Random) -> str:
-    """Text of about as many tokens: words, numbers, punctuation, line ends."""
+    """Return text of about this many tokens: words, numbers, punctuation, line ends."""
 
     def word() -> str:
         return rng.choice((rng.choice(WORDS), rng.choice(WORDS), f"{rng.randrange(10**4)},", "src/a.py:\n"))
@@ -56,7 +56,7 @@ def text_of(renderer: Renderer, tokens: int, rng: random.Random) -> str:
 
 
 def conversation(renderer: Renderer, tokens: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Messages of about as many tokens, ending with a tool call."""
+    """Return messages of about this many tokens that end with a tool call."""
     results = max(0, (tokens - TURN_TOKENS) // (RESULT_TOKENS + TURN_TOKENS))
     asked = tokens - results * (RESULT_TOKENS + TURN_TOKENS) - TURN_TOKENS
     messages: list[dict[str, Any]] = [{"role": "user", "content": text_of(renderer, asked, rng)}]
@@ -77,7 +77,7 @@ def conversation(renderer: Renderer, tokens: int, rng: random.Random) -> list[di
 
 
 class Peers:
-    """The process that runs what needs transformers, `renderers` or TRL."""
+    """Process that runs the methods with transformers, `renderers` or TRL."""
 
     def __init__(self, python: str, setting: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
@@ -88,10 +88,10 @@ class Peers:
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
         )
         self.found: dict[str, str] = self.ask(setting)
-        """Ways that can be timed, with the version of what they need."""
+        """Methods that can be timed, with the versions of their packages."""
 
     def ask(self, question: dict[str, Any]) -> Any:
-        """What the process answers."""
+        """Return the reply of the process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(question) + "\n")

@@ -1,8 +1,8 @@
-"""What checking bridges costs: CPU per call of a gateway in process, each policy after the other in each round.
+"""Measure the cost of checking bridges: CPU per call of an in-process gateway, for each policy in each round.
 
-`python -m benchmarks.bridge_checks` prints, per length of the sessions, the CPU of one call and its ratio to a gateway
-that says nothing of bridges. The engine repeats one reply, so what is measured is the gateway alone; the thread that
-checks is counted with it. Medians of rounds: other work on the machine disturbs all policies alike.
+`python -m benchmarks.bridge_checks` prints, per session length, the CPU time of one call and its ratio to a gateway
+without bridge checks. The engine repeats one reply, so only the gateway is measured, including the checking thread.
+Figures are medians of rounds: other work on the machine affects all policies equally.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLICIES: tuple[CheckBridges | None, ...] = (None, "off", "sample", "all")
 
 
 class Repeating:
-    """An engine that always says the same."""
+    """Engine that always returns the same reply."""
 
     def __init__(self, renderer: Renderer, words: int) -> None:
         self._ids = tuple(renderer.tokenizer.encode_plain("word " * words + "<|im_end|>"))
@@ -50,14 +50,14 @@ class Repeating:
         yield SampleDelta(self._ids, (-0.5,) * len(self._ids), "stop", self._ids[-1], (), "1")
 
     async def check(self) -> None:
-        """Be there."""
+        """Do nothing: this engine is always ready."""
 
     async def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: this engine has no resources."""
 
 
 async def calls(renderer: Renderer, policy: CheckBridges | None, turns: int, words: int, sessions: int) -> float:
-    """Return the CPU seconds per call, the first of each session left out."""
+    """Return the CPU seconds per call, without the first call of each session."""
     with tempfile.TemporaryDirectory() as folder, SqliteStore.open(folder, synchronous="NORMAL") as store:
         gateway = Turns(Repeating(renderer, words), renderer, store, check_bridges=policy)
         await gateway.prepare()
@@ -79,7 +79,7 @@ async def calls(renderer: Renderer, policy: CheckBridges | None, turns: int, wor
 
 
 def measured(renderer: Renderer, turns: int, words: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return per policy the median CPU per call in milliseconds, and the median ratio to none in the same round."""
+    """Return per policy the median CPU per call in milliseconds, and its median ratio to no checks per round."""
     found: dict[CheckBridges | None, list[float]] = {policy: [] for policy in POLICIES}
     for number in range(rounds):
         order: Sequence[CheckBridges | None] = POLICIES if number % 2 else POLICIES[::-1]
@@ -95,7 +95,7 @@ def measured(renderer: Renderer, turns: int, words: int, rounds: int) -> dict[st
 
 
 def main() -> None:
-    """Measure sessions of a few lengths and print one JSON object per length."""
+    """Measure sessions of several lengths and print one JSON object per length."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds

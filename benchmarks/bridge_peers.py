@@ -1,7 +1,8 @@
-"""The half of `bridge.py` that runs where transformers, `renderers` and TRL are installed.
+"""Run the part of `bridge.py` that needs transformers, `renderers` and TRL.
 
-Reads JSON objects from standard input, a line each, and answers each with a line of JSON: the first sets everything up
-and is answered with the ways that can be timed, each other one names a way, a length and a number of calls.
+Reads one JSON object per line from standard input and answers each with one line of JSON. The first object sets
+everything up; its answer lists the methods that can be timed. Each other object names a method, a length and a number
+of calls.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""The drift meter: what it costs on ten million tokens, and what it finds on text in ids that are not canonical.
+"""Measure the drift meter: its cost on ten million tokens, and its findings on non-canonical ids.
 
     python benchmarks/drift.py speed --tokenizer qwen3 --tokens 10_000_000
     python benchmarks/drift.py simulated --tokenizer qwen3 --tokenizer llama3
     python benchmarks/drift.py tiny
 
-`speed` writes a Parquet file of completions and measures it with `tokentape drift` in a process of its own: seconds on
-the clock and of CPU, and the most memory that process had. `simulated` encodes text and splits one token in a thousand
-into two others, which stands in for a model that now and then samples another spelling, with a truth to compare with;
-the text is code and docstrings of the standard library, tool calls made of it, and an article of the Universal
-Declaration of Human Rights. `tiny` runs the demo's agents, whose model was trained with BPE dropout, and measures the
-record.
+`speed` writes a Parquet file of completions and runs `tokentape drift` on it in a separate process. It reports wall and
+CPU seconds and the peak memory of that process. `simulated` encodes text and splits one token in a thousand into two
+others. This simulates a model that sometimes samples another spelling, with a known truth. The text is code and
+docstrings of the standard library, tool calls made from it, and an article of the Universal Declaration of Human
+Rights. `tiny` runs the demo's agents, with a model that was trained with BPE dropout, and measures the record.
 
-Tokenizers are folders below TOKENTAPE_TOKENIZERS, by default ../shared/tokenizers.
+Tokenizers are folders in TOKENTAPE_TOKENIZERS, by default ../shared/tokenizers.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ ARTICLES = {
 
 
 def code(most: int) -> Iterator[str]:
-    """Files of the standard library, up to `most` characters."""
+    """Yield files of the standard library, up to `most` characters."""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text = path.read_text(encoding="utf-8", errors="replace")
         yield text[:most]
@@ -70,9 +69,9 @@ def code(most: int) -> Iterator[str]:
 
 
 def texts(characters: int) -> dict[str, list[str]]:
-    """Texts of about 2,000 characters by what they are: code, prose, tool calls, and languages."""
+    """Return texts of about 2,000 characters by kind: code, prose, tool calls, and languages."""
     source = "".join(code(characters))
-    # What stands in comments and docstrings is prose, but wrapped; the rest is code.
+    # Comments and docstrings are wrapped prose; the rest is code.
     prose = " ".join(" ".join(part.split()) for part in re.findall(r'"""(.*?)"""', source, re.DOTALL))
     calls = [
         "<tool_call>\n"
@@ -94,7 +93,7 @@ def _pieces(text: str) -> list[str]:
 
 
 class Resplit:
-    """Canonical ids in which, with a probability, a token is two others that spell the same: drift that is known."""
+    """Return canonical ids where some tokens, at random, are split into two others with the same text."""
 
     def __init__(self, tokenizer: Tokenizer, share: float) -> None:
         self.tokenizer = tokenizer
@@ -126,7 +125,7 @@ class Resplit:
 
 
 def _bytes_of(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """Empty for an id that nothing stands behind."""
+    """Return the bytes of an id, empty for an unused id."""
     try:
         return tokenizer.token_bytes(token_id)
     except InvalidRequest:
@@ -166,7 +165,7 @@ def _rate(rate: Rate) -> str:
 
 
 def speed(name: str, tokens: int) -> None:
-    """Write the file in batches, measure it in another process."""
+    """Write the file in batches and measure it in another process."""
     folder = ROOT / name
     resplit = Resplit(Tokenizer.load(folder), 0.001)
     encoded = [resplit.ids(text) for pieces in texts(2_000_000).values() for text in pieces]

@@ -1,8 +1,8 @@
-"""Tokens per second of the embedded engine at several batch sizes, against `generate` of transformers.
+"""Measure tokens per second of the embedded engine at several batch sizes, against `generate` of transformers.
 
-All in one run on one model folder: N requests one after the other through `generate`, the same N requests
-through the engine with at most 1, 4 and 16 of them decoding together. Greedy, no stop, random prompts; the
-first round of each is thrown away.
+All in one run on one model folder: N requests one after the other through `generate`, and the same N requests through
+the engine, with at most 1, 4 and 16 of them in one batch. Greedy sampling, no stop, random prompts. The first round of
+each is dropped.
 
     python benchmarks/embedded_engine.py MODEL_DIR [--requests 16] [--prompt 200] [--tokens 64] [--threads 2]
 """
@@ -59,7 +59,7 @@ def through_engine(engine: TransformersEngine, prompts: list[TokenIds], params: 
 
 
 def seconds(run: Callable[[], None], rounds: int) -> float:
-    """Median of `rounds`, after one to warm up."""
+    """Return the median of `rounds`, after one warm-up round."""
     run()
     times = []
     for _ in range(rounds):
@@ -93,7 +93,7 @@ def main() -> None:
     ]
     for temperature in (0.0, 1.0):
         for batch in (1, 4, 16):
-            # Without reuse of prefixes: the rounds repeat their prompts.
+            # Without prefix reuse, because the rounds repeat their prompts.
             engine = TransformersEngine.open(args.model_dir, max_batch=batch, prefix_cache_bytes=0)
             params = SamplingParams(max_tokens=args.tokens, temperature=temperature, top_p=0.95)
             label = f"engine, {batch} together, " + ("temperature 1, top-p 0.95" if temperature else "greedy")

@@ -1,8 +1,8 @@
-"""What becomes of a session when things go wrong: Tokentape and rllm-model-gateway, side by side.
+"""Compare how Tokentape and rllm-model-gateway handle faults during a session.
 
-Both are started as processes, as their users start them, in front of the same stand-in for vLLM, and asked by the
-official client. For each case the table says what the client saw, how often the engine was asked, and what a trainer
-would be given afterwards.
+Both run as processes, started as their users start them, with the same mock vLLM server and the official client. For
+each case the table shows what the client received, how often the engine was called, and which completions a trainer
+would get.
 
     python -m venv /tmp/rllm && /tmp/rllm/bin/pip install rllm-model-gateway
     python benchmarks/faults_compare.py --rllm /tmp/rllm/bin/rllm-model-gateway
@@ -38,35 +38,35 @@ from tokentape.demo import MODEL
 
 QUESTION = {"role": "user", "content": "What is 3 plus 4?"}
 LENGTH = 6
-"""Tokens of a completion; the last one tells which generation it is."""
+"""Tokens of a completion; the last one identifies the generation."""
 ACKNOWLEDGED, IN_FLIGHT = 200, 8
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What the engine does wrong."""
+    """A fault of the engine."""
 
     delay: float = 0.0
-    """Seconds before it answers."""
+    """Seconds before the engine replies."""
     drop_ids: bool = False
     drop_logprob: bool = False
-    """One log-probability fewer than ids."""
+    """Whether the reply has one logprob fewer than ids."""
     status: int = 200
     cut: float = 1.0
-    """How much of the reply's events, or bytes, is sent."""
+    """Share of the reply's events, or bytes, that is sent."""
     then: str = "end"
-    """`end` as HTTP wants it, `reset` the connection, or `stall`."""
+    """How the reply ends: `end` correctly, `reset` the connection, or `stall`."""
 
 
 class FakeVllm:
-    """vLLM's completions and chat completions, as far as the two gateways use them."""
+    """Mock of vLLM's completions and chat completions, as far as the two gateways use them."""
 
     def __init__(self) -> None:
         self.url = ""
         self.fault = Fault()
         self.calls = 0
         self.left = 0
-        """Calls whose connection was closed before they were answered."""
+        """Number of calls with a connection that was closed before the reply."""
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -125,7 +125,7 @@ def sampled(body: dict[str, Any], call: int) -> list[int]:
 
 
 def completion(body: dict[str, Any], call: int, fault: Fault) -> list[dict[str, Any]]:
-    """The whole reply and a stream's events, in the form of /v1/completions."""
+    """Return the whole reply and a stream's events, in the format of /v1/completions."""
 
     def event(ids: Sequence[int], finish: str | None, *, first: bool) -> dict[str, Any]:
         choice = {
@@ -151,7 +151,7 @@ def completion(body: dict[str, Any], call: int, fault: Fault) -> list[dict[str, 
 
 
 def chat(body: dict[str, Any], call: int, fault: Fault) -> list[dict[str, Any]]:
-    """The whole reply and a stream's events, in the form of /v1/chat/completions with `return_token_ids`."""
+    """Return the whole reply and the events of a stream, for /v1/chat/completions with `return_token_ids`."""
     prompt = [*range(10, 10 + 5 * len(body["messages"]))]
     ids = sampled(body, call)
 
@@ -213,7 +213,7 @@ def engine() -> Iterator[FakeVllm]:
 
 
 class Gateway(Protocol):
-    """A gateway that can be started again on what it left."""
+    """Gateway that can be restarted on its data."""
 
     name: str
 
@@ -224,16 +224,16 @@ class Gateway(Protocol):
     def base_url(self, session: str) -> str: ...
 
     def trainable(self, session: str) -> list[list[int]]:
-        """The completions that a trainer would be given of a session."""
+        """Return the completions of a session that a trainer would get."""
         ...
 
     def aside(self, session: str) -> str:
-        """What else is told of the session."""
+        """Return the other reports about the session."""
         ...
 
 
 class Tokentape:
-    """`tokentape serve` with the tiny model's tokenizer and template, as `pip install` leaves it."""
+    """`tokentape serve` with the tiny model's tokenizer and template, with the settings of a fresh installation."""
 
     name = "Tokentape"
 
@@ -334,7 +334,7 @@ class Rllm:
 
 
 def ask(gateway: Gateway, session: str, messages: Sequence[Any] = (QUESTION,), **more: Any) -> str:
-    """One call of the official client; says how it ended."""
+    """Run one call of the official client and return how it ended."""
     retries, timeout = more.pop("max_retries", 0), more.pop("timeout", 20.0)
     client = OpenAI(base_url=gateway.base_url(session), api_key="none", max_retries=retries, timeout=timeout)
     with client:
@@ -356,7 +356,7 @@ def ask(gateway: Gateway, session: str, messages: Sequence[Any] = (QUESTION,), *
         except httpx2.HTTPError:
             return "connection broken"
         except Exception as error:
-            # Whatever the client makes of a reply that is none is part of what is compared.
+            # Any exception of the client on a malformed reply is a result of the comparison.
             return f"client raised {type(error).__name__}"
 
 
@@ -364,7 +364,7 @@ Case = Callable[[Gateway, FakeVllm, str], str]
 
 
 def one_fault(fault: Fault, *, stream: bool) -> Case:
-    """A call that meets `fault`; what the client saw."""
+    """Run a call with `fault` and return what the client saw."""
 
     def run(gateway: Gateway, fake: FakeVllm, session: str) -> str:
         fake.fault = fault
@@ -379,13 +379,13 @@ def refused(gateway: Gateway, fake: FakeVllm, session: str) -> str:
 
 
 def impatient(gateway: Gateway, fake: FakeVllm, session: str) -> str:
-    """The client gives up after a second and asks again, as it does by default; the engine takes 1.7 s."""
+    """The client times out after a second and retries, its default behavior; the engine takes 1.7 s."""
     fake.fault = Fault(delay=1.7)
     return ask(gateway, session, timeout=1.0, max_retries=2)
 
 
 def lost_reply(gateway: Gateway, fake: FakeVllm, session: str) -> str:
-    """The reply of the first attempt got lost on its way; the client says that it asks again."""
+    """The reply of the first attempt is lost; the client marks its second call as a retry."""
     ask(gateway, session)
     return ask(gateway, session, extra_headers={"x-stainless-retry-count": "1"})
 
@@ -398,7 +398,7 @@ def parallel(gateway: Gateway, fake: FakeVllm, session: str) -> str:
 
 
 def leaves(*, stream: bool) -> Case:
-    """The client closes its connection: a stream after some tokens, else while it waits."""
+    """The client closes its connection: after some tokens of a stream, or while it waits."""
 
     def run(gateway: Gateway, fake: FakeVllm, session: str) -> str:
         fake.fault = Fault(cut=0.5, then="stall") if stream else Fault(delay=4.0)
@@ -419,7 +419,7 @@ def leaves(*, stream: bool) -> Case:
 
 
 def killed(gateway: Gateway, fake: FakeVllm, session: str) -> str:
-    """Kill -9 right after 200 acknowledged calls, with 8 more in flight; then a restart."""
+    """Run `kill -9` right after 200 acknowledged calls, with 8 more in flight; then restart."""
     lock = threading.Lock()
     heard: dict[str, int] = {}
     enough = threading.Event()
@@ -489,7 +489,7 @@ def main() -> None:
                     seen = [case(gateway, fake, session)]
                     fake.fault = Fault()
                     if case is not killed:
-                        # What is still under way comes to its end.
+                        # Let calls in progress finish.
                         time.sleep(2.5)
                         completions = gateway.trainable(session)
                         seen.append(f"engine asked {fake.calls} times" if fake.calls != 1 else "engine asked once")

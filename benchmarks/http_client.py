@@ -1,8 +1,8 @@
-"""What the engine's HTTP client costs: CPU time per call of `HttpClient` and of httpx2, in turn, to the same server.
+"""Measure the CPU time per call of the engines' `HttpClient` and of httpx2, in turns, with the same server.
 
     python -m benchmarks.http_client
 
-The server is the gateway benchmark's stand-in for vLLM, in a process of its own. docs/decisions/0019 has figures.
+The server is the gateway benchmark's mock vLLM server, in a separate process. docs/decisions/0019 has figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDS, CALLS = 12, 100
 
 
 async def measured(url: str, body: bytes) -> dict[str, float]:
-    """Microseconds of CPU per call, the best of all rounds."""
+    """Return the microseconds of CPU per call, the best of all rounds."""
     ours = HttpClient(url)
     async with httpx2.AsyncClient(base_url=url, trust_env=False, headers={"accept-encoding": "identity"}) as theirs:
 

@@ -1,10 +1,10 @@
-"""What streaming parsing costs: tokens per second, fed one token at a time, against the length of the completion.
+"""Measure streaming parsing: tokens per second, fed one token at a time, for completions of different lengths.
 
     python benchmarks/parse.py [--tokenizers DIR] [--lengths 1000 8000 32000]
 
-DIR holds one folder per tokenizer (`tokenizer.json`, `templates/*.jinja`). A parser whose cost per token does not
-depend on what came before shows the same speed in every column. The last rows are completions that no model would
-write, made to be expensive.
+DIR has one folder per tokenizer (`tokenizer.json`, `templates/*.jinja`). If a parser's cost per token does not depend
+on the previous tokens, the speed is the same in every column. The last rows are artificial completions that are
+designed to be expensive.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, str, str]] = {
 
 
 def completion(tokenizer: Tokenizer, prefix: str, text: str, length: int) -> list[int]:
-    """Return `length` ids: the prefix, then the text over and over."""
+    """Return `length` ids: the prefix, then the text repeated."""
     ids = tokenizer.encode_plain(prefix) if prefix else []
     return list(itertools.islice(itertools.chain(ids, itertools.cycle(tokenizer.encode_plain(text))), length))
 

@@ -1,10 +1,10 @@
-"""What a recorded turn costs a PostgreSQL server: CPU, bytes of its log, bytes of its tables.
+"""Measure what a recorded turn costs a PostgreSQL server: CPU, bytes of its log, bytes of its tables.
 
     python benchmarks/postgres_costs.py postgresql://... --postmaster PID [--sessions 64] [--seconds 20]
 
-One process keeps `--sessions` sessions, each waiting for a turn of 600 tokens to be durable before it writes the next
-(see `writers.py`). CPU is that of the server's processes, so nobody else may use it meanwhile. Prints JSON; the figures
-of `unit_costs.json` are from here.
+One process runs `--sessions` sessions. Each waits until a turn of 600 tokens is durable before it writes the next (see
+`writers.py`). CPU is that of the server's processes, so the server must have no other users. Prints JSON, the source of
+the figures in `unit_costs.json`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRITERS = Path(__file__).with_name("writers.py")
 
 
 def cpu_seconds(postmaster: psutil.Process) -> float:
-    """Of the server, those of its processes that have ended included."""
+    """Return the CPU seconds of the server, including processes that have ended."""
     own = postmaster.cpu_times()
     living = (child.cpu_times() for child in postmaster.children(recursive=True))
     return (
@@ -32,7 +32,7 @@ def cpu_seconds(postmaster: psutil.Process) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the measurement and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store")
     parser.add_argument("--postmaster", type=int, required=True)

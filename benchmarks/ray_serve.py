@@ -1,10 +1,10 @@
-"""What Ray Serve costs in front of the gateway: start-up, memory and time per call, beside `tokentape serve`.
+"""Measure the gateway on Ray Serve: start-up, memory and time per call, compared with `tokentape serve`.
 
     python -m benchmarks.ray_serve --store postgresql://...  [--calls 300] [--replicas 1 2]
 
-Each of them records to the database and asks the same stand-in for vLLM, which answers at once. A call goes on with a
-session of about 1,000 tokens. The client keeps its connection. Memory is what the processes have for themselves, plus
-their part of what they share (PSS).
+Both record to the database and use the same mock vLLM server, which replies immediately. Each call continues a session
+of about 1,000 tokens. The client keeps its connection open. Memory is the private memory of the processes plus their
+proportional share of shared memory (PSS).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TURNS = 8
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one way to serve."""
+    """Results of one way to serve."""
 
     name: str
     start_seconds: float
@@ -48,7 +48,7 @@ class Measured:
 
 
 def serve_on_ray(store: str, upstream: str, replicas: int, port: int) -> None:
-    """Serve until an interrupt; the process that the benchmark measures."""
+    """Serve until an interrupt, in the measured process."""
     import ray
     from ray import serve
     from tokentape.ray import gateway_app
@@ -65,7 +65,7 @@ def serve_on_ray(store: str, upstream: str, replicas: int, port: int) -> None:
 
 
 async def one_by_one(name: str, url: str, texts: Text, calls: int) -> list[float]:
-    """Milliseconds of each call of sessions with `TURNS` turns, one after the other; the first session left out."""
+    """Return the milliseconds of each call, in consecutive sessions with `TURNS` turns, without the first session."""
     taken = []
     async with Connection(url) as connection:
         for number in range(-(-calls // TURNS) + 1):
@@ -88,7 +88,7 @@ async def session(connection: Connection, name: str, texts: Text, seed: int) -> 
 
 
 async def first_events(name: str, url: str, texts: Text, calls: int) -> list[float]:
-    """Milliseconds to the first event of streams."""
+    """Return the milliseconds to the first event of streams."""
     taken = []
     async with Connection(url) as connection:
         for number in range(calls):
@@ -102,7 +102,7 @@ async def first_events(name: str, url: str, texts: Text, calls: int) -> list[flo
 
 
 async def at_once(name: str, url: str, texts: Text) -> float:
-    """Calls per second of `SESSIONS` sessions at once."""
+    """Return the calls per second of `SESSIONS` concurrent sessions."""
 
     async def one(number: int) -> None:
         async with Connection(url) as connection:
@@ -114,7 +114,7 @@ async def at_once(name: str, url: str, texts: Text) -> float:
 
 
 def measure(name: str, command: Sequence[str], url: str, folder: Path, texts: Text, calls: int) -> Measured:
-    """Start it, ask it, end it."""
+    """Start the server, measure it, and stop it."""
     began = time.perf_counter()
     process = Process([sys.executable, *command], folder / f"{name}.log")
     try:

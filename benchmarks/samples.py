@@ -1,9 +1,9 @@
-"""What samples cost: from recorded turns to trajectories, samples and batches, and how that grows.
+"""Measure the path from recorded turns to trajectories, samples and batches, for growing sessions.
 
     python benchmarks/samples.py [--tokens-per-turn N]
 
-One session of so many turns in a row, then one of which every tenth turn was answered twice, then many sessions. CPU
-milliseconds, the best of 5.
+First one linear session with a given number of turns, then a session where every tenth turn was answered twice, then
+many sessions. Figures are CPU milliseconds, the best of 5 rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VOCABULARY = 151_000
 def make_turn(
     random: np.random.Generator, seq: int, parent: int | None, tokens: int, alike: Turn | None = None
 ) -> Turn:
-    """A turn of which a fifth was sampled; one `alike` answers the same context."""
+    """Return a turn with a fifth of its tokens sampled; a turn `alike` answers the same context."""
     sampled = tokens // 5
     added = tokens - sampled
     return Turn(
@@ -52,7 +52,7 @@ def make_turn(
 
 
 def chain(turns: int, tokens: int, retried: int = 0) -> Session:
-    """Turns behind each other; every `retried`-th was answered twice, and the second answer went on."""
+    """Return consecutive turns; every `retried`-th was answered twice, and the second answer was continued."""
     random = np.random.default_rng(turns)
     session = Session(SessionInfo("s", 0.0, {"task": 1}))
     parent: int | None = None
@@ -66,7 +66,7 @@ def chain(turns: int, tokens: int, retried: int = 0) -> Session:
 
 
 def best_of(work: Callable[[], object], rounds: int = 5) -> float:
-    """CPU milliseconds of the fastest round."""
+    """Return the CPU milliseconds of the fastest round."""
     spent = []
     for _ in range(rounds):
         started = time.process_time()
@@ -93,7 +93,7 @@ def measure(turns: int, tokens_per_turn: int, retried: int) -> str:
 
 
 def measure_many(sessions: int) -> str:
-    """Cost per million tokens of samples of ordinary length, in rows of 32k."""
+    """Return the cost per million tokens for samples of ordinary length, in rows of 32k."""
     path = trajectories(chain(10, 510))[0]
     samples = [with_column(sample, "advantages", 1.0) for _ in range(sessions) for sample in assemble([path]).samples]
     millions = sum(len(sample.token_ids) for sample in samples) / 1e6

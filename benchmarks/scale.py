@@ -1,12 +1,11 @@
-"""From one machine to 100,000 sessions: what is used up, reckoned from measured unit costs and checked by simulation.
+"""Plan capacity from one machine to 100,000 sessions, with measured unit costs and a simulation.
 
-    python benchmarks/scale.py                  # the plan of docs/scale.md, and each row of it simulated
-    python benchmarks/scale.py --check          # the simulation against what was measured on one machine
+    python benchmarks/scale.py                  # the plan of docs/scale.md, with each row simulated
+    python benchmarks/scale.py --check          # the simulation against measurements on one machine
 
-The reckoning is arithmetic: arrivals times unit cost over capacity. It says nothing of queues, so each row is simulated
-too, event by event (simpy): sessions that wait for the engine and for their tools, replicas that serve one call at a
-time per core, databases that commit what has gathered in one flush. Where both disagree, the arithmetic is wrong.
-Needs `pip install simpy`.
+The plan is arithmetic: arrivals times unit cost over capacity. It ignores queues. So an event simulation (simpy) checks
+each row: sessions wait for the engine and for their tools, replicas serve one call at a time per core, and databases
+commit all waiting turns in one flush. Where both disagree, the arithmetic is wrong. Needs `pip install simpy`.
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ COSTS = Path(__file__).with_name("unit_costs.json")
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
-    """What one of each costs, measured by the benchmark named in `unit_costs.json`."""
+    """Unit costs, measured by the benchmarks named in `unit_costs.json`."""
 
     cpu_ms_per_call: float
-    """Of the gateway, at no history."""
+    """CPU of the gateway per call without history."""
     cpu_ms_per_1k_history: float
-    """More for each thousand tokens of history: mostly bytes moved."""
+    """Additional CPU per thousand tokens of history, mostly for moving bytes."""
     commit_cpu_ms: float
-    """Of the database, per turn in a group."""
+    """CPU of the database per turn in a group commit."""
     flush_ms: float
-    """One flush of the database's log, whatever is in it."""
+    """One flush of the database's log, independent of its size."""
     disk_bytes_per_token: float
     ram_bytes_per_token: float
     log_bytes_per_disk_byte: float
-    """What the database writes to its log for a byte that it keeps."""
+    """Bytes of the log per byte of the tables."""
     wire_bytes_per_token: float
-    """Of a context, as JSON to the engine."""
+    """JSON bytes per context token, to the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What agents do. Means of exponential times; tokens are as they are."""
+    """Workload of the agents. Times are means of exponential distributions; token counts are fixed."""
 
     sessions: int
     turns: int = 20
@@ -57,32 +56,32 @@ class Workload:
 
     @property
     def calls_per_second(self) -> float:
-        """If nothing but engine and tools took time."""
+        """Calls per second if only engine and tools took time."""
         return self.sessions / (self.engine_seconds + self.tool_seconds)
 
     @property
     def mean_history(self) -> float:
-        """Tokens of context that a call brings along, on average over a session."""
+        """Average number of context tokens that a call sends."""
         return (self.added_tokens + self.sampled_tokens) * (self.turns - 1) / 2 + self.added_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What it runs on."""
+    """Available machines."""
 
     cores: int
-    """Of gateways: a worker process on each."""
+    """Cores for gateways, with one worker process each."""
     databases: int
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What is used up. Rates per second."""
+    """Resources in use. Rates are per second."""
 
     calls: float
     gateway_cores: float
     database_busy: float
-    """Of each database: share of the time in which it commits."""
+    """Share of the time that each database spends committing."""
     disk_mb: float
     log_mb: float
     wire_gbit: float
@@ -91,25 +90,25 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What a simulation saw after its warm-up. Seconds."""
+    """Results of a simulation after its warm-up, in seconds."""
 
     calls: float
     gateway_busy: float
     database_busy: float
     added_p50: float
     added_p99: float
-    """What gateway and database add to a call, queues included."""
+    """Time that gateway and database add to a call, including queues."""
     group: float
     """Turns per commit."""
 
 
 def reckon(work: Workload, machines: Machines, costs: UnitCosts) -> Use:
-    """What a workload uses, by arithmetic."""
+    """Compute the resources that a workload uses."""
     calls = work.calls_per_second
     tokens = calls * (work.added_tokens + work.sampled_tokens)
     per_call = costs.cpu_ms_per_call + costs.cpu_ms_per_1k_history * work.mean_history / 1000
     disk = tokens * costs.disk_bytes_per_token / 1e6
-    # While one group is flushed the next one gathers, so flushes take what time is left, not more.
+    # The next group gathers during a flush, so flushes use only the remaining time.
     busy = min(1.0, calls / machines.databases * costs.commit_cpu_ms / 1000)
     return Use(
         calls=calls,
@@ -123,7 +122,7 @@ def reckon(work: Workload, machines: Machines, costs: UnitCosts) -> Use:
 
 
 def simulate(work: Workload, machines: Machines, costs: UnitCosts, *, seconds: float, seed: int = 0) -> Simulated:
-    """Run `work` for `seconds` of its own time, the first third being warm-up."""
+    """Simulate `work` for `seconds`; the first third is warm-up."""
     env = simpy.Environment()
     rng = np.random.default_rng(seed)
     cores = [simpy.Resource(env) for _ in range(machines.cores)]
@@ -207,7 +206,7 @@ PLAN = (
 
 
 def main() -> None:
-    """Print the plan, reckoned and simulated, or the check, as JSON lines."""
+    """Print the plan, computed and simulated, or the check, as JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="the simulation against measured throughput")
     parser.add_argument("--seconds", type=float, default=90.0, help="simulated time of each row")

@@ -1,9 +1,9 @@
-"""What the SQLite store costs: commits per second, time of a commit, bytes of disk per token.
+"""Measure the SQLite store: commits per second, time of a commit, bytes of disk per token.
 
     python benchmarks/store.py [--directory DIR] [--turns N]
 
-Each writer keeps one session and waits for a turn to be durable before it writes the next, as a gateway does.
-A turn has 600 tokens with about four characters of text per token. Put DIR on the disk you mean to measure.
+Each writer keeps one session and waits until a turn is durable before it writes the next, as a gateway does. A turn has
+600 tokens with about four characters of text per token. Put DIR on the disk that you want to measure.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ async def fill(directory: Path, added: int, sampled: int, turns: int, sessions: 
 
 
 def disk_line(directory: Path, added: int, sampled: int) -> str:
-    """Return a line of the table: size of the closed database over unique tokens."""
+    """Return a line of the table: size of the closed database per unique token."""
     turns, sessions = 20, 50
     asyncio.run(fill(directory, added, sampled, turns, sessions))
     size = sum(path.stat().st_size for path in directory.iterdir())

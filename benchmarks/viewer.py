@@ -1,15 +1,15 @@
-"""What looking at a long trajectory costs in a browser, and at a list of many sessions.
+"""Measure the viewer in a browser, for a long trajectory and for a list of many sessions.
 
     python benchmarks/viewer.py [--tokens 200000] [--sessions 100000] [--chromium PATH]
 
-Writes a session of that many tokens (forty turns of prose in the tiny model's tokens, encoded 300 letters at a time, so
-that there is drift at most seams; every third is sampled), serves it as `tokentape view` does, and opens it in
-Chromium, without a graphics card, in a window of 1440 x 900. Told are the server's seconds and bytes per reply; on the
-page the time to the first tokens and to the marks of drift; frames while it is scrolled, a screen at a time and in
-leaps; heap and nodes before and after.
+Writes a session with this many tokens: forty turns of prose in the tiny model's tokens, encoded 300 letters at a time,
+so that there is drift at most seams; every third token is sampled. Serves it as `tokentape view` does, and opens it in
+Chromium without a graphics card, in a window of 1440 x 900. Reports the server's seconds and bytes per reply, and for
+the page: the time to the first tokens and to the marks of drift, the frame times while scrolling by screens and in
+jumps, and heap and nodes before and after.
 
-Then it writes so many small sessions of three turns and times pages of the list, by what they are sorted and searched.
-Needs playwright and Chromium; see `make test-browser`.
+Then writes many small sessions of three turns, and times pages of the list by sort order and search. Needs playwright
+and Chromium; see `make test-browser`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def write_long(directory: Path, tokens: int) -> None:
-    """One session of `tokens` tokens."""
+    """Return a session of `tokens` tokens."""
     renderer = Renderer.load(MODEL)
     pieces = (TEXT[at : at + 300] for at in range(0, len(TEXT), 300))
     ids = [one for piece in pieces for one in renderer.tokenizer.encode_marked(piece).ids]
@@ -100,7 +100,7 @@ def a_setup() -> Setup:
 
 
 def turns_of(session_id: str, setup: Setup, ids: Any, turns: int = TURNS) -> Iterator[Turn]:
-    """`ids` as turns, of each two thirds added and the rest sampled."""
+    """Return `ids` as turns with two thirds added and the rest sampled."""
     rng = np.random.default_rng(0)
     before: Turn | None = None
     for seq, own in enumerate(np.array_split(ids, turns)):
@@ -188,7 +188,7 @@ def time_page(url: str, chromium: str | None) -> None:
 
 
 def memory(session: CDPSession) -> str:
-    """Heap of the page's scripts after a collection, and how many elements and texts it has."""
+    """Return the JavaScript heap after a garbage collection, and the number of elements and text nodes."""
     session.send("HeapProfiler.collectGarbage")
     used = session.send("Runtime.getHeapUsage")["usedSize"]
     nodes = session.send("Memory.getDOMCounters")["nodes"]
@@ -196,7 +196,7 @@ def memory(session: CDPSession) -> str:
 
 
 def write_many(directory: Path, sessions: int) -> None:
-    """One session of three turns, and copies of its rows under other ids, by SQL: a list reads no hash chains."""
+    """Write one session of three turns, and copies of its rows under other ids by SQL; a list reads no hash chains."""
     setup = a_setup()
     with SqliteStore.open(directory) as store:
         turns = turns_of("session-000000", setup, np.arange(600, dtype=np.int32), turns=3)

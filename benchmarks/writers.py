@@ -1,11 +1,11 @@
-"""What several processes that write to one record get through: turns per second, and how long a turn waits.
+"""Measure several processes that write to one record: turns per second, and the wait per turn.
 
     python benchmarks/writers.py [--store postgresql://...] [--processes 1 2 4] [--sessions 16] [--seconds 5]
 
-Each process is what a gateway is to the record: it keeps `--sessions` sessions, each of which waits for a turn to be
-durable before it writes the next, and their writes share transactions. Before each turn it asks how far the session has
-come, as a gateway does that is not alone. A turn has 600 tokens. Without `--store` the record is in SQLite, in a
-temporary directory below `--directory`, the processes taking turns as the workers of one gateway do.
+Each process acts on the record like a gateway. It runs `--sessions` sessions; each waits until a turn is durable before
+it writes the next, and their writes share transactions. Before each turn it reads how far the session has come, as one
+of several gateways does. A turn has 600 tokens. Without `--store` the record is in SQLite, in a temporary directory in
+`--directory`, and the processes take turns like the workers of one gateway.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def make_turn(session_id: str, seq: int, parent: Turn | None) -> Turn:
-    # Numbers of a kind that databases can't compress, as those of models are.
+    # Random numbers, because databases can't compress those of models either.
     ids = RANDOM.integers(0, 150_000, 600, dtype=np.int32)
     turn = Turn(
         session_id=session_id,

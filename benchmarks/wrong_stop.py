@@ -1,15 +1,15 @@
-"""What a model does after a turn that ended with another stop token than its template writes there.
+"""Measure what a model does after a turn that ended with a stop token that its template does not write.
 
     python benchmarks/wrong_stop.py [--tasks 60] [--model MODEL]
 
-Every reply's `<|im_end|>` is replaced by `<|endoftext|>`, as if the model had sampled that. Then the conversation goes
-on in one of these ways, and tasks solved are counted, greedily, on held-out tasks:
+Every reply's `<|im_end|>` is replaced by `<|endoftext|>`, as if the model had sampled it. Then the conversation
+continues in one of the following ways, and the benchmark counts solved held-out tasks, with greedy sampling:
 
-- `as sampled`: nothing is replaced; what the model can do.
+- `as sampled`: nothing is replaced; the model's normal result.
 - `keep`: the sampled stop stands for the turn's end (`wrong_stop="keep"`).
-- `fork`: each turn is sampled on a new branch, in which the template's own token ends the earlier ones
+- `fork`: each turn is sampled on a new branch, where the template's own token ends the earlier turns
   (`wrong_stop="fork"`).
-- `closed`: the template's own token is appended behind the sampled one.
+- `closed`: the template's own token is appended after the sampled one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_CALLS = 8
 
 
 async def solve(engine: TransformersEngine, renderer: Renderer, setup: Setup, task: Task, way: str) -> bool:
-    """Whether the model solves the task when its turns end the given way."""
+    """Return whether the model solves the task when its turns end the given way."""
     end, other = (renderer.tokenizer.control(name) for name in ("<|im_end|>", "<|endoftext|>"))
     assert end is not None
     assert other is not None
@@ -76,7 +76,7 @@ async def solve(engine: TransformersEngine, renderer: Renderer, setup: Setup, ta
 
 
 def tool_message(task: Task, call: Any) -> Message:
-    """The answer of a tool."""
+    """Return the result of a tool."""
     function = call["function"]
     return {
         "role": "tool",
@@ -86,14 +86,14 @@ def tool_message(task: Task, call: Any) -> Message:
 
 
 async def sample(engine: TransformersEngine, context: TokenIds, stop_ids: Sequence[int]) -> list[int]:
-    """One greedy completion."""
+    """Sample one greedy completion."""
     params = SamplingParams(max_tokens=160, temperature=0.0, stop_token_ids=tuple(stop_ids))
     deltas = engine.sample(context, params, stream=False, request_id="wrong-stop")
     return [token_id async for delta in deltas for token_id in delta.token_ids]
 
 
 async def main(model: Path, tasks: int) -> None:
-    """Run all ways on the same tasks and print what was solved."""
+    """Run all variants on the same tasks and print how many are solved."""
     renderer = Renderer.load(model)
     tools = tuple(TOOLS)
     setup = renderer.setup(tools, date="2026-01-01")

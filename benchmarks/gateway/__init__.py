@@ -1,4 +1,4 @@
-"""What a gateway costs: Tokentape and its peers in front of the same stand-in for vLLM, measured in turn.
+"""Measure what gateways cost: Tokentape and its peers with the same mock vLLM server, in turns.
 
 python -m benchmarks.gateway --help
 """

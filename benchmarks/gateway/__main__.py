@@ -1,13 +1,13 @@
-"""Measure gateways: what a call costs, how many there can be, and what is kept of it.
+"""Measure gateways: the cost of a call, the calls per second, and the space of their records.
 
     TOKENTAPE_BENCH_RLLM=/path/to/python TOKENTAPE_BENCH_VERIFIERS=... TOKENTAPE_BENCH_LITELLM=... \\
         TOKENTAPE_BENCH_AGENT_LIGHTNING=... python -m benchmarks.gateway --minutes 30 --docs
 
-Every target runs as its users run it, in one process (LiteLLM: one worker), in front of the same stand-in for vLLM on
-loopback. Peers live in environments of their own: `pip install verifiers`, `pip install 'litellm[proxy]'`, `pip install
+Every target runs as its users run it, in one process (LiteLLM: one worker), with the same mock vLLM server on loopback.
+Peers have their own environments: `pip install verifiers`, `pip install 'litellm[proxy]'`, `pip install
 rllm-model-gateway` (for its cumulative mode from the repository, with renderers 0.1.7), and for Agent Lightning, with
-Python 3.12, `pip install git+https://github.com/microsoft/agent-lightning@v1.0.0`. One that is not named is left out,
-and the report says so. The figure to compare is CPU time: other work on the machine disturbs it least.
+Python 3.12, `pip install git+https://github.com/microsoft/agent-lightning@v1.0.0`. A peer without an environment is
+left out, and the report says so. Compare CPU times: other work on the machine affects them least.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.gateway.targets import TARGETS, Site, Target
 SIZES = (1_000, 10_000, 100_000)
 CLIENTS = (32, 256)
 SHARES = {"calls": 0.45, "streams": 0.1, "clients": 0.15, "rollout": 0.1, "footprint": 0.2}
-"""Of the minutes, about; each part measures everything at least once."""
+"""Approximate shares of the minutes; each part measures everything at least once."""
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 class Benchmark:
-    """One run."""
+    """One run of the benchmark."""
 
     def __init__(self, args: argparse.Namespace, targets: list[Target], folder: Path) -> None:
         self._quick: bool = args.quick
@@ -83,7 +83,7 @@ class Benchmark:
         self._sizes = SIZES[:2] if args.quick else SIZES
 
     async def run(self) -> dict[str, Any]:
-        """All measurements."""
+        """Run all measurements."""
         replies = self._folder / "replies.json"
         replies.write_text(json.dumps(self._text.replies(64)), encoding="utf-8")
         command = [sys.executable, "-m", "benchmarks.gateway.upstream", str(replies)]
@@ -136,7 +136,7 @@ class Benchmark:
         return found
 
     def _keep(self, found: dict[str, Any]) -> None:
-        """Write what there is, so that a run that is interrupted was not for nothing."""
+        """Write the results so far, so that an interrupted run keeps them."""
         found["failures"] = self._failures
         self._out.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
@@ -239,7 +239,7 @@ class Benchmark:
 
 
 def summary(calls: Calls) -> dict[str, float]:
-    """Calls one after the other, in milliseconds."""
+    """Return the statistics of consecutive calls, in milliseconds."""
     ordered = sorted(calls.seconds)
     return {
         "calls": len(ordered),
@@ -251,7 +251,7 @@ def summary(calls: Calls) -> dict[str, float]:
 
 
 def machine() -> str:
-    """What it ran on."""
+    """Return a description of the machine."""
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():

@@ -1,4 +1,4 @@
-"""What agents say in the benchmark: sessions that grow by a tool call and its result, over real text and real ids."""
+"""Conversations of the benchmark: sessions that grow by a tool call and its result, with real text and ids."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TOOLS = [
 ]
 SYSTEM = "You are a careful engineer. Read what you need, then answer."
 MESSAGE_TOKENS = 500
-"""Tokens of a message of the history that a session begins with."""
+"""Tokens per message of the initial history."""
 OVERHEAD = 5
-"""Tokens that a template writes around a message, about."""
+"""Approximate number of tokens that a template adds around a message."""
 
 
 class Text:
-    """Tokentape's own source as text to cut pieces from, and the tokenizer that counts them."""
+    """Text cut from Tokentape's own source, and the tokenizer that counts its tokens."""
 
     def __init__(self, model: Path) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -43,12 +43,12 @@ class Text:
         self._spans = self._tokenizer.encode(self._text, add_special_tokens=False).offsets
 
     def piece(self, tokens: int, chance: random.Random) -> str:
-        """A piece of about so many tokens, from anywhere."""
+        """Return a random piece of about this many tokens."""
         start = chance.randrange(len(self._spans) - tokens)
         return self._text[self._spans[start][0] : self._spans[start + tokens - 1][1]]
 
     def replies(self, count: int, tokens: int = 64) -> list[dict[str, Any]]:
-        """Completions that say a few words and call the tool, as sampled ids and as messages."""
+        """Return completions with a few words and a tool call, as sampled ids and as messages."""
         chance = random.Random(1)
         replies = []
         for n in range(count):
@@ -69,23 +69,23 @@ class Text:
         return replies
 
     def ids(self, text: str) -> list[int]:
-        """Token ids, control tokens included."""
+        """Return the token ids, including control tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @dataclass
 class Conversation:
-    """One session: its messages as the JSON that an agent sends, never written twice."""
+    """One session; keeps its messages as JSON and only appends to it."""
 
     text: Text
     history: int
-    """Tokens of the first request, about."""
+    """Approximate number of tokens of the first request."""
     result: int = 64
     """Tokens of a tool's result."""
     seed: int = 0
     messages: list[bytes] = field(default_factory=list)
     tokens: int = 0
-    """In the context of the next request, about."""
+    """Approximate number of tokens in the context of the next request."""
 
     def __post_init__(self) -> None:
         self._chance = random.Random(f"{self.seed} {self.history}")
@@ -97,13 +97,13 @@ class Conversation:
             role = "assistant" if role == "user" else "user"
 
     def body(self, *, stream: bool = False) -> bytes:
-        """The next request."""
+        """Return the next request."""
         more = b',"stream":true' if stream else b""
         head = b'{"model":"m","max_tokens":256' + more + b',"tools":' + _TOOLS + b',"messages":['
         return head + b",".join(self.messages) + b"]}"
 
     def answered(self, message: dict[str, Any], sampled: int = 64) -> None:
-        """Take in a reply, and say what the tool that it calls returned."""
+        """Append a reply and the result of the tool that it calls."""
         calls = message.get("tool_calls") or []
         kept = {"role": "assistant", "content": message.get("content")}
         if calls:

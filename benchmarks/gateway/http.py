@@ -1,4 +1,4 @@
-"""An HTTP/1.1 client that does no more than the benchmark needs, so that what is measured is not the client."""
+"""Minimal HTTP/1.1 client of the benchmark, so that the client itself costs little."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 
 class Connection:
-    """One connection, kept alive; opened anew if the other side has closed it."""
+    """One keep-alive connection; reopens it if the server has closed it."""
 
     def __init__(self, url: str) -> None:
         rest = url.partition("://")[2]
@@ -29,7 +29,7 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
@@ -37,7 +37,7 @@ class Connection:
     async def request(
         self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
-        """Status and body of the answer."""
+        """Return status and body of the reply."""
         status, length = await self._ask(path, body, headers)
         if length is not None:
             return status, await self._reader.readexactly(length)
@@ -46,7 +46,7 @@ class Connection:
     async def events(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[tuple[float, bytes]]:
-        """What arrives of a streamed answer, and when."""
+        """Yield the chunks of a streamed reply with their arrival times."""
         status, length = await self._ask(path, body, headers)
         if status != 200 or length is not None:
             raise RuntimeError(f"{path} answered {status} and does not stream: {await self._reader.read(2000)!r}")
@@ -67,7 +67,7 @@ class Connection:
                 raw = await reader.readuntil(b"\r\n\r\n")
                 break
             except (ConnectionError, asyncio.IncompleteReadError):
-                # An idle connection that was closed meanwhile.
+                # The server closed the idle connection.
                 self.close()
                 if attempt:
                     raise
@@ -93,13 +93,13 @@ class Connection:
 
 
 def message_of(answer: bytes) -> dict[str, Any]:
-    """The assistant's message in a whole answer."""
+    """Return the assistant's message of a whole reply."""
     message: dict[str, Any] = json.loads(answer)["choices"][0]["message"]
     return message
 
 
 def message_of_events(chunks: list[bytes]) -> dict[str, Any]:
-    """The assistant's message in a streamed answer."""
+    """Return the assistant's message of a streamed reply."""
     content, calls = "", []
     for line in b"".join(chunks).split(b"\n"):
         if not line.startswith(b"data: {"):

@@ -1,4 +1,4 @@
-"""The measurements, each over all targets in turn, so that what else the machine does hits them alike."""
+"""Measurements. Each covers all targets in turns, so that other work on the machine affects them equally."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ from benchmarks.gateway.processes import Process, disk_bytes
 from benchmarks.gateway.targets import Session, Site, Target
 
 GROUPS = 10
-"""Of sessions, after each of which memory is looked at."""
+"""Number of groups of sessions; memory is read after each group."""
 
 SETTLE = 0.05
-"""Seconds for what a target does behind its answers, such as writing."""
+"""Seconds for work that a target does after its replies, such as writing."""
 
 
 class Failed(Exception):
-    """A target did not answer as it should."""
+    """A target returned an unexpected reply."""
 
 
 @dataclass
 class Running:
-    """A target that has been started."""
+    """A started target."""
 
     target: Target
     site: Site
     url: str
     process: Process | None
     started: float = 0.0
-    """Seconds until it answered."""
+    """Seconds until the first reply."""
     begun: int = 0
-    """Sessions."""
+    """Number of sessions."""
 
     def cpu_seconds(self) -> float:
-        """User and system time so far; 0 where there is no process of the target's own."""
+        """Return user and system time so far; 0 if the target has no process."""
         return 0.0 if self.process is None else self.process.cpu_seconds()
 
 
 @dataclass
 class Calls:
-    """What was measured of calls one after the other."""
+    """Results of consecutive calls."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of each, from the first byte sent to the last one received."""
+    """Seconds per call, from the first byte sent to the last one received."""
     first_seconds: list[float] = field(default_factory=list)
-    """Of each, to the first event; only of streams."""
+    """Seconds to the first event, for streams only."""
     chunks: int = 0
     cpu_ms: list[float] = field(default_factory=list)
-    """Per call, of each session."""
+    """CPU milliseconds per call, one value per session."""
     opening_seconds: list[float] = field(default_factory=list)
-    """Of each session's first call, which renders and tokenizes everything."""
+    """Seconds of each session's first call, which renders and tokenizes everything."""
 
 
 async def one(connection: Connection, session: Session, conversation: Conversation, *, stream: bool) -> Calls:
-    """One call, and the next request made of its answer."""
+    """Run one call and build the next request from its reply."""
     body, calls = conversation.body(stream=stream), Calls()
     began = time.perf_counter()
     if stream:
@@ -84,7 +84,7 @@ async def one(connection: Connection, session: Session, conversation: Conversati
 
 @asynccontextmanager
 async def session_of(running: Running) -> AsyncGenerator[tuple[Connection, Session]]:
-    """A new session of a target, on a connection of its own."""
+    """Create a session of a target, on its own connection."""
     running.begun += 1
     async with Connection(running.url) as connection:
         yield connection, await running.target.session(connection, f"bench-{running.begun}")
@@ -93,7 +93,7 @@ async def session_of(running: Running) -> AsyncGenerator[tuple[Connection, Sessi
 async def one_session(
     running: Running, text: Text, history: int, turns: int, into: Calls, *, seed: int, stream: bool = False
 ) -> None:
-    """One session: its first call apart, then `turns` more."""
+    """Run one session: its first call separately, then `turns` more."""
     async with session_of(running) as (connection, session):
         conversation = Conversation(text, history, seed=seed)
         into.opening_seconds += (await one(connection, session, conversation, stream=False)).seconds
@@ -117,7 +117,7 @@ async def in_turn(
     least: int,
     failures: dict[str, str],
 ) -> int:
-    """Run `measure` for every target and setting, in a new order each round, for so long; returns the rounds."""
+    """Run `measure` for all targets and settings, in a new order each round, for `seconds`; return the rounds."""
     order, ends, rounds = random.Random(0), time.monotonic() + seconds, 0
     while rounds < least or time.monotonic() < ends:
         for setting in settings:
@@ -133,7 +133,7 @@ async def in_turn(
 
 
 async def at_once(running: Running, text: Text, clients: int, history: int, turns: int) -> tuple[float, float]:
-    """Calls per second with so many clients, each with so many turns in a session of its own, and CPU ms per call."""
+    """Return calls per second with this many clients, one session each, and CPU ms per call."""
     room, begun, go = asyncio.Semaphore(8), asyncio.Semaphore(0), asyncio.Event()
 
     async def client(number: int) -> None:
@@ -150,7 +150,7 @@ async def at_once(running: Running, text: Text, clients: int, history: int, turn
     try:
         for _ in tasks:
             waiting = asyncio.create_task(begun.acquire())
-            # One that fails before it begins is told of by `gather`.
+            # `gather` raises if a client fails before it starts.
             await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
         before, began = running.cpu_seconds(), time.perf_counter()
@@ -165,7 +165,7 @@ async def at_once(running: Running, text: Text, clients: int, history: int, turn
 
 
 async def rollout(running: Running, text: Text, turns: int, per_turn: int) -> list[dict[str, float]]:
-    """One long session: for every ten turns the history's length, CPU ms and seconds per call."""
+    """Run one long session and return history length, CPU ms and seconds per call for every ten turns."""
     measured = []
     async with session_of(running) as (connection, session):
         conversation = Conversation(text, per_turn, result=per_turn - 64 - 10)
@@ -181,7 +181,7 @@ async def rollout(running: Running, text: Text, turns: int, per_turn: int) -> li
 
 
 async def footprint(running: Running, text: Text, sessions: int, turns: int) -> dict[str, float]:
-    """Bytes of memory and disk per unique token of sessions that were held; the process must be new."""
+    """Return bytes of memory and disk per unique token of open sessions; needs a fresh process."""
 
     async def take(number: int) -> int:
         async with room, session_of(running) as (connection, session):
@@ -191,7 +191,7 @@ async def footprint(running: Running, text: Text, sessions: int, turns: int) -> 
             return conversation.tokens - 300
 
     room = asyncio.Semaphore(8)
-    # What is loaded with the first calls is not what is measured.
+    # The first calls load code, so they are not measured.
     await asyncio.gather(*(take(10_000 + number) for number in range(8)))
     await asyncio.sleep(1)
     assert running.process is not None
@@ -207,7 +207,7 @@ async def footprint(running: Running, text: Text, sessions: int, turns: int) -> 
     return {
         "sessions": sessions,
         "unique_tokens": tokens[-1],
-        # The slope: what an allocator holds in reserve goes up and down by tens of megabytes.
+        # Use the slope, because the allocator's reserve varies by tens of megabytes.
         "memory_bytes_per_token": statistics.linear_regression(tokens, memory).slope,
         "disk_bytes_per_token": (disk_bytes(running.site.folder) - disk) / tokens[-1],
     }

@@ -1,4 +1,4 @@
-"""Starting what is measured, and reading what it uses."""
+"""Start the measured processes and read their CPU time and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 
 
 class Process:
-    """A process of the benchmark's own, with its children. Its output goes to a file."""
+    """Process of the benchmark, with its children. Its output goes to a file."""
 
     def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self._log = log
@@ -27,11 +27,11 @@ class Process:
             self._process = subprocess.Popen(
                 list(command), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env={**clean, **(env or {})}
             )
-        # Also if the benchmark is interrupted while this one starts.
+        # Stop it even if the benchmark is interrupted during the start.
         atexit.register(self.stop)
 
     def said(self, pattern: str, seconds: float = 180.0) -> re.Match[str]:
-        """The first match in its output. Raises `RuntimeError` if it ends, or is silent for too long."""
+        """Return the first match in the output. Raise `RuntimeError` if the process ends, or is silent for too long."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if found := re.search(pattern, self.output()):
@@ -43,7 +43,7 @@ class Process:
         raise RuntimeError(f"it did not say {pattern!r}:\n{self.output()[-2000:]}")
 
     def answers(self, url: str, seconds: float = 180.0) -> None:
-        """Return once `url` answers 200. Raises as `said`."""
+        """Return when `url` answers 200. Raises as `said`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
@@ -56,23 +56,23 @@ class Process:
         raise RuntimeError(f"{url} never answered:\n{self.output()[-2000:]}")
 
     def output(self) -> str:
-        """What it has written."""
+        """Return the output so far."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def cpu_seconds(self) -> float:
-        """User and system time used so far, children included."""
+        """Return user and system time so far, including children."""
         return sum(cpu_seconds(one.pid) for one in self._family())
 
     def resident_bytes(self) -> int:
-        """Memory that it holds, children included."""
+        """Return the resident memory, including children."""
         return sum(one.memory_info().rss for one in self._family())
 
     def own_bytes(self) -> int:
-        """Memory of its own and its part of what is shared, children included. For Linux."""
+        """Return private memory plus the proportional share of shared memory (PSS), including children. Linux only."""
         return sum(one.memory_full_info().pss for one in self._family())
 
     def stop(self) -> None:
-        """End it, children included. May be called again."""
+        """Stop the process and its children. May be called again."""
         atexit.unregister(self.stop)
         family = self._family()
         if self._process.poll() is None:
@@ -95,20 +95,20 @@ class Process:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process: to the nanosecond on Linux, where psutil has hundredths of a second."""
+    """Return user and system time of a process; on Linux in nanoseconds, where psutil has hundredths of a second."""
     if sys.platform == "linux":
-        # What clock_getcpuclockid(3) computes.
+        # Same computation as clock_getcpuclockid(3).
         return time.clock_gettime((~pid << 3) | 2)
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def disk_bytes(folder: Path) -> int:
-    """What the files in a folder take."""
+    """Return the disk space of the files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""The figures as tables and a plot, and both in docs/benchmarks.md."""
+"""Write the figures as tables and a plot, and both into docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ BEGIN, END = "<!-- gateway benchmark: begin -->", "<!-- gateway benchmark: end -
 
 
 def written(found: dict[str, Any]) -> str:
-    """All tables, as Markdown."""
+    """Return all tables as Markdown."""
     parts = [_head(found), _calls(found), _clients(found), _streams(found), _footprint(found), _rollout(found)]
     return "\n\n".join(part for part in parts if part)
 
 
 def write_docs(found: dict[str, Any]) -> None:
-    """Put tables and plot between the marks in docs/benchmarks.md. Needs matplotlib."""
+    """Write tables and plot between the markers in docs/benchmarks.md. Needs matplotlib."""
     text = DOCS.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -28,11 +28,11 @@ def write_docs(found: dict[str, Any]) -> None:
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """CPU time of a call against the length of its history, and of each turn of a long rollout."""
+    """Plot the CPU time of a call against the length of its history, and of each turn of a long rollout."""
     import matplotlib
 
     matplotlib.use("svg")
-    # The same figures give the same file.
+    # Make the file reproducible.
     matplotlib.rcParams["svg.hashsalt"] = "tokentape"
     from matplotlib import pyplot
 

@@ -1,8 +1,8 @@
-"""A stand-in for vLLM on loopback that costs next to nothing: fixed completions, by real token ids, with logprobs.
+"""Serve a mock of vLLM on loopback that costs almost nothing: fixed completions, with real token ids and logprobs.
 
-It serves `/v1/completions` with token ids (what Tokentape asks), `/v1/chat/completions` with `return_token_ids` (what
-gateways ask that capture), and, on a second port, `/inference/v1/generate` as well (what verifiers asks). Prompts are
-counted, never decoded, so that what is measured is the gateway.
+It serves `/v1/completions` with token ids (for Tokentape), `/v1/chat/completions` with `return_token_ids` (for gateways
+that capture), and, on a second port, also `/inference/v1/generate` (for verifiers). It counts prompts and never decodes
+them, so that the figures show the gateway.
 
     python -m benchmarks.gateway.upstream REPLIES.json     # prints the two ports
 """
@@ -24,18 +24,18 @@ import uvloop
 MODEL = "m"
 MAX_CONTEXT = 262_144
 BYTES_PER_TOKEN = 4.4
-"""Of a request with messages: the made-up prompt of a chat is as long as a tokenizer would make it."""
+"""Approximate bytes per token of a request with messages; the made-up prompt is as long as a real one."""
 
 
 class Replies:
-    """The completions, each written out for every route. They are taken in turn."""
+    """The completions, serialized for each route. Requests get them in turn."""
 
     def __init__(self, replies: list[dict[str, Any]]) -> None:
         noise = random.Random(0)
         self._taken = 0
         self._all = [_Written(one, noise) for one in replies]
         self.one = _Written({**replies[0], "ids": replies[0]["ids"][:1]}, noise, finish="length", alternatives=2)
-        """What is sampled where one token is asked for, to find out about the server."""
+        """Reply to probes that sample one token."""
         ids = [str(noise.randrange(1000, 150_000)) for _ in range(MAX_CONTEXT)]
         self._prompt = ",".join(ids).encode()
         self._ends = [0]
@@ -43,12 +43,12 @@ class Replies:
             self._ends.append(self._ends[-1] + len(one) + 1)
 
     def next(self) -> _Written:
-        """The next one."""
+        """Return the next completion."""
         self._taken += 1
         return self._all[self._taken % len(self._all)]
 
     def prompt_of(self, body: bytes) -> tuple[bytes, int]:
-        """Ids, as JSON, that the messages in `body` could have been rendered to, and how many."""
+        """Return ids, as JSON, that could be the rendering of the messages in `body`, and their number."""
         tokens = min(int(len(body) / BYTES_PER_TOKEN), MAX_CONTEXT - 1)
         return b"[" + self._prompt[: max(self._ends[tokens] - 1, 0)] + b"]", tokens
 
@@ -110,7 +110,7 @@ def _indexed(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Upstream:
-    """What the two ports share."""
+    """State that both ports share."""
 
     def __init__(self, replies: Replies) -> None:
         self.replies = replies
@@ -186,7 +186,7 @@ class Upstream:
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection."""
+    """Connection of one client."""
 
     def __init__(self, upstream: Upstream, *, generates: bool) -> None:
         self._upstream = upstream

@@ -43,8 +43,8 @@ class Settings:
     path: str
     """A key of `PATHS`."""
     old: str = "recomputed"
-    """Source of the old logprobs in importance ratios: `recomputed` by the trainer on its own sequence, which makes every
-    on-policy ratio 1 whatever was sampled, or the `sampler`."""
+    """Source of the old logprobs in importance ratios: `recomputed` by the trainer on its own sequence, which makes
+    every on-policy ratio 1 whatever was sampled, or the `sampler`."""
     seed: int = 0
     steps: int = 20
     groups: int = 4

@@ -1,8 +1,8 @@
-"""verifiers' interception server with its train client. Runs in the environment of verifiers.
+"""Run verifiers' interception server with its train client, in the environment of verifiers.
 
     python verifiers_server.py ENGINE_URL MODEL_FOLDER     # prints the server's URL and that of new sessions
 
-A session is a random bearer there, given to each rollout: POST to the second URL makes one.
+A session is a random bearer token, one per rollout. POST to the second URL creates one.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
 
 async def main(engine_url: str, model: str) -> None:
-    # All reasoning stays in context, as it does in the others that append.
+    # Keep all reasoning in the context, as the other appending gateways do.
     renderer = Qwen3RendererConfig(thinking_retention="all")
     client = TrainClientConfig(
         base_url=f"{engine_url}/v1", api_key_var="NONE", renderer=renderer, renderer_model_name=model

@@ -1,4 +1,4 @@
-"""What is measured: one file for each program."""
+"""Measured programs, one file each."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ TARGETS: tuple[Target, ...] = (
     AgentLightning(),
     LiteLlm(),
 )
-"""The first is what the others' latency is counted from."""
+"""The latency of the others is measured relative to the first one."""

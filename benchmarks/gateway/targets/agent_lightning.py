@@ -1,6 +1,6 @@
-"""Agent Lightning 1.0's server: captures what the model's server tells, in memory, as events of a rollout's attempt.
+"""Agent Lightning 1.0's server: captures in memory what the model's server reports, as events of a rollout's attempt.
 
-The release on PyPI (0.3.0) is another program, LiteLLM's proxy with a store of spans. It is not measured.
+The release on PyPI (0.3.0) is a different program, LiteLLM's proxy with a store of spans. It is not measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VARIABLE = "TOKENTAPE_BENCH_AGENT_LIGHTNING"
 
 
 class AgentLightning:
-    """A session is the first attempt of a rollout in mode `train`. Calls that stream are refused with 400."""
+    """Target where a session is the first attempt of a rollout in mode `train`. It refuses streams with 400."""
 
     name = "Agent Lightning"
     kind = "capture"
@@ -37,7 +37,7 @@ class AgentLightning:
     def start(self, site: Site) -> tuple[str, Process | None]:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        # It writes lines for every call, which are no record: they go beside the folder, whose size is measured.
+        # It logs lines for every call. They are not part of the record, so they go outside the measured folder.
         beside = site.folder.with_name(f"{site.folder.name}-log")
         beside.mkdir()
         command = [str(_server()), "host=127.0.0.1", f"port={port}", "default_proxy.model_name=m"]

@@ -1,4 +1,4 @@
-"""What the benchmark needs to know of a target."""
+"""Interface of a target."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from benchmarks.gateway.processes import Process
 
 @dataclass(frozen=True)
 class Site:
-    """Where a target runs."""
+    """Addresses and folders for a target."""
 
     completions: str
-    """Base URL of the stand-in for vLLM without /inference/v1/generate."""
+    """Base URL of the mock vLLM server without /inference/v1/generate."""
     generate: str
-    """The same with it."""
+    """The same with /inference/v1/generate."""
     folder: Path
-    """The target's own, empty."""
+    """Empty folder of the target."""
     model: Path
     """Folder with tokenizer and chat template."""
 
     @property
     def log(self) -> Path:
-        """Where its output goes: not among what it keeps."""
+        """File for its output, outside of its record."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
 
 @dataclass(frozen=True)
 class Session:
-    """How a session's calls are sent."""
+    """How to send the calls of a session."""
 
     path: str
     headers: dict[str, str]
 
 
 class Target(Protocol):
-    """A program to be measured."""
+    """A measured program."""
 
     name: str
     kind: str
-    """`floor`; `capture`: keeps what a server tells that it sampled; `exact`: sends token ids from the second turn on;
-    `proxy`: keeps nothing."""
+    """`floor`; `capture`: records what a server reports as sampled; `exact`: sends token ids from the second
+    turn on; `proxy`: records nothing."""
     streams: bool
     stores: bool
-    """It keeps its record on disk."""
+    """Whether its record is on disk."""
 
     def missing(self) -> str | None:
-        """Why it can't be measured here; None if it can."""
+        """Return why it can't be measured, or None."""
         ...
 
     def version(self) -> str:
-        """What is measured."""
+        """Return the version of the program."""
         ...
 
     def start(self, site: Site) -> tuple[str, Process | None]:
-        """Start it; its base URL and its process, once it answers."""
+        """Start it and return its base URL and process when it responds."""
         ...
 
     async def session(self, connection: Connection, name: str) -> Session:
-        """Begin a session."""
+        """Create a session."""
         ...

@@ -1,4 +1,4 @@
-"""No gateway: the stand-in itself, for the latency of the call and of the bytes."""
+"""Direct calls of the mock server, as a baseline for latency and bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.gateway.targets.base import Session, Site
 
 
 class Direct:
-    """The call without a gateway."""
+    """Target without a gateway."""
 
     name = "direct call"
     kind = "floor"

@@ -1,4 +1,4 @@
-"""LiteLLM's proxy without a database: it keeps nothing; the general gateway that people already run."""
+"""LiteLLM's proxy without a database: a widely used general gateway that records nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIABLE = "TOKENTAPE_BENCH_LITELLM"
 
 
 class LiteLlm:
-    """One worker."""
+    """Target with one worker."""
 
     name = "LiteLLM proxy"
     kind = "proxy"

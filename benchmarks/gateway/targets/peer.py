@@ -1,4 +1,4 @@
-"""What peers share: each in an environment of its own, whose Python an environment variable names."""
+"""Code shared by peers. Each has its own environment; an environment variable names its Python."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def python_of(variable: str) -> Path | None:
-    """The Python that an environment variable names."""
+    """Return the Python that an environment variable names."""
     named = os.environ.get(variable)
     return Path(named).absolute() if named else None
 
 
 def why_missing(variable: str) -> str | None:
-    """Why a peer can't be measured; None if it can."""
+    """Return why a peer can't be measured, or None."""
     python = python_of(variable)
     if python is None:
         return f"{variable} names no Python that has it"
@@ -22,7 +22,7 @@ def why_missing(variable: str) -> str | None:
 
 
 def version_of(variable: str, package: str) -> str:
-    """The version of a package in that environment."""
+    """Return the version of a package in that environment."""
     ask = f"from importlib.metadata import version; print(version({package!r}))"
     said = subprocess.run([str(python_of(variable)), "-c", ask], capture_output=True, text=True, check=True)
     return said.stdout.strip()

@@ -1,7 +1,7 @@
-"""rllm-model-gateway: capture by its default store, and the cumulative token mode of its repository's head.
+"""rllm-model-gateway: capture with its default store, and the cumulative token mode of its repository's main branch.
 
-The release on PyPI (0.1.0) has no cumulative mode. TOKENTAPE_BENCH_RLLM names a Python with either; where it is the
-head, both modes are measured.
+The release on PyPI (0.1.0) has no cumulative mode. TOKENTAPE_BENCH_RLLM names a Python with either version. With the
+main branch, both modes are measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VARIABLE = "TOKENTAPE_BENCH_RLLM"
 
 
 class Rllm:
-    """`cumulative`: token ids are sent from the second turn on; else what the server tells is captured."""
+    """Target; if `cumulative` it sends token ids from the second turn on, else it captures the server's ids."""
 
     streams = True
 

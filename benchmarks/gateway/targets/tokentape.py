@@ -1,4 +1,4 @@
-"""Tokentape as `tokentape serve` runs it, token-exact, in front of vLLM's /v1/completions."""
+"""Tokentape as `tokentape serve` runs it, token-exact, with vLLM's /v1/completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.gateway.targets.base import Session, Site
 
 
 class Tokentape:
-    """`synchronous` is `full`, the default, or `normal`."""
+    """Target; `synchronous` is `full`, the default, or `normal`."""
 
     kind = "exact"
     streams = True

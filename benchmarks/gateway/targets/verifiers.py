@@ -15,7 +15,7 @@ _SCRIPT = Path(__file__).parent.parent / "peers" / "verifiers_server.py"
 
 
 class Verifiers:
-    """Its sessions are bearers; replies to calls that stream are made whole first, so streams are not measured."""
+    """Target with bearer tokens as sessions. It builds whole replies before streaming, so streams are not measured."""
 
     name = "verifiers, train client"
     kind = "exact"
