@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from tests.records import SETUP, make_chain, make_turn
 from tokentape.errors import Conflict, StoreError, StoreFull, StoreUnavailable
 from tokentape.store import SqliteStore
-from tokentape.store.commit import CommitQueue, Failure, Work
+from tokentape.store.commit import CommitQueue, StoreFailure, Work
 from tokentape.store.sqlite import explain_wrapped, writing_engine
 from tokentape.types import SessionInfo
 
@@ -26,8 +26,8 @@ class Numbers:
     def __init__(
         self,
         engine: Engine,
-        after_commit: Callable[[int], Failure | None],
-        classify: Callable[[DBAPIError], Failure],
+        after_commit: Callable[[int], StoreFailure | None],
+        classify: Callable[[DBAPIError], StoreFailure],
     ) -> None:
         self.connection = engine.connect()
         with self.connection.begin():
@@ -74,8 +74,8 @@ class Numbers:
 @contextmanager
 def numbers(
     directory: Path,
-    after_commit: Callable[[int], Failure | None] = lambda _: None,
-    classify: Callable[[DBAPIError], Failure] = explain_wrapped,
+    after_commit: Callable[[int], StoreFailure | None] = lambda _: None,
+    classify: Callable[[DBAPIError], StoreFailure] = explain_wrapped,
 ) -> Iterator[Numbers]:
     table = Numbers(writing_engine(directory / "numbers.db", "NORMAL"), after_commit, classify)
     try:
@@ -132,9 +132,9 @@ def test_an_error_that_ends_the_transaction_is_only_the_error_of_its_call(tmp_pa
 def test_after_a_lost_connection_no_error_says_that_nothing_is_recorded(tmp_path: Path) -> None:
     """The commit may have gone through before the connection was lost, whatever keeps the second try out."""
 
-    def classify(error: DBAPIError) -> Failure:
+    def classify(error: DBAPIError) -> StoreFailure:
         what = str(error.orig)
-        return Failure(StoreUnavailable, what, lost=True) if what == "lost" else Failure(StoreFull, what)
+        return StoreFailure(StoreUnavailable, what, lost=True) if what == "lost" else StoreFailure(StoreFull, what)
 
     def failing(what: str) -> Work:
         def work(connection: Connection) -> int:
@@ -213,7 +213,7 @@ def test_a_closed_queue_refuses(tmp_path: Path) -> None:
 
 
 def test_a_fatal_failure_behind_a_commit_keeps_it_and_refuses_what_follows(tmp_path: Path) -> None:
-    failure = Failure(StoreError, "the disk failed", fatal=True)
+    failure = StoreFailure(StoreError, "the disk failed", fatal=True)
     with numbers(tmp_path, lambda _: failure) as table:
         asyncio.run(table.insert(1))
         with pytest.raises(StoreError, match="the disk failed"):

@@ -15,7 +15,7 @@ from tests.searching import examples
 from tokentape.errors import StoreError
 from tokentape.store import SqliteStore
 from tokentape.store.snapshots import Selection, Snapshots
-from tokentape.store.verify import Finding, verify
+from tokentape.store.verify import VerifyFinding, verify
 from tokentape.types import Reward, SessionInfo, TurnColumn, TurnPayload
 
 CHAINS = {"a": make_chain("a", 4), "b": make_chain("b", 3, tokens=2000)}
@@ -51,7 +51,7 @@ def execute(directory: Path, *statements: str, parameters: tuple[object, ...] = 
     connection.close()
 
 
-def where(findings: tuple[Finding, ...]) -> list[tuple[str | None, int | None]]:
+def where(findings: tuple[VerifyFinding, ...]) -> list[tuple[str | None, int | None]]:
     return [(finding.session_id, finding.turn) for finding in findings]
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests.training import data_paths
 from tests.training.data_paths import PATHS
 from tokentape.testing.golden import GOLDEN
-from tokentape.testing.samples import Report, check_samples
+from tokentape.testing.samples import ConformanceReport, check_samples
 from tokentape.training import exports, samples
 from tokentape.training.samples import Sample, group_advantages
 
@@ -56,7 +56,7 @@ class KnownFailure(Exception):
 
 
 @cache
-def report(name: str) -> Report:
+def report(name: str) -> ConformanceReport:
     return check_samples(PATHS[name])
 
 

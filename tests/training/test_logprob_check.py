@@ -26,8 +26,8 @@ from tokentape.engines import loading
 from tokentape.errors import InvalidRequest
 from tokentape.training.logprob_check import (
     Forward,
-    Limits,
-    Report,
+    LogprobLimits,
+    LogprobReport,
     TrainerRow,
     check_logprobs,
     forward_pass,
@@ -35,7 +35,7 @@ from tokentape.training.logprob_check import (
 )
 from tokentape.types import TokenIds, Trajectory
 
-EXACT = Limits(mean=1e-4, delta=1e-4, k3=1e-6)
+EXACT = LogprobLimits(mean=1e-4, delta=1e-4, k3=1e-6)
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +67,7 @@ def resegmented(tokenizer: Tokenizer, one: Trajectory) -> tuple[TokenIds, int]:
     return np.concatenate([one.token_ids[:at], pieces, one.token_ids[at + 1 :]]).astype(np.int32), at
 
 
-def channels(report: Report, limits: Limits = EXACT) -> set[str]:
+def channels(report: LogprobReport, limits: LogprobLimits = EXACT) -> set[str]:
     return {channel for channel, _ in report.failures(limits)}
 
 
@@ -104,7 +104,7 @@ def test_a_perturbed_model_fails_in_the_numeric_channel_alone(
         return (forward(ids) + noise.normal(0, 0.3, len(ids))).astype(np.float32)
 
     report = check_logprobs(recorded, forward=perturbed, tokenizer=tokenizer)
-    assert channels(report) == {"numeric"} == channels(report, Limits())
+    assert channels(report) == {"numeric"} == channels(report, LogprobLimits())
     assert {one.channel for one in report.outliers} == {"numeric"}
 
 
@@ -194,7 +194,7 @@ def test_a_trainer_s_own_logprobs_are_taken_and_nan_is_a_failure(recorded: Seque
 def test_nothing_to_compare_is_a_failure_and_not_a_pass(recorded: Sequence[Trajectory]) -> None:
     report = check_logprobs(recorded, rows={("nobody", 0): TrainerRow(None, np.zeros(1, np.float32))})
     assert (report.sequences, report.unknown) == (0, 1)
-    assert report.failures(Limits()) == [("numeric", "no token was compared")]
+    assert report.failures(LogprobLimits()) == [("numeric", "no token was compared")]
 
 
 def test_rows_that_can_not_be_compared_are_refused(recorded: Sequence[Trajectory]) -> None:

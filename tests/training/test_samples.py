@@ -16,10 +16,10 @@ from tokentape.errors import InvalidRequest
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
 from tokentape.training.samples import (
+    AssemblyReport,
     DropRetries,
     KeepVerdicts,
     MaxLength,
-    Report,
     Sample,
     Select,
     Split,
@@ -57,7 +57,7 @@ def test_the_default_is_a_sample_per_leaf_in_which_shared_turns_are_trained_once
     made = assemble(trajectories(forked()))
     assert [sample.leaf for sample in made.samples] == [2, 3, 4]
     assert trained_ids(made.samples) == [[3, 4, 8], [6, 7, 10], [12]]
-    assert made.report == Report(sessions=1, trajectories=3, samples=3, tokens=21, trained_tokens=7)
+    assert made.report == AssemblyReport(sessions=1, trajectories=3, samples=3, tokens=21, trained_tokens=7)
 
 
 def test_a_sample_of_a_whole_path_has_everything_that_the_trajectory_has() -> None:

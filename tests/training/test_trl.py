@@ -15,7 +15,7 @@ from tests.training.trl_runs import Run, ShopAgent
 from tokentape.chat.renderer import Renderer
 from tokentape.client import ClientSession
 from tokentape.training.exports import trl_rollouts
-from tokentape.training.logprob_check import Limits, check_logprobs
+from tokentape.training.logprob_check import LogprobLimits, check_logprobs
 from tokentape.training.samples import Sample
 from tokentape.training.trl import GatewayRollouts, Row, serving
 from tokentape.types import Trajectory
@@ -42,7 +42,7 @@ def test_the_trainer_s_logprobs_are_the_recorded_ones_at_every_step(model_dir: P
             # Sampled by the weights of that step, which the record says.
             assert {version for one in sessions for version in one.weight_versions} == {str(step)}
             report = check_logprobs(sessions, rows=run.rows(step))
-            assert report.failures(Limits(mean=1e-4, delta=1e-3, k3=1e-6)) == []
+            assert report.failures(LogprobLimits(mean=1e-4, delta=1e-3, k3=1e-6)) == []
             assert report.numeric.tokens > 100
         told = [one.metadata for one in policy.client.sessions()]
     # TRL asks for each prompt as often as it wants completions.
@@ -74,7 +74,7 @@ def test_a_retokenized_batch_is_found(model_dir: Path, renderer: Renderer, tmp_p
         run = Run(model_dir, tmp_path, rollouts, steps=1)
         run.trainer.train()
         report = check_logprobs(recorded(policy.client, run, 0), rows=run.rows(0), tokenizer=tokenizer)
-    assert {channel for channel, _ in report.failures(Limits())} == {"id drift"}
+    assert {channel for channel, _ in report.failures(LogprobLimits())} == {"id drift"}
     assert min(run.logged("sampling/sampling_logp_difference/max")) > 0.1
 
 
@@ -84,7 +84,7 @@ def test_weights_that_were_left_behind_are_found(model_dir: Path, tmp_path: Path
         run = Run(model_dir, tmp_path, GatewayRollouts(policy.client, ShopAgent()), steps=2)
         run.trainer.train()
         first, second = (check_logprobs(recorded(policy.client, run, step), rows=run.rows(step)) for step in (0, 1))
-    assert first.failures(Limits(delta=1e-3)) == []
+    assert first.failures(LogprobLimits(delta=1e-3)) == []
     # Nothing was pushed, so that the second step's samples are of the first weights.
     assert second.numeric.max > 1e-2
     assert run.logged("sampling/sampling_logp_difference/max")[1] > 1e-2

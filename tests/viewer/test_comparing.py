@@ -26,7 +26,7 @@ from tokentape.store import SqliteStore
 from tokentape.store.served_model import ServedModel
 from tokentape.types import SessionInfo, Trajectory, Turn
 from tokentape.viewer.binary import header, unpack
-from tokentape.viewer.comparing import Reader, comparison, drift_of, reader_of
+from tokentape.viewer.comparing import RecordReader, comparison, drift_of, reader_of
 from tokentape.viewer.source import SessionView, StoreSource
 
 # The names are in an order that is not the alphabet's, as people write them.
@@ -49,7 +49,7 @@ def shown(view: SessionView) -> Trajectory:
 def test_letters_one_by_one_are_a_difference_with_its_class(renderer: Renderer, store: SqliteStore) -> None:
     spelled = [one for letter in "Let" for one in renderer.tokenizer.encode_plain(letter)]
     view = view_of(store, spelled)
-    packed = comparison(Reader(renderer.tokenizer), view, shown(view), "retokenized")
+    packed = comparison(RecordReader(renderer.tokenizer), view, shown(view), "retokenized")
     told, found = header(packed), unpack(packed)
     own = shown(view).token_ids
     (difference,) = [one for one in told["differences"] if one["class"] == "word"]
@@ -68,7 +68,7 @@ def test_segments_cover_both_sides_and_equal_ones_are_equal(renderer: Renderer, 
     ids = [one for text in data.draw(st.lists(texts, min_size=1)) for one in renderer.tokenizer.encode_plain(text)]
     tree = Session(SessionInfo("s", 1.0), [turn_of(ids or [5])])
     (one,) = trajectories(tree)
-    packed = comparison(Reader(renderer.tokenizer), SessionView(tree.info, "1", (), (one,)), one, "retokenized")
+    packed = comparison(RecordReader(renderer.tokenizer), SessionView(tree.info, "1", (), (one,)), one, "retokenized")
     found = unpack(packed)
     at = other_at = 0
     for (start, end, other_start, other_end), differs in zip(
@@ -88,7 +88,7 @@ def test_without_drift_rendering_again_gives_the_recorded_ids(store: SqliteStore
     with running(create_app(Turns(engine, renderer, store), model_id="m")) as url:
         assert httpx2.post(f"{url}/sessions/s/v1/chat/completions", json=body).status_code == 200
         view = StoreSource(store, "").load("s")
-    packed = comparison(Reader(renderer.tokenizer, renderer), view, shown(view), "rerendered")
+    packed = comparison(RecordReader(renderer.tokenizer, renderer), view, shown(view), "rerendered")
     assert header(packed)["differences"] == []
     assert unpack(packed)["other_ids"].tolist() == shown(view).token_ids.tolist()
 
@@ -97,7 +97,10 @@ def test_without_tokenizer_messages_or_template_there_is_nothing_to_compare_with
     renderer: Renderer, store: SqliteStore
 ) -> None:
     view = view_of(store, [5])
-    for reader, side in ((Reader(why_none="it is gone"), "retokenized"), (Reader(renderer.tokenizer), "rerendered")):
+    for reader, side in (
+        (RecordReader(why_none="it is gone"), "retokenized"),
+        (RecordReader(renderer.tokenizer), "rerendered"),
+    ):
         with pytest.raises(InvalidRequest):
             comparison(reader, view, shown(view), side)
 
@@ -105,8 +108,12 @@ def test_without_tokenizer_messages_or_template_there_is_nothing_to_compare_with
 def test_drift_of_a_session_counts_trained_tokens(renderer: Renderer, store: SqliteStore) -> None:
     spelled = [one for letter in "Let" for one in renderer.tokenizer.encode_plain(letter)]
     view = view_of(store, spelled)
-    assert drift_of(Reader(renderer.tokenizer), view) == {"tokens": 3, "changed_tokens": 3, "classes": {"word": 1}}
-    assert drift_of(Reader(), view) is None
+    assert drift_of(RecordReader(renderer.tokenizer), view) == {
+        "tokens": 3,
+        "changed_tokens": 3,
+        "classes": {"word": 1},
+    }
+    assert drift_of(RecordReader(), view) is None
 
 
 def test_a_record_is_read_with_its_own_model_while_that_is_there(

@@ -138,7 +138,9 @@ def test_an_unchanged_session_is_not_sent_again(http: httpx2.Client) -> None:
         again = http.get(path, headers={"if-none-match": first.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
     http.post("/sessions/s/reward", json={"value": 1.0})
-    assert http.get("/view/api/sessions/s", headers={"if-none-match": first.headers["etag"]}).status_code == 200
+    changed = http.get("/view/api/sessions/s", headers={"if-none-match": first.headers["etag"]})
+    assert changed.status_code == 200
+    assert [one["reward"] for one in changed.json()["leaves"]] == [1.0, 1.0]
 
 
 def test_the_list_says_what_is_known_of_drift(http: httpx2.Client) -> None:

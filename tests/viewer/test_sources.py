@@ -19,7 +19,7 @@ from tokentape.types import Reward, SessionInfo, TurnColumn
 from tokentape.viewer import views
 from tokentape.viewer.binary import header, unpack
 from tokentape.viewer.file_source import FileSource
-from tokentape.viewer.source import Loaded, Source, StoreSource
+from tokentape.viewer.source import StoreSource, ViewerSource
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def filed(request: pytest.FixtureRequest, store: SqliteStore, tmp_path: Path) ->
     return FileSource(path)
 
 
-def names(source: Source, wanted: Listing) -> list[str]:
+def names(source: ViewerSource, wanted: Listing) -> list[str]:
     return [one.info.session_id for one in source.page(wanted).sessions]
 
 
@@ -183,23 +183,3 @@ def test_a_version_changes_with_everything_that_is_shown(stored: StoreSource, st
         seen.append(stored.version("long"))
     assert len({*seen}) == 4
     assert {owner for owner, _ in seen} == {"bob"}
-
-
-@pytest.fixture
-def counting(stored: StoreSource, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    loads: list[str] = []
-    load = stored.load
-    monkeypatch.setattr(stored, "load", lambda session_id: (loads.append(session_id), load(session_id))[1])
-    return loads
-
-
-def test_a_session_is_loaded_once_per_version(stored: StoreSource, store: SqliteStore, counting: list[str]) -> None:
-    loaded = Loaded(stored)
-    for _ in range(3):
-        _, version = stored.version("forked")
-        assert len(loaded.get("forked", version).trajectories) == 2
-    assert counting == ["forked"]
-    asyncio.run(store.write(make_turn("forked", 3)))
-    _, version = stored.version("forked")
-    assert len(loaded.get("forked", version).trajectories) == 3
-    assert counting == ["forked", "forked"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokentape.audit.mismatch import Attribution
     from tokentape.audit.numbers import Numbers
     from tokentape.audit.tokendiff import TokenDrift as Drift
-    from tokentape.training.logprob_check import Forward, Outlier, Report
+    from tokentape.training.logprob_check import Forward, LogprobReport, Outlier
     from tokentape.training.rerendering import Changed, IfRerendered
     from tokentape.types import Trajectory
 
@@ -71,7 +71,7 @@ def check_logprobs(
     reported, and is no failure. --rerender takes a record, since exported files have no messages.
     """
     from tokentape.cli.model_folder import open_tokenizer, served_tokenizer
-    from tokentape.training.logprob_check import Limits, read_rows
+    from tokentape.training.logprob_check import LogprobLimits, read_rows
     from tokentape.training.logprob_check import check_logprobs as check
 
     with open_source(location) as source:
@@ -99,7 +99,7 @@ def check_logprobs(
             precision="float32" if dtype == "float32" else "bfloat16",
         )
         again = _rerendered(source, model, forward) if rerender else None
-    failures = report.failures(Limits(max_mean, max_delta, max_k3, max_drift))
+    failures = report.failures(LogprobLimits(max_mean, max_delta, max_k3, max_drift))
     if as_json:
         by_channel = {channel: [what for one, what in failures if one == channel] for channel, _ in failures}
         found = {"ok": not failures, "failures": by_channel, **asdict(report)}
@@ -146,7 +146,7 @@ def _rerendered(source: Source, model: Path | None, forward: Forward | None) -> 
     return check_rerendered(source.store.iter_sessions(), Renderer.load(folder), forward)
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines(report: LogprobReport) -> Iterator[str]:
     yield f"sequences {report.sequences}, without a trainer's row {report.without_trainer}, unknown {report.unknown}"
     yield f"numeric     {numbers_line(report.numeric)}"
     yield f"id drift    {_drift(report.id_drift)}"

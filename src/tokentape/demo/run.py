@@ -23,11 +23,8 @@ from tokentape.gateway.app import create_app
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
 from tokentape.session.arrow import read_parquet, write_parquet
-from tokentape.session.flatten import trajectories
-from tokentape.session.tree import Session
 from tokentape.store import SqliteStore, StoredSession, verify
 from tokentape.store.served_model import ServedModel, write_served_model
-from tokentape.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +79,8 @@ def new_directory() -> Path:
 def run_demo(directory: Path, sessions: int, seed: int, progress: Callable[[str], None] = lambda _: None) -> DemoReport:
     """Run `sessions` agents at once on the shipped model, record them in `directory`, and look at the record.
 
-    Half sample greedily, half at temperature 1; every second one streams. `progress` is told what goes on. Raises
-    `Conflict` if the directory holds anything.
+    Half sample greedily, half at temperature 1; every second one streams. `progress` gets a line about each step.
+    Raises `Conflict` if the directory holds anything.
     """
     if directory.exists() and any(directory.iterdir()):
         raise Conflict(f"{directory} is not empty; name a new directory")
@@ -102,7 +99,7 @@ def run_demo(directory: Path, sessions: int, seed: int, progress: Callable[[str]
     parquet = directory / "trajectories.parquet"
     with SqliteStore.open(directory, read_only=True) as record:
         stored = {one.info.session_id: one for one in record.iter_sessions()}
-    write_parquet((row for one in stored.values() for row in _rows(one)), parquet)
+    write_parquet((row for one in stored.values() for row in one.trajectories()), parquet)
     written = read_parquet(parquet)
     return DemoReport(
         directory=directory,
@@ -118,7 +115,7 @@ def run_demo(directory: Path, sessions: int, seed: int, progress: Callable[[str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _PlannedSession:
     """One session to run."""
 
     session_id: str
@@ -128,9 +125,9 @@ class _Run:
     stream: bool
 
 
-def _plan(sessions: int, seed: int) -> list[_Run]:
+def _plan(sessions: int, seed: int) -> list[_PlannedSession]:
     return [
-        _Run(
+        _PlannedSession(
             session_id=f"demo-{number:02}",
             task=task,
             temperature=0.0 if 2 * number < sessions else 1.0,
@@ -151,12 +148,12 @@ def _tasks(count: int, seed: int) -> list[Task]:
         drawn *= 2
 
 
-async def _run_all(base_url: str, runs: list[_Run], progress: Callable[[str], None]) -> dict[str, bool]:
+async def _run_all(base_url: str, runs: list[_PlannedSession], progress: Callable[[str], None]) -> dict[str, bool]:
     """Run all sessions at once and reward each; whether each was solved."""
     solved: dict[str, bool] = {}
     with Client(base_url) as client:
 
-        async def run(one: _Run) -> None:
+        async def run(one: _PlannedSession) -> None:
             metadata = {"prompts": one.task.prompts, "temperature": one.temperature, "stream": one.stream}
             session = await asyncio.to_thread(client.session, one.session_id, metadata)
             async with AsyncOpenAI(base_url=session.base_url, api_key="none") as openai:
@@ -175,7 +172,7 @@ async def _run_all(base_url: str, runs: list[_Run], progress: Callable[[str], No
 
 
 def _groups(
-    renderer: Renderer, runs: list[_Run], stored: dict[str, StoredSession], solved: dict[str, bool]
+    renderer: Renderer, runs: list[_PlannedSession], stored: dict[str, StoredSession], solved: dict[str, bool]
 ) -> tuple[Group, ...]:
     groups = []
     for temperature in sorted({one.temperature for one in runs}):
@@ -190,7 +187,3 @@ def _groups(
             )
         )
     return tuple(groups)
-
-
-def _rows(stored: StoredSession) -> list[Trajectory]:
-    return trajectories(Session(stored.info, stored.turns), stored.rewards)

@@ -13,7 +13,7 @@ from tokentape.gateway.metrics import Metrics
 from tokentape.gateway.openapi import WHOLE_NUMBER, ApiRoute
 from tokentape.gateway.session_ids import may_be_session_id
 from tokentape.viewer.binary import MEDIA_TYPE as PACKED
-from tokentape.viewer.comparing import AGAINST, Reader
+from tokentape.viewer.comparing import AGAINST, RecordReader
 from tokentape.viewer.routes import API, LEAF, LISTING_QUERY, PAGE, SESSION, Viewer, Visitor
 from tokentape.viewer.routes import routes as viewer_routes
 from tokentape.viewer.source import StoreSource
@@ -50,7 +50,7 @@ def routes(gateway: Gateway) -> list[Route]:
             request_log(request).session_id = session_id
         return Visitor(caller.sees, caller.session_id, metrics=caller.admin)
 
-    reader = Reader(turns.renderer.tokenizer, turns.renderer)
+    reader = RecordReader(turns.renderer.tokenizer, turns.renderer)
     source = StoreSource(turns.store, gateway.model_id)
     viewer = Viewer(source, reader, visit, lambda: _values(turns.telemetry.metrics))
     return [ApiRoute("GET", one.path, one.endpoint, **_DESCRIBED[one.path]) for one in viewer_routes(viewer)]

@@ -38,7 +38,7 @@ class SessionRouter(ConsistentHashRouter):  # type: ignore[misc] # Ray is not ty
 
 
 def affinity_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """What the calls that belong together have in common: the session's id, else an Idempotency-Key; None if neither.
+    """Return the session's id of a call, else its Idempotency-Key, else None: calls with the same key go together.
 
     >>> affinity_key("/sessions/s1/v1/chat/completions", [])
     's1'

@@ -1,4 +1,4 @@
-"""Trees to trajectories: every root-to-leaf path as arrays."""
+"""Flatten trees to trajectories: every root-to-leaf path as arrays."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def _weight_spans(path: Sequence[Turn], starts: Sequence[int]) -> tuple[tuple[in
     spans = []
     for turn, start in zip(path, starts, strict=True):
         changes = [(0, turn.weight_version), *turn.weight_changes]
-        behind = [at for at, _ in turn.weight_changes] + [len(turn.completion_ids)]
+        ends = [at for at, _ in turn.weight_changes] + [len(turn.completion_ids)]
         spans += [
-            (start + at, start + end, version) for (at, version), end in zip(changes, behind, strict=True) if at < end
+            (start + at, start + end, version) for (at, version), end in zip(changes, ends, strict=True) if at < end
         ]
     return tuple(spans)
 

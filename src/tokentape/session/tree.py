@@ -22,7 +22,7 @@ class Continuation:
     parent: Turn | None
     """The deepest turn whose messages begin the request; None to render from nothing."""
     new_messages: tuple[Message, ...]
-    """The request's messages behind those of the parent."""
+    """The request's messages after those of the parent."""
     context_ids: TokenIds
     """The parent's context and completion; empty without a parent."""
     key: bytes = b""
@@ -153,7 +153,7 @@ class Session:
                 turn = self.turns[seq]
                 end = start + len(turn.added_ids) + len(turn.completion_ids)
                 own = prompt_ids[start:end]
-                # Something has to be asked behind a turn.
+                # New messages have to follow the turn.
                 if end < len(prompt_ids) and np.array_equal(own, np.concatenate([turn.added_ids, turn.completion_ids])):
                     deepest, start, level = seq, end, self._children.get(seq, [])
                     break

@@ -15,9 +15,9 @@ from tokentape.errors import NotFound, StoreError
 from tokentape.session.arrow import ExtraNames
 from tokentape.session.verdict import BRIDGE_CHECKED, BRIDGE_DUE
 from tokentape.store import reads, schema, writes
-from tokentape.store.commit import Claims, CommitQueue, Failure, Work
+from tokentape.store.commit import Claims, CommitQueue, StoreFailure, Work
 from tokentape.store.listing import SessionSummary, list_sessions
-from tokentape.store.reads import Extent, SessionState, StoredSession
+from tokentape.store.reads import Extent, SessionProgress, StoredSession
 from tokentape.store.rows import Record, decode_media
 from tokentape.types import Media, Turn
 
@@ -33,7 +33,7 @@ class Store:
         readers: Engine,
         commits: CommitQueue | None,
         release: ExitStack,
-        explain: Callable[[DBAPIError], Failure],
+        explain: Callable[[DBAPIError], StoreFailure],
         *,
         shared: bool,
     ) -> None:
@@ -74,12 +74,12 @@ class Store:
     async def delete_session(self, session_id: str, *, force: bool = False) -> None:
         """Delete a session with all that is recorded of it; return when that is durable.
 
-        Raises `NotFound`, and unless `force` is given `Conflict` if a snapshot that nobody has confirmed holds it.
+        Raises `NotFound`, and unless `force` is given `Conflict` if a snapshot that is not confirmed holds it.
         """
         await self.transact(partial(writes.delete_session, session_id=session_id, force=force))
 
     def sessions(self, limit: int = 100, after: int = 0, owner: str | None = None) -> list[SessionSummary]:
-        """Return up to `limit` sessions in order of creation, those behind the position `after`.
+        """Return up to `limit` sessions in order of creation, those after the position `after`.
 
         With `owner` only those of one API key.
         """
@@ -96,14 +96,14 @@ class Store:
         with self.reading() as connection:
             return reads.load_session(connection, session_id, per_token=per_token, extent=extent)
 
-    def session_state(self, session_id: str, newest: int) -> SessionState | None:
+    def session_state(self, session_id: str, newest: int) -> SessionProgress | None:
         """Return how far a session has come, with the digest of its turn `newest`; None if there is no such session.
 
         One read by primary keys, for a process that is not the only writer to see whether it knows all of a session.
         """
         with self.reading_once() as connection:
             row = connection.execute(_STATE, {"session_id": session_id, "newest": newest}).one_or_none()
-        return None if row is None else SessionState(float(row.created_at), row.turns, row.digest)
+        return None if row is None else SessionProgress(float(row.created_at), row.turns, row.digest)
 
     def load_newer(self, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
         """Return a session's turns after those that are `known`, with their answers, setups and events; nothing else.

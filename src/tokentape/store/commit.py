@@ -30,14 +30,14 @@ RECONNECTIONS = (0.0, 0.2, 0.4, 0.8, 1.6)
 """Seconds to wait before each try to go on after the connection was lost: a server that restarts takes a few."""
 
 Claims: TypeAlias = frozenset[str] | None
-"""What a call changes, by name: nobody else may at the same time. None stands for anything."""
+"""Names of what a call changes. No other call may change it at the same time. None stands for everything."""
 
 Work: TypeAlias = Callable[[Connection], int]
 """What a call does inside the transaction. Returns about how many bytes it wrote."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class StoreFailure:
     """What an error of the database driver means to us."""
 
     kind: type[TokentapeError]
@@ -53,7 +53,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _QueuedWork:
     work: Work
     again: Work | None
     claims: Claims
@@ -65,10 +65,10 @@ _Outcome: TypeAlias = int | Exception
 
 
 class CommitQueue:
-    """Runs calls against `connection`, which nobody else may use, in a thread of its own.
+    """Runs calls in a thread of its own, which alone uses `connection`.
 
-    `classify` explains an error of the driver. `after_commit` is told how many bytes the transaction wrote, after
-    the callers were answered; if it returns a failure, that one is fatal. `exclusive` is held around each transaction.
+    `classify` explains an error of the driver. `after_commit` gets the number of bytes that the transaction wrote,
+    after the callers were answered; a failure that it returns is fatal. `exclusive` is held around each transaction.
 
     With `claim` others may write to the database too: it begins each transaction by claiming what its calls change.
 
@@ -81,8 +81,8 @@ class CommitQueue:
     def __init__(
         self,
         connection: Connection,
-        classify: Callable[[DBAPIError], Failure],
-        after_commit: Callable[[int], Failure | None],
+        classify: Callable[[DBAPIError], StoreFailure],
+        after_commit: Callable[[int], StoreFailure | None],
         exclusive: Callable[[], AbstractContextManager[None]] = nullcontext,
         claim: Callable[[Connection, Sequence[Claims]], None] | None = None,
     ) -> None:
@@ -91,10 +91,10 @@ class CommitQueue:
         self._claim = claim
         self._classify = classify
         self._after_commit = after_commit
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[_QueuedWork | None] = SimpleQueue()
         self._closing = threading.Lock()
         self._closed = False
-        self._broken: Failure | None = None
+        self._broken: StoreFailure | None = None
         self._thread = threading.Thread(target=self._run, name="tokentape-commit", daemon=True)
         self._thread.start()
 
@@ -106,15 +106,15 @@ class CommitQueue:
     async def run(self, work: Work, again: Work | None = None, claims: Claims = None) -> None:
         """Queue `work` and return when it is durable; raises what kept it out.
 
-        If the connection is lost on the way, nobody can say whether the work is done. Then `again` is run, which does
-        it unless it is done; without one that is the failure. If the awaiting task is cancelled, work that has not
+        If the connection is lost on the way, it is not known whether the work is done. Then `again` is run, which does
+        the work unless it is done; without `again` the call fails. If the awaiting task is cancelled, work that has not
         begun is left out, and work that has runs on.
         """
         done = asyncio.get_running_loop().create_future()
         with self._closing:
             if self._closed:
                 raise StoreError("the store is closed")
-            self._calls.put(_Call(work, again, claims, done))
+            self._calls.put(_QueuedWork(work, again, claims, done))
         await done
 
     def close(self) -> None:
@@ -131,17 +131,17 @@ class CommitQueue:
                 self._serve(batch)
             except Exception as error:
                 _log.exception("the commit thread failed")
-                self._break(Failure(StoreError, f"the store failed ({type(error).__name__}); restart", fatal=True))
+                self._break(StoreFailure(StoreError, f"the store failed ({type(error).__name__}); restart", fatal=True))
                 _answer(batch, self._refusals(batch))
 
-    def _serve(self, batch: Sequence[_Call]) -> None:
+    def _serve(self, batch: Sequence[_QueuedWork]) -> None:
         outcomes = self._commit(batch)
         _answer(batch, outcomes)
         written = [outcome for outcome in outcomes if isinstance(outcome, int)]
         if written and (failure := self._after_commit(sum(written))) is not None:
             self._break(failure)
 
-    def _batches(self) -> Iterator[list[_Call]]:
+    def _batches(self) -> Iterator[list[_QueuedWork]]:
         while (first := self._calls.get()) is not None:
             batch = [first]
             while len(batch) < MAX_CALLS and not self._calls.empty():
@@ -152,7 +152,7 @@ class CommitQueue:
                 batch.append(call)
             yield [call for call in batch if not call.done.cancelled()]
 
-    def _commit(self, batch: Sequence[_Call]) -> Sequence[_Outcome]:
+    def _commit(self, batch: Sequence[_QueuedWork]) -> Sequence[_Outcome]:
         if self._broken is not None:
             return self._refusals(batch)
         try:
@@ -173,13 +173,13 @@ class CommitQueue:
         return [outcome for call in batch for outcome in self._commit([call])]
 
     @contextmanager
-    def _transaction(self, batch: Sequence[_Call]) -> Iterator[None]:
+    def _transaction(self, batch: Sequence[_QueuedWork]) -> Iterator[None]:
         with self._exclusive(), self._connection.begin():
             if self._claim is not None:
                 self._claim(self._connection, [call.claims for call in batch])
             yield
 
-    def _commit_at_once(self, batch: Sequence[_Call]) -> Sequence[_Outcome] | None:
+    def _commit_at_once(self, batch: Sequence[_QueuedWork]) -> Sequence[_Outcome] | None:
         """Commit the calls if none of them fails; else nothing, and None."""
         try:
             with self._transaction(batch):
@@ -191,7 +191,7 @@ class CommitQueue:
         except Exception:
             return None
 
-    def _commit_again(self, batch: Sequence[_Call], failure: Failure) -> Sequence[_Outcome]:
+    def _commit_again(self, batch: Sequence[_QueuedWork], failure: StoreFailure) -> Sequence[_Outcome]:
         """Go on after the connection was lost, perhaps within a commit."""
         works = [call.again for call in batch if call.again is not None]
         for seconds in RECONNECTIONS if works else ():
@@ -203,7 +203,7 @@ class CommitQueue:
                 found = self._classify(error)
                 if not found.lost:
                     # Not their failure: it says that nothing is recorded, and it may have been before.
-                    _log.warning("the connection was lost, and nobody can say what was recorded: %s", found.message)
+                    _log.warning("the connection was lost, and it is not known what was recorded: %s", found.message)
                     break
             else:
                 _log.warning("the connection to the database was lost and is there again")
@@ -227,22 +227,22 @@ class CommitQueue:
         self._connection.exec_driver_sql("RELEASE SAVEPOINT call")
         return outcome
 
-    def _break(self, failure: Failure) -> None:
+    def _break(self, failure: StoreFailure) -> None:
         _log.error("the store takes no more writes: %s", failure.message)
         self._broken = failure
 
-    def _refusals(self, batch: Sequence[_Call]) -> Sequence[_Outcome]:
+    def _refusals(self, batch: Sequence[_QueuedWork]) -> Sequence[_Outcome]:
         assert self._broken is not None
         return [self._broken.error() for _ in batch]
 
 
-def _answer(batch: Sequence[_Call], outcomes: Sequence[_Outcome]) -> None:
+def _answer(batch: Sequence[_QueuedWork], outcomes: Sequence[_Outcome]) -> None:
     """Resolve the futures of `batch`, waking each event loop once: a wake-up costs more than an insert."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[None], _Outcome]]] = {}
     for call, outcome in zip(batch, outcomes, strict=True):
         by_loop.setdefault(call.done.get_loop(), []).append((call.done, outcome))
     for loop, answers in by_loop.items():
-        # A loop that was closed in the meantime has nobody left to tell.
+        # A loop that was closed in the meantime has no waiting task.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, answers)
 

@@ -1,4 +1,4 @@
-"""What an export takes out of a record: the trajectories of some sessions, filtered, and counted on the way."""
+"""Take the trajectories of sessions out of a record, filtered and counted."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def exported(
 ) -> Iterator[Trajectory]:
     """Yield the trajectories of sessions, those with one of `verdicts` only unless that is None.
 
-    With only those columns and payloads that `extra` names: somebody may name a new one meanwhile, and a file's columns
-    are fixed by then. Masks don't depend on `verdicts`: what a branch that is left out trains, no other one does.
+    With only those columns and payloads that `extra` names: one may be recorded meanwhile, when the columns of a file
+    are fixed. Masks don't depend on `verdicts`: no other branch trains what a branch that is left out trains.
     """
     for stored in sessions:
         counts.sessions += 1

@@ -1,4 +1,4 @@
-"""What gateways over one record tell each other: who lives, and whether sampling is paused."""
+"""State that gateways over one record share: which are alive, and whether sampling is paused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GateState:
     abort: bool = False
     """Whether calls under way are to be ended at once."""
     weight_version: str | None = None
-    """What samples now, as far as somebody said."""
+    """The weights that sample now, if known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ def _summaries(connection: Connection, condition: ColumnElement[bool]) -> list[S
 
 
 def session_extent(connection: Connection, session_id: str) -> tuple[str, Extent]:
-    """Return whose a session is and how much is recorded of it, at the cost of a few look-ups. Raises `NotFound`."""
+    """Return a session's owner and how much is recorded of it, by a few look-ups. Raises `NotFound`."""
     rewards, columns, events, table = schema.rewards, schema.token_columns, schema.events, schema.sessions
     last_event: ColumnElement[int] = literal(0)
     if schema.has_events(connection):

@@ -1,7 +1,4 @@
-"""Where a record is kept, as people write it: a data directory, the URL of a database, or an archive.
-
-What is told apart by the form of a location, a record from a file included, is told apart here.
-"""
+"""Locations of records: a data directory, the URL of a database, or an archive, distinguished by their form."""
 
 from __future__ import annotations
 

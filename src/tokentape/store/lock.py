@@ -17,8 +17,8 @@ _FILES = ("tokentape.turn", "tokentape.next")
 class DirectoryLock:
     """Holds `directory` for this process until `release` or the process's end. Raises `StoreLocked`.
 
-    The file stays behind: removing it would let two processes hold locks on two files of the same name. It
-    names the holder's pid for people; the lock itself is what counts.
+    The file stays: if it were removed, two processes could hold locks on two files of the same name. It names the
+    holder's pid for people; only the lock counts.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -23,8 +23,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from tokentape.errors import Conflict, InvalidRequest, NotFound, StoreError, StoreFull, StoreUnavailable
 from tokentape.store import schema
 from tokentape.store.base import Store
-from tokentape.store.commit import Claims, CommitQueue, Failure
-from tokentape.store.reads import SessionState
+from tokentape.store.commit import Claims, CommitQueue, StoreFailure
+from tokentape.store.reads import SessionProgress
 from tokentape.store.served_model import ServedModel
 
 Durability: TypeAlias = Literal["FULL", "NORMAL"]
@@ -86,7 +86,7 @@ class PostgresStore(Store):
                         schema.prepare(connection)
                 commits = CommitQueue(connection, explain, lambda _: None, claim=_claim)
                 undo.callback(commits.close)
-            readers, once = _reading_engine(address), _asking_engine(address)
+            readers, once = reading_engine(address), _asking_engine(address)
             undo.callback(readers.dispose)
             undo.callback(once.dispose)
             with explained(), readers.connect() as reading, reading.begin():
@@ -94,7 +94,7 @@ class PostgresStore(Store):
             release = undo.pop_all()
         return cls(readers, once, commits, release)
 
-    def session_state(self, session_id: str, newest: int) -> SessionState | None:
+    def session_state(self, session_id: str, newest: int) -> SessionProgress | None:
         """As `Store.session_state`."""
         try:
             return super().session_state(session_id, newest)
@@ -126,7 +126,7 @@ class PostgresStore(Store):
         await self.transact(note, again=note)
 
 
-def explain(error: DBAPIError) -> Failure:
+def explain(error: DBAPIError) -> StoreFailure:
     """Say what an error of PostgreSQL means to us (https://www.postgresql.org/docs/current/errcodes-appendix.html).
 
     None is fatal: where a flush fails, the server stops itself, and what it says after that is read from its disk.
@@ -134,29 +134,31 @@ def explain(error: DBAPIError) -> Failure:
     state: str = getattr(error.orig, "sqlstate", None) or ""
     match state:
         case "23505":
-            return Failure(Conflict, "this is already recorded")
+            return StoreFailure(Conflict, "this is already recorded")
         case "23503":
-            return Failure(NotFound, "this refers to a session, turn or setup that is not recorded")
+            return StoreFailure(NotFound, "this refers to a session, turn or setup that is not recorded")
         case "53100":
-            return Failure(
+            return StoreFailure(
                 StoreFull, "the database server's disk is full; nothing was recorded; make room and try again"
             )
         case "55P03":
-            return Failure(
+            return StoreFailure(
                 StoreUnavailable,
                 f"another gateway has been writing for {LOCK_SECONDS} s; nothing was recorded; try again",
             )
         case "42501" | "25006":
-            return Failure(StoreError, f"the database refuses this user or takes no writes (SQLSTATE {state})")
+            return StoreFailure(StoreError, f"the database refuses this user or takes no writes (SQLSTATE {state})")
         case "28000" | "28P01" | "3D000":
-            return Failure(StoreError, f"the database server refuses the user, password or database (SQLSTATE {state})")
+            return StoreFailure(
+                StoreError, f"the database server refuses the user, password or database (SQLSTATE {state})"
+            )
     if error.connection_invalidated or state[:2] in ("08", "57") or not state:
-        return Failure(
+        return StoreFailure(
             StoreUnavailable,
             "the database server can't be reached or has closed the connection; try again",
             lost=True,
         )
-    return Failure(StoreError, f"the database refused (SQLSTATE {state})")
+    return StoreFailure(StoreError, f"the database refused (SQLSTATE {state})")
 
 
 @contextmanager
@@ -168,12 +170,9 @@ def explained() -> Iterator[None]:
         raise explain(error).error() from None
 
 
-def reading_engine(url: str) -> Engine:
+def reading_engine(url: str | URL) -> Engine:
     """Return an engine whose transactions see one state of the database and can't change it."""
-    return _reading_engine(_url(url))
-
-
-def _reading_engine(url: URL) -> Engine:
+    url = _url(url) if isinstance(url, str) else url
     engine = create_engine(
         url,
         isolation_level="REPEATABLE READ",
@@ -208,7 +207,7 @@ def _writing_engine(url: URL, synchronous: Durability) -> Engine:
 
 
 def _claim(connection: Connection, claims: Sequence[Claims]) -> None:
-    """Wait until nobody else changes what these calls change, and keep others from it until the transaction ends."""
+    """Lock what these calls change until the transaction ends."""
     names: set[str] = set()
     for one in claims:
         if one is None:
@@ -217,7 +216,7 @@ def _claim(connection: Connection, claims: Sequence[Claims]) -> None:
         names |= one
     locks = [f"pg_advisory_xact_lock_shared({RECORD_LOCK})"]
     locks += [f"pg_advisory_xact_lock({key})" for key in sorted(map(_key, names))]
-    # Statements one after the other, for whoever evaluates one decides on its order.
+    # One statement per lock: within a statement the server chooses the order.
     connection.exec_driver_sql("; ".join(f"SELECT {lock}" for lock in locks))
 
 
@@ -248,7 +247,7 @@ def _refuse_unsafe(connection: Connection, synchronous: Durability) -> None:
 
 
 def _url(location: str) -> URL:
-    """The URL as SQLAlchemy takes it. Raises `InvalidRequest` if it is none, and where `psycopg` is missing."""
+    """Return the URL for SQLAlchemy. Raises `InvalidRequest` if it can't be read or `psycopg` is missing."""
     try:
         import psycopg  # noqa: F401
     except ImportError:

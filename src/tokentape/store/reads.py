@@ -57,7 +57,7 @@ class StoredSession:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionState:
+class SessionProgress:
     """What is recorded of a session by now, as far as one has to know to see whether that is what one remembers."""
 
     created_at: float
@@ -131,7 +131,7 @@ def load_session(
 
 
 def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
-    """Return a session's turns behind those that are `known`, with their answers, setups and events; nothing else.
+    """Return a session's turns after those that are `known`, with their answers, setups and events; nothing else.
 
     Raises as `load_session`.
     """
@@ -140,8 +140,8 @@ def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...])
         raise NotFound(f"there is no session {session_id!r}")
 
     def newer(table: Table, order: Column[int]) -> CursorResult[Any]:
-        behind = [table.c.session_id == session_id, order >= len(known)]
-        return connection.execute(select(table).where(*behind).order_by(order))
+        later = [table.c.session_id == session_id, order >= len(known)]
+        return connection.execute(select(table).where(*later).order_by(order))
 
     turns = _chained_turns(session_id, newer(schema.turns, schema.turns.c.seq), known)
     digests = {turn.setup for turn in turns}

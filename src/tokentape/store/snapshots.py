@@ -85,7 +85,7 @@ class Snapshots:
     """The snapshots of a store. What is async is for the event loop; the reads block and may run in any thread.
 
     Where a method takes an `owner`, it is the name of the API key that asks, and None for one that may see all.
-    All raise `NotFound` for a snapshot that isn't there or is somebody else's.
+    All raise `NotFound` for a snapshot that isn't there or belongs to another key.
     """
 
     def __init__(self, store: Store) -> None:
@@ -248,9 +248,9 @@ class Snapshots:
 
 
 def select_sessions(connection: Connection, selection: Selection, owner: str | None, now: float) -> list[str]:
-    """Return the ids of the selected sessions in order of creation. `owner` None stands for everybody's.
+    """Return the ids of the selected sessions in order of creation. `owner` None stands for all owners.
 
-    Raises `NotFound` for a session or snapshot that isn't there or is somebody else's.
+    Raises `NotFound` for a session or snapshot that isn't there or belongs to another key.
     """
     known = {} if selection.since is None else _newest_extents(connection, selection.since, owner)
     wanted = None if selection.session_ids is None else set(selection.session_ids)
@@ -288,7 +288,7 @@ def _freeze(connection: Connection, session_ids: Iterable[str], owner: str, sinc
 
 
 def _load(connection: Connection, snapshot_id: int, owner: str | None) -> Snapshot:
-    """Return a snapshot. Raises `NotFound` if there is none or it is somebody else's, and `StoreCorrupt`."""
+    """Return a snapshot. Raises `NotFound` if there is none or it belongs to another key, and `StoreCorrupt`."""
     conditions = [schema.snapshots.c.snapshot_id == snapshot_id]
     if owner is not None:
         conditions.append(schema.snapshots.c.owner == owner)
@@ -318,7 +318,7 @@ def entries(connection: Connection, snapshot_id: int) -> list[Entry]:
 
 
 def _drop_sessions(connection: Connection, snapshot_id: int, some: Iterable[Entry], now: float) -> dict[str, str]:
-    """Delete those of these sessions that nobody needs any more; return why each other one was kept.
+    """Delete those of these sessions that may be deleted; return why each other session was kept.
 
     Gone are sessions that are as the confirmed snapshot has them; each leaves a tombstone. Raises `Conflict` for a
     snapshot that is not confirmed.

@@ -2,8 +2,8 @@
 
 The database is in WAL mode with `synchronous=FULL`: what `write` has returned from survives a power cut. Only
 the writing connection ever checkpoints, in the commit thread, so two checkpoints never meet (SQLite before
-3.51.3 can corrupt a database when they do). Where several processes write, each does so behind a writers: one writes
-or checkpoints at a time, whoever it is.
+3.51.3 can corrupt a database when they do). Where several processes write, an `InterprocessLock` lets one write or
+checkpoint at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sqlalchemy.exc import DBAPIError
 from tokentape.errors import Conflict, NotFound, StoreCorrupt, StoreError, StoreFull, StoreLocked
 from tokentape.store import schema
 from tokentape.store.base import Store
-from tokentape.store.commit import CommitQueue, Failure
+from tokentape.store.commit import CommitQueue, StoreFailure
 from tokentape.store.lock import DirectoryLock, InterprocessLock
 
 _log = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ class SqliteStore(Store):
 
         `synchronous="NORMAL"` flushes at checkpoints only: what was acknowledged survives the death of the
         process, but a power cut can take the last seconds. `read_only` opens an existing database beside a
-        running writer and changes nothing. With a `writers` the caller holds the directory, and this process is one
-        of several that write there in turn.
+        running writer and changes nothing. With the lock `writers` the caller holds the directory, and this process is
+        one of several that write there in turn.
 
         Raises `StoreLocked` if another process writes there, `StoreCorrupt` if the file is not a Tokentape
         database, and `StoreError` for one of a newer version or one that can't be opened.
@@ -95,7 +95,7 @@ class SqliteStore(Store):
 
 
 class _Writer:
-    """The one connection that writes, and the queue in front of it."""
+    """The one connection that writes, and its queue."""
 
     def __init__(
         self, path: Path, synchronous: Synchronous, exclusive: Callable[[], AbstractContextManager[None]]
@@ -125,11 +125,11 @@ class _Writer:
         if failure is not None:
             raise failure.error()
 
-    def _after_commit(self, written: int) -> Failure | None:
+    def _after_commit(self, written: int) -> StoreFailure | None:
         self._log_bytes += written + _BYTES_PER_COMMIT
         return self._checkpoint("PASSIVE") if self._log_bytes >= CHECKPOINT_BYTES else None
 
-    def _checkpoint(self, mode: Literal["PASSIVE", "TRUNCATE"]) -> Failure | None:
+    def _checkpoint(self, mode: Literal["PASSIVE", "TRUNCATE"]) -> StoreFailure | None:
         """Flush the log into the database, if need be later. Return what makes the store unusable, if anything."""
         driver = self._connection.connection.driver_connection
         assert isinstance(driver, sqlite3.Connection)
@@ -140,7 +140,7 @@ class _Writer:
             failure = explain(error)
             if failure.fatal:
                 return failure
-            # Nothing is lost, the log keeps it: a full disk must not keep anybody from opening and reading.
+            # Nothing is lost, the log keeps it: a record on a full disk can still be opened and read.
             _log.warning("a checkpoint failed (%s); it is tried again later", error)
             self._log_bytes = CHECKPOINT_BYTES // 2
             return None
@@ -184,13 +184,13 @@ def explained() -> Iterator[None]:
         raise explain_wrapped(error).error() from None
 
 
-def explain_wrapped(error: DBAPIError) -> Failure:
+def explain_wrapped(error: DBAPIError) -> StoreFailure:
     """Say what an error of SQLite that SQLAlchemy has wrapped means to us."""
     assert isinstance(error.orig, sqlite3.Error)
     return explain(error.orig)
 
 
-def explain(error: sqlite3.Error) -> Failure:
+def explain(error: sqlite3.Error) -> StoreFailure:
     """Say what an error of SQLite means to us (https://www.sqlite.org/rescode.html).
 
     A write that failed is undone and may succeed later. Any other I/O error is fatal: after a failed fsync the
@@ -201,30 +201,32 @@ def explain(error: sqlite3.Error) -> Failure:
     name: str = getattr(error, "sqlite_errorname", type(error).__name__)
     match code:
         case sqlite3.SQLITE_FULL:
-            return Failure(StoreFull, "the disk is full; nothing was recorded; make room and try again")
+            return StoreFailure(StoreFull, "the disk is full; nothing was recorded; make room and try again")
         case sqlite3.SQLITE_IOERR_WRITE:
-            return Failure(
+            return StoreFailure(
                 StoreError,
                 "the system refused a write to the data directory (disk, quota or file size limit); "
                 "nothing was recorded; see to the disk and try again",
             )
         case sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY | sqlite3.SQLITE_CONSTRAINT_UNIQUE:
-            return Failure(Conflict, "this is already recorded")
+            return StoreFailure(Conflict, "this is already recorded")
         case sqlite3.SQLITE_CONSTRAINT_FOREIGNKEY:
-            return Failure(NotFound, "this refers to a session, turn or setup that is not recorded")
+            return StoreFailure(NotFound, "this refers to a session, turn or setup that is not recorded")
     match code & 0xFF:
         case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
-            return Failure(StoreCorrupt, f"the database is damaged ({name}); `tokentape verify` says where", fatal=True)
+            return StoreFailure(
+                StoreCorrupt, f"the database is damaged ({name}); `tokentape verify` says where", fatal=True
+            )
         case sqlite3.SQLITE_IOERR:
-            return Failure(
+            return StoreFailure(
                 StoreError,
                 f"the disk failed ({name}); nothing can be acknowledged any more; "
                 "check the disk, restart, then run `tokentape verify`",
                 fatal=True,
             )
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
-            return Failure(StoreLocked, "another program holds a lock on the database; stop it")
-    return Failure(StoreError, f"the database refused ({name})")
+            return StoreFailure(StoreLocked, "another program holds a lock on the database; stop it")
+    return StoreFailure(StoreError, f"the database refused ({name})")
 
 
 def _connect_to_write(path: Path, synchronous: Synchronous) -> sqlite3.Connection:

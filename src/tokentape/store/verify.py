@@ -31,7 +31,7 @@ from tokentape.types import Turn, TurnColumn, TurnPayload
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class VerifyFinding:
     """One thing that is wrong with a record."""
 
     problem: str
@@ -46,7 +46,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """What was checked and what was found."""
 
     sessions: int
@@ -54,7 +54,7 @@ class Report:
     """Turns that could be read, faulty ones included."""
     tokens: int
     """Unique tokens of those turns."""
-    findings: tuple[Finding, ...]
+    findings: tuple[VerifyFinding, ...]
 
     @property
     def ok(self) -> bool:
@@ -62,7 +62,7 @@ class Report:
         return not self.findings
 
 
-def verify(location: str | Path) -> Report:
+def verify(location: str | Path) -> VerifyReport:
     """Check the record in a data directory, PostgreSQL database or archive, beside running writers or without one.
 
     SQLite's own integrity check; every setup's and turn's digest recomputed, every turn chained to its parent;
@@ -79,7 +79,7 @@ def verify(location: str | Path) -> Report:
             with restored(str(location)) as directory:
                 return verify(directory)
         except StoreCorrupt as error:
-            return Report(0, 0, 0, (Finding(str(error)),))
+            return VerifyReport(0, 0, 0, (VerifyFinding(str(error)),))
     if postgres.is_url(str(location)):
         check = _Check(postgres.reading_engine(str(location)), postgres.explained)
         with postgres.explained(), check.engine.connect():
@@ -93,7 +93,7 @@ def verify(location: str | Path) -> Report:
         check.run()
     finally:
         check.engine.dispose()
-    return Report(check.sessions, check.turns, check.tokens, tuple(check.findings))
+    return VerifyReport(check.sessions, check.turns, check.tokens, tuple(check.findings))
 
 
 class _Check:
@@ -101,7 +101,7 @@ class _Check:
 
     def __init__(self, engine: Engine, explained: Callable[[], AbstractContextManager[None]]) -> None:
         self.sessions = self.turns = self.tokens = 0
-        self.findings: list[Finding] = []
+        self.findings: list[VerifyFinding] = []
         self.engine = engine
         self._explained = explained
         self._good_setups: set[str] = set()
@@ -211,7 +211,7 @@ class _Check:
             yield connection
 
     def _found(self, problem: str, session_id: str | None = None, turn: int | None = None) -> None:
-        self.findings.append(Finding(problem, session_id, turn))
+        self.findings.append(VerifyFinding(problem, session_id, turn))
 
     @contextmanager
     def _damage_found(self, session_id: str | None = None, turn: int | None = None) -> Iterator[None]:

@@ -57,7 +57,7 @@ def insert_records(connection: Connection, records: Iterable[Record]) -> int:
 
 
 def claims(records: Iterable[Record]) -> frozenset[str]:
-    """What inserting `records` changes, as names that nobody else may be changing meanwhile."""
+    """Return names of what inserting `records` changes, which no other transaction may change meanwhile."""
     names: set[str] = set()
     for record in records:
         match record:
@@ -74,7 +74,7 @@ def claims(records: Iterable[Record]) -> frozenset[str]:
 
 
 def insert_again(connection: Connection, records: Iterable[Record]) -> int:
-    """Insert `records` unless they are there: for when nobody knows whether they have been inserted before.
+    """Insert `records` unless they are there: for when it is not known whether they were inserted before.
 
     They were inserted all or none, so one of them says it. Returns and raises as `insert_records`.
     """
@@ -91,7 +91,7 @@ def insert_again(connection: Connection, records: Iterable[Record]) -> int:
 def delete_session(connection: Connection, session_id: str, *, force: bool = False) -> int:
     """Delete a session with all that is recorded of it; return 0, for it takes no room.
 
-    Raises `NotFound`, and unless `force` is given `Conflict` if a snapshot that nobody has confirmed holds it.
+    Raises `NotFound`, and unless `force` is given `Conflict` if a snapshot that is not confirmed holds it.
     """
     if not force and (holder := connection.execute(_HOLDER, {"session_id": session_id}).scalar()) is not None:
         raise Conflict(

@@ -38,7 +38,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RowFinding:
     """Something that is not as it has to be. `kind` is a name that docs/reference/samples.md lists."""
 
     kind: str
@@ -96,7 +96,7 @@ def _plain(row: Row) -> Row:
     )
 
 
-def findings(golden: Golden, rows: Sequence[Row]) -> list[Finding]:
+def findings(golden: Golden, rows: Sequence[Row]) -> list[RowFinding]:
     """Compare rows with what the golden turns say."""
     placed, found = place(golden, rows)
     for one in placed:
@@ -104,7 +104,7 @@ def findings(golden: Golden, rows: Sequence[Row]) -> list[Finding]:
     return [*found, *_weights(golden, placed), *_rewards(golden, placed), *_advantages(golden, placed)]
 
 
-def place(golden: Golden, rows: Sequence[Row]) -> tuple[list[Placed], list[Finding]]:
+def place(golden: Golden, rows: Sequence[Row]) -> tuple[list[Placed], list[RowFinding]]:
     """Find the path that each row is the beginning of, and which rows are of none."""
     paths = [(session, path) for session in golden.sessions for path in session.paths()]
     placed, found = [], []
@@ -112,7 +112,7 @@ def place(golden: Golden, rows: Sequence[Row]) -> tuple[list[Placed], list[Findi
         ids, size = row.token_ids.tolist(), len(row.token_ids)
         arrays = [getattr(row, one.name) for one in fields(Row)]
         if any(isinstance(values, np.ndarray) and values.shape != (size,) for values in arrays):
-            found.append(Finding("lengths differ", f"row {n} has {size} tokens, and values of another shape"))
+            found.append(RowFinding("lengths differ", f"row {n} has {size} tokens, and values of another shape"))
             continue
         longest, best = 0, None
         for session, path in paths:
@@ -127,13 +127,13 @@ def place(golden: Golden, rows: Sequence[Row]) -> tuple[list[Placed], list[Findi
                     cells = [*[None] * start, *cells, *[None] * (size - start - same)]
                     best = Placed(row, session, cells, start, start + same)
         if best is None or not any(best.cells):
-            found.append(Finding("ids not as recorded", f"row {n}: no session has these ids after {longest} tokens"))
+            found.append(RowFinding("ids not as recorded", f"row {n}: no session has these ids after {longest} tokens"))
         else:
             placed.append(best)
     return placed, found
 
 
-def _mask(one: Placed) -> Iterator[Finding]:
+def _mask(one: Placed) -> Iterator[RowFinding]:
     on = one.row.weights != 0
     wrong = on & ~one.sampled
     context = one.real & ~one.sampled
@@ -152,7 +152,7 @@ def _mask(one: Placed) -> Iterator[Finding]:
         kind = "padding trained"
     else:
         kind = "prompt trained" if (wrong & one.prompt).any() else "context trained"
-    yield Finding(kind, f"a row of session {one.session.name} trains {np.flatnonzero(on).tolist()}")
+    yield RowFinding(kind, f"a row of session {one.session.name} trains {np.flatnonzero(on).tolist()}")
 
 
 def _of_whole_turns(one: Placed, on: npt.NDArray[Any]) -> bool:
@@ -162,7 +162,7 @@ def _of_whole_turns(one: Placed, on: npt.NDArray[Any]) -> bool:
     return bool((on[:-1] == whole[:-1]).all() and on[-1] <= whole[-1])
 
 
-def _weights(golden: Golden, placed: Sequence[Placed]) -> Iterator[Finding]:
+def _weights(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
     """Each token once; then all tokens, or all sessions, count alike."""
     where: dict[Token, list[tuple[float, int]]] = {}
     for one in placed:
@@ -174,24 +174,24 @@ def _weights(golden: Golden, placed: Sequence[Placed]) -> Iterator[Finding]:
     if missing:
         last = all(token == wanted[token.session].turns[token.turn].sampled[-1] for token in missing)
         kind = "last token not trained" if last else "not trained"
-        yield Finding(kind, f"{len(missing)} sampled tokens, the first in session {missing[0].session}")
+        yield RowFinding(kind, f"{len(missing)} sampled tokens, the first in session {missing[0].session}")
     twice = [token for token, rows in where.items() if len(rows) > 1]
     if twice:
-        yield Finding("trained twice", f"{len(twice)} tokens, the first in session {twice[0].session}")
+        yield RowFinding("trained twice", f"{len(twice)} tokens, the first in session {twice[0].session}")
     once = [(t.session, *rows[0]) for t, rows in where.items() if len(rows) == 1 and t.session in wanted]
     by_session = [weight * len(wanted[name].tokens()) for name, weight, _ in once]
     if _alike([weight for _, weight, _ in once]) or _alike(by_session):
         return
     by_row = [[weight * size for name, weight, size in once if name == session] for session in wanted]
     kind = "siblings counted as sessions" if all(map(_alike, by_row)) else "weights out of proportion"
-    yield Finding(kind, "neither all tokens nor all sessions count alike in the loss")
+    yield RowFinding(kind, "neither all tokens nor all sessions count alike in the loss")
 
 
 def _alike(values: Sequence[float]) -> bool:
     return not values or (min(values) > 0 and max(values) <= 1.0001 * min(values))
 
 
-def _logprobs(one: Placed) -> Iterator[Finding]:
+def _logprobs(one: Placed) -> Iterator[RowFinding]:
     if one.row.logprobs is None:
         return
     trained, given = one.trained, one.row.logprobs.astype(np.float64).tolist()
@@ -217,17 +217,17 @@ def _logprobs(one: Placed) -> Iterator[Finding]:
         kind, text = "logprobs of another temperature", f"those of {other:g}, sampled at {own:g}"
     else:
         kind, text = "logprobs differ", "others than it was sampled with"
-    yield Finding(kind, f"a row of session {one.session.name} has {text}")
+    yield RowFinding(kind, f"a row of session {one.session.name} has {text}")
 
 
-def _labels(one: Placed) -> Iterator[Finding]:
+def _labels(one: Placed) -> Iterator[RowFinding]:
     """What a row says of itself besides numbers per token."""
     row, where = one.row, f"a row of session {one.session.name}"
     last = next(cell for cell in reversed(one.cells) if cell is not None)
     turn = one.session.turns[last.turn]
     cut = turn.finish == "length" and last == turn.sampled[-1]
     if row.truncated is not None and row.truncated != cut:
-        yield Finding("truncation hidden" if cut else "truncation claimed", f"{where} ended by {turn.finish}")
+        yield RowFinding("truncation hidden" if cut else "truncation claimed", f"{where} ended by {turn.finish}")
     versions = row.weight_versions
     of_row, of_trained = {cell.version for cell in one.cells if cell}, {cell.version for cell in one.trained.values()}
     if isinstance(versions, np.ndarray):
@@ -235,16 +235,16 @@ def _labels(one: Placed) -> Iterator[Finding]:
     else:
         right = versions is None or of_trained <= versions <= of_row
     if not right:
-        yield Finding("version of other weights", f"{where} was sampled by {sorted(of_trained)}")
+        yield RowFinding("version of other weights", f"{where} was sampled by {sorted(of_trained)}")
     if row.temperature is not None and abs(row.temperature - last.temperature) > 1e-6:
-        yield Finding("temperature differs", f"{where} says {row.temperature:g}, sampled at {last.temperature:g}")
+        yield RowFinding("temperature differs", f"{where} says {row.temperature:g}, sampled at {last.temperature:g}")
 
 
-def _rewards(golden: Golden, placed: Sequence[Placed]) -> Iterator[Finding]:
+def _rewards(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
     given = [(one.session, one.row.reward) for one in placed if one.row.reward is not None]
     for session in golden.sessions if given else ():
         if session.reward is not None and session not in [one for one, _ in given]:
-            yield Finding("reward missing", f"session {session.name} has {session.reward:g}, and no row says so")
+            yield RowFinding("reward missing", f"session {session.name} has {session.reward:g}, and no row says so")
     for session, value in given:
         own, others = session.reward, [one.reward for one in golden.sessions if one.reward is not None]
         if own is not None and abs(value - own) <= 1e-6:
@@ -256,10 +256,10 @@ def _rewards(golden: Golden, placed: Sequence[Placed]) -> Iterator[Finding]:
         else:
             several = own and abs(value / own - round(value / own)) < 1e-6
             kind = "reward counted several times" if several else "reward differs"
-        yield Finding(kind, f"a row of session {session.name} has {value:g}, the session {own}")
+        yield RowFinding(kind, f"a row of session {session.name} has {value:g}, the session {own}")
 
 
-def _advantages(golden: Golden, placed: Sequence[Placed]) -> Iterator[Finding]:
+def _advantages(golden: Golden, placed: Sequence[Placed]) -> Iterator[RowFinding]:
     """Per group: rewards minus their mean over sessions, times any positive factor."""
     by_session, by_row = golden.advantages(), golden.advantages([one.session.name for one in placed if one.trained])
     groups: dict[str, list[tuple[float, float, float]]] = {}
@@ -269,7 +269,7 @@ def _advantages(golden: Golden, placed: Sequence[Placed]) -> Iterator[Finding]:
         if one.scored:
             groups.setdefault(one.session.group, []).extend((v, by_session[name], by_row[name]) for v in values)
         elif np.isfinite(list(values)).any():
-            yield Finding("reward invented", f"session {name} has none, and its tokens have an advantage")
+            yield RowFinding("reward invented", f"session {name} has none, and its tokens have an advantage")
     for group, found in groups.items():
         given, wanted, of_rows = np.array(found).reshape(-1, 3).T
         if not found or _proportional(given, wanted):
@@ -284,7 +284,7 @@ def _advantages(golden: Golden, placed: Sequence[Placed]) -> Iterator[Finding]:
             whole = least > 0 and np.allclose(times / least, np.round(times / least), atol=1e-4)
             kind = "reward counted several times" if whole else "advantages differ"
         shown = f"{given.round(4).tolist()}, expected in proportion to {wanted.round(4).tolist()}"
-        yield Finding(kind, f"group {group} has advantages {shown}")
+        yield RowFinding(kind, f"group {group} has advantages {shown}")
 
 
 def _proportional(values: npt.NDArray[Any], to: npt.NDArray[Any]) -> bool:

@@ -26,18 +26,18 @@ import numpy as np
 from tokentape.errors import InvalidRequest
 from tokentape.testing.golden import GOLDEN
 from tokentape.testing.planted import ERRORS
-from tokentape.testing.rows import Finding, Row, findings, place
+from tokentape.testing.rows import Row, RowFinding, findings, place
 from tokentape.training.samples import Sample, assemble
 from tokentape.types import Trajectory
 
-__all__ = ["Finding", "Report", "Row", "check_samples", "findings", "golden_samples", "main"]
+__all__ = ["ConformanceReport", "Row", "RowFinding", "check_samples", "findings", "golden_samples", "main"]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ConformanceReport:
     """What held. `str(report)` is a table."""
 
-    goldens: dict[str, list[Finding]] = field(default_factory=dict)
+    goldens: dict[str, list[RowFinding]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     """Golden sessions that the data path refused and may refuse, with its words."""
     planted: dict[str, dict[str, bool]] = field(default_factory=dict)
@@ -73,20 +73,22 @@ def check_samples(
     adapter: Callable[[Sequence[Sample]], Iterable[Row]],
     *,
     samples: Callable[[Sequence[Trajectory]], Sequence[Sample]] = golden_samples,
-) -> Report:
+) -> ConformanceReport:
     """Run a data path on the golden sessions, then look for every planted error in what it made of them.
 
     `samples` makes what `adapter` gets. An exception of the data path is a finding, but for an `InvalidRequest` where a
     golden session may be refused.
     """
-    report = Report(planted={error.name: {} for error in ERRORS})
+    report = ConformanceReport(planted={error.name: {} for error in ERRORS})
     given: set[str] = set()
     for golden in GOLDEN:
         try:
             rows = list(adapter(samples([one for session in golden.sessions for one in session.trajectories()])))
         except Exception as raised:
             refused = golden.refusable and isinstance(raised, InvalidRequest)
-            report.goldens[golden.name] = [] if refused else [Finding("failed", f"{type(raised).__name__}: {raised}")]
+            report.goldens[golden.name] = (
+                [] if refused else [RowFinding("failed", f"{type(raised).__name__}: {raised}")]
+            )
             report.refused.update({golden.name: str(raised)} if refused else {})
             continue
         given.update(one.name for row in rows for one in fields(Row) if getattr(row, one.name) is not None)

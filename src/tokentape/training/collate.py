@@ -29,7 +29,7 @@ IGNORED = -100
 """The label of a token without loss: what torch's cross entropy ignores."""
 
 NO_VERSION = -1
-"""In `weight_versions`, of a token that nobody sampled."""
+"""In `weight_versions`, of a token that was not sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Batch:
     """Which weights sampled the token: an index into `versions`; -1 for tokens that were not sampled."""
     versions: tuple[str, ...]
     places: npt.NDArray[np.int64]
-    """Per sample its row, first position and the position behind its last, shape [samples, 3]."""
+    """Per sample its row, first position and the position after its last, shape [samples, 3]."""
     cu_seqlens: npt.NDArray[np.int32]
     """Where sequences begin in the flattened [rows * length], and its end, for attention kernels that take variable
     lengths. Stretches of padding count as sequences of their own."""
@@ -77,7 +77,7 @@ class Batch:
         return int(np.diff(self.cu_seqlens).max())
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """All arrays by name: the fields', then columns and payloads by theirs, `NAME_known` for a payload's."""
+        """Return all arrays by name: the fields', then columns and payloads by theirs, `NAME_known` for a payload's."""
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         return {
             **{name: value for name, value in own.items() if isinstance(value, np.ndarray)},
@@ -87,7 +87,7 @@ class Batch:
         }
 
     def shifted(self) -> dict[str, npt.NDArray[Any]]:
-        """Arrays of shape [rows, length - 1] whose index t is about the token at t + 1, which `logits[:, t]` predict.
+        """Return arrays of shape [rows, length - 1]; index t is about the token at t + 1, which `logits[:, t]` predict.
 
         `target_ids`, `loss_mask`, `logprobs`, `temperatures`, `weight_versions` and the columns. A policy's ratio to
         the one that sampled is `exp(log_softmax(logits[:, :-1] / temperatures).gather(target_ids) - logprobs)`, where
@@ -105,7 +105,7 @@ class Batch:
 
 
 def to_torch(arrays: dict[str, npt.NDArray[Any]], device: str | torch.device | None = None) -> dict[str, torch.Tensor]:
-    """Tensors of `batch.arrays()` or `batch.shifted()`, sharing memory where they stay on the CPU."""
+    """Return tensors of `batch.arrays()` or `batch.shifted()`, sharing memory where they stay on the CPU."""
     import torch
 
     tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
@@ -122,7 +122,7 @@ def padded(
     multiple: int = 1,
     check_logprobs: bool = True,
 ) -> Batch:
-    """A row per sample.
+    """Pad samples, a row each.
 
     Rows are as long as the longest sample, rounded up to a `multiple`, or have exactly `length` tokens. `vocab_size` is
     the model's: the rows of its embedding. Turn `check_logprobs` off for a loss that does not use them.
@@ -150,7 +150,7 @@ def packed(
     multiple: int = 1,
     check_logprobs: bool = True,
 ) -> Batch:
-    """Samples behind each other: all in one row, or in as few rows of `length` tokens as going by size finds.
+    """Pack samples one after the other: all in one row, or first fit by size in few rows of `length` tokens.
 
     Attention must not cross samples: give a kernel `cu_seqlens`, build a mask from `segment_ids`, or, with a model that
     reads boundaries off `position_ids`, which start anew with each sample, give those and no attention mask

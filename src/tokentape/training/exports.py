@@ -1,7 +1,7 @@
 """Samples in the shapes that other trainers take: plain dictionaries and arrays, so that none of them is imported.
 
 Where a trainer splits a sequence in prompt and response, the prompt ends where the first turn begins to be sampled,
-and the response is all behind it. A mask is 1 for tokens that this sample trains, so a turn that another sample trains
+and the response is all the rest. A mask is 1 for tokens that this sample trains, so a turn that another sample trains
 is context here too. `decode` makes the text that some formats have room for; without it that stays empty, and no
 trainer needs it.
 
@@ -161,15 +161,15 @@ def verifiers_nodes(samples: Sequence[Sample], decode: Decode | None = None) -> 
     found: dict[int, int] = {}
     for sample in samples:
         parent: int | None = None
-        behind = 0
+        before = 0
         for turn, start, end in _turns(sample):
             if turn not in found:
-                nodes.append(_node(sample, behind, start, parent, "user", decode))
+                nodes.append(_node(sample, before, start, parent, "user", decode))
                 nodes.append(_node(sample, start, end, len(nodes) - 1, "assistant", decode))
                 found[turn] = len(nodes) - 1
             elif sample.loss_mask[start:end].any():
                 nodes[found[turn]] = _node(sample, start, end, nodes[found[turn]]["parent"], "assistant", decode)
-            parent, behind = found[turn], end
+            parent, before = found[turn], end
     return nodes
 
 
@@ -215,7 +215,7 @@ def nemo_rl_datum(sample: Sample, idx: int, decode: Decode | None = None) -> dic
     """NeMo-RL's `DatumSpec` with its `message_log`, arrays in place of torch's tensors.
 
     There the role decides: only what is trained here is an `assistant` message, with `generation_logprobs`; all else is
-    `user` in front of the first turn and `environment` behind it. `total_reward` is what its rollouts add.
+    `user` before the first turn and `environment` after it. `total_reward` is what its rollouts add.
     """
     temperature([sample], "nemo-rl")
     log: list[dict[str, Any]] = []

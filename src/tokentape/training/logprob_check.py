@@ -1,6 +1,6 @@
 """Recorded logprobs against a trainer's: whether the trainer sees the sequences that were sampled, and as likely.
 
-Differences have three causes, and only the first is about numbers. They are told in channels, each with its own limit:
+Differences have three causes, and only the first is about numbers. They are reported in channels with a limit each:
 
 - *numeric*: the same ids, other numbers. Kernels, precision, weights.
 - *id drift*: the trainer has other ids for the same text. Something retokenized.
@@ -70,7 +70,7 @@ class Outlier:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LogprobLimits:
     """What is still right."""
 
     mean: float = 0.02
@@ -83,7 +83,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LogprobReport:
     """What was compared and found."""
 
     sequences: int
@@ -96,7 +96,7 @@ class Report:
     id_drift: Drift
     text_drift: Drift
     behind_drift: Numbers
-    """Over tokens that both have, behind the first drifted one."""
+    """Over tokens that both have, after the first drifted one."""
     if_retokenized: Drift | None
     """What decoding and retokenizing each trajectory would have changed; None without a tokenizer."""
     outliers: tuple[Outlier, ...]
@@ -106,8 +106,8 @@ class Report:
     causes: tuple[Attribution, ...]
     """Why numeric differences are more than rounding explains, where the model was there to tell."""
 
-    def failures(self, limits: Limits) -> list[tuple[Channel, str]]:
-        """What is beyond the limits, by channel."""
+    def failures(self, limits: LogprobLimits) -> list[tuple[Channel, str]]:
+        """Return what is beyond the limits, by channel."""
         found: list[tuple[Channel, str]] = []
         numbers = self.numeric
         if not numbers.tokens + self.behind_drift.tokens + numbers.not_finite:
@@ -139,7 +139,7 @@ def check_logprobs(
     tokenizer: Tokenizer | None = None,
     outliers: int = 10,
     precision: str = "float32",
-) -> Report:
+) -> LogprobReport:
     """Compare, over the tokens that trajectories train, what was recorded with what a trainer has.
 
     `rows` are the trainer's, by session id and leaf; trajectories without one are left out. Without `rows` the trainer
@@ -177,7 +177,7 @@ class ModelForward:
         self._pass = ForwardPass(model, chunk=chunk)
 
     def __call__(self, ids: TokenIds) -> Logprobs:
-        """The logprob of each id given those before it, NaN for the first."""
+        """Return the logprob of each id given those before it, NaN for the first."""
         return np.concatenate([np.full(min(len(ids), 1), np.nan, np.float32), self.scores(ids, 1).logprobs])
 
     def scores(self, ids: TokenIds, start: int, top: int = 0) -> Scores:
@@ -190,7 +190,7 @@ class ModelForward:
 
 
 def forward_pass(folder: Path, *, dtype: str = "float32", device: str = "auto", chunk: int = 1024) -> ModelForward:
-    """The forward pass of a model folder, over all rows of the vocabulary.
+    """Return the forward pass of a model folder, over all rows of the vocabulary.
 
     Goes through a sequence in chunks with a cache, so that no more than `chunk` rows of logits are held. Needs torch
     and transformers. Raises `EngineError` if there is no such model.
@@ -271,8 +271,8 @@ class _Tally:
         self._behind.add(apart[~before])
         self._keep_outliers(one, found, positions, apart, trainer)
 
-    def report(self, sequences: int, absent: int, unknown: int) -> Report:
-        return Report(
+    def report(self, sequences: int, absent: int, unknown: int) -> LogprobReport:
+        return LogprobReport(
             sequences=sequences,
             without_trainer=absent,
             unknown=unknown,
@@ -298,12 +298,12 @@ class _Tally:
         return Scores(forward(ids)[start:], np.empty((len(ids) - start, 0), np.float32))
 
     def _expected(self, one: Trajectory, mask: npt.NDArray[np.bool_]) -> Logprobs:
-        """What the model gives to the tokens of `mask` in the distribution that was recorded, NaN to all others."""
+        """Return the model's logprobs of the tokens of `mask` in the recorded distribution, NaN for all others."""
         scores = self._scores(one.token_ids, 1, self._mismatch.top_for(one))
         return self._mismatch.add(one, mask, 1, scores)
 
     def _raw(self, one: Trajectory, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Which tokens were recorded with the model's own logprobs; the others are counted as not comparable."""
+        """Return which tokens were recorded with the model's own logprobs; others count as not comparable."""
         raw = np.zeros(len(mask), bool)
         for rule, start, end in zip(recorded_rules(one), one.completion_starts, one.completion_ends, strict=True):
             raw[start:end] = rule == RAW

@@ -25,7 +25,7 @@ IMAGE_TYPE = 1
 
 
 def media_arrays(batch: Batch, load: Callable[[str], bytes]) -> dict[str, npt.NDArray[Any]]:
-    """The images of a batch, in the order in which their placeholders stand in its rows.
+    """Return the images of a batch, in the order of their placeholders in its rows.
 
     `load` has the bytes of an image, or of the settings that it was processed with, by their SHA-256: `media` of a
     client's session, for example. Needs the extra `images`.
@@ -33,7 +33,7 @@ def media_arrays(batch: Batch, load: Callable[[str], bytes]) -> dict[str, npt.ND
     Returns `mm_token_type_ids`, int64 [rows, length], and where there are images `pixel_values`, float32 [patches of
     all images, values of a patch], and `image_grid_thw`, int64 [images, 3].
 
-    Raises `InvalidRequest` for a row with several samples, whose positions a model that sees can't tell apart, and if
+    Raises `InvalidRequest` for a row with several samples, since a vision model numbers positions per row, and if
     an image has another number of tokens now, or stands elsewhere, than was recorded: then the libraries have changed.
     """
     if len(np.unique(batch.places[:, 0])) < len(batch.places):

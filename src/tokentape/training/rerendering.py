@@ -62,7 +62,7 @@ def check_rerendered(
     does. Without `forward` there are no logprobs, and the `Numbers` are over no tokens. A row's logprobs are those of
     the recorded ids in the new context. Ids or text that changed have none.
     """
-    tally = _Tally(renderer, forward)
+    tally = _RerenderTally(renderer, forward)
     for stored in sessions:
         session = stored.tree()
         for one in stored.trajectories():
@@ -71,7 +71,7 @@ def check_rerendered(
     return tally.report()
 
 
-class _Tally:
+class _RerenderTally:
     def __init__(self, renderer: Renderer, forward: Forward | None) -> None:
         self._tokenizer = renderer.tokenizer
         self._forward = forward

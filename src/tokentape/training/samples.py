@@ -39,7 +39,7 @@ class Sample(Trajectory):
     """
 
     group: str | None = None
-    """Samples of one group are compared with each other (GRPO); None if nobody asked for groups."""
+    """Samples of one group are compared with each other (GRPO); None if groups were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ Split: TypeAlias = Callable[[Sequence[Trajectory]], Sequence[Piece]]
 
 
 def longest_branch(trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """Only the trajectory with the most tokens, the first of several."""
+    """Keep only the trajectory with the most tokens, the first of several."""
     return [max(trajectories, key=lambda one: len(one.token_ids))] if trajectories else []
 
 
 @dataclass(frozen=True, slots=True)
 class KeepVerdicts:
-    """Only trajectories with one of these verdicts: `exact`, `closed`, `forked`, or a fork's cause `forked:sibling`.
+    """Keep only trajectories with one of these verdicts: `exact`, `closed`, `forked`, or a cause, `forked:sibling`.
 
     Raises `InvalidRequest` for a verdict that there is not.
     """
@@ -78,32 +78,32 @@ class KeepVerdicts:
         check_verdicts(self.wanted)
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """Those of `trajectories` that have one."""
+        """Return those of `trajectories` that have one of the verdicts."""
         return [one for one in trajectories if wanted_verdict(one.verdict, self.wanted)]
 
 
 @dataclass(frozen=True, slots=True)
 class DropRetries:
-    """Of several turns that answer the very same context, only one, with everything that continues it.
+    """Of several turns that answer the same context, keep only one, with everything that continues it.
 
     Such siblings come from an agent that asked again, and from calls with several choices: leave this out where all
-    answers are to be compared. Same means the same parent and the same ids added behind it.
+    answers are to be compared. Same means the same parent and the same ids added to it.
     """
 
     keep: Literal["first", "last", "continued"] = "last"
     """The one committed `first` or `last`; `continued`: all that another turn continues, or the last if none is."""
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """The trajectories whose turns were all kept."""
+        """Return the trajectories that have only turns that were kept."""
         siblings: dict[tuple[int | None, bytes], set[int]] = {}
         continued: set[int] = set()
         for one in trajectories:
             continued.update(one.turns[:-1])
-            behind = 0
+            before = 0
             for n, (turn, start) in enumerate(zip(one.turns, one.completion_starts.tolist(), strict=True)):
                 parent = one.turns[n - 1] if n else None
-                siblings.setdefault((parent, one.token_ids[behind:start].tobytes()), set()).add(turn)
-                behind = int(one.completion_ends[n])
+                siblings.setdefault((parent, one.token_ids[before:start].tobytes()), set()).add(turn)
+                before = int(one.completion_ends[n])
         kept = {turn for alike in siblings.values() for turn in self._of(alike, continued)}
         return [one for one in trajectories if kept.issuperset(one.turns)]
 
@@ -114,12 +114,12 @@ class DropRetries:
 
 
 def one_per_leaf(trajectories: Sequence[Trajectory]) -> Sequence[Piece]:
-    """A sample per trajectory. A turn that several share is trained in the first."""
+    """Return a sample per trajectory. A turn that several share is trained in the first."""
     return [Piece(one, len(one.turns), range(len(one.turns))) for one in trajectories]
 
 
 def one_per_turn(trajectories: Sequence[Trajectory]) -> Sequence[Piece]:
-    """A sample per turn: its context, and what it sampled as the only trained tokens.
+    """Return a sample per turn: its context, and what it sampled as the only trained tokens.
 
     For trainers that want one action per sequence. All contexts together are quadratic in the turns of a path. `reward`
     is still that of the whole path; that of the action is the last of `turn_rewards`.
@@ -146,7 +146,7 @@ class MaxLength:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AssemblyReport:
     """What became of the trajectories, in counts. Reports of several calls can be added."""
 
     sessions: int = 0
@@ -169,8 +169,8 @@ class Report:
     nothing_to_train: int = 0
     """Samples left out since no token of theirs carries loss: others train them, or they were cut off."""
 
-    def __add__(self, other: Report) -> Report:
-        return Report(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: AssemblyReport) -> AssemblyReport:
+        return AssemblyReport(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Assembled:
     """Samples, and what was left out on the way."""
 
     samples: list[Sample] = field(default_factory=list)
-    report: Report = field(default_factory=Report)
+    report: AssemblyReport = field(default_factory=AssemblyReport)
 
 
 def assemble(
@@ -205,7 +205,7 @@ def assemble(
     for one in trajectories:
         sessions.setdefault(one.session_id, []).append(one)
     samples: list[Sample] = []
-    report = Report(sessions=len(sessions))
+    report = AssemblyReport(sessions=len(sessions))
     for given in sessions.values():
         made, counted = _of_session(given, select, split, max_length, group)
         samples += made
@@ -219,7 +219,7 @@ def _of_session(
     split: Split,
     max_length: MaxLength | None,
     group: str | Callable[[Trajectory], str] | None,
-) -> tuple[list[Sample], Report]:
+) -> tuple[list[Sample], AssemblyReport]:
     selected = given
     for step in select:
         selected = step(selected)
@@ -250,7 +250,7 @@ def _of_session(
             nothing += 1
             continue
         samples.append(_sample(piece, mine, length, owners, _group(piece.trajectory, group)))
-    report = Report(
+    report = AssemblyReport(
         samples=len(samples),
         tokens=sum(len(sample.token_ids) for sample in samples),
         trained_tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
@@ -264,7 +264,7 @@ def _of_session(
 
 
 def _length(piece: Piece, limit: int | None = None) -> int:
-    """Tokens through the last turn of a piece, or through the last that was sampled before `limit`."""
+    """Return the tokens through the last turn of a piece, or through the last one sampled before `limit`."""
     starts, ends = piece.trajectory.completion_starts[: piece.turns], piece.trajectory.completion_ends[: piece.turns]
     if limit is not None:
         ends = np.minimum(ends[starts < limit], limit)
@@ -272,7 +272,7 @@ def _length(piece: Piece, limit: int | None = None) -> int:
 
 
 def _owners(given: Sequence[Trajectory]) -> dict[int, Trajectory]:
-    """Per turn the trajectory whose own mask trains it: the one in whose columns a missing value is NaN."""
+    """Return per turn the trajectory that trains it by its own mask: there a missing column value is NaN."""
     found: dict[int, Trajectory] = {}
     for one in given:
         for n, start in enumerate(one.completion_starts.tolist()):
@@ -316,9 +316,9 @@ def _sample(
 def _columns(
     whole: Trajectory, mine: Sequence[int], length: int, owners: Mapping[int, Trajectory]
 ) -> dict[str, TokenValues]:
-    """Columns in which a value that nobody gave is NaN in every turn trained here.
+    """Return columns in which a missing value is NaN in every turn trained here.
 
-    Turns that `whole` itself does not train have zeros there; whether somebody gave those is known to their owner.
+    Turns that `whole` itself does not train have zeros there; their owner says whether those were given.
     """
     others = [owners[whole.turns[n]] for n in mine if whole.turns[n] in owners]
     names = sorted({name for one in [whole, *others] for name in one.columns})
@@ -332,10 +332,10 @@ def _columns(
                 continue
             own = own.copy() if own is values else own
             start, end = int(whole.completion_starts[n]), int(whole.completion_ends[n])
-            told = None if owner is None else owner.columns.get(name)
-            if told is not None:
+            recorded = None if owner is None else owner.columns.get(name)
+            if recorded is not None:
                 # The path before a turn is the same in all trajectories that hold it, so offsets agree.
-                own[start:end] = told[start:end]
+                own[start:end] = recorded[start:end]
             elif values is None or owner is not None or not values[start:end].any():
                 own[start:end] = np.nan
         columns[name] = own[:length]
@@ -356,7 +356,7 @@ def _group(trajectory: Trajectory, group: str | Callable[[Trajectory], str] | No
 
 
 def with_column(sample: Sample, name: str, values: npt.ArrayLike) -> Sample:
-    """The sample with a named number per token: a number for all trained tokens, one per turn, or one per token.
+    """Return the sample with a named number per token: a number for all trained tokens, one per turn, or one per token.
 
     One number, and one per turn, are given to the trained tokens only; other tokens have 0. Raises `InvalidRequest` for
     another count of values.
@@ -385,7 +385,7 @@ def with_column(sample: Sample, name: str, values: npt.ArrayLike) -> Sample:
 def group_advantages(
     samples: Sequence[Sample], *, name: str = "advantages", scale: bool = True, epsilon: float = 1e-6
 ) -> list[Sample]:
-    """Samples with GRPO's advantage as a column: reward minus the group's mean, divided by its standard deviation.
+    """Return samples with GRPO's advantage as a column: reward minus the group's mean, over its standard deviation.
 
     The mean is over sessions, so that one which came apart into several samples counts once, with the mean of their
     rewards. `scale` False leaves the division out (Dr. GRPO). Raises `InvalidRequest` for a sample without reward or

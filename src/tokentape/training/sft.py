@@ -1,9 +1,9 @@
 """Conversations to samples for supervised fine-tuning: the template's ids, and which of them the assistant says.
 
-What an assistant turn trains is what a model has to sample for it: from behind the generation prompt through the token
+What an assistant turn trains is what a model has to sample for it: from after the generation prompt through the token
 that ends the turn. Where a template marks that itself with `{% generation %}`, its marks count, as in transformers.
 Elsewhere turns are found in the rendering by their header, a control token that no caller's text can spell, or, where
-templates have none, behind the text of the message before. What is found is checked against provenance: not one
+templates have none, after the text of the message before. What is found is checked against provenance: not one
 character of a user, tool or system is trained, and all that the assistant says is found. A template that resists is
 refused.
 
@@ -67,15 +67,15 @@ def sft_sample(
     reasoning: bool = True,
     marks: bool = True,
 ) -> Sample:
-    """A sample of a whole conversation, `name` its session id, that trains assistant messages.
+    """Return a sample of a whole conversation, `name` its session id, that trains assistant messages.
 
     `select` says which: all, only the last message, or those at these indices. `reasoning` False leaves reasoning and
     its delimiters out. The ids are those of `transformers.apply_chat_template` without generation prompt. Each message
     that is trained is a turn of the sample, its index the turn's number, so `assemble` cuts and groups such samples as
     any; `logprobs` are NaN where it trains. `marks` False ignores `{% generation %}`: some templates mark what their
-    own generation prompt writes, or the line break behind a turn, neither of which a model samples.
+    own generation prompt writes, or the line break after a turn, neither of which a model samples.
 
-    Nothing is made up: a template that writes nothing behind the last turn (GLM) has no end there to be trained.
+    Nothing is made up: a template that writes nothing after the last turn (GLM) has no end there to be trained.
 
     Raises `TemplateRefused` if the template refuses the conversation, or it can't be told for sure what the assistant
     says in it (train the final turn only, then), and `InvalidRequest` for a selection without an assistant message.
@@ -120,7 +120,7 @@ def sft_sample(
 def find_said(
     renderer: Renderer, messages: Sequence[Message], setup: Setup, written: Written, chosen: Collection[int]
 ) -> list[Said]:
-    """Where each assistant message stands, read off the rendering; the last one alone if that is all that counts.
+    """Return where each assistant message stands in the rendering; only the last one if only that is chosen.
 
     Raises `TemplateRefused` if that can't be told.
     """
@@ -137,7 +137,7 @@ def find_said(
             return _with_ends(renderer, messages, setup, written, {last: len(before)})
     raise TemplateRefused(
         "it can't be told which tokens of this conversation the assistant says: the template neither begins its turns "
-        "with a control token of their own nor writes them behind the message before. Train the final turn only."
+        "with a control token of their own nor writes them right after the message before. Train the final turn only."
     )
 
 
@@ -172,7 +172,7 @@ def _written(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, g
 def _marked_by_template(
     renderer: Renderer, messages: Sequence[Message], setup: Setup, written: Written
 ) -> list[Said] | None:
-    """What stands in the template's `{% generation %}` blocks; None if it has no such blocks, one per message."""
+    """Return the contents of the template's `{% generation %}` blocks; None unless there is one per message."""
     if not _GENERATION.search(renderer.template.source):
         return None
     source = _GENERATION.sub(_shown, renderer.template.source)
@@ -186,7 +186,7 @@ def _marked_by_template(
 
 
 def _shown(tag: re.Match[str]) -> str:
-    """A generation tag as one that writes a sentinel, with the same control of white space."""
+    """Return a generation tag as one that writes a sentinel, with the same control of white space."""
     left, end, right = tag.groups()
     sentinel = _CLOSE if end else _OPEN
     return f'{{%{left} if true %}}{{{{ "\\u{ord(sentinel):04x}" }}}}{{% endif {right}%}}'
@@ -195,7 +195,7 @@ def _shown(tag: re.Match[str]) -> str:
 def _behind_headers(
     renderer: Renderer, messages: Sequence[Message], setup: Setup, written: Written
 ) -> dict[int, int] | None:
-    """Per assistant message where it starts, behind the header of its own; None if they don't all have one."""
+    """Return per assistant message where it starts, after its own header; None if they don't all have one."""
     prompt = renderer.format(setup).generation_prompt
     shared = prompt[: common_prefix(renderer.format(setup).header, prompt)]
     if not MARK.match(shared):
@@ -205,16 +205,16 @@ def _behind_headers(
     for end in [len(shared), *(match.start() for match in reversed(list(MARK.finditer(shared, 1))))]:
         found = [match.end() for match in re.finditer(re.escape(shared[:end]), written.text)]
         if len(found) == len(speakers):
-            # What the generation prompt writes behind the header is no more the model's to say.
-            behind = [at + common_prefix(written.text[at : at + len(prompt) - end], prompt[end:]) for at in found]
-            return dict(zip(speakers, behind, strict=True))
+            # The model does not sample what the generation prompt writes after the header.
+            starts = [at + common_prefix(written.text[at : at + len(prompt) - end], prompt[end:]) for at in found]
+            return dict(zip(speakers, starts, strict=True))
     return None
 
 
 def _behind_others(
     renderer: Renderer, messages: Sequence[Message], setup: Setup, written: Written
 ) -> dict[int, int] | None:
-    """The same, behind what the template writes between the message before and a turn; None if that differs."""
+    """Return the same, after what the template writes between the message before and a turn; None if that differs."""
     groups = [
         (own, [n for n, _ in run])
         for own, run in groupby(enumerate(messages), lambda one: one[1]["role"] == "assistant")
@@ -233,28 +233,28 @@ def _behind_others(
         before = _written(renderer, messages[: run[0]], setup, generate=True)
         spoken = np.flatnonzero(np.isin(before.codes, _FOREIGN))
         tail = before.text[spoken[-1] + 1 :] if spoken.size else before.text
-        behind = runs[k - 1][2] + 1
-        shared = common_prefix(written.text[behind : behind + len(tail)], tail)
+        after = runs[k - 1][2] + 1
+        shared = common_prefix(written.text[after : after + len(tail)], tail)
         if shared < len(tail) - opened:
             return None
-        starts[run[0]] = behind + shared
+        starts[run[0]] = after + shared
     return starts
 
 
 def _runs(codes: Codes) -> Iterator[tuple[bool, int, int]]:
-    """Stretches of callers' text that is the assistant's, or not: whether it is, first and last character."""
+    """Yield runs of callers' text: whether it is the assistant's, first and last character."""
     places = np.flatnonzero(codes != Provenance.TEMPLATE)
     own = codes[places] == Provenance.ASSISTANT
     edges = [0, *(np.flatnonzero(own[1:] != own[:-1]) + 1).tolist(), len(places)]
-    for first, behind in pairwise(edges):
-        if first < behind:
-            yield bool(own[first]), int(places[first]), int(places[behind - 1])
+    for first, end in pairwise(edges):
+        if first < end:
+            yield bool(own[first]), int(places[first]), int(places[end - 1])
 
 
 def _with_ends(
     renderer: Renderer, messages: Sequence[Message], setup: Setup, written: Written, starts: dict[int, int]
 ) -> list[Said]:
-    """Turns through the token that ends them, or where no such token follows through what closes them as text."""
+    """Return turns through the token that ends them, or without one through the text that closes them."""
     text, codes, form = written.text, written.codes, renderer.format(setup)
     stops = renderer.stop_ids(setup)
     ends = [m.end() for m in MARK.finditer(text) if renderer.tokenizer.control_of_mark(m[0]).id in stops]
@@ -296,7 +296,7 @@ def _check(written: Written, said: Sequence[Said], messages: Sequence[Message], 
 
 
 def _speaks(message: Message) -> bool:
-    """Whether the message has content, or a call with arguments."""
+    """Return whether the message has content, or a call with arguments."""
     content = message.get("content")
     calls = message.get("tool_calls") or ()
     return bool(content if not isinstance(content, str) else content.strip()) or any(
@@ -305,7 +305,7 @@ def _speaks(message: Message) -> bool:
 
 
 def _without_reasoning(renderer: Renderer, said: Said, written: Written, setup: Setup) -> Said:
-    """From behind what closes reasoning on, if the turn has any."""
+    """Return the turn from after its reasoning, if it has any."""
     form = renderer.format(setup).reasoning
     if form is None:
         return said
@@ -317,6 +317,6 @@ def _without_reasoning(renderer: Renderer, said: Said, written: Written, setup: 
 
 
 def _tokens(places: npt.NDArray[np.int64], said: Said) -> tuple[int, int]:
-    """The tokens that lie within; one that begins before is no token that a model samples there."""
+    """Return the tokens within; a model does not sample a token there that begins before."""
     within = np.flatnonzero((places[:, 0] >= said.start) & (places[:, 1] <= said.end) & (places[:, 1] > said.start))
     return (int(within[0]), int(within[-1]) + 1) if within.size else (0, 0)

@@ -15,7 +15,7 @@ from tokentape.chat.tokenizer import Tokenizer
 from tokentape.errors import TokentapeError
 from tokentape.store.base import Store
 from tokentape.store.location import served_model, shown
-from tokentape.viewer.comparing import Reader, reader_of
+from tokentape.viewer.comparing import RecordReader, reader_of
 from tokentape.viewer.file_source import FileSource
 from tokentape.viewer.routes import Viewer, routes
 from tokentape.viewer.source import StoreSource
@@ -23,7 +23,7 @@ from tokentape.viewer.static_files import SECURITY
 
 
 def create_app(viewer: Viewer, middleware: list[Middleware] | None = None) -> Starlette:
-    """An application that serves the viewer, and nothing else."""
+    """Return an application that serves only the viewer."""
     return Starlette(
         routes=routes(viewer),
         exception_handlers={TokentapeError: _error, HTTPException: _http_error},
@@ -32,7 +32,7 @@ def create_app(viewer: Viewer, middleware: list[Middleware] | None = None) -> St
 
 
 def store_viewer(store: Store, location: str, model: Path | None = None) -> Viewer:
-    """A viewer of the record at `location`, which `store` has open.
+    """Return a viewer of the record at `location`, which `store` has open.
 
     `model` is the folder to take the tokenizer from, if not the one served last.
     """
@@ -41,12 +41,12 @@ def store_viewer(store: Store, location: str, model: Path | None = None) -> View
 
 
 def file_viewer(path: Path, model: Path | None = None) -> Viewer:
-    """A viewer of a file of trajectories, whose tokenizer is in the folder `model`.
+    """Return a viewer of a file of trajectories; its tokenizer is in the folder `model`.
 
     Raises `InvalidRequest` for what is no such file.
     """
-    reader = Reader(why_none="a file of trajectories doesn't say which tokenizer its ids are of")
-    return Viewer(FileSource(path), reader if model is None else Reader(Tokenizer.load(model)))
+    reader = RecordReader(why_none="a file of trajectories doesn't say which tokenizer its ids are of")
+    return Viewer(FileSource(path), reader if model is None else RecordReader(Tokenizer.load(model)))
 
 
 async def _error(request: Request, error: Exception) -> Response:

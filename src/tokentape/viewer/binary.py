@@ -1,8 +1,8 @@
-"""Arrays as bytes for a browser: one reply with a JSON header and little-endian arrays behind it.
+"""Arrays as bytes for a browser: one reply with a JSON header and then little-endian arrays.
 
     "TTV1", uint32 length of the header, the header (JSON, UTF-8), padding to a multiple of 8, the arrays
 
-The header is an object; its member `arrays` tells per name `dtype` (`u1`, `i4`, `f4`), `offset` in bytes from the end
+The header is an object; its member `arrays` has per name `dtype` (`u1`, `i4`, `f4`), `offset` in bytes from the end
 of the padding, a multiple of 8, and `length` in elements. So each is a typed array over the reply's own bytes: 200,000
 tokens take 3.6 MB and no parsing.
 """
@@ -24,12 +24,12 @@ _KINDS = {"u1": "|u1", "i4": "<i4", "f4": "<f4"}
 
 
 def pack(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """`meta` and `arrays` (uint8, bool, int32 or float32, one-dimensional) as one reply.
+    """Return `meta` and `arrays` (uint8, bool, int32 or float32, one-dimensional) as one reply.
 
     >>> unpack(pack({"leaf": 3}, {"ids": np.array([1, 2], np.int32)}))["ids"].tolist()
     [1, 2]
     """
-    told: dict[str, Any] = {}
+    layout: dict[str, Any] = {}
     pieces: list[bytes] = []
     offset = 0
     for name, array in arrays.items():
@@ -37,16 +37,16 @@ def pack(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> byt
         if array.dtype.itemsize not in (1, 4) or (kind == "u1") != (array.dtype.itemsize == 1):
             raise ValueError(f"array {name!r} is of {array.dtype}, none of the types that are sent")
         data = np.ascontiguousarray(array, _KINDS[kind]).tobytes()
-        told[name] = {"dtype": kind, "offset": offset, "length": array.size}
+        layout[name] = {"dtype": kind, "offset": offset, "length": array.size}
         pieces += [data, bytes(-len(data) % _ALIGNED)]
         offset += len(data) + -len(data) % _ALIGNED
-    header = json.dumps({**meta, "arrays": told}, allow_nan=False).encode()
+    header = json.dumps({**meta, "arrays": layout}, allow_nan=False).encode()
     head = MAGIC + len(header).to_bytes(4, "little") + header
     return b"".join([head, bytes(-len(head) % _ALIGNED), *pieces])
 
 
 def unpack(data: bytes) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of what `pack` made, over the same bytes."""
+    """Return the arrays of what `pack` made, over the same bytes."""
     size = int.from_bytes(data[4:8], "little")
     if data[:4] != MAGIC or len(data) < 8 + size:
         raise ValueError("these are not packed arrays")
@@ -58,6 +58,6 @@ def unpack(data: bytes) -> dict[str, npt.NDArray[Any]]:
 
 
 def header(data: bytes) -> dict[str, Any]:
-    """The header of what `pack` made."""
+    """Return the header of what `pack` made."""
     found: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[4:8], "little")])
     return found

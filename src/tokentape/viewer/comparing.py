@@ -16,7 +16,7 @@ from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.store.served_model import ServedModel
 from tokentape.types import Trajectory
 from tokentape.viewer.binary import pack
-from tokentape.viewer.source import SessionView, Source
+from tokentape.viewer.source import SessionView, ViewerSource
 from tokentape.viewer.texts import token_texts
 
 RETOKENIZED = "retokenized"
@@ -38,7 +38,7 @@ _MEANINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class RecordReader:
     """The tokenizer and renderer of a record. Either may be missing."""
 
     tokenizer: Tokenizer | None = None
@@ -48,37 +48,39 @@ class Reader:
     """The reason if there is no tokenizer."""
 
 
-def reader_of(served: ServedModel | None, folder: Path | None = None) -> Reader:
+def reader_of(served: ServedModel | None, folder: Path | None = None) -> RecordReader:
     """Return the reader of `folder`, or of the model that was served last if that is still there.
 
     A renderer is used only if it is bit for bit the one that the record was made with.
     """
     if folder is None:
         if served is None:
-            return Reader(why_none="this record doesn't say which model was served")
+            return RecordReader(why_none="this record doesn't say which model was served")
         folder = Path(served.folder)
         if not (folder / "tokenizer.json").is_file():
-            return Reader(why_none=f"the tokenizer is no longer in {folder}")
+            return RecordReader(why_none=f"the tokenizer is no longer in {folder}")
         tokenizer = Tokenizer.load(folder)
         if tokenizer.sha256 != served.tokenizer_sha256:
-            return Reader(why_none=f"the tokenizer in {folder} has changed since")
+            return RecordReader(why_none=f"the tokenizer in {folder} has changed since")
     else:
         tokenizer = Tokenizer.load(folder)
     try:
         renderer = Renderer.load(folder)
     except TokenizerUnusable:
-        return Reader(tokenizer)
-    return Reader(tokenizer, renderer if served is not None and renderer.fingerprint == served.fingerprint else None)
+        return RecordReader(tokenizer)
+    return RecordReader(
+        tokenizer, renderer if served is not None and renderer.fingerprint == served.fingerprint else None
+    )
 
 
-def against(source: Source, reader: Reader) -> list[str]:
+def against(source: ViewerSource, reader: RecordReader) -> list[str]:
     """Return which of `AGAINST` are possible."""
     if reader.tokenizer is None:
         return []
     return list(AGAINST) if source.keeps_messages and reader.renderer is not None else [RETOKENIZED]
 
 
-def drift_of(reader: Reader, view: SessionView) -> dict[str, Any] | None:
+def drift_of(reader: RecordReader, view: SessionView) -> dict[str, Any] | None:
     """Count the trained tokens of a session that retokenizing would change, by class; None without a tokenizer."""
     if reader.tokenizer is None:
         return None
@@ -93,7 +95,7 @@ def drift_of(reader: Reader, view: SessionView) -> dict[str, Any] | None:
     return {"tokens": found.tokens, "changed_tokens": found.changed_tokens, "classes": dict(found.classes)}
 
 
-def comparison(reader: Reader, view: SessionView, shown: Trajectory, side: str) -> bytes:
+def comparison(reader: RecordReader, view: SessionView, shown: Trajectory, side: str) -> bytes:
     """Return a trajectory beside its `side` (one of `AGAINST`), as packed arrays.
 
     `segments` int32 [4 n] are ranges (start, end, other_start, other_end) that together cover both sequences in order.

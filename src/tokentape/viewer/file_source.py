@@ -57,7 +57,7 @@ class FileSource:
         self._listed = [self._summary(n, session_id) for n, session_id in enumerate(self._lines)]
 
     def page(self, wanted: Listing) -> ListedPage:
-        """Some sessions; all of them are nobody's."""
+        """Return a page of sessions. Sessions of a file have no owner."""
         search, least, most = wanted.search.casefold(), wanted.reward_min, wanted.reward_max
         found = [
             one
@@ -74,13 +74,13 @@ class FileSource:
         return ListedPage(len(found), tuple(found[wanted.offset : wanted.offset + wanted.limit]))
 
     def version(self, session_id: str) -> tuple[str, str]:
-        """Nobody's, and always the same. Raises `NotFound`."""
+        """Return no owner and a constant version. Raises `NotFound`."""
         if session_id not in self._lines:
             raise NotFound(f"there is no session {session_id!r}")
         return "", "file"
 
     def load(self, session_id: str) -> SessionView:
-        """The trajectories of a session, and the tree that they are the paths of. Raises `NotFound`."""
+        """Return the trajectories of a session and the tree of their turns. Raises `NotFound`."""
         self.version(session_id)
         trajectories = tuple(self._read(session_id, line) for line in self._lines[session_id])
         return SessionView(self._info(session_id), "file", self._nodes(session_id, trajectories), trajectories)

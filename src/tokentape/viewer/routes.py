@@ -1,7 +1,7 @@
 """The endpoints of the viewer: the page under /view, to which / leads, its data under /view/api.
 
-Who may see what is decided by whoever mounts them, by a `Visitor` for each request. A session that is not there and one
-that a visitor may not see get the same answer.
+The application that mounts them decides by a `Visitor` per request who may see what. A session that is not there
+and one that a visitor may not see get the same answer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeAlias, get_args
 
 import msgspec
@@ -23,8 +24,8 @@ from tokentape.types import Trajectory
 from tokentape.version import __version__
 from tokentape.viewer import views
 from tokentape.viewer.binary import MEDIA_TYPE
-from tokentape.viewer.comparing import AGAINST, Reader, against, comparison, drift_of
-from tokentape.viewer.source import Loaded, SessionView, Source
+from tokentape.viewer.comparing import AGAINST, RecordReader, against, comparison, drift_of
+from tokentape.viewer.source import SessionView, ViewerSource
 from tokentape.viewer.static_files import SECURITY, static_file
 
 PAGE = "/view"
@@ -55,10 +56,10 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """What somebody may see."""
+    """What the sender of a request may see."""
 
     owner: str | None = None
-    """Sessions of this API key; None for everybody's."""
+    """Sessions of this API key; None for all."""
     session_id: str | None = None
     """This session only."""
     metrics: bool = True
@@ -76,8 +77,8 @@ Overview: TypeAlias = Callable[[], Mapping[str, Any]]
 class Viewer:
     """What is shown, and to whom."""
 
-    source: Source
-    reader: Reader
+    source: ViewerSource
+    reader: RecordReader
     """What ids are read with."""
     visit: Visit = lambda request: Visitor()
     overview: Overview | None = None
@@ -86,7 +87,7 @@ class Viewer:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """The drift of a session, as it was when somebody asked."""
+    """The drift of a session, as it was when it was measured."""
 
     owner: str
     version: str
@@ -95,7 +96,14 @@ class _Measured:
 
 def routes(viewer: Viewer) -> list[Route]:
     """The endpoints."""
-    source, reader, loaded = viewer.source, viewer.reader, Loaded(viewer.source)
+    source, reader = viewer.source, viewer.reader
+
+    # A page asks for several parts of a session.
+    @lru_cache(maxsize=8)
+    def load(session_id: str, version: str) -> SessionView:
+        """Load a session in this version, or in a newer one."""
+        return source.load(session_id)
+
     measured: dict[str, _Measured] = {}
 
     async def to_page(request: Request) -> Response:
@@ -153,7 +161,7 @@ def routes(viewer: Viewer) -> list[Route]:
                 continue
             kept = measured.get(session_id)
             if kept is None or kept.version != version:
-                view = await asyncio.to_thread(loaded.get, session_id, version)
+                view = await asyncio.to_thread(load, session_id, version)
                 kept = _Measured(owner, version, await asyncio.to_thread(drift_of, reader, view))
                 measured[session_id] = kept
                 if len(measured) > _MOST_KEPT:
@@ -162,12 +170,12 @@ def routes(viewer: Viewer) -> list[Route]:
         return _json({"drift": found})
 
     async def seen(request: Request) -> SessionView | Response:
-        """The session in the path; in place of it the answer that nothing has changed since the page has it."""
+        """Return the session in the path, or a 304 response if the page has this version."""
         session_id = request.path_params["session_id"]
         _, version = await _version(source, viewer.visit(request), session_id)
         if request.headers.get("if-none-match") == _etag(version):
             return Response(status_code=304, headers={**_PRIVATE, "ETag": _etag(version)})
-        return await asyncio.to_thread(loaded.get, session_id, version)
+        return await asyncio.to_thread(load, session_id, version)
 
     async def session(request: Request) -> Response:
         view = await seen(request)
@@ -217,8 +225,8 @@ def routes(viewer: Viewer) -> list[Route]:
     ]
 
 
-async def _version(source: Source, visitor: Visitor, session_id: str) -> tuple[str, str]:
-    """Whose the session is, and its version. Raises one `NotFound` for unknown ids and for somebody else's."""
+async def _version(source: ViewerSource, visitor: Visitor, session_id: str) -> tuple[str, str]:
+    """Return a session's owner and version. Raises the same `NotFound` for unknown ids and for others' sessions."""
     missing = NotFound(f"there is no session {session_id!r}")
     # No database holds a name with NUL.
     if "\0" in session_id or visitor.session_id not in (None, session_id):
@@ -265,8 +273,8 @@ def _listing(request: Request, visitor: Visitor) -> Listing:
     )
 
 
-def _by_drift(source: Source, wanted: Listing, seen: Mapping[str, _Measured]) -> tuple[int, list[dict[str, Any]]]:
-    """The sessions whose drift was measured, in the order of it, and how many they are."""
+def _by_drift(source: ViewerSource, wanted: Listing, seen: Mapping[str, _Measured]) -> tuple[int, list[dict[str, Any]]]:
+    """Return how many sessions have a measured drift, and a page of them in its order."""
 
     def changed(session_id: str) -> int:
         return 0 if (drift := seen[session_id].drift) is None else int(drift["changed_tokens"])
@@ -306,7 +314,7 @@ def _real(request: Request, name: str) -> float | None:
 
 
 _PRIVATE = {**SECURITY, "Cache-Control": "private, no-cache"}
-"""Kept by nobody but the browser, which asks each time whether it has changed."""
+"""Only the browser may cache it, and asks each time whether it has changed."""
 
 
 def _etag(version: str) -> str:

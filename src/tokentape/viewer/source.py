@@ -1,9 +1,7 @@
-"""What there is to look at: sessions with their trees and trajectories, from a store or from a file."""
+"""Sources of the viewer: sessions with their trees and trajectories, from a store or from a file."""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,9 +9,6 @@ from tokentape.store.base import Store
 from tokentape.store.listing import ListedPage, Listing, list_page, session_extent
 from tokentape.store.reads import StoredSession
 from tokentape.types import SessionInfo, Trajectory
-
-_KEPT = 8
-"""So many loaded sessions are kept: a page asks for several parts of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +48,7 @@ class SessionView:
         return next((one for one in self.trajectories if one.leaf == leaf), None)
 
 
-class Source(Protocol):
+class ViewerSource(Protocol):
     """Where sessions are read from. All of it blocks, and may be called from any thread."""
 
     @property
@@ -72,15 +67,15 @@ class Source(Protocol):
         ...
 
     def page(self, wanted: Listing) -> ListedPage:
-        """Some sessions."""
+        """Return a page of sessions."""
         ...
 
     def version(self, session_id: str) -> tuple[str, str]:
-        """Whose a session is, and its version. Cheap. Raises `NotFound`."""
+        """Return a session's owner and version. Cheap. Raises `NotFound`."""
         ...
 
     def load(self, session_id: str) -> SessionView:
-        """A session. Raises `NotFound`."""
+        """Return a session. Raises `NotFound`."""
         ...
 
 
@@ -95,46 +90,22 @@ class StoreSource:
         self.name = name
 
     def page(self, wanted: Listing) -> ListedPage:
-        """Some sessions."""
+        """Return a page of sessions."""
         with self._store.reading() as connection:
             return list_page(connection, wanted)
 
     def version(self, session_id: str) -> tuple[str, str]:
-        """Whose a session is, and its version."""
+        """Return a session's owner and version."""
         with self._store.reading() as connection:
             owner, extent = session_extent(connection, session_id)
         return owner, f"{extent.position}-{extent.turns}-{extent.last_reward}-{extent.last_column}-{extent.last_event}"
 
     def load(self, session_id: str) -> SessionView:
-        """A session as it is recorded, its hash chain checked."""
+        """Return a session as it is recorded, its hash chain checked."""
         # The version first: if the session grows in between, the next look finds another one and loads it again.
         _, version = self.version(session_id)
         stored = self._store.load_session(session_id, per_token=True)
         return SessionView(stored.info, version, _nodes(stored), tuple(stored.trajectories()), stored)
-
-
-class Loaded:
-    """The sessions that were looked at last, each loaded once per version."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._kept: OrderedDict[str, SessionView] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, session_id: str, version: str) -> SessionView:
-        """The session in this version, or in a newer one. Raises `NotFound`."""
-        with self._lock:
-            found = self._kept.get(session_id)
-            if found is not None and found.version == version:
-                self._kept.move_to_end(session_id)
-                return found
-        loaded = self._source.load(session_id)
-        with self._lock:
-            self._kept[session_id] = loaded
-            self._kept.move_to_end(session_id)
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return loaded
 
 
 def _nodes(stored: StoredSession) -> tuple[TurnNode, ...]:

@@ -1,4 +1,4 @@
-"""The page itself: files that are shipped with the package, and what a browser is told of them.
+"""The page itself: files that are shipped with the package, and their headers.
 
 Nothing is loaded from anywhere else, no script stands within a page, and what prompts say can't become one: the policy
 forbids it, besides that it is only ever set as text.
@@ -35,7 +35,7 @@ _MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascrip
 
 
 def static_file(request: Request, name: str) -> Response:
-    """A file of the page. Raises `NotFound`."""
+    """Return a file of the page. Raises `NotFound`."""
     found = _files().get(name)
     if found is None:
         raise NotFound("there is nothing at this path")

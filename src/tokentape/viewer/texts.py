@@ -23,7 +23,7 @@ class Mark(IntFlag):
     UNKNOWN = 2
     """No id of this tokenizer; it has no bytes."""
     LETTERS = 4
-    """One of the tokens that spell a control token and are none: letters that somebody wrote."""
+    """One of the tokens that spell a control token and are none: letters of a caller's or model's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class TokenTexts:
     """The bytes of a sequence of tokens."""
 
     ends: npt.NDArray[np.int32]
-    """Offset behind each token's last byte, shape [tokens]."""
+    """Offset after each token's last byte, shape [tokens]."""
     data: bytes
     """All of them; a control token's are its spelling."""
     marks: npt.NDArray[np.uint8]
@@ -44,7 +44,7 @@ class TokenTexts:
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> TokenTexts:
-    """The bytes of `ids`. An id that the tokenizer doesn't have is marked, not refused: the record may be another's."""
+    """Return the bytes of `ids`. An id that the tokenizer lacks is marked: the record may be of another model."""
     pieces: list[bytes] = []
     marks = np.zeros(len(ids), np.uint8)
     controls: list[int] = []

@@ -20,7 +20,7 @@ PROVENANCE = {int(code): code.name.lower() for code in Provenance}
 
 
 def listed(one: SessionSummary) -> dict[str, Any]:
-    """A line of the list."""
+    """Return a line of the list."""
     return {
         "session_id": one.info.session_id,
         "created_at": one.info.created_at,
@@ -37,7 +37,7 @@ def listed(one: SessionSummary) -> dict[str, Any]:
 
 
 def tree(view: SessionView) -> dict[str, Any]:
-    """A session's turns and leaves, without text and ids."""
+    """Return a session's turns and leaves, without text and ids."""
     return {
         "session_id": view.info.session_id,
         "created_at": view.info.created_at,
@@ -60,11 +60,11 @@ def tree(view: SessionView) -> dict[str, Any]:
 
 
 def trajectory(view: SessionView, shown: Trajectory, tokenizer: Tokenizer | None, start: int) -> bytes:
-    """A trajectory as packed arrays.
+    """Return a trajectory as packed arrays.
 
     Of what never changes (`token_ids`, `provenance`, `logprobs`, `text`, `text_ends`, `marks`) from token `start` on;
     `text_ends` then count from there too. A loss mask and columns can change, for a branch that is recorded later can
-    train what this one did, and somebody may give values later: they are always whole. Without a tokenizer there is
+    train what this one did, and values can be added later: they are always whole. Without a tokenizer there is
     no text.
     """
     arrays: dict[str, npt.NDArray[Any]] = {

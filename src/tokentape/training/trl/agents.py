@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tokentape.client import Client, ClientSession
 from tokentape.errors import InvalidRequest
-from tokentape.training.samples import MaxLength, Report, Sample, Select, assemble
+from tokentape.training.samples import AssemblyReport, MaxLength, Sample, Select, assemble
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,7 +28,7 @@ _ROW = "tokentape_row"
 
 
 def carry_rows(dataset: Dataset, columns: Sequence[str] | None = None) -> Dataset:
-    """The dataset with each row written into its own prompt, for TRL gives a rollout function prompts only.
+    """Return the dataset with each row written into its own prompt: TRL gives a rollout function prompts only.
 
     The row goes, as JSON, under a key of the prompt's first message that templates don't look at. `columns` are those
     that are carried, all by default; a prompt that is a string becomes a user message, and a row without prompt gets an
@@ -51,7 +51,7 @@ def carry_rows(dataset: Dataset, columns: Sequence[str] | None = None) -> Datase
 
 
 def row_of(prompt: Any) -> dict[str, Any]:
-    """What a prompt of TRL's carries: the row it is of, at least `prompt`."""
+    """Return the row that a prompt of TRL's carries, at least `prompt`."""
     if isinstance(prompt, str) or not prompt:
         return {"prompt": prompt}
     messages = [{key: value for key, value in one.items() if key != _ROW} for one in prompt]
@@ -65,7 +65,7 @@ class Rollout:
     session_id: str
     samples: tuple[Sample, ...]
     """What of the session is trained. Several where it branched, none where nothing was sampled."""
-    report: Report
+    report: AssemblyReport
     """What was left out."""
     error: Exception | None
     """What the agent raised."""

@@ -67,17 +67,17 @@ class EnvironmentAgent:
         return float(await _maybe_awaited(environment.get_reward()))
 
     def _environment(self, row: Row) -> tuple[Any, dict[str, Any]]:
-        told = dict(row)
+        rest = dict(row)
         factory = self.factory
         if isinstance(factory, Mapping):
-            name = told.pop("environment", None)
+            name = rest.pop("environment", None)
             if name not in factory:
                 raise InvalidRequest(f"environment {name!r} is none of {', '.join(sorted(factory))}", "environment")
             factory = factory[name]
         environment = factory()
         if not hasattr(environment, "reset"):
             raise InvalidRequest(f"{type(environment).__name__} has no method reset; TRL's environments have one")
-        return environment, told
+        return environment, rest
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:
@@ -106,7 +106,7 @@ def _with_observation(prompt: Any, observation: Any) -> list[dict[str, Any]]:
 
 
 async def _called(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with a tool's result; what it raised, as TRL words it, if it did."""
+    """Return the message with a tool's result, or with its exception as TRL words it."""
     name = call["function"]["name"]
     try:
         if name not in tools:

@@ -42,10 +42,10 @@ class GatewayRollouts:
     concurrency: int = 32
     """Agents that run at once."""
     branches: Literal["refuse", "longest", "last"] = "refuse"
-    """What becomes of a session of which several samples are left: TRL takes one sequence per rollout, so that all
-    others would not be trained. `longest`: the one with the most tokens that carry loss; `last`: the newest."""
+    """How to treat a session with several samples: TRL takes one sequence per rollout, so all others would not be
+    trained. `longest`: the one with the most tokens that carry loss; `last`: the newest."""
     failures: Literal["raise", "mask"] = "raise"
-    """What becomes of an agent that raised, and of a session in which nothing was sampled. `mask`: no reward, no loss;
+    """How to treat an agent that raised, and a session in which nothing was sampled. `mask`: no reward, no loss;
     TRL leaves it out of its group's mean."""
     select: Sequence[Select] = ()
     """Which trajectories of a session stay, before `branches` is asked; see `tokentape.training.samples`."""
@@ -135,7 +135,7 @@ def refuse_temperature(client: Client, temperature: float) -> None:
 
 
 def recorded_reward(reward: Sequence[float | None], branches: Sequence[int], **rest: Any) -> list[float | None]:
-    """A reward function of TRL's: what agents returned or gave to their sessions.
+    """Return what agents returned or gave to their sessions: a reward function for TRL.
 
     It also logs `rollouts/left_out`, branches per rollout that are not trained, and `rollouts/without_reward`.
     """

@@ -1,4 +1,4 @@
-"""A gateway in this process over the embedded engine, whose weights are those of the model that is trained."""
+"""A gateway in this process over the embedded engine, with the weights of the model that is trained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """What samples: a gateway with the embedded engine behind it. Made by `serving`."""
+    """A gateway with the embedded engine. Made by `serving`."""
 
     def __init__(self, client: Client, engine: TransformersEngine) -> None:
         self.client = client
@@ -36,7 +36,7 @@ class Policy:
     def sync(self, trainer: Any) -> None:
         """Sample with the weights that a trainer of `transformers` has now, under its global step as their version.
 
-        Adapters of PEFT are merged for that, and nothing of it is left behind. Does nothing if that trainer's weights
+        Adapters of PEFT are merged for that, and unmerged afterwards. Does nothing if that trainer's weights
         of that step are in place.
         """
         now = (ref(trainer), trainer.state.global_step)
@@ -62,17 +62,17 @@ class Policy:
         """
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         idle = self.client.pause(timeout=wait or 0.0)
-        told: str | None = None
+        named: str | None = None
         try:
             if wait is not None and not idle:
                 raise EngineUnavailable(f"calls are still under way after {wait:g} s; the weights were not changed")
             self.load(pairs, version)
-            told = version
+            named = version
         finally:
-            self.client.resume(told)
+            self.client.resume(named)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str, *, partial: bool = False) -> None:
-        """Only what `push` does to the engine: the gateway is not paused, nor told of the version.
+        """Load the tensors as `push` does, without pausing the gateway or setting its version.
 
         With `partial` tensors may be missing; those stay.
         """
