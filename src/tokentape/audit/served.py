@@ -174,7 +174,10 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
     found = f"{margin:.1f} nats per token likelier than other ids of the same rank (at least {MARGIN} expected)"
     if not margin >= MARGIN:
         return CheckResult(
-            name, "fail", f"a plain text is {found}", "These ids are no text to the model: it is another."
+            name,
+            "fail",
+            f"a plain text is {found}",
+            "The served model is another one, is not trained, or knows nothing but a narrow task.",
         )
     return CheckResult(name, "ok", found)
 

@@ -102,7 +102,7 @@ class AsyncClient:
                 )
             except httpx2.RequestError as error:
                 if (delay := retries.delay(error)) is None:
-                    raise calls.unreachable(self.base_url, error) from error
+                    raise calls.unreachable(self.base_url, error) from None
             else:
                 if (delay := retries.delay(response)) is None:
                     return call.result(response, repeated=retries.repeated)

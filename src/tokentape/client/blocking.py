@@ -196,7 +196,7 @@ class Client:
                 )
             except httpx2.RequestError as error:
                 if (delay := retries.delay(error)) is None:
-                    raise calls.unreachable(self.base_url, error) from error
+                    raise calls.unreachable(self.base_url, error) from None
             else:
                 if (delay := retries.delay(response)) is None:
                     return call.result(response, repeated=retries.repeated)
@@ -212,7 +212,7 @@ class Client:
                     raise calls.answered_error(response)
                 yield response
         except httpx2.RequestError as error:
-            raise calls.unreachable(self.base_url, error) from error
+            raise calls.unreachable(self.base_url, error) from None
 
 
 class ClientSession:

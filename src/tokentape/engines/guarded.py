@@ -216,7 +216,7 @@ _WORDS = {"ok": "verified", "unverified": "unverified", "refused": "not the fold
 
 
 def _refusal(found: ModelCheck) -> str:
-    return f"the server does not serve the model folder's model: {found.reason} --unverified-model serves it anyway."
+    return f"the server does not seem to serve the model folder's model: {found.reason} --unverified-model serves it anyway."
 
 
 def marked(info: EngineInfo, *, unverified: bool) -> EngineInfo:
