@@ -1,4 +1,4 @@
-"""What the gateway asks of any engine: sample from exact ids, stream exact ids back."""
+"""The interface of engines: sample from exact ids, stream exact ids back."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class SamplingParams:
     min_tokens: int = 0
     """No stop id or stop string ends the completion before it has so many tokens."""
     priority: int = 0
-    """For the server's scheduler; 0 is its default. What comes first is the server's affair."""
+    """For the server's scheduler; 0 is its default. Which order it means depends on the server."""
     cache_salt: str | None = None
     """Prompts share cached prefixes in the server only under the same salt."""
     session_id: str | None = None
-    """Calls of one session are routed to where their prefix is cached. It does not change what is sampled."""
+    """Calls of one session go to where their prefix is cached. It does not change what is sampled."""
     payloads_from: int | None = None
     """Offset in prompt + completion from which on per-token payloads are returned; None asks for none."""
 
 
 LogprobsMode: TypeAlias = Literal["raw_logprobs", "scaled_logprobs", "processed_logprobs"]
-"""Those of `EngineInfo.logprobs_mode` that the embedded engine has."""
+"""The modes that the embedded engine supports; see `EngineInfo.logprobs_mode`."""
 
 UNKNOWN_MODE = "unverified_logprobs"
-"""The mode of an engine of which it is not known."""
+"""The mode if it is not known."""
 
 DISTRIBUTION = frozenset(
     {
@@ -69,7 +69,7 @@ DISTRIBUTION = frozenset(
         "top_logprobs",
     }
 )
-"""The `SamplingParams` fields that say what is sampled and reported; the others depend on what a server offers."""
+"""The `SamplingParams` fields that define what is sampled and reported; the others depend on the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +117,11 @@ class SampleDelta:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Per id the most likely (id, logprob) pairs, best first; empty unless asked for."""
     weight_version: str | None = None
-    """Version of the weights that sampled these ids, where the engine tells. In a stream it is what the server
-    said when it sent them, which `weight_spans` may correct."""
+    """Version of the weights that sampled these ids, if the engine reports it. `weight_spans` may correct it."""
     weight_spans: tuple[WeightSpan, ...] = ()
-    """With the last delta, where the engine tells: spans that cover the whole completion."""
+    """With the last delta, if the engine reports them: spans that cover the whole completion."""
     engine: str | None = None
-    """Which engine sampled these ids, where one of several did; as `str(EngineInfo)`."""
+    """Which of several engines sampled these ids; as `str(EngineInfo)`."""
     payloads: tuple[Payload, ...] = ()
     """With the last delta: per-token arrays, if `SamplingParams.payloads_from` asked for them."""
 
@@ -139,14 +138,14 @@ class EngineInfo:
     max_context: int
     """Prompt and completion together, in tokens."""
     logprobs_mode: str
-    """Of which distribution the log-probabilities are. `raw_logprobs`: the model's own, before temperature,
+    """Which distribution the log-probabilities belong to. `raw_logprobs`: the model's own, before temperature,
     penalties and truncation. `penalised_logprobs`: after penalties. `scaled_logprobs`: after penalties and
-    temperature. `processed_logprobs`: after all, the one sampled from. Of greedy sampling all of them are those at
-    temperature 1. `unverified_logprobs`: not known."""
+    temperature. `processed_logprobs`: after all, the one sampled from. Greedy sampling counts as temperature 1.
+    `unverified_logprobs`: not known."""
     sampling: frozenset[str]
-    """Names of the `SamplingParams` fields that it honours; others must keep their default."""
+    """Names of the `SamplingParams` fields that it honors; others must keep their default."""
     capabilities: tuple[str, ...] = ()
-    """What else was found out and bears on the record: the route that is used, weight versions, routed experts."""
+    """What else matters to the record: the route that is used, weight versions, routed experts."""
     media: frozenset[str] = frozenset()
     """Which media prompts may hold: `image`. If there are any, the engine is a `MediaEngine`."""
     prompt_penalties: frozenset[str] = frozenset()
@@ -183,9 +182,9 @@ class Timeouts:
 class Engine(Protocol):
     """A backend that samples from token ids.
 
-    `sample` yields deltas until one has a finish_reason. Closing the iterator early (`aclose`, or cancelling
-    the task) aborts the call in the backend. `stream=False` allows, but does not force, a single delta. It
-    raises `EngineError` and its kinds; what it yielded before then must not be committed.
+    `sample` yields deltas until one has a finish_reason. Closing the iterator early (`aclose`, or cancelling the task)
+    aborts the call in the backend. `stream=False` allows, but does not force, a single delta. It raises `EngineError`
+    or one of its kinds; what was yielded before must not be committed.
     """
 
     @property
@@ -213,7 +212,7 @@ class Interruptible(Protocol):
     """An engine that can be asked to end a call early."""
 
     def interrupt(self, request_id: str) -> bool:
-        """Have a call end with finish_reason `abort`, and with all that was sampled of it; False if it can't."""
+        """End a call with finish_reason `abort` and all that was sampled of it; False if it can't."""
         ...
 
 
@@ -234,24 +233,24 @@ class MediaEngine(Engine, Protocol):
 
 
 UNVERIFIED = "model-unverified"
-"""A capability of an engine that is not known to serve the model that it is asked as; see `GuardedEngine`."""
+"""A capability of an engine that is not known to serve the expected model; see `GuardedEngine`."""
 
 CAPTURED = "captured"
-"""The last word of the name of an engine whose context was made by the server, in `SampleDelta.engine`."""
+"""The last word of `SampleDelta.engine` if the server rendered the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """A completion that a server has begun from messages."""
+    """A completion that a server began from messages."""
 
     prompt_ids: TokenIds
-    """The context that the server made, int32 [tokens]."""
+    """The context that the server rendered, int32 [tokens]."""
     deltas: AsyncGenerator[SampleDelta, None]
     """As from `Engine.sample`, each with an `engine` that ends with `CAPTURED`. Closing it aborts the call."""
 
 
 class ChatServer(Engine, Protocol):
-    """An engine that can also be given messages, renders them itself, and tells the ids."""
+    """An engine that also takes messages, renders them itself, and returns the ids."""
 
     async def begin(
         self,
@@ -262,5 +261,5 @@ class ChatServer(Engine, Protocol):
         *,
         request_id: str,
     ) -> ChatCall:
-        """Begin a completion; returns when the server has said what it samples from. Raises as `sample`."""
+        """Begin a completion; returns when the server has sent the prompt's ids. Raises as `sample`."""
         ...

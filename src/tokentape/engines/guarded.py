@@ -1,4 +1,4 @@
-"""An engine over HTTP that is sampled from only as long as its server is known to serve the right model."""
+"""A remote engine whose server is verified to serve the right model, at the start and whenever it may have changed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tokentape.types import TokenIds
 _log = logging.getLogger("tokentape.engines")
 
 FIRST_LOOK_SECONDS = 60.0
-"""How long the look at the start may take. The first requests of a fresh server take up to 17 s each (vLLM, SGLang)."""
+"""Limit of the first look. The first requests to a fresh server take up to 17 s each (vLLM, SGLang)."""
 
 LOOK_SECONDS = 10.0
-"""How long a later look may take, while a call waits for it; after it nothing is known."""
+"""Limit of a later look, for which a call waits; after it the model counts as not known."""
 
 NAMES_SECONDS = 30.0
-"""How old what `/v1/models` says may be when a call ends."""
+"""How old the answer of `/v1/models` may be when a call ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCheck:
-    """What is known of the model that a server serves."""
+    """What is known about the model that a server serves."""
 
     status: Literal["ok", "unverified", "refused"]
     reason: str = ""
@@ -38,14 +38,14 @@ class ModelCheck:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What sampled when the server was looked at."""
+    """What the server was when it was looked at."""
 
     generation: int
     """`HttpClient.generation`."""
     told: str | None
-    """Version of the weights, as the server tells it."""
+    """Version of the weights, as the server reports it."""
     named: str | None
-    """The same, as the gateway was told."""
+    """The same, as a trainer reported it to the gateway."""
 
 
 Look = Callable[[HttpClient, EngineInfo], Awaitable[ModelCheck]]
@@ -53,12 +53,12 @@ Look = Callable[[HttpClient, EngineInfo], Awaitable[ModelCheck]]
 
 
 class GuardedEngine:
-    """A `RemoteEngine` of a server that was looked at. Open it with `open`; it is an `Engine`.
+    """A `RemoteEngine` with a verified server. Open it with `open`; it is an `Engine`.
 
-    The server is looked at again when it may have been restarted, when it samples with other weights and when it
-    serves other models: before a completion ends, so that none is told whose model nobody knows. `info` then says what
-    its log-probabilities are by now. If it serves another model, calls fail as long as it does. If it can't be found
-    out, and with `refuse` off in any case, calls go on and `info` has the capability `UNVERIFIED`.
+    The server is looked at again when it may have restarted, when it samples with other weights and when it serves
+    other models, always before the completion ends. `info` then has its logprobs mode of now. While it serves another
+    model, calls fail. If that can't be found out, or `refuse` is off, calls go on and `info` has the capability
+    `UNVERIFIED`.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class GuardedEngine:
         self._set_mode(engine.info.logprobs_mode)
         self._seen = _Seen(0, None, None)
         self._opened = False
-        """It was looked at once; the engine had just found out the mode by then."""
+        """Whether it was looked at once; the engine had just found out the mode then."""
         self._served: ServedAs | None = None
         self._named_at = 0.0
         self._looking: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, engine: RemoteEngine, kind: str, look: Look, **options: Any) -> Self:
-        """Look at the server first. Raises `InvalidRequest` if it serves another model; the engine is closed then."""
+        """Look at the server. Raises `InvalidRequest`, with the engine closed, if it serves another model."""
         guarded = cls(engine, kind, look, **options)
         try:
             await guarded._look_again(guarded._seen)
@@ -106,13 +106,13 @@ class GuardedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What the server said when it was looked at last, with `UNVERIFIED` as long as its model is not known."""
+        """What the server was at the last look, with `UNVERIFIED` as long as its model is not known."""
         return self._infos[self._found.status == "ok"]
 
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """As the engine's own. Raises `EngineUnavailable` if the server serves another model."""
+        """Sample as the engine does. Raises `EngineUnavailable` also if the server serves another model."""
         if self._refused:
             await self._look_again(self._seen)
             self._raise_if_refused()
@@ -125,13 +125,13 @@ class GuardedEngine:
                 yield delta
 
     def interrupt(self, request_id: str) -> bool:
-        """As the engine's own."""
+        """End a call early, as the engine does."""
         return self._engine.interrupt(request_id)
 
     async def settle(self, last: SampleDelta) -> None:
-        """Look at the server again if what sampled a completion may be another than was looked at.
+        """Look at the server again, after a completion's last delta, if the server may have changed.
 
-        Raises `EngineUnavailable` if it is.
+        Raises `EngineUnavailable` if it serves another model.
         """
         told = last.weight_spans[-1].version if last.weight_spans else last.weight_version
         # The first version that the server tells is that of the weights that were looked at.
@@ -144,7 +144,7 @@ class GuardedEngine:
         self._raise_if_refused()
 
     async def check(self) -> None:
-        """As the engine's own. Raises `EngineUnavailable` also if the server serves another model."""
+        """Check as the engine does. Raises `EngineUnavailable` also if the server serves another model."""
         await self._engine.check()
         restarted = self.http.generation != self._seen.generation
         if self._refused or restarted or await self._serves_others(0.0):
@@ -152,7 +152,7 @@ class GuardedEngine:
         self._raise_if_refused()
 
     async def close(self) -> None:
-        """As the engine's own."""
+        """Close the engine."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.wait([self._looking])
@@ -167,7 +167,7 @@ class GuardedEngine:
             raise EngineUnavailable(_refusal(self._found))
 
     async def _serves_others(self, seconds: float) -> bool:
-        """Whether the server names other models than when it was looked at, if it was not asked for so long."""
+        """Return whether the server lists other models than at the last look, if it was not asked for so long."""
         now = asyncio.get_running_loop().time()
         if now - self._named_at < seconds:
             return False
@@ -179,7 +179,7 @@ class GuardedEngine:
             return True
 
     async def _look_again(self, now: _Seen) -> None:
-        """Find out what the server serves; who comes while that is under way waits for the same."""
+        """Find out what the server serves. Concurrent calls wait for the same look."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._find_out(now))
         await asyncio.shield(self._looking)
@@ -204,7 +204,7 @@ class GuardedEngine:
         self._found = found
 
     def _set_mode(self, mode: str) -> None:
-        """Note what the server's log-probabilities are from now on."""
+        """Set the logprobs mode of `info`."""
         before = self._infos[True].logprobs_mode if self._infos else mode
         if mode != before:
             _log.warning("the log-probabilities of the %s server were %s and are %s now", self._kind, before, mode)
@@ -220,6 +220,6 @@ def _refusal(found: ModelCheck) -> str:
 
 
 def marked(info: EngineInfo, *, unverified: bool) -> EngineInfo:
-    """`info` with or without the capability `UNVERIFIED`."""
+    """Return `info` with or without the capability `UNVERIFIED`."""
     rest = tuple(one for one in info.capabilities if one != UNVERIFIED)
     return replace(info, capabilities=(*rest, UNVERIFIED) if unverified else rest)

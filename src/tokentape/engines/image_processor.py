@@ -1,8 +1,7 @@
-"""A model's image processor: from an image's bytes to the arrays that the model takes, and how many tokens it takes.
+"""The image processor of a model: from an image's bytes to the model's inputs and a number of tokens.
 
-The one of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL use too, as transformers implements it on Pillow. That is slower than
-its implementation on torchvision, needs no other package, and is used everywhere here, so that a trainer sees the same
-pixels as the model that sampled. `transformers` and `PIL` are imported on first use; torch is not needed.
+The one of Qwen2-VL, which Qwen2.5-VL and Qwen3-VL use too, as transformers implements it on Pillow: slower than on
+torchvision, but without another package, and the same when sampling and when training. Torch is not needed.
 """
 
 from __future__ import annotations
@@ -42,11 +41,8 @@ class QwenImageProcessor:
         array([[1, 4, 8]])
 
     Args:
-        config: what `preprocessor_config.json` holds.
+        config: the content of `preprocessor_config.json`. `EngineError` is raised if it is of another processor.
         placeholder_id: the id that stands for a part of an image.
-
-    Raises:
-        EngineError: the configuration is of another kind of processor.
 
     """
 
@@ -60,11 +56,9 @@ class QwenImageProcessor:
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """The processor of a model folder: `preprocessor_config.json`, and `image_token_id` of `config.json`.
+        """Read a model folder: `preprocessor_config.json`, and `image_token_id` of `config.json`.
 
-        Raises:
-            EngineError: the folder has none, or one that is not supported.
-
+        Raises `EngineError` if there is no processor, or one that is not supported.
         """
         folder = Path(folder)
         config, model = _read(folder / "preprocessor_config.json"), _read(folder / "config.json")
@@ -75,11 +69,9 @@ class QwenImageProcessor:
 
     @classmethod
     def from_settings(cls, data: bytes) -> Self:
-        """The processor that made a record with these settings, as far as the installed versions are the same.
+        """Make the processor of a record with these `settings`, as far as the installed versions are the same.
 
-        Raises:
-            EngineError: they are not the settings of a processor.
-
+        Raises `EngineError` if they are not the settings of a processor.
         """
         try:
             settings = json.loads(data)
@@ -100,12 +92,7 @@ class QwenImageProcessor:
         return Media(hashlib.sha256(data).hexdigest(), "application/json", data)
 
     def tokens(self, image: Media) -> int:
-        """How many placeholder ids stand for an image.
-
-        Raises:
-            InvalidRequest: it can't be read as an image, or is too large.
-
-        """
+        """Return how many placeholder ids stand for an image. Raises `InvalidRequest` as `arrays`."""
         found = self._counts.get(image.sha256)
         if found is None:
             found = self.lengths(self.arrays([image.data])["image_grid_thw"])[0]
@@ -115,15 +102,10 @@ class QwenImageProcessor:
         return found
 
     def arrays(self, images: Sequence[bytes]) -> dict[str, npt.NDArray[Any]]:
-        """What the model takes of images, in order.
+        """Return the model's inputs for images, in order.
 
-        Returns:
-            `pixel_values`, float32 [patches of all images, values of a patch], and `image_grid_thw`, int64
-            [images, 3]: patches in time, height and width.
-
-        Raises:
-            InvalidRequest: one can't be read as an image, or is too large.
-
+        `pixel_values`, float32 [patches of all images, values of a patch], and `image_grid_thw`, int64 [images, 3]:
+        patches in time, height and width. Raises `InvalidRequest` for an image that can't be read or is too large.
         """
         opened = [_opened(image) for image in images]
         try:
@@ -136,7 +118,7 @@ class QwenImageProcessor:
         }
 
     def lengths(self, image_grid_thw: npt.NDArray[np.int64]) -> list[int]:
-        """How many placeholder ids stand for each image of a grid, int64 [images, 3]."""
+        """Return how many placeholder ids stand for each image of a grid, int64 [images, 3]."""
         merged = self._processor.merge_size**2
         return [int(patches) // merged for patches in image_grid_thw.prod(-1)]
 
@@ -150,7 +132,7 @@ class QwenImageProcessor:
 
 
 def find_image_processor(folder: str | Path) -> QwenImageProcessor | None:
-    """The processor of a model folder; None, with the reason in the log, if images can't be processed here."""
+    """Return the processor of a model folder; None, with the reason in the log, if images can't be processed."""
     if not (Path(folder) / "preprocessor_config.json").is_file():
         return None
     if find_spec("PIL") is None:
@@ -164,7 +146,7 @@ def find_image_processor(folder: str | Path) -> QwenImageProcessor | None:
 
 
 def _opened(data: bytes) -> Any:
-    """An image as transformers opens one: turned upright, without transparency."""
+    """Return an image as transformers opens it: turned upright, without transparency."""
     from PIL import Image, ImageOps
 
     try:
@@ -179,11 +161,9 @@ def _opened(data: bytes) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found: dict[str, Any] = json.loads(path.read_bytes())
     except OSError as error:
         raise EngineError(f"{path} can't be read ({error.strerror}): the model takes no images") from None
     except ValueError:
         raise EngineError(f"{path} is not JSON") from None
-    if not isinstance(found, dict):
-        raise EngineError(f"{path} holds a {type(found).__name__}, expected an object")
     return found

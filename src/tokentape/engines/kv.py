@@ -1,9 +1,8 @@
-"""Key-value tensors of the embedded engine: the running batch's, and those of finished requests for reuse.
+"""Keys and values of the embedded engine: those of the running batch, and those of finished requests for reuse.
 
-A batch is left-padded: row i's tokens sit in the last columns, whatever its length, so that every row's
-next token lands in the same new column and rows of any length decode together. The attention mask hides the
+A batch is left-padded, so that the next token of every row is in the same new column. The attention mask hides the
 padding and position ids count real tokens only, so a row computes what it would compute alone. A model that takes
-images gives the parts of an image positions in three dimensions; a row's later tokens are shifted by what they save.
+images gives the parts of an image positions in three dimensions, and shifts the row's later tokens.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ NO_PREFIX = Prefix(0, [])
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values with empty columns behind the last one.
+    """One layer's keys and values with room for more columns.
 
-    The layer of transformers that it replaces copies everything for every new column, which at 1,500 columns
-    is more than half of a decoding step.
+    The layer of transformers copies everything for every new column: at 1,500 columns more than half of a step.
     """
 
     _ROOM = 64
@@ -97,8 +95,8 @@ class Batch:
     ) -> Tensor:
         """Compute new rows together and append them to the batch.
 
-        All rows compute the same number of columns, the most that one of them needs: a row that could reuse
-        more of its prefix recomputes a little, and no padding ever gets between its tokens.
+        All rows compute as many columns as the one that needs most: another one may recompute a part of its prefix, and
+        no padding ever gets between its tokens.
 
         Args:
             contexts: one array of ids per new row.
@@ -220,7 +218,7 @@ def _widened(tensor: Tensor, width: int, dim: int = -1) -> Tensor:
 
 
 def _stacked(prefixes: Sequence[Prefix], lengths: Sequence[int], fresh: int) -> LayerTensors:
-    """Lay the reused part of each row side by side, [rows, heads, reused columns, head size] per tensor."""
+    """Stack the reused parts of the rows, [rows, heads, reused columns, head size] per tensor."""
     reused = max(lengths) - fresh
     template = next(prefix.layers for prefix in prefixes if prefix.length)
 
@@ -237,10 +235,9 @@ def _stacked(prefixes: Sequence[Prefix], lengths: Sequence[int], fresh: int) -> 
 
 
 class PrefixCache:
-    """Keys and values of finished requests, least recently used thrown out first.
+    """Keys and values of finished requests; the least recently used are dropped first.
 
-    A session's next turn begins with its last turn's whole context, so it computes only what is new. Any
-    common prefix is reused, also of a longer or a diverging context.
+    Any common prefix is reused, so that a session's next turn computes only what is new.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""From a model folder to a model that the embedded engine can batch, or a refusal that says why not."""
+"""Load a model folder for the embedded engine, and refuse a model that it can't batch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,9 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
 
 def load_model(folder: Path, *, dtype: str, device: str) -> Any:
-    """Load a causal language model, or one that also takes images, in evaluation mode.
+    """Load a causal language model, or one that also takes images, in evaluation mode. Code in it is never run.
 
-    Local files only; code in the folder is never run.
-
-    Raises:
-        EngineError: there is no such model, or transformers can't load it.
-
+    Raises `EngineError` if there is no such model, or transformers can't load it.
     """
     if dtype not in _DTYPES:
         raise EngineError(f"dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
@@ -56,11 +52,9 @@ def load_model(folder: Path, *, dtype: str, device: str) -> Any:
 
 @torch.no_grad()
 def with_weights(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> Any:
-    """A copy of a model with other weights, by their names in its state dict; dtype and device stay.
+    """Return a copy of a model with other weights, by their names in its state dict; dtype and device stay.
 
-    Raises:
-        EngineError: a name is unknown, a shape another one, or unless `partial` a parameter missing.
-
+    Raises `EngineError` if a name is unknown, a shape different, or unless `partial` a parameter missing.
     """
     changed = copy.deepcopy(model)
     places = changed.state_dict()
@@ -83,19 +77,14 @@ def _sees(config: Any) -> bool:
 
 
 def media_ids(model: Any) -> set[int]:
-    """Ids that stand for parts of media. Sampled, they would stand for nothing, and the model refuses its context."""
+    """Return the ids that stand for parts of media. They must not be sampled: the model would refuse its context."""
     names = ("image_token_id", "video_token_id", "audio_token_id")
     config = model.config.to_dict()
     return {config[name] for name in names if isinstance(config.get(name), int)}
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load `tokenizer.json`, the only file that says exactly how ids become text.
-
-    Raises:
-        TokenizerUnusable: it is missing or unreadable.
-
-    """
+    """Load `tokenizer.json`. Raises `TokenizerUnusable` if it is missing or unreadable."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise TokenizerUnusable(f"no tokenizer.json in {folder}; save the tokenizer in the fast format")
@@ -106,7 +95,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def known_ids(tokenizer: Tokenizer, model: Any) -> npt.NDArray[np.bool_]:
-    """Tell which rows of the embedding are tokens of the tokenizer, bool [embedding rows].
+    """Return which rows of the embedding are tokens of the tokenizer, bool [embedding rows].
 
     Embeddings are often padded to a round number of rows, and an untrained row can be sampled: servers have
     answered such ids with an error or died of them (vllm-project/vllm#13175, sgl-project/sglang#31908).
@@ -117,12 +106,7 @@ def known_ids(tokenizer: Tokenizer, model: Any) -> npt.NDArray[np.bool_]:
 
 
 def context_limit(model: Any) -> int:
-    """Return how many tokens the model's positions reach.
-
-    Raises:
-        EngineError: the config has no limit.
-
-    """
+    """Return how many tokens the model's positions reach. Raises `EngineError` if the config does not say."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int):
         raise EngineError("the model's config has no max_position_embeddings; pass max_context")
@@ -131,14 +115,10 @@ def context_limit(model: Any) -> int:
 
 @torch.inference_mode()
 def refuse_unbatchable(model: Any, *, dtype: str) -> None:
-    """Raise unless rows of different lengths can decode together in this model with unchanged results.
+    """Raise `EngineError` unless rows of different lengths can decode together with unchanged results.
 
-    First what the architecture declares, then what it does: two sequences are decoded in one padded batch, and
+    First the cache that the architecture declares is checked, then two sequences are decoded in one padded batch and
     the logprobs compared with those of a whole forward pass over each alone.
-
-    Raises:
-        EngineError: with what was found.
-
     """
     name = type(model).__name__
     layers = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}

@@ -1,4 +1,4 @@
-"""Several replicas of one engine as one: sessions stay where their prefix is cached, and move when a replica fails."""
+"""Several replicas as one engine: sessions stay where their prefix is cached, and move when a replica fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Serving:
 
     engine: Engine
     calls: int = 0
-    """Under way."""
+    """Running now."""
     failed: bool = False
     """It gets no new calls, and is closed when the last of the old ones has ended."""
 
@@ -48,9 +48,8 @@ class EnginePool:
 
     A session's calls go to one replica, found by hashing its id, so that its prefix is cached there (rendezvous
     hashing: when a replica comes or goes, only its own sessions move). A call that fails before its first token is sent
-    to the next replica; one that fails later is the caller's to repeat. A replica that failed gets no calls until it
-    has been opened again, which is tried every `recheck_seconds`, so that one that was restarted with another version
-    is known for what it is.
+    to the next replica; one that fails later is for the caller to repeat. A replica that failed gets no calls until it
+    has been opened again, which is tried every `recheck_seconds`: it may be another version by then.
     """
 
     def __init__(self, replicas: list[_Replica], info: EngineInfo, recheck_seconds: float) -> None:
@@ -64,8 +63,10 @@ class EnginePool:
     async def open(cls, openers: Mapping[str, Opener], *, recheck_seconds: float = 5.0) -> Self:
         """Open all replicas, by name. One is enough to begin with; the others are tried again.
 
-        Raises `InvalidRequest` if there are none, if one may not be opened, as one that serves another model, or if two
-        of them differ in model, vocabulary or logprobs; and what the first raised if none can be opened.
+        Raises:
+            InvalidRequest: there are none, one serves another model, or two differ in model, vocabulary or logprobs.
+            EngineError: none can be opened; the error is that of the first.
+
         """
         replicas = [_Replica(name, opener) for name, opener in openers.items()]
         if not replicas:
@@ -104,7 +105,7 @@ class EnginePool:
 
     @property
     def available(self) -> Mapping[str, bool]:
-        """By name whether a replica takes calls."""
+        """Whether each replica takes calls, by name."""
         return {replica.name: replica.serving is not None for replica in self._replicas}
 
     async def sample(
@@ -139,7 +140,7 @@ class EnginePool:
         raise failure or EngineUnavailable("no replica of the engine is available; send it again later")
 
     def interrupt(self, request_id: str) -> bool:
-        """Have the replica end a call with `abort` and all that it has sampled; False if it can't be asked to."""
+        """Have the replica end a call with `abort` and all that it has sampled; False if it can't."""
         engines = (one.serving.engine for one in self._replicas if one.serving is not None)
         return any(engine.interrupt(request_id) for engine in engines if isinstance(engine, Interruptible))
 
@@ -169,7 +170,7 @@ class EnginePool:
                 await serving.engine.close()
 
     def _ranked(self, session_id: str | None) -> list[_Replica]:
-        """Replicas in the order in which a session prefers them."""
+        """Return the replicas in the order in which a session prefers them."""
         if session_id is None:
             return sorted(self._replicas, key=lambda replica: replica.serving.calls if replica.serving else 0)
         return sorted(self._replicas, key=lambda replica: _weight(replica.name, session_id), reverse=True)

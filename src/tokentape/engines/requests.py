@@ -54,19 +54,19 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     end: End | None = None
-    """Set with the token that ends it. The caller is told by `Sampler.tell`."""
+    """Set with the token that ends it. `Sampler.tell` sends it."""
     sent: int = 0
     finished: bool = False
-    """The caller has been told how it ended; nothing more is sampled for it."""
+    """Its end was sent; nothing more is sampled for it."""
     images: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the model takes of the prompt's images: `pixel_values`, `image_grid_thw` and, one per prompt id,
-    `mm_token_type_ids`, int64 [prompt tokens], 1 where an id stands for a part of an image."""
+    """The model's inputs for the prompt's images: `pixel_values`, `image_grid_thw` and `mm_token_type_ids`, int64
+    [prompt tokens], 1 where an id stands for a part of an image."""
     one_version: bool = True
     """False once the weights changed under it: its keys and values are a mixture."""
 
 
 class Sampler:
-    """Chooses tokens from logits, keeps what was sampled with each request, and tells the callers.
+    """Chooses tokens from logits, records them with each request, and sends them to the callers.
 
     Args:
         samplable: bool [embedding rows]; False for ids that the tokenizer does not know.
@@ -90,17 +90,10 @@ class Sampler:
         self._on_finish = on_finish
 
     def step(self, requests: Sequence[Request], logits: Tensor) -> Tensor:
-        """Choose one id for each request and record it.
+        """Choose one id for each request, none of them finished, and record it. Returns int64 [requests].
 
-        A request whose logits are not finite fails; the others are not affected.
-
-        Args:
-            requests: none of them finished.
-            logits: the model's own, float32 [requests, embedding rows].
-
-        Returns:
-            int64 [requests].
-
+        `logits` are the model's own, float32 [requests, embedding rows]. A request with a logit that is not finite
+        fails; the others are not affected.
         """
         allowed = logits.masked_fill(self._forbidden, -math.inf)
         for row, request in enumerate(requests):
@@ -133,7 +126,7 @@ class Sampler:
         return ids
 
     def tell(self, request: Request) -> None:
-        """Send what the caller of a request should know by now: its end, or in a stream its new tokens."""
+        """Send a request's end to its caller, or in a stream its new tokens."""
         if request.finished:
             return
         if request.end is not None:
@@ -170,7 +163,7 @@ class Sampler:
         request.send(error)
 
     def _alternatives(self, logprobs: Tensor, params: Sequence[SamplingParams]) -> list[tuple[tuple[int, float], ...]]:
-        """Per row the `top_logprobs` most likely (id, logprob) pairs, best first; those ruled out are left out."""
+        """Return per row the `top_logprobs` most likely (id, logprob) pairs, best first, without those ruled out."""
         most = max(p.top_logprobs for p in params)
         if not most:
             return [()] * len(params)

@@ -1,8 +1,7 @@
 """From logits to token ids: pure functions over a batch, one row per request.
 
-The order is that of vLLM: penalties, temperature, min-p, top-k, top-p; each step sees the distribution that
-the one before it left. Rows never influence each other, so a request samples the same ids whatever shares
-its batch, as far as the logits themselves are the same.
+The order is that of vLLM: penalties, temperature, min-p, top-k, top-p; each step sees the distribution that the one
+before it left. Rows never influence each other.
 """
 
 from __future__ import annotations
@@ -17,20 +16,10 @@ from tokentape.engines.distributions import is_greedy, truncates
 
 
 def penalise(logits: Tensor, prompt_ids: Tensor, completion_ids: Tensor, params: SamplingParams) -> Tensor:
-    """Apply the repetition, frequency and presence penalties to one row.
+    """Apply the repetition, frequency and presence penalties to one row of logits, float32 [vocab].
 
-    Repetition (Keskar et al. 2019, arXiv:1909.05858) counts prompt and completion, the other two (OpenAI's
-    definition) the completion alone.
-
-    Args:
-        logits: float32 [vocab].
-        prompt_ids: int64 [prompt tokens].
-        completion_ids: int64 [sampled tokens].
-        params: the row's parameters.
-
-    Returns:
-        New logits, float32 [vocab]; `logits` itself where no penalty is on.
-
+    Repetition (Keskar et al. 2019, arXiv:1909.05858) counts prompt and completion, both int64 [tokens]; the other two
+    (OpenAI's definition) the completion alone.
     """
     if params.repetition_penalty != 1.0:
         seen = torch.zeros_like(logits, dtype=torch.bool)
@@ -53,8 +42,7 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams], *, truncate: 
         truncate: without it min-p, top-k and top-p are left out.
 
     Returns:
-        float64 [rows, vocab], not normalized; 0 where an id is ruled out. At equal probability top-k and
-        top-p keep the lower id.
+        float64 [rows, vocab], not normalized; 0 where an id is ruled out. Of equally likely ids the lower one is kept.
 
     """
 
@@ -87,18 +75,10 @@ def _truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Invert each row's cumulative distribution, in id order, at one uniform number.
+    """Invert each row's cumulative distribution, in id order, at one uniform number in [0, 1).
 
-    One number per token from a stream that is the request's own makes a seed reproducible on any device and
-    in any company.
-
-    Args:
-        probabilities: float64 [rows, vocab], not necessarily normalised.
-        uniforms: one per row, in [0, 1).
-
-    Returns:
-        int64 [rows]; never an id of probability 0.
-
+    `probabilities` are float64 [rows, vocab], not necessarily normalized; returns int64 [rows], never an id of
+    probability 0. Numbers from a request's own stream make its seed reproducible in any batch and on any device.
     """
     cumulative = probabilities.cumsum(-1)
     # Below 1 in float64 the product is below the total, so the search never runs past the last likely id.
@@ -111,17 +91,9 @@ def draw(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:
 def choose(
     logits: Tensor, probabilities: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> Tensor:
-    """Pick one id per row: the most likely where the row is greedy, a drawn one elsewhere.
+    """Return one id per row, int64 [rows]: the most likely one where the row is greedy, else one that is drawn.
 
-    Args:
-        logits: float32 [rows, vocab], after penalties; -inf where an id must not be sampled.
-        probabilities: what `distribution` makes of them.
-        params: one per row.
-        uniforms: one per row, in [0, 1); not used for greedy rows.
-
-    Returns:
-        int64 [rows].
-
+    `logits` and `probabilities` are the argument and the result of `distribution`; `uniforms` as in `draw`.
     """
     likeliest = logits.argmax(-1)
     drawn = [i for i, p in enumerate(params) if not is_greedy(p)]

@@ -11,15 +11,11 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """Tells for each newly sampled token whether it completes a stop string.
+    """Finds stop strings in the text of a completion, control tokens included.
 
-    The text searched is that of the completion alone, control tokens included, so a stop string may span
-    tokens, end inside one, and consist of characters whose bytes are spread over several.
-
-    Only the last few ids are decoded each time. That is enough: no match can be older than the newest token,
-    since sampling ends at the first, and a token carries at least one byte, so a stop string of n bytes lies
-    within n tokens. The few more keep what decoding changes at the start of a text, a space dropped or a
-    character cut in half, away from those n.
+    Only the last few ids are decoded each time. That is enough: a match ends with the newest token, since sampling
+    ends at the first, and a token has at least one byte, so a stop string of n bytes is within n tokens. A few more
+    keep what decoding changes at the start of a text (a dropped space, half a character) away from those n.
 
         >>> stops = StopStrings(tokenizer, ["\\n\\n"])
         >>> [stops.push(token_id) for token_id in tokenizer.encode("one\\n\\ntwo").ids]
@@ -35,7 +31,7 @@ class StopStrings:
         self._window: deque[int] = deque(maxlen=longest + self._MARGIN)
 
     def push(self, token_id: int) -> str | None:
-        """Take the next sampled id; return the stop string that it completes, the one that starts first."""
+        """Add the next sampled id; return the stop string that it completes, the one that starts first."""
         self._window.append(token_id)
         text = self._tokenizer.decode(list(self._window), skip_special_tokens=False)
         found = [string for string in self._strings if string in text]

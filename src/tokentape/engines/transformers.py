@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FinishedSample:
-    """What the engine itself says it sampled for one call: the log that a record is checked against."""
+    """What the engine sampled for one call, by its own account: a log that a record can be checked against."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -44,18 +44,16 @@ class FinishedSample:
     logprobs: tuple[float, ...]
     """Natural log, one per id of `token_ids`."""
     finish_reason: FinishReason
-    """`abort` where the caller went away or the engine was closed."""
+    """`abort` if the caller left or the engine was closed."""
 
 
 class TransformersEngine:
     """An `Engine` over a model folder of Hugging Face `transformers`. Made by `open`.
 
-    Concurrent calls share every forward pass (continuous batching), and finished contexts are kept for a while, so
-    that the next turn of a session computes only its new tokens. A prompt with images is computed by itself, and from
-    its start when it has a new image. Logprobs are those that the tokens were sampled with, after penalties,
-    temperature and truncation, unless another `logprobs_mode` is asked for. Ids that the tokenizer does not know
-    (padding of the embedding) are never sampled and never accepted; `raw_logprobs` alone are over all rows of the
-    embedding, as a trainer's forward pass.
+    Concurrent calls share every forward pass (continuous batching), and the keys and values of finished calls are kept
+    for a while, so that the next turn of a session computes only its new tokens. A prompt with a new image is computed
+    from its start, by itself. Ids that the tokenizer does not know (padding of the embedding) are never sampled and
+    never accepted; `raw_logprobs` are over all rows of the embedding, as in a trainer's forward pass.
 
         >>> engine = TransformersEngine.open("models/tiny")
         >>> params = SamplingParams(max_tokens=64, temperature=0.0, stop_token_ids=(2,))
@@ -106,8 +104,7 @@ class TransformersEngine:
             model_dir: a folder as `save_pretrained` writes it. Code in it is never run.
             dtype: of weights and computation. Only float32 logprobs can be recomputed to 1e-4.
             device: a torch device, or `auto` for the first GPU if there is one.
-            threads: torch's CPU threads, of the whole process; torch's own choice if None. A tiny model is
-                fastest with 1, above all where other processes want the cores too.
+            threads: torch's CPU threads, of the whole process; torch's own choice if None. 1 is best for a tiny model.
             logprobs_mode: which log-probabilities are reported: those that the tokens were sampled with, after
                 penalties, temperature and truncation (`processed_logprobs`); before truncation (`scaled_logprobs`); or
                 the model's own (`raw_logprobs`).
@@ -171,7 +168,7 @@ class TransformersEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What was loaded."""
+        """What was loaded, and how it samples."""
         return self._info
 
     async def sample(
@@ -185,8 +182,7 @@ class TransformersEngine:
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample a continuation of `prompt_ids`, int32 [tokens]; see `MediaEngine`.
 
-        A completion that meets the end of the context ends with `length`, as at `max_tokens`. One that
-        `close` interrupts ends with `abort`.
+        A completion that reaches the end of the context ends with `length`; one that `close` interrupts, with `abort`.
 
         Raises:
             InvalidRequest: the prompt is empty, too long or holds an unknown id, or its placeholder ids are not those
@@ -240,17 +236,14 @@ class TransformersEngine:
             self._worker.abandon(request)
 
     def interrupt(self, request_id: str) -> bool:
-        """Have a call end with `abort` and all that was sampled of it; False if there is none of this id."""
+        """End a call with `abort` and all that was sampled of it; False if there is no call with this id."""
         request = self._calls.get(request_id)
         if request is not None:
             self._worker.abandon(request)
         return request is not None
 
     async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:
-        """Score `ids[start:]` by a forward pass, each given all before it; see `Scorer`.
-
-        One call runs at a time, beside what is sampled. As many alternatives as `top` are returned, up to the whole
-        vocabulary.
+        """Score `ids[start:]` by a forward pass, with any number of alternatives; see `Scorer`.
 
         Raises:
             InvalidRequest: see `Scorer.score`; ids stand for parts of images.
@@ -297,10 +290,10 @@ class TransformersEngine:
             raise EngineUnavailable("the embedded engine is closed; open a new one")
 
     async def update_weights(self, model_dir: Path | str, version: str) -> None:
-        """Go on with the weights of another folder of the same architecture, from the next token on.
+        """Use the weights of another folder of the same architecture, from the next token on.
 
-        Running requests are not restarted: they keep the keys and values that the old weights computed, and
-        their deltas say which version sampled which ids.
+        Running requests keep the keys and values that the old weights computed; their deltas say which version sampled
+        which ids.
 
         Raises:
             EngineError: the folder can't be loaded, or its tensors have other names or shapes.
@@ -314,10 +307,9 @@ class TransformersEngine:
     async def push_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: str, *, partial: bool = False
     ) -> None:
-        """As `update_weights`, with tensors of this process, by their names in the model's state dict.
+        """Use other weights from this process, by their names in the model's state dict; see `update_weights`.
 
-        They are copied, so that whoever trains them may go on. Of two tied ones one is enough; with `partial`, what is
-        not among them stays. `tensors` is read on another thread.
+        They are copied, on another thread. Of two tied ones one is enough; with `partial`, the others stay.
 
         Raises:
             EngineError: a tensor is unknown or of another shape, or unless `partial` one is missing.
