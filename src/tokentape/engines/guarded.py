@@ -212,11 +212,11 @@ class GuardedEngine:
         self._infos = {known: marked(info, unverified=not known) for known in (True, False)}
 
 
-_WORDS = {"ok": "verified", "unverified": "unverified", "refused": "not the folder's"}
+_WORDS = {"ok": "verified", "unverified": "unverified", "refused": "probably not the folder's"}
 
 
 def _refusal(found: ModelCheck) -> str:
-    return f"the server does not seem to serve the model folder's model: {found.reason} --unverified-model serves it anyway."
+    return f"the server seems to serve another model: {found.reason} --unverified-model serves it anyway."
 
 
 def marked(info: EngineInfo, *, unverified: bool) -> EngineInfo:
