@@ -116,9 +116,9 @@ def main() -> None:
     parser.add_argument("tokenizer_dir", type=Path)
     parser.add_argument("--chat-template", type=Path)
     parser.add_argument("--peers-python", default=os.environ.get("TOKENTAPE_RENDERERS_PYTHON", sys.executable))
-    parser.add_argument("--renderer", default="qwen3", help="what `renderers` calls this model's class")
+    parser.add_argument("--renderer", default="qwen3", help="name of this model's class in `renderers`")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tools", type=int, default=1, help="how many tools are declared")
+    parser.add_argument("--tools", type=int, default=1, help="number of declared tools")
     args = parser.parse_args()
 
     renderer = Renderer.load(args.tokenizer_dir, args.chat_template)

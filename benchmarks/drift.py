@@ -213,8 +213,8 @@ def main() -> None:
     parser.add_argument("what", choices=["speed", "simulated", "tiny"])
     parser.add_argument("--tokenizer", action="append", metavar="NAME")
     parser.add_argument("--tokens", type=int, default=10_000_000)
-    parser.add_argument("--share", type=float, default=0.001, help="of tokens that are split, for simulated")
-    parser.add_argument("--characters", type=int, default=1_000_000, help="of code, for simulated")
+    parser.add_argument("--share", type=float, default=0.001, help="share of tokens to split (simulated)")
+    parser.add_argument("--characters", type=int, default=1_000_000, help="characters of code (simulated)")
     parser.add_argument("--sessions", type=int, default=128)
     arguments = parser.parse_args()
     names = arguments.tokenizer or ["qwen3"]

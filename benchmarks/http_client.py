@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(os.environ.get("TOKENTAPE_TOKENIZERS", "../shared/tokenizers")) / "qwen3"
     parser.add_argument("--model", type=Path, default=default, help="folder of Qwen3's tokenizer")
-    parser.add_argument("--tokens", type=int, default=1000, help="of the prompt")
+    parser.add_argument("--tokens", type=int, default=1000, help="length of the prompt")
     args = parser.parse_args()
     asked = {"model": "m", "max_tokens": 256, "stream": False, "prompt": list(range(1000, 1000 + args.tokens))}
     body = json.dumps(asked, separators=(",", ":")).encode()

@@ -102,7 +102,7 @@ class Simulated:
     """Turns per commit."""
 
 
-def reckon(work: Workload, machines: Machines, costs: UnitCosts) -> Use:
+def planned_use(work: Workload, machines: Machines, costs: UnitCosts) -> Use:
     """Compute the resources that a workload uses."""
     calls = work.calls_per_second
     tokens = calls * (work.added_tokens + work.sampled_tokens)
@@ -208,8 +208,8 @@ PLAN = (
 def main() -> None:
     """Print the plan, computed and simulated, or the check, as JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="the simulation against measured throughput")
-    parser.add_argument("--seconds", type=float, default=90.0, help="simulated time of each row")
+    parser.add_argument("--check", action="store_true", help="compare the simulation with measured throughput")
+    parser.add_argument("--seconds", type=float, default=90.0, help="simulated seconds per row")
     args = parser.parse_args()
     known = json.loads(COSTS.read_text())
     costs = UnitCosts(**known["costs"])
@@ -220,9 +220,9 @@ def main() -> None:
             print(json.dumps({"measured": measured, "simulated": asdict(seen)}))
         return
     for work, machines in PLAN:
-        use = reckon(work, machines, costs)
+        use = planned_use(work, machines, costs)
         seen = simulate(work, machines, costs, seconds=args.seconds)
-        row = {"sessions": work.sessions, **asdict(machines), "reckoned": asdict(use), "simulated": asdict(seen)}
+        row = {"sessions": work.sessions, **asdict(machines), "computed": asdict(use), "simulated": asdict(seen)}
         print(json.dumps(row), flush=True)
 
 

@@ -118,7 +118,7 @@ def disk_line(directory: Path, added: int, sampled: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--directory", type=Path, help="where to make the databases; default: the temporary one")
+    parser.add_argument("--directory", type=Path, help="folder for the databases; default: a temporary folder")
     parser.add_argument("--turns", type=int, default=1920, help="turns per line of the first table")
     arguments = parser.parse_args()
     print(f"SQLite {sqlite3.sqlite_version}")

@@ -44,13 +44,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(os.environ.get("TOKENTAPE_TOKENIZERS", "../shared/tokenizers")) / "qwen3"
     parser.add_argument("--model", type=Path, default=default, help="folder of Qwen3's tokenizer and template")
-    parser.add_argument("--minutes", type=float, default=30.0, help="about how long to measure")
-    parser.add_argument("--quick", action="store_true", help="everything once, small: a few minutes, for a first look")
-    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="targets whose name has this word")
+    parser.add_argument("--minutes", type=float, default=30.0, help="approximate duration of the measurements")
+    parser.add_argument("--quick", action="store_true", help="run everything once with small sizes (a few minutes)")
+    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="only targets with this word in their name")
     parser.add_argument("--parts", default=",".join(SHARES), help="of: " + ", ".join(SHARES))
-    parser.add_argument("--out", type=Path, default=Path("gateway.json"), help="where the figures go")
+    parser.add_argument("--out", type=Path, default=Path("gateway.json"), help="file for the figures")
     parser.add_argument("--docs", action="store_true", help="write table and plot to docs/benchmarks.md")
-    parser.add_argument("--report", type=Path, metavar="JSON", help="measure nothing, report on these figures")
+    parser.add_argument("--report", type=Path, metavar="JSON", help="report on these figures without measuring")
     args = parser.parse_args()
     if args.report is not None:
         found = json.loads(args.report.read_text(encoding="utf-8"))
