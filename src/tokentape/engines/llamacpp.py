@@ -2,12 +2,12 @@
 
 The wire facts are in docs/engines.md. Three of them shape this module:
 
-- Its streams leave out the ids of tokens that end within a character, so no stream is ever asked for. A completion is
+- Its streams leave out the ids of tokens that end within a character, so streams are never requested. A completion is
   sampled in pieces of `PIECE` tokens instead, each a whole reply that has all ids; the server keeps the context of
   one piece for the next.
-- Whole replies leave out the log-probabilities of those tokens, which are then asked for one by one.
-- It has no stop ids. What ends a completion are the ids that the model file calls end-of-generation; for other stop
-  ids the pieces are cut here.
+- Whole replies leave out the log-probabilities of those tokens, which are then requested one by one.
+- It has no stop ids. A completion ends at the ids that the model file calls end-of-generation; for other stop ids this
+  engine cuts the pieces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tokentape.errors import EngineContractError
 from tokentape.types import FinishReason, TokenIds
 
 PIECE = 32
-"""Tokens per reply. Each piece sends the context once more, so fewer cost more bytes and more come later."""
+"""Tokens per reply. Each piece sends the context again: small pieces cost bytes, large ones arrive late."""
 
 _COMPLETION = "/completion"
 
@@ -39,8 +39,8 @@ _SEEDS = 1 << 31
 # Larger than any logit.
 _CERTAIN = 1e6
 
-# How many alternatives to ask for first where a log-probability is missing. A token that was sampled is likely to be
-# among them; if it is not, all are asked for.
+# How many alternatives to request first where a log-probability is missing. A sampled token is likely to be among them;
+# if it is not, all are requested.
 _LIKELY = 256
 
 # Presence and frequency penalties count the prompt's tokens here, elsewhere the completion's only.
@@ -48,11 +48,11 @@ _UNLIKE = frozenset({"presence_penalty", "frequency_penalty"})
 
 
 class LlamaCppEngine(RemoteEngine):
-    """A llama-server. Open it with `open`; the model of `open` is not asked for, as the server has one.
+    """A llama-server, which serves one model. Open it with `open`.
 
-    A completion also ends at every id that the model file calls end-of-generation: the server can't be told
-    otherwise without changing the distribution. A stream has a delta per
-    `PIECE` tokens; with `stop_strings`, which the server finds only within a reply, there is a single one.
+    A completion also ends at every id that the model file calls end-of-generation: that can't be switched off without
+    changing the distribution. A stream has a delta per `PIECE` tokens; with `stop_strings`, which the server finds only
+    within a reply, there is a single one.
     """
 
     def __init__(self, http: HttpClient, info: EngineInfo, *, slots: int, plain_id: int) -> None:
@@ -91,9 +91,8 @@ class LlamaCppEngine(RemoteEngine):
     ) -> AsyncGenerator[SampleDelta, None]:
         """See `RemoteEngine.sample`.
 
-        Equal seeds give equal completions, streamed or not. At most as many calls run at once as the server has
-        slots; further ones wait here, since otherwise they would drop the context of those between two pieces.
-        `request_id` is not sent: the server has no use for it.
+        Equal seeds give equal completions, streamed or not. No more calls run at once than the server has slots: they
+        would drop the context of others between two pieces. `request_id` is not sent: the server does not use it.
         """
         self._refuse(prompt_ids, params)
         completion = Completion(params, self._info.vocab_size, own_stops=True)
@@ -120,7 +119,7 @@ class LlamaCppEngine(RemoteEngine):
     async def _piece(
         self, context: list[int], params: SamplingParams, completion: Completion, tokens: int, slot: int
     ) -> SampleDelta:
-        """The next tokens of a completion. It ends with `length` if the server sampled all that it was asked for."""
+        """Return the next tokens of a completion, with `length` if the server sampled `tokens` of them."""
         body = self._request_body(context, params, tokens, slot, after=completion.tokens)
         reply = decode(await self._http.post(_COMPLETION, body, {}), _Reply, "llama-server")
         if (reply.tokens_evaluated, reply.tokens_predicted) != (len(context), len(reply.tokens)):
@@ -141,9 +140,9 @@ class LlamaCppEngine(RemoteEngine):
         return replace(delta, finish_reason=reason, stop=completion.stop(reason, matched))
 
     async def _score(self, context: list[int], token_id: int, top: int) -> _Probability:
-        """Log-probability of an id that the server sampled after `context` without reporting it.
+        """Return the log-probability of an id that the server sampled after `context` without reporting it.
 
-        The same position is sampled again, made to end in a token that it does report, with enough alternatives.
+        The same position is sampled again, biased to a token that it does report, with enough alternatives.
         """
         params = SamplingParams(max_tokens=1, temperature=0)
         for count in (_LIKELY, self._info.vocab_size + _LIKELY):
@@ -159,7 +158,7 @@ class LlamaCppEngine(RemoteEngine):
     def _request_body(
         self, context: list[int], params: SamplingParams, tokens: int, slot: int, *, after: int, **more: object
     ) -> bytes:
-        """The body of one piece: every field that a server-side default could otherwise fill in."""
+        """Return the body of one piece: every field that a server's default could otherwise fill in."""
         # A server in the state of another piece would go on with other random numbers: one seed per piece.
         seed = -1 if params.seed is None else (params.seed + after) % _SEEDS
         body: dict[str, object] = {

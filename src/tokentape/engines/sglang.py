@@ -4,7 +4,7 @@ The wire facts are in docs/engines.md. Four of them shape this module:
 
 - Streams repeat all ids in each event, or hold the new ones only, depending on how the server was started.
 - Ending at the model's own end-of-sequence ids can't be switched off without losing `stop_token_ids` too.
-- What it reports are log-probabilities after temperature, unless its environment says otherwise.
+- It reports log-probabilities after temperature, unless its environment says otherwise.
 - Closing the connection aborts a call only after two seconds; `/abort_request` does at once.
 """
 
@@ -14,7 +14,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
 import msgspec
@@ -36,29 +36,16 @@ _LOWEST_TEMPERATURE = 1e-6
 _SEEDS = 1 << 31
 
 
-@dataclass(frozen=True, slots=True)
-class _Features:
-    """What differs between versions. Each field was looked up in the wheels of the versions that it names."""
-
-    prompt_ids: bool
-    """`return_prompt_token_ids`: 0.5.13."""
-    payloads: bool
-    """`routed_experts_start_len`: 0.5.10."""
-    session_id: bool
-    """0.5.16."""
-    salt: str
-    """`cache_salt`: 0.5.18; before, the same was asked for as `extra_key`."""
+# First versions of request fields, looked up in the wheels. Before `cache_salt` the same was called `extra_key`.
+_RETURN_PROMPT_TOKEN_IDS = (0, 5, 13)
+_ROUTED_EXPERTS_START_LEN = (0, 5, 10)
+_SESSION_ID = (0, 5, 16)
+_CACHE_SALT = (0, 5, 18)
 
 
-def _features_of(version: str) -> _Features:
-    """Return what a version has; for a development version without a number what the newest one known has."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3]) or (1,)
-    return _Features(
-        prompt_ids=numbers >= (0, 5, 13),
-        payloads=numbers >= (0, 5, 10),
-        session_id=numbers >= (0, 5, 16),
-        salt="cache_salt" if numbers >= (0, 5, 18) else "extra_key",
-    )
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return a version as numbers; a development version without any counts as new."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3]) or (1,)
 
 
 class SglangEngine(RemoteEngine):
@@ -79,9 +66,8 @@ class SglangEngine(RemoteEngine):
         verify_prompt: bool = False,
     ) -> None:
         super().__init__(http, info)
-        self._features = _features_of(info.version)
         self._deterministic = deterministic
-        self._verify_prompt = verify_prompt and self._features.prompt_ids
+        self._verify_prompt = verify_prompt and _numbers(info.version) >= _RETURN_PROMPT_TOKEN_IDS
 
     @classmethod
     async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
@@ -98,7 +84,7 @@ class SglangEngine(RemoteEngine):
             vocab_size=vocab_size,
             max_context=card.max_model_len,
             logprobs_mode="scaled_logprobs",
-            sampling=_honoured(server),
+            sampling=_honored(server),
         )
         engine = cls(http, info, deterministic=server.enable_deterministic_inference, verify_prompt=verify_prompt)
         engine._info = replace(info, logprobs_mode=await engine.find_logprobs_mode())
@@ -120,19 +106,7 @@ class SglangEngine(RemoteEngine):
         return self._receive(reply, GENERATE, body, {}, stream=stream, abort_id=rid)
 
     def _request_body(self, prompt: bytes, params: SamplingParams, stream: bool, rid: str) -> bytes:
-        """Return the body of one call: every field that a server's default could otherwise fill in."""
-        sampling: dict[str, object] = {
-            **common_fields(params),
-            "max_new_tokens": params.max_tokens,
-            "min_new_tokens": min(params.min_tokens, params.max_tokens),
-            "top_k": params.top_k or -1,
-            # With it the server would look at no stop ids at all, those of the request included.
-            "ignore_eos": not params.stop_token_ids,
-            # Stop strings are looked for in the decoded text: with the control tokens in it and nothing added.
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
-            "no_stop_trim": True,
-        }
+        sampling = _sampling_fields(params)
         if self._deterministic:
             # Without a seed such a server uses 42 for every call: equal prompts would get equal completions.
             sampling["sampling_seed"] = secrets.randbelow(_SEEDS) if params.seed is None else params.seed
@@ -153,7 +127,7 @@ class SglangEngine(RemoteEngine):
         if params.priority:
             body["priority"] = params.priority
         if params.cache_salt is not None:
-            body[self._features.salt] = params.cache_salt
+            body["cache_salt" if _numbers(self._info.version) >= _CACHE_SALT else "extra_key"] = params.cache_salt
         if params.session_id is not None:
             body["session_id"] = params.session_id
         return msgspec.json.encode(body)
@@ -185,6 +159,22 @@ class SglangEngine(RemoteEngine):
         return top
 
 
+def _sampling_fields(params: SamplingParams) -> dict[str, object]:
+    """Return every sampling field that a server's default could otherwise fill in."""
+    return {
+        **common_fields(params),
+        "max_new_tokens": params.max_tokens,
+        "min_new_tokens": min(params.min_tokens, params.max_tokens),
+        "top_k": params.top_k or -1,
+        # With it the server would look at no stop ids at all, those of the request included.
+        "ignore_eos": not params.stop_token_ids,
+        # Stop strings are looked for in the decoded text: with the control tokens in it and nothing added.
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "no_stop_trim": True,
+    }
+
+
 class _Server(msgspec.Struct):
     version: str
     enable_deterministic_inference: bool = False
@@ -202,8 +192,8 @@ async def _first(http: HttpClient, path: str, older: str) -> bytes:
     return await attempt(http.get(path)) or await http.get(older)
 
 
-def _honoured(server: _Server) -> frozenset[str]:
-    features = _features_of(server.version)
+def _honored(server: _Server) -> frozenset[str]:
+    version = _numbers(server.version)
     text = not server.skip_tokenizer_init
     offered = {
         # Seeds are used in no other mode, and accepted in all.
@@ -212,27 +202,20 @@ def _honoured(server: _Server) -> frozenset[str]:
         "min_tokens": text,
         "priority": server.enable_priority_scheduling,
         "cache_salt": True,
-        "session_id": features.session_id,
-        "payloads_from": server.enable_return_routed_experts and features.payloads,
+        "session_id": version >= _SESSION_ID,
+        "payloads_from": server.enable_return_routed_experts and version >= _ROUTED_EXPERTS_START_LEN,
     }
     missing = {name for name, offers in offered.items() if not offers}
     return DISTRIBUTION.union(offered) - missing
-
-
-_OVERRIDDEN = frozenset(
-    {
-        *("max_new_tokens", "min_new_tokens", "n", "temperature", "top_p", "top_k", "min_p"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos"),
-        *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
-    }
-)
 
 
 def _refuse_preferred(preferred: dict[str, object] | str | None) -> None:
     """Raise if the server adds sampling parameters to each request that ours do not replace."""
     if isinstance(preferred, str):
         preferred = msgspec.json.decode(preferred, type=dict[str, object])
-    names = sorted(safe_name(name) for name in (preferred or {}).keys() - _OVERRIDDEN)
+    names = sorted(
+        safe_name(name) for name in (preferred or {}).keys() - _sampling_fields(SamplingParams(max_tokens=1)).keys()
+    )
     if names:
         raise EngineContractError(
             f"the engine was started with --preferred-sampling-params of {', '.join(names)}, which would change what "

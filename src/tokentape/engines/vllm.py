@@ -1,11 +1,10 @@
 """vLLM over HTTP: token ids in and out, through `/inference/v1/generate` where it is served, else `/v1/completions`.
 
-The wire facts are in docs/engines.md. Three of them shape this module:
+The wire facts are in docs/engines.md. Two of them shape this module:
 
-- vLLM ignores fields that it does not know, so nothing asked for counts as given until the reply shows it.
-- Its `finish_reason` and `stop_reason` are only trusted where they agree with the ids (see `vllm_reply`).
-- Closing the connection aborts a request. So does `/inference/v1/abort_requests`, by the id that the server made of
-  ours, also where something between here and the server keeps the connection open.
+- vLLM ignores fields that it does not know, so only the reply shows whether a field works.
+- Closing the connection aborts a request. So does `/inference/v1/abort_requests`, by the id that the server made from
+  ours, also where a proxy keeps the connection open.
 """
 
 from __future__ import annotations
@@ -39,13 +38,14 @@ from tokentape.types import TokenIds
 _log = logging.getLogger("tokentape.engines")
 
 Route: TypeAlias = Literal["generate", "completions"]
-"""Which of the two ways in is used."""
+"""The two routes that take ids."""
 
 _PATHS: dict[Route, str] = {"generate": "/inference/v1/generate", "completions": "/v1/completions"}
-# How the server's id of a generate request begins; it answers 200 to an abort of any other, and does nothing.
+
+# The beginning of the server's id of a generate request; an abort of any other id is answered 200 and ignored.
 _SERVER_ID = "generate-tokens-"
 
-# Fields that are left out where a server refuses them, and the parameter that is then not honoured.
+# Fields that are left out where a server refuses them, and the parameter that is then not honored.
 _OPTIONAL = {
     "return_weight_versions": "",
     "spaces_between_special_tokens": "",
@@ -58,15 +58,15 @@ _LOWEST_TEMPERATURE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """How a server is to be asked, found out when it was opened."""
+    """How to send requests to a server, found out when it was opened."""
 
     route: Route
     aborts: bool = False
     """It takes aborts by id."""
     weight_versions: bool = False
-    """Completions tell the versions of weights if asked to: 0.33. The other route always does."""
+    """Completions report weight versions on request: 0.33. The other route always does."""
     streams_only: bool = False
-    """Only the replies that it streams have all that a reply needs: 0.33's Rust frontend counts no tokens in others."""
+    """Only streamed replies are complete: 0.33's Rust frontend counts no tokens in others."""
     without: frozenset[str] = frozenset()
     """Fields of `_OPTIONAL` that it refuses."""
 
@@ -85,7 +85,7 @@ class VllmEngine(RemoteEngine):
         super().__init__(http, info)
         self._server = server
         self._verify_prompt = verify_prompt
-        # Prompts that come back are compared as they were sent, so they are sent as the server writes them.
+        # Prompts that come back are compared as bytes, so they are sent as the server writes them.
         self._prompts = PromptWriter(info.vocab_size, compact=verify_prompt)
 
     @classmethod
@@ -105,13 +105,13 @@ class VllmEngine(RemoteEngine):
             sampling=sampling,
             prompt_penalties=frozenset({"repetition_penalty"}),
         )
-        server, found = await cls._asked_once(http, info, verify_prompt=verify_prompt)
+        server, found = await cls._probe_routes(http, info, verify_prompt=verify_prompt)
         return cls(http, found, server, verify_prompt=verify_prompt)
 
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """See `RemoteEngine.sample`. The server's request id is made of `request_id` and a random ending."""
+        """See `RemoteEngine.sample`. The server's request id is `request_id` with a random ending."""
         self._refuse(prompt_ids, params)
         if 0 < params.temperature < _LOWEST_TEMPERATURE:
             raise InvalidRequest(
@@ -131,13 +131,13 @@ class VllmEngine(RemoteEngine):
     ) -> tuple[VllmReply, AsyncGenerator[SampleDelta, None]]:
         """Return the reply to one call and its deltas, which fill it as they are read.
 
-        Where the server returns a row per token, it is asked for those from `rows_from` on, however few are wanted.
+        `rows_from` is the first token of which a server that returns a row per token returns one.
         """
         unique = unique_id(request_id)
         headers = call_headers(unique, params)
         prompt = self._prompts.write(prompt_ids)
         if rows_from is None:
-            # A server that has rows would else return those of the whole prompt, each time.
+            # Otherwise the server would return the rows of the whole prompt with each reply.
             rows_from = len(prompt_ids) if params.payloads_from is None else params.payloads_from
         stream = stream or self._server.streams_only
         body = self._request_body(prompt, params, rows_from, stream=stream, request_id=unique)
@@ -163,8 +163,8 @@ class VllmEngine(RemoteEngine):
             "max_tokens": params.max_tokens,
             # The server's end-of-sequence ids come from its generation_config.json; ours come from the template.
             "ignore_eos": True,
-            # Stop strings are looked for in the decoded text. Text with the control tokens in it and without
-            # extra spaces is what the in-process engine looks in. Including the match keeps text unbuffered.
+            # The server looks for stop strings in the decoded text: with the control tokens in it, without extra
+            # spaces, as the embedded engine does. Including the match keeps the text unbuffered.
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
             "include_stop_str_in_output": True,
@@ -212,10 +212,9 @@ class VllmEngine(RemoteEngine):
         return msgspec.json.encode({"request_ids": [f"{_SERVER_ID}{call}"]})
 
     async def _probe(self, *, stream: bool) -> tuple[str, VllmReply]:
-        """Return the server's `--logprobs-mode`, which it does not tell, and the reply that showed it.
+        """Return the server's `--logprobs-mode`, which it does not report, and the reply that showed it.
 
-        After top_k = 1 one token remains. Reported before (`raw_logprobs`) there are alternatives with a
-        probability, after it there are none.
+        With top_k = 1 one token remains: `raw_logprobs`, from before, have alternatives, `processed_logprobs` have none.
         """
         params = SamplingParams(max_tokens=1, top_k=1, top_logprobs=2)
         prompt = np.zeros(1, dtype=np.int32)
@@ -227,10 +226,10 @@ class VllmEngine(RemoteEngine):
         return "raw_logprobs" if len(alternatives) > 1 else "processed_logprobs", reply
 
     @classmethod
-    async def _asked_once(
+    async def _probe_routes(
         cls, http: HttpClient, info: EngineInfo, *, verify_prompt: bool
     ) -> tuple[_Server, EngineInfo]:
-        """Return how to ask the server, and what is known of it after one token."""
+        """Return how to send requests to the server, and what it is, after one token."""
 
         async def probed(server: _Server, *, stream: bool = True) -> tuple[_Server, str, VllmReply]:
             engine = cls(http, any_id(info), server, verify_prompt=verify_prompt)
@@ -249,7 +248,7 @@ class VllmEngine(RemoteEngine):
             except (EngineError, InvalidRequest) as error:
                 if "completions" not in cls._routes:
                     raise
-                # 403 and 404 are how a server says that it does not offer this; anything else is worth a word.
+                # 403 and 404 mean that the server does not offer this route; anything else is logged.
                 level = logging.DEBUG if type(error) is EngineError and not error.retry else logging.WARNING
                 _log.log(level, "vLLM %s is asked at %s: %s", info.version, _PATHS["completions"], error)
             else:
@@ -261,7 +260,7 @@ class VllmEngine(RemoteEngine):
                         server = replace(server, streams_only=True)
                     server = replace(server, aborts=await cls._takes_aborts(http))
                     return server, _described(info, server, mode, reply.offers)
-        # What is not known is ignored or refused: whether it is, the reply shows.
+        # A server ignores or refuses a field that it does not know: the reply shows which.
         server, mode, reply = await probed(_Server("completions", weight_versions=True))
         server = replace(server, weight_versions="weight_versions" in reply.offers)
         return server, _described(info, server, mode, reply.offers)
