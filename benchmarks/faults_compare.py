@@ -473,7 +473,7 @@ CASES: dict[str, Case] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rllm", metavar="PROGRAM", help="the rllm-model-gateway command; without it, only Tokentape runs")
+    parser.add_argument("--rllm", metavar="PROGRAM", help="its command; without it, only Tokentape runs")
     given = parser.parse_args()
     table: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as place, engine() as fake:

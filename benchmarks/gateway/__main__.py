@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=default, help="folder of Qwen3's tokenizer and template")
     parser.add_argument("--minutes", type=float, default=30.0, help="approximate duration of the measurements")
     parser.add_argument("--quick", action="store_true", help="run everything once with small sizes (a few minutes)")
-    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="only targets with this word in their name")
+    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="only targets named with this word")
     parser.add_argument("--parts", default=",".join(SHARES), help="of: " + ", ".join(SHARES))
     parser.add_argument("--out", type=Path, default=Path("gateway.json"), help="file for the figures")
     parser.add_argument("--docs", action="store_true", help="write table and plot to docs/benchmarks.md")
