@@ -17,11 +17,11 @@ from tests.waiting import PATIENCE
 from tokentape.chat.renderer import Renderer
 from tokentape.engines.base import CAPTURED, ChatCall, SampleDelta, SamplingParams
 from tokentape.errors import EngineContractError, EngineUnavailable, NotFound
-from tokentape.gateway import capturing
 from tokentape.gateway.app import create_app
 from tokentape.gateway.capturing import differs_at
 from tokentape.gateway.events import TurnDone, TurnRequest
 from tokentape.gateway.limits import Limits
+from tokentape.gateway.prompts import PromptBuilder
 from tokentape.gateway.serve import running
 from tokentape.gateway.turns import Turns
 from tokentape.store import SqliteStore
@@ -219,7 +219,7 @@ def test_a_call_that_was_begun_and_can_not_be_placed_is_closed(
     def fails(*_: object) -> None:
         raise EngineUnavailable("injected")
 
-    monkeypatch.setattr(capturing, "_prompt", fails)
+    monkeypatch.setattr(PromptBuilder, "captured", fails)
 
     async def main() -> int:
         request = TurnRequest("s", (user("a"),), (), {}, SamplingParams(max_tokens=0))

@@ -6,7 +6,6 @@ it may not continue the session's last turn. Such a turn is a fork: `drift`.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
@@ -14,13 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from tokentape.chat.renderer import PromptTokens, Renderer
 from tokentape.engines.base import ChatCall, ChatServer, SampleDelta, SamplingParams
-from tokentape.errors import EngineContractError, TokentapeError
+from tokentape.errors import EngineContractError
 from tokentape.gateway.events import TurnRequest
-from tokentape.gateway.prompts import Prompt, PromptBuilder
-from tokentape.session.tree import NO_IDS, Continuation, Session
-from tokentape.types import Provenance, Setup, TokenIds
+from tokentape.types import TokenIds
 
 DRIFT = "drift"
 """Fork cause of a turn whose prompt, made by the server, does not continue the session's ids."""
@@ -52,26 +48,15 @@ class ServerRenderedCall:
         self.request_id = secrets.token_hex(12)
         """The first call's."""
 
-    async def begin(
-        self,
-        held: AsyncExitStack,
-        renderer: Renderer,
-        prompts: PromptBuilder,
-        session: Session,
-        setup: Setup,
-        found: Continuation,
-    ) -> Prompt:
-        """Begin the first call, which ends with `held`, and return the server's prompt.
+    async def begin(self, held: AsyncExitStack, sampling: SamplingParams) -> TokenIds:
+        """Begin the first call, which ends with `held`, and return the server's prompt, int32 [tokens].
 
         Raises `InvalidRequest`, `EngineError` and kinds.
         """
-        sampling = prompts.sampling(self._request, setup, 0)
         named = self._request.session_id if "session_id" in self._server.info.sampling else None
         self._first = await self._ask(replace(sampling, session_id=named), self.request_id)
         held.push_async_callback(self._abandon)
-        prompt_ids = self._first.prompt_ids
-        prompt = await asyncio.to_thread(_prompt, self._request, renderer, prompts, session, setup, found, prompt_ids)
-        return replace(prompt, sampling=sampling)
+        return self._first.prompt_ids
 
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
@@ -100,35 +85,3 @@ class ServerRenderedCall:
             replace(params, payloads_from=None),
             request_id=request_id,
         )
-
-
-def _prompt(
-    request: TurnRequest,
-    renderer: Renderer,
-    prompts: PromptBuilder,
-    session: Session,
-    setup: Setup,
-    found: Continuation,
-    prompt_ids: TokenIds,
-) -> Prompt:
-    """Return the server's prompt as what it adds to the session."""
-    at = None if found.parent is None else differs_at(found.context_ids, prompt_ids)
-    fork, notes = None, dict[str, object]()
-    if found.parent is not None and at is not None:
-        fork, notes = DRIFT, {DRIFT: {"turn": found.parent.seq, "token": at}}
-        found = replace(found, parent=None, new_messages=tuple(request.messages), context_ids=NO_IDS)
-    ids = prompt_ids[len(found.context_ids) :]
-    own: PromptTokens | None
-    try:
-        # What we would have added says where each token is from, if the server added the same.
-        if fork:
-            own = renderer.render(request.messages, setup)
-        else:
-            built = prompts.build(request, session, setup, found, fits=False)
-            own = built.added if built.parent is found.parent else None
-    except TokentapeError:
-        own = None
-    if own is None or not np.array_equal(own.ids, ids):
-        own = PromptTokens(ids, np.full(len(ids), Provenance.TEMPLATE, np.uint8))
-    parent, new = found.parent, found.new_messages
-    return Prompt(setup, parent, new, found.context_ids, own, prompt_ids, fork, request.sampling, notes)

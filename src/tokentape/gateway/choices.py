@@ -1,4 +1,4 @@
-"""The choices of one call: sampled side by side, read as they come."""
+"""The choices of one call: sampled concurrently, parsed as they arrive."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from tokentape.types import FinishReason
 
 
 class ReplyReader(Protocol):
-    """Reads one completion: as chat, or as nothing but text."""
+    """Reads one completion, as chat or as plain text."""
 
     def feed(self, ids: Sequence[int]) -> ReplyDelta:
-        """Take newly sampled ids; return what can be told of the reply already."""
+        """Take newly sampled ids; return what they add to the reply."""
         ...
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
-        """Say that sampling ended; return the rest and the whole reply."""
+        """End the completion; return the rest and the whole reply."""
         ...
 
 
 @dataclass(slots=True)
 class Choice:
-    """One completion as far as it has come."""
+    """One completion while it is sampled."""
 
     index: int
     sampling: SamplingParams
     reader: ReplyReader
     weights_now: Callable[[], str | None] = lambda: None
-    """The version that samples now, for engines that don't tell."""
+    """The weight version that samples now, for engines that don't report it."""
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -47,22 +47,22 @@ class Choice:
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
     engines: list[str | None] = field(default_factory=lambda: [None])
-    """Which of several engines sampled it: one for each of the calls that it is made of."""
+    """The engine of each call that it is made of, if there are several engines."""
     resumes: list[tuple[int, str]] = field(default_factory=list)
-    """How many tokens it had when it went on after an abort, and why it was aborted."""
+    """Number of tokens at which it was continued after an abort, and the cause of the abort."""
     part: int = 0
-    """How many tokens it had when the newest call of the engine began."""
+    """Number of tokens at which the newest call of the engine began."""
     lost: bool = False
-    """The newest call was left before anything of it was received."""
+    """The newest call was cancelled before anything of it was received."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """What is recorded of how it was sampled, beside the sampling parameters."""
+    """Recorded with the sampling parameters: how it was sampled."""
     weight_version: str = "unknown"
     """Of the first token."""
     weight_changes: list[tuple[int, str]] = field(default_factory=list)
     payloads: tuple[Payload, ...] = ()
     reply: Reply | None = None
     rest: ReplyDelta = field(default_factory=ReplyDelta)
-    told_calls: int = 0
+    named_calls: int = 0
 
     def append(self, delta: SampleDelta) -> TurnDelta:
         """Add newly sampled tokens; return them with what they add to the reply."""
@@ -77,7 +77,7 @@ class Choice:
         self.stop = delta.stop
         self.payloads = _joined(self.payloads, delta.payloads)
         if delta.weight_spans:
-            # What a server says at the end covers all tokens of the call, and corrects what it said in between.
+            # Spans at the end of a call cover all its tokens, and correct earlier ones.
             self.weight_changes = [one for one in self.weight_changes if one[0] < self.part]
             for span in delta.weight_spans:
                 self._weights(self.part + span.start, span.version)
@@ -85,7 +85,7 @@ class Choice:
         return TurnDelta(self.index, delta, self._named(told) if told.tool_calls else told)
 
     def _weights(self, start: int, version: str) -> None:
-        """Note which version samples from a token on."""
+        """Note the version that samples from token `start` on."""
         newest = self.weight_changes[-1][1] if self.weight_changes else self.weight_version
         if not start:
             self.weight_version = version
@@ -93,31 +93,31 @@ class Choice:
             self.weight_changes.append((start, version))
 
     def payloads_due(self) -> int | None:
-        """Offset in prompt + completion from which on no payloads have come; None if none are asked for."""
+        """Return the offset in prompt + completion from which payloads are missing; None if none are requested."""
         due = self.sampling.payloads_from
         return due if due is None else min([one.start + len(one.rows) for one in self.payloads], default=due)
 
     def go_on(self, cause: str | None) -> None:
-        """Begin another call of the engine for the rest, after one that ended for `cause`; None: it sampled nothing."""
+        """Begin another engine call for the rest, after one that ended for `cause`; None if it sampled nothing."""
         if cause is not None:
             self.resumes.append((len(self.ids), cause))
             self.engines.append(None)
         self.part, self.finish_reason, self.stop, self.lost = len(self.ids), None, None, False
 
     def end(self) -> None:
-        """Read what there is as the whole completion."""
+        """Take the tokens so far as the whole completion."""
         rest, reply = self.reader.finish()
         self.rest = self._named(rest) if rest.tool_calls else rest
         self.reply = replace(reply, tool_calls=name_calls(reply.tool_calls, self.request_id))
 
     def _named(self, delta: ReplyDelta) -> ReplyDelta:
-        calls = name_calls(delta.tool_calls, self.request_id, self.told_calls)
-        self.told_calls += len(calls)
+        calls = name_calls(delta.tool_calls, self.request_id, self.named_calls)
+        self.named_calls += len(calls)
         return replace(delta, tool_calls=calls)
 
 
 def _joined(payloads: tuple[Payload, ...], more: tuple[Payload, ...]) -> tuple[Payload, ...]:
-    """Payloads of a completion so far with those of the call that went on where they end."""
+    """Return the payloads so far followed by those of the call that continues them."""
     before = {one.name: one for one in payloads}
     return (
         tuple(
@@ -131,12 +131,12 @@ def _joined(payloads: tuple[Payload, ...], more: tuple[Payload, ...]) -> tuple[P
 
 
 def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0) -> tuple[ToolCall, ...]:
-    """Calls with an id each: the model's own, else nine letters and digits, which every template takes."""
-    named, told = [], start
+    """Return calls with an id each: the model's own, else nine letters and digits, which every template accepts."""
+    named, number = [], start
     for call in calls:
-        own = hashlib.sha256(f"{request_id} {told}".encode()).hexdigest()[:9]
+        own = hashlib.sha256(f"{request_id} {number}".encode()).hexdigest()[:9]
         named.append(call if call.id else replace(call, id=own))
-        told += call.status != "unclosed"
+        number += call.status != "unclosed"
     return tuple(named)
 
 

@@ -32,10 +32,9 @@ from tokentape.gateway.http import (
     read_as,
     read_body,
 )
-from tokentape.gateway.keys import Caller, Keys
+from tokentape.gateway.keys import Caller, Keys, check_session_id, new_session_id
 from tokentape.gateway.limits import CallsPerKey
 from tokentape.gateway.prefix import Body, MessagesSpan
-from tokentape.gateway.session_ids import check_session_id, new_session_id
 from tokentape.gateway.turns import Turns
 from tokentape.session.tree import LazyMessages
 from tokentape.store import Store
@@ -77,32 +76,32 @@ class DecodedRequest:
     """Parameters that were accepted but can't be enforced; the header `X-Tokentape-Ignored-Params` names them."""
 
 
-class RequestContext(Protocol):
+@dataclass(frozen=True, slots=True)
+class RequestContext:
     """What decoding a body may need besides it."""
 
-    @property
-    def session_id(self) -> str:
-        """The session of the turn."""
-        ...
+    turns: Turns
+    session_id: str
+    owner: str
 
     @property
     def engine(self) -> EngineInfo:
         """The engine that samples."""
-        ...
+        return self.turns.engine.info
 
     @property
     def takes_images(self) -> bool:
         """Whether messages may hold images."""
-        ...
+        return self.turns.takes_images
 
     @property
     def vocab_size(self) -> int:
         """Ids at or above this are not accepted."""
-        ...
+        return self.turns.vocab_size
 
     async def conversation(self, reply_id: str) -> tuple[Message, ...]:
         """Return the messages up to and including an earlier reply of the session. Raises `NotFound`."""
-        ...
+        return await self.turns.conversation(self.session_id, reply_id, self.owner)
 
 
 class Dialect(Protocol):
@@ -194,30 +193,6 @@ class Gateway:
         return default if not body and default is not None else read_as(parse_json(body) if body else None, kind)
 
 
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """The `RequestContext` of a call."""
-
-    turns: Turns
-    session_id: str
-    owner: str
-
-    @property
-    def engine(self) -> EngineInfo:
-        return self.turns.engine.info
-
-    @property
-    def takes_images(self) -> bool:
-        return self.turns.takes_images
-
-    @property
-    def vocab_size(self) -> int:
-        return self.turns.vocab_size
-
-    async def conversation(self, reply_id: str) -> tuple[Message, ...]:
-        return await self.turns.conversation(self.session_id, reply_id, self.owner)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Endpoint:
     """Answers at a dialect's path, with the session in the path or elsewhere.
@@ -258,7 +233,7 @@ class Endpoint:
         session_id = address(request, caller, self.dialect.session_of(parsed))
         attempt = _attempt(request, self.dialect.path, body, anonymous=session_id is None)
         line.session_id = session_id or await self.gateway.anonymous.session_id(caller.owner, attempt)
-        decoded = await self._decode(body, parsed, span, _Context(turns, line.session_id, caller.owner))
+        decoded = await self._decode(body, parsed, span, RequestContext(turns, line.session_id, caller.owner))
         turn = replace(decoded.turn, owner=caller.owner, attempt=attempt, given=pins.given_in(parsed))
         headers = {"X-Session-Id": line.session_id}
         if decoded.ignored:

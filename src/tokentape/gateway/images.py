@@ -1,7 +1,7 @@
 """Images of requests: out of data URLs, into the record by their hash, on to the engine.
 
 A wire module makes image parts with `image_part`, the URL still in them. `receive` replaces each URL by the hash of the
-bytes and the number of tokens. Nothing is ever fetched: an address that a stranger chose is not one to call from here.
+bytes and the number of tokens. Nothing is ever fetched: a gateway must not call addresses that callers choose.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def image_part(url: Any, where: str, *, detail: str | None = None) -> dict[str, 
 
 
 def takes(images: bool) -> str:
-    """What the model takes, for errors."""
+    """Return what the model takes, for errors."""
     return "text and images" if images else "text only"
 
 
 def append_content(content: Any, more: Any) -> Any:
-    """Content with more content behind it, each a text or a list of parts; a text unless there is an image."""
+    """Return content followed by more content, each a text or a list of parts; a text unless there is an image."""
     if isinstance(content, str) and isinstance(more, str):
         return content + more
     parts: list[dict[str, str]] = []
@@ -98,7 +98,7 @@ def receive(
 
 
 def read_data_url(url: str) -> Media:
-    """The image in a data URL. Its kind is told by its first bytes, whatever the URL calls it.
+    """The image in a data URL. Its first bytes say its type, whatever the URL says.
 
     Raises `InvalidRequest` if there is none.
     """

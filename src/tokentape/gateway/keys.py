@@ -1,10 +1,11 @@
-"""API keys: who is asking, and keys that open one session only."""
+"""API keys, keys that open one session only, and ids of sessions."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,22 +14,23 @@ from tokentape.errors import InvalidRequest, Unauthorized
 _NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 _DERIVED = re.compile(r"tts_([0-9a-f]{32})_([A-Za-z0-9-]{0,64})_(.+)")
 _SHORTEST = 16
+_SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request."""
+    """The sender of a request."""
 
     owner: str
     """Name of its key; empty in a gateway without keys."""
     admin: bool = False
-    """May see and delete everybody's sessions."""
+    """May see and delete all sessions."""
     session_id: str | None = None
     """The one session that a derived key opens."""
 
     @property
     def sees(self) -> str | None:
-        """Whose sessions it may see: an owner, or None for everybody's."""
+        """The owner of the sessions that it may see; None for all."""
         return None if self.admin else self.owner
 
 
@@ -60,7 +62,7 @@ class Keys:
         return bool(self._keys)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Who sent a request with these headers (lower case): `Authorization: Bearer KEY`, or `x-api-key: KEY`.
+        """Return who sent a request with these headers (lower case): `Authorization: Bearer KEY`, or `x-api-key: KEY`.
 
         Raises `Unauthorized` if there is no key or none that is known.
         """
@@ -108,3 +110,19 @@ def session_in_key(key: str) -> str | None:
 
 def _mac(secret: bytes, session_id: str) -> str:
     return hmac.new(secret, session_id.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()[:32]
+
+
+def new_session_id() -> str:
+    """Return a random id of 128 bits, in hex."""
+    return secrets.token_hex(16)
+
+
+def may_be_session_id(text: str) -> bool:
+    """Whether this may be the id of a session."""
+    return _SESSION_ID.fullmatch(text) is not None
+
+
+def check_session_id(session_id: str) -> None:
+    """Raise `InvalidRequest` unless this may be the id of a session."""
+    if not may_be_session_id(session_id):
+        raise InvalidRequest("a session id has 1 to 128 letters, digits and the characters . _ : -", "session_id")

@@ -80,7 +80,7 @@ class CallsPerKey:
     def track(self, owner: str) -> Iterator[None]:
         """Count a call as long as the context lasts. Raises `LimitReached`."""
         if self._most and self._calls[owner] >= self._most:
-            raise LimitReached(f"{self._most} calls are under way with this key, which is the limit", retry_after=1.0)
+            raise LimitReached(f"{self._most} calls are in flight with this key, which is the limit", retry_after=1.0)
         self._calls[owner] += 1
         try:
             yield

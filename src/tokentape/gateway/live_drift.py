@@ -35,11 +35,11 @@ class LiveDrift:
         self._share = share
         self._waiting: queue.Queue[TokenIds | None] = queue.Queue(WAITING)
         self._thread: threading.Thread | None = None
-        # Which completions are drawn is nobody's secret.
+        # Which completions are drawn need not be secret.
         self._random = random.Random()
 
     def offer(self, completion_ids: TokenIds) -> None:
-        """Measure these perhaps, later. Returns at once."""
+        """Queue these to be measured if they are drawn. Returns at once."""
         if self._random.random() >= self._share or not len(completion_ids):
             return
         if self._thread is None:

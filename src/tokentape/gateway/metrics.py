@@ -114,7 +114,7 @@ class Metrics:
         return encode(self.whole()), content_type
 
     def whole(self) -> CollectorRegistry:
-        """What all workers of the gateway have counted by now."""
+        """Return what all workers of the gateway have counted."""
         if not self._together:
             return self.registry
         self._note()
@@ -123,7 +123,7 @@ class Metrics:
         return registry
 
     def follow(self, gauge: Gauge, value: Callable[[], float]) -> None:
-        """Let `gauge` be whatever `value` returns when somebody looks."""
+        """Let `gauge` show what `value` returns when metrics are read."""
         if self._together:
             self._followed.append((gauge, value))
         else:
@@ -131,7 +131,7 @@ class Metrics:
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Within the context what gauges follow is noted now and then, if it is another process that looks."""
+        """Update the gauges now and then as long as the context lasts, if another process reads them."""
         noting = asyncio.create_task(self._note_again_and_again()) if self._together else None
         try:
             yield

@@ -1,8 +1,8 @@
-"""Pausing and resuming what samples, on every gateway over the record: a trainer asks one of them.
+"""Pause and resume sampling on every gateway over a record, asked of one of them.
 
-Each gateway looks into the record again and again: for the newest change of the gate, which it then goes by and says
-so. Who paused waits until every other gateway has heard of it and has no call under way. One that does not get to say
-that it lives closes its own gate before the others take it for dead.
+Each gateway polls the record for the newest change of the gate, applies it and acknowledges it. The gateway that paused
+waits until every other one has acknowledged it and has no call in flight. A gateway that can't write its heartbeat
+closes its own gate before the others take it for dead.
 """
 
 from __future__ import annotations
@@ -14,27 +14,32 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import TypeVar
+
+from sqlalchemy import Connection
 
 from tokentape.errors import StoreError
 from tokentape.gateway.gate import Gate
 from tokentape.store import Store
-from tokentape.store import gateways as told
+from tokentape.store import gateways as shared
 from tokentape.store.gateways import GatewayState
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("tokentape.gateway")
 
 TICK_SECONDS = 0.25
 BEAT_SECONDS = 2.0
 ALONE_SECONDS = 8.0
-"""After so long without a beat a gateway lets no call pass."""
+"""A gateway without a heartbeat for so long lets no call pass."""
 DEAD_SECONDS = 12.0
-"""After so long without a beat others don't wait for it."""
+"""The others don't wait for a gateway without a heartbeat for so long."""
 
 
 class Pausing:
     """Closes and opens `gate` together with the gates of the other gateways, where the store is shared.
 
-    `interrupt_all` ends the calls of the engine that are under way here.
+    `interrupt_all` ends the calls of the engine that are in flight here.
     """
 
     def __init__(self, gate: Gate, store: Store, interrupt_all: Callable[[], Awaitable[None]]) -> None:
@@ -46,10 +51,10 @@ class Pausing:
         self._alone = False
 
     async def pause(self, *, abort: bool, seconds: float) -> bool:
-        """Let no more calls pass, and wait up to `seconds` for those under way; return whether none is left."""
+        """Let no more calls pass, and wait up to `seconds` for those in flight; return whether none is left."""
         until = time.monotonic() + seconds
         if self._store.shared:
-            await self._store.transact(partial(told.change_gate, closed=True, abort=abort))
+            await self._store.transact(partial(shared.change_gate, closed=True, abort=abort))
         self._gate.close()
         if abort:
             await self._interrupt_all()
@@ -59,12 +64,12 @@ class Pausing:
     async def resume(self, weight_version: str | None) -> None:
         """Let calls pass again; `weight_version` names the weights that sample from now on."""
         if self._store.shared:
-            change = partial(told.change_gate, closed=False, weight_version=weight_version)
+            change = partial(shared.change_gate, closed=False, weight_version=weight_version)
             await self._store.transact(change)
         self._gate.open(weight_version)
 
     async def in_flight_elsewhere(self) -> tuple[int, int]:
-        """How many other gateways there are over the record, and how many calls they have under way."""
+        """Return the number of other gateways over the record, and of the calls that they have in flight."""
         if not self._store.shared:
             return 0, 0
         others = await self._others()
@@ -72,7 +77,7 @@ class Pausing:
 
     @asynccontextmanager
     async def together(self) -> AsyncIterator[None]:
-        """Within the context this gateway is one of those that pause together."""
+        """Take part in the pauses of all gateways over the record as long as the context lasts."""
         if not self._store.shared:
             yield
             return
@@ -82,11 +87,11 @@ class Pausing:
         try:
             yield
         finally:
-            # Not cancelled: a read that is under way in a thread has to end before the store is closed.
+            # Not cancelled: a read in a thread has to end before the store is closed.
             ended.set()
             await looking
             with suppress(StoreError):
-                await self._store.transact(partial(told.leave, gateway_id=self._own.gateway_id))
+                await self._store.transact(partial(shared.leave, gateway_id=self._own.gateway_id))
 
     async def _look_until(self, ended: asyncio.Event) -> None:
         while not ended.is_set():
@@ -102,8 +107,8 @@ class Pausing:
                     self._gate.close()
 
     async def _look(self) -> None:
-        """Go by the newest change of the gate, and say so."""
-        state = await asyncio.to_thread(self._gate_state)
+        """Apply the newest change of the gate, and acknowledge it."""
+        state = await asyncio.to_thread(self._read, shared.gate_state)
         late = time.monotonic() - self._beat_at > ALONE_SECONDS
         if state.position != self._own.heard or self._alone or late:
             if state.closed:
@@ -118,12 +123,12 @@ class Pausing:
         changed = state.position != self._own.heard or (state.closed and under_way != self._own.under_way)
         if changed or now - self._beat_at > BEAT_SECONDS:
             own = GatewayState(self._own.gateway_id, self._own.beat + 1, state.position, under_way)
-            await self._store.transact(partial(told.tell, state=own), claims=frozenset())
+            await self._store.transact(partial(shared.tell, state=own), claims=frozenset())
             self._own, self._beat_at = own, now
 
     async def _others_idle(self, until: float) -> bool:
-        """Wait until every other gateway goes by the newest change and has nothing under way; False if that is late."""
-        newest = (await asyncio.to_thread(self._gate_state)).position
+        """Wait until every other gateway has applied the newest change and is idle; False if it takes longer."""
+        newest = (await asyncio.to_thread(self._read, shared.gate_state)).position
         seen: dict[str, tuple[int, float]] = {}
         while True:
             now = time.monotonic()
@@ -133,7 +138,7 @@ class Pausing:
                 seen[one.gateway_id] = (one.beat, now if one.beat != beat else since)
                 if now - seen[one.gateway_id][1] > DEAD_SECONDS:
                     _log.warning("another gateway has not been heard of for %g s: it is taken for dead", DEAD_SECONDS)
-                    await self._store.transact(partial(told.leave, gateway_id=one.gateway_id, beat=one.beat))
+                    await self._store.transact(partial(shared.leave, gateway_id=one.gateway_id, beat=one.beat))
                 elif one.heard < newest or one.under_way:
                     busy = True
             if not busy or now > until:
@@ -141,13 +146,9 @@ class Pausing:
             await asyncio.sleep(TICK_SECONDS)
 
     async def _others(self) -> list[GatewayState]:
-        found = await asyncio.to_thread(self._gateways)
+        found = await asyncio.to_thread(self._read, shared.gateways)
         return [one for one in found if one.gateway_id != self._own.gateway_id]
 
-    def _gate_state(self) -> told.GateState:
+    def _read(self, read: Callable[[Connection], _T]) -> _T:
         with self._store.reading_once() as connection:
-            return told.gate_state(connection)
-
-    def _gateways(self) -> list[GatewayState]:
-        with self._store.reading_once() as connection:
-            return told.gateways(connection)
+            return read(connection)

@@ -19,7 +19,8 @@ from tokentape.chat.renderer import PromptTokens, Renderer
 from tokentape.chat.splice import History, WrongStop
 from tokentape.chat.strategy import choose
 from tokentape.engines.base import Engine, PromptMedia, SamplingParams
-from tokentape.errors import InvalidRequest, UnsupportedParameter
+from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
+from tokentape.gateway.capturing import DRIFT, differs_at
 from tokentape.gateway.events import TurnRequest
 from tokentape.gateway.images import receive
 from tokentape.session.media import media_spans, path_media
@@ -166,6 +167,31 @@ class PromptBuilder:
             prompt = replace(prompt, sampling=self.sampling(request, setup, len(prompt.ids)))
         return prompt if self._renderer.images is None or not fits else self._with_media(prompt, request, session)
 
+    def captured(
+        self, request: TurnRequest, session: Session, setup: Setup, found: Continuation, prompt_ids: TokenIds
+    ) -> Prompt:
+        """Return the prompt that a server has rendered, as what it adds to the session."""
+        at = None if found.parent is None else differs_at(found.context_ids, prompt_ids)
+        fork, notes = None, dict[str, object]()
+        if found.parent is not None and at is not None:
+            fork, notes = DRIFT, {DRIFT: {"turn": found.parent.seq, "token": at}}
+            found = replace(found, parent=None, new_messages=tuple(request.messages), context_ids=NO_IDS)
+        ids = prompt_ids[len(found.context_ids) :]
+        own: PromptTokens | None
+        try:
+            # What we would have added says where each token is from, if the server added the same.
+            if fork:
+                own = self._renderer.render(request.messages, setup)
+            else:
+                built = self._context(request, session, setup, found)
+                own = built.added if built.parent is found.parent else None
+        except TokentapeError:
+            own = None
+        if own is None or not np.array_equal(own.ids, ids):
+            own = PromptTokens(ids, np.full(len(ids), Provenance.TEMPLATE, np.uint8))
+        parent, new, sampling = found.parent, found.new_messages, self.sampling(request, setup, 0)
+        return Prompt(setup, parent, new, found.context_ids, own, prompt_ids, fork, sampling, notes)
+
     def _context(self, request: TurnRequest, session: Session, setup: Setup, found: Continuation) -> Prompt:
         parent, new, context_ids = found.parent, found.new_messages, found.context_ids
 
@@ -204,7 +230,7 @@ class PromptBuilder:
         return prompt(added, bridge)
 
     def _with_media(self, prompt: Prompt, request: TurnRequest, session: Session) -> Prompt:
-        """Add the images of the whole prompt, whose bytes may have come with an earlier request only."""
+        """Add the images of the whole prompt, some of which may have come with an earlier request."""
         assert self._renderer.images is not None
         path = [] if prompt.parent is None else session.path(prompt.parent.seq)
         spans = path_media(path)

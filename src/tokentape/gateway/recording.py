@@ -1,4 +1,4 @@
-"""What becomes of a call that has been sampled: its turns, sealed, checked and written, or kept as aborted."""
+"""Record a call that has been sampled: its turns are sealed, checked and written, or kept as aborted."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Recorder:
     async def commit_aborted(
         self, opened: OpenSession, prompt: Prompt, choices: Sequence[Choice], request: TurnRequest, cause: str
     ) -> None:
-        """Record what was sampled of a call that nobody gets an answer to."""
+        """Record the tokens of a call that has no answer."""
         async with opened.lock:
             if not self.store.healthy:
                 return
@@ -98,7 +98,7 @@ class Recorder:
     def _turns(
         self, session: Session, prompt: Prompt, choices: Sequence[Choice], abort_cause: str | None = None
     ) -> list[Turn]:
-        """The records of the choices of a call, sealed."""
+        """Return the turns of the choices of a call, sealed."""
         parent = prompt.parent
         parent_seq = None if parent is None else parent.seq
         fork = prompt.fork or session.fork_cause(parent_seq, prompt.messages, prompt.setup.digest)
@@ -155,8 +155,8 @@ class Recorder:
     ) -> bool:
         """Write turns with what they need that is not stored yet; then, and only then, add them in memory.
 
-        False if another gateway was first to record something of the session: it is taken in, nothing is written, and
-        the turns have to be made anew behind it. They fit: nothing that they build on ever changes.
+        Return False if another gateway has recorded something of the session first: then that is loaded, nothing is
+        written, and the turns have to be made again after it. They fit, because turns before them never change.
         """
         setup = prompt.setup
         records: list[Record] = [*prompt.new_media, *turns, *payloads]
@@ -195,7 +195,7 @@ def _answer(
     started: TurnStarted,
     request: TurnRequest,
 ) -> Answer | None:
-    """What a retry of a call is answered with."""
+    """Return what the reply to a retry of a call is made from."""
     if request.attempt is None:
         return None
     tops = tuple(tuple(choice.top_logprobs) for choice in choices)
@@ -211,7 +211,7 @@ def _answer(
 
 
 def _payloads(prompt: Prompt, turns: Sequence[Turn], choices: Sequence[Choice]) -> list[TurnPayload]:
-    """What the engine said per token, cut to what each turn added."""
+    """Return the engine's payloads per token, cut to what each turn added."""
     context = len(prompt.context_ids)
     found = [
         turn_payload(turn.session_id, turn.seq, one.name, context, one.start, one.rows)
@@ -222,26 +222,26 @@ def _payloads(prompt: Prompt, turns: Sequence[Turn], choices: Sequence[Choice]) 
 
 
 _RECORDED = tuple(one.name for one in fields(SamplingParams) if one.name not in ("session_id", "payloads_from"))
-"""What of the parameters a turn does not say by itself."""
+"""Sampling parameters that are recorded with a turn."""
 
 _values = attrgetter(*_RECORDED)
 
 
 @lru_cache(maxsize=256)
 def _recorded_sampling(values: tuple[Any, ...]) -> Mapping[str, Any]:
-    """What was sent to the engine, one mapping for all turns that were sampled alike."""
+    """Return the recorded parameters: one mapping for all turns that were sampled alike."""
     return dict(zip(_RECORDED, values, strict=True))
 
 
 def finish_of(turn: Turn, reply: Reply) -> Finish:
-    """How a recorded turn ended, as clients are told."""
+    """Return why a recorded turn ended, as replies to clients say it."""
     if turn.finish_reason == "length":
         return "length"
     return "tool_calls" if reply.calls_for_client else "stop"
 
 
 def reply_message(reply: Reply) -> dict[str, Any]:
-    """The assistant message that a client is told, and that the record matches later requests with."""
+    """Return the assistant message of a reply, which later requests are matched with."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning

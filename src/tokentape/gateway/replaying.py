@@ -1,4 +1,4 @@
-"""A call that was answered before, told again from the record: nothing is sampled, nothing is written."""
+"""Replies of calls that were answered before, from the record: nothing is sampled or written."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tokentape.session.tree import Session
 from tokentape.types import Answer, Turn
 
 ReaderOf: TypeAlias = Callable[[Turn], ReplyReader]
-"""What reads a turn's completion, as it was read when it was sampled."""
+"""Returns the reader of a turn's completion, as it was when it was sampled."""
 
 
 def replayed(session: Session, answer: Answer, reader_of: ReaderOf, request: TurnRequest) -> list[TurnEvent]:
-    """The events of a call that was answered before, each choice in one delta."""
+    """Return the events of a call that was answered before, each choice in one delta."""
     turns = [session.turns[seq] for seq in answer.turns]
     context = session.context_before(turns[0].seq)
     started = TurnStarted(answer.reply_id, answer.created_at, context, replayed=True)
@@ -57,9 +57,9 @@ def _read_again(turn: Turn, reader: ReplyReader) -> Reply:
         return Reply(content, reasoning, tuple(calls), reasoning_open=False, problem=problem)
     reader.feed(turn.completion_ids.tolist())
     _, reply = reader.finish()
-    told = iter(turn.reply.get("tool_calls", ()))
+    recorded = iter(turn.reply.get("tool_calls", ()))
     calls = [
-        call if call.status == "unclosed" else replace(call, id=next(told)["id"])
+        call if call.status == "unclosed" else replace(call, id=next(recorded)["id"])
         for call in name_calls(reply.tool_calls, "")
     ]
     return replace(reply, tool_calls=tuple(calls))

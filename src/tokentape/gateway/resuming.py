@@ -1,8 +1,8 @@
-"""A completion in as many calls of an engine as its aborts make of it.
+"""Completions that continue over several engine calls, if the engine aborts some.
 
 An engine whose weights are changed may end its calls with `abort`. What it sampled until then is the beginning of a
 completion, so the gateway sends it back as context and has the rest sampled. That the rest is drawn from the same
-distribution is not true of every request: `hindrance` says of which it is not, `rest` what becomes of each parameter.
+distribution is not true of every request: `hindrance` says of which it is not, `rest` how each parameter changes.
 
 A call that breaks off without a `finish_reason` is not resumed. What an engine says at the end of a reply (counts,
 prompt, versions of the weights) is what the ids before it are checked with, so ids without it are no turn.
@@ -34,7 +34,7 @@ _log = logging.getLogger("tokentape.gateway")
 
 @dataclass(frozen=True, slots=True)
 class AbortPolicy:
-    """What becomes of completions that the engine aborts.
+    """What to do with completions that the engine aborts.
 
     Under `resume` one is kept as it is if it has gone on `resumes` times already, or if its rest would come from
     another distribution. What was aborted before its first token is asked for again in any case.
@@ -52,7 +52,7 @@ _RETRY_SECONDS = 1.0
 
 
 class Sampler(Protocol):
-    """What is needed of an engine here."""
+    """The part of an engine that is needed here."""
 
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
@@ -147,7 +147,7 @@ class Sampling:
         spell: the bytes of an id.
         gate: what each call of the engine passes.
         policy: what becomes of an aborted completion.
-        count: told what became of each abort, and why.
+        count: called with the outcome of each abort, and why.
         check: raises if the engine does not serve the right model any more.
         interrupt: has the engine end a call with `abort` and what it has sampled; False if it can't.
         captured: the server renders, and can't be asked to go on. The caller has passed the gate.
@@ -228,7 +228,7 @@ class Sampling:
         return (hindrance(choice.sampling, self.info) or "") if more else "resumes"
 
     def _note(self, choice: Choice, outcome: str, cause: str, why: str) -> None:
-        """Tell the metrics and the log what becomes of an abort, and the record unless the completion just goes on."""
+        """Count and log the outcome of an abort, and record it unless the completion is just continued."""
         self.count(outcome, why)
         if outcome in ("kept", "resampled"):
             choice.notes["aborted"] = {"cause": cause, "outcome": outcome, "why": why}
@@ -282,9 +282,9 @@ class Sampling:
                 check_ids(delta.token_ids, self.vocab_size)
                 if choice.part and not seam.passed:
                     delta = _up_to_stop(delta, seam)
-                told = choice.append(delta)
+                event = choice.append(delta)
                 if delta.token_ids or delta.finish_reason != "abort":
-                    yield told
+                    yield event
                 if choice.finish_reason is not None:
                     break
         if isinstance(choice.stop, str) and not seam.passed:

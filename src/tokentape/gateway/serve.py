@@ -32,7 +32,7 @@ def serve(
     body_seconds: float = BODY_SECONDS,
     listener: socket.socket | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then finish the requests under way, shut the application down and return.
+    """Serve until SIGINT or SIGTERM, then finish the requests in flight, shut the application down and return.
 
     `port` 0 takes a free one. `on_ready` is called with the base URL once requests are answered. `drain`, the one that
     the application has, says how long calls may go on after the signal; a second SIGINT ends the wait. A connection
@@ -138,8 +138,11 @@ def _config(app: ASGIApp, header_seconds: float, body_seconds: float) -> uvicorn
 
 
 def check_host(host: str, has_keys: bool) -> tuple[socket.AddressFamily, str]:
-    """The address to bind, and its family. Raises `InvalidRequest` as `serve`."""
-    address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else _address(host))
+    """Return the address to bind, and its family. Raises `InvalidRequest` as `serve`."""
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        raise InvalidRequest(f"host {host!r} is not an address of this machine; use 127.0.0.1", "host") from None
     if not address.is_loopback and not has_keys:
         raise InvalidRequest(
             f"host {host!r} is reachable from other machines, and this gateway has no API keys: whoever reaches it "
@@ -160,13 +163,6 @@ def _listen(host: str, port: int, has_keys: bool) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _address(host: str) -> str:
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        raise InvalidRequest(f"host {host!r} is not an address of this machine; use 127.0.0.1", "host") from None
 
 
 def url_of(listener: socket.socket) -> str:

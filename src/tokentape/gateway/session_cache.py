@@ -1,6 +1,6 @@
-"""The sessions that this gateway has in memory: found or begun, each under its lock, let go of when they idle.
+"""The sessions in memory, loaded or begun here, each with a lock, and dropped when they are idle.
 
-Where others write to the same record, what is in memory is but a cache, compared with the record before it is used.
+If other gateways write to the same record, a session in memory is compared with the record before it is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KEPT_PREFIXES = 4
 
 @dataclass(slots=True)
 class OpenSession:
-    """A session in memory, with what the gateway has to know of it besides its turns."""
+    """A session in memory, and what the gateway has to know besides its turns."""
 
     session: Session
     stored: bool
@@ -49,7 +49,7 @@ class OpenSession:
     used_at: float = 0.0
     """Seconds of the monotonic clock."""
     deleted: bool = False
-    """Deleted while somebody still works in it."""
+    """Deleted while calls are still in flight."""
     prefixes: tuple[ParsedPrefix, ...] = ()
     """The beginnings of the last requests, newest last: a later one may begin with them."""
     bridges: dict[int, tuple[int, frozenset[str]]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class OpenSession:
         return self.session.info.session_id
 
     def remember(self, answer: Answer) -> None:
-        """Keep an answer at hand for retries."""
+        """Keep an answer for retries."""
         self._answers[answer.reply_id] = answer
         if len(self._answers) > _KEPT_ANSWERS:
             self._answers.popitem(last=False)
@@ -72,7 +72,7 @@ class OpenSession:
         self.prefixes = (*self.prefixes[-_KEPT_PREFIXES + 1 :], prefix)
 
     def call_in_flight(self, attempt: Attempt | None) -> InFlightCall | None:
-        """The call under way that this one repeats. Raises `IdempotencyMismatch` for a used key with another body."""
+        """Return the call in flight that this one repeats. Raises `IdempotencyMismatch` for a key with another body."""
         for call in reversed(self.calls):
             known = None if call.aborted else call.attempt
             if attempt is not None and known is not None and _repeats(attempt, known.key, known.body_digest):
@@ -80,7 +80,7 @@ class OpenSession:
         return None
 
     def answer_to(self, attempt: Attempt | None) -> Answer | None:
-        """The recorded answer to the call that this one repeats. Raises as `call_in_flight`."""
+        """Return the recorded answer to the call that this one repeats. Raises as `call_in_flight`."""
         for answer in reversed(self._answers.values()):
             if attempt is not None and _repeats(attempt, answer.key, answer.body_digest):
                 return answer
@@ -102,7 +102,7 @@ def _repeats(attempt: Attempt, key: str | None, body_digest: str) -> bool:
 
 
 class SessionCache:
-    """Sessions by id. An unknown id and somebody else's session look the same. For one event loop."""
+    """Sessions by id. An unknown id and another owner's session look the same. For one event loop."""
 
     def __init__(
         self,
@@ -127,9 +127,9 @@ class SessionCache:
         return iter(list(self._open.values()))
 
     async def find(self, session_id: str, owner: str | None) -> OpenSession | None:
-        """The session in memory, else from the store; None if there is none.
+        """Return the session from memory or the store; None if there is none.
 
-        `owner` None stands for somebody who may see all. Raises `NotFound` for somebody else's session.
+        `owner` None may see all. Raises `NotFound` for another owner's session.
         """
         opened = self._open.get(session_id)
         if opened is not None and self._store.shared:
@@ -151,7 +151,7 @@ class SessionCache:
         return opened.prefixes if opened is not None and opened.session.info.owner == owner else ()
 
     async def get(self, session_id: str, owner: str | None) -> OpenSession:
-        """The session. Raises `NotFound` if there is none or it is somebody else's."""
+        """Return the session. Raises `NotFound` if there is none or it belongs to another owner."""
         found = await self.find(session_id, owner)
         if found is None:
             raise not_found(session_id)
@@ -170,7 +170,7 @@ class SessionCache:
         return found or self._begin(SessionInfo(session_id, time.time(), {}, owner), stored=False)
 
     async def catch_up(self, opened: OpenSession) -> bool:
-        """Take in what others have recorded of a session; return whether that was anything. Its lock must be held.
+        """Load what others have recorded of a session; return whether there was anything. Its lock must be held.
 
         A session that others have deleted is dropped here too, also if they have begun it again.
         """
@@ -192,7 +192,7 @@ class SessionCache:
             self._lose(opened)
             return False
         if newer.info.owner != session.info.owner:
-            # Somebody else has begun one of this id meanwhile.
+            # Another owner has begun a session with this id meanwhile.
             self._lose(opened)
             return False
         # One that was begun here and there at once: there it was stored first.
@@ -238,7 +238,7 @@ class SessionCache:
         self.drop(opened)
 
     def _seen(self, opened: OpenSession | None, owner: str | None) -> OpenSession | None:
-        """The session as far as this owner may know of it; None stands for somebody who may see all."""
+        """Return the session if this owner may see it; owner None may see all. Raises `NotFound`."""
         if opened is None:
             return None
         if owner is not None and opened.session.info.owner != owner:
@@ -260,7 +260,7 @@ class SessionCache:
         return self._open.setdefault(session_id, opened)
 
     async def _refuse_dropped(self, session_id: str, owner: str) -> None:
-        """The store would refuse its first turn; this is to say so before it is sampled."""
+        """Refuse a session whose first turn the store would refuse, before it is sampled."""
         dropped_of = await asyncio.to_thread(Snapshots(self._store).dropped_of, session_id)
         if dropped_of is None:
             return
@@ -284,7 +284,7 @@ class SessionCache:
         return opened
 
     def _make_room(self, owner: str) -> None:
-        """Let go of sessions that idle; they are read from the store when they go on. Raises `LimitReached`."""
+        """Drop idle sessions from memory; they are loaded again when they are used. Raises `LimitReached`."""
         most = self._limits.open_sessions
         cutoff = time.monotonic() - self._limits.idle_seconds
         for opened in list(takewhile(lambda one: one.used_at < cutoff, self._open.values())):
@@ -301,5 +301,5 @@ class SessionCache:
 
 
 def not_found(session_id: str) -> NotFound:
-    """The one answer for an unknown session and for somebody else's."""
+    """Return the error for an unknown session and for another owner's: always the same."""
     return NotFound(f"there is no session {session_id!r}")

@@ -19,11 +19,10 @@ from tokentape.gateway.access import request_log
 from tokentape.gateway.endpoint import Gateway, address
 from tokentape.gateway.http import check_depth, json_response
 from tokentape.gateway.images import MIME_TYPES
-from tokentape.gateway.keys import Caller
+from tokentape.gateway.keys import Caller, check_session_id, may_be_session_id, new_session_id
 from tokentape.gateway.openapi import JSON, SESSION, WHOLE_NUMBER, ApiRoute
 from tokentape.gateway.pins import METADATA
 from tokentape.gateway.session_cache import not_found
-from tokentape.gateway.session_ids import check_session_id, may_be_session_id, new_session_id
 from tokentape.session.arrow import write_parquet
 from tokentape.session.jsonl import trajectory_to_json
 from tokentape.session.verdict import check_verdicts, wanted_verdict

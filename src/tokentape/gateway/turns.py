@@ -1,8 +1,8 @@
 """One turn, from messages to a committed record.
 
-The way of a request: the session finds the deepest turn that the messages continue, the renderer bridges (or renders),
-the engine samples, the parser reads the reply, the invariants are checked, the store commits, and only then is the
-client told that the turn is done.
+The path of a request: the session finds the deepest turn that the messages continue, the renderer bridges (or renders),
+the engine samples, the parser reads the reply, the invariants are checked, the store commits, and only then does the
+client learn that the turn is done.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ _log = logging.getLogger("tokentape.gateway")
 
 
 class Turns:
-    """Takes turns in sessions: the only writer of records. All methods belong to one event loop.
+    """Takes turns in sessions, and is the only writer of records. All methods belong to one event loop.
 
-    `history` says what of earlier turns stays in context: `sampled`, all that was sampled, whatever the template does
-    to old turns; or `template`, what the template keeps (it may drop old reasoning at a new user message), to train
-    what a stateless server serves. Then a turn whose history the template rewrites starts a new branch.
+    `history` says what stays in context of earlier turns: `sampled`, everything that was sampled; or `template`, what
+    the template keeps (it may drop old reasoning at a new user message), to train what a stateless server serves. With
+    `template` a turn starts a new branch if the template rewrites its history.
 
-    `wrong_stop` says what becomes of a turn that ended with another stop token than the template writes there: `keep`,
-    the sampled one stands for the end and the branch goes on; or `fork`, what follows it starts a new branch with the
-    template's own end (docs/decisions/0006). Not with `capture`: there the server's context counts.
+    `wrong_stop` says what to do when a turn ended with a different stop token than the template renders: `keep` the
+    sampled token and the branch; or `fork` a new branch with the template's token (docs/decisions/0006). It has no
+    effect with `capture`, where the server renders.
 
-    With `payloads`, what an engine returns per token besides the logprob (routed experts) is asked for and recorded,
-    each token's once. An engine that returns nothing of the kind is not asked.
+    With `payloads`, what an engine returns per token besides the logprob (routed experts) is requested and recorded,
+    once per token, if the engine supports it.
 
-    `on_abort` says what becomes of a completion that the engine aborts, for new weights for example; see `AbortPolicy`.
+    `on_abort` says what to do with a completion that the engine aborts, for example for new weights; see `AbortPolicy`.
 
     `pins` are sampling parameters that hold whatever callers ask for, and defaults.
 
     `check_bridges` says which bridges are compared with the template's own rendering while the gateway runs; see
-    `BridgeChecks`. None: nothing is checked, and nothing is said about it.
+    `BridgeChecks`. With None no bridge is checked, and verdicts don't mention it.
 
-    With `capture`, which is the engine again, it renders the messages, and its prompts are the contexts; see `Capture`.
+    With `capture`, which is the engine again, the server renders the messages; see `ServerRenderedCall`.
 
-    Where a method takes an `owner`, it is the name of the API key that asks, and None for one that may see all.
+    Where a method takes an `owner`, it is the name of the caller's API key, and None for a key that may see everything.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Turns:
             _log.warning("%s returns no payloads per token: none are recorded", engine.info)
 
     async def prepare(self) -> None:
-        """Make or load the certificate of requests without template kwargs, so that the first need not wait for it.
+        """Make or load the certificate of requests without template kwargs, so that no request waits for it.
 
         Raises `TemplateRefused` if the template renders not even a question and an answer.
         """
         await asyncio.to_thread(self._prompts.certify)
 
     async def wait_checks(self, session_ids: Sequence[str] | None, seconds: float) -> None:
-        """Return when no bridge of these sessions, of any if None, is still to be checked, or after so many seconds."""
+        """Wait until no bridge of these sessions (None: of any) is due to be checked, or so many seconds."""
         if self.checks is not None and seconds:
             await self.checks.wait(session_ids, seconds)
 
@@ -135,7 +135,7 @@ class Turns:
             self.checks.loaded(opened, stored.turns, stored.events, stored.setups if whole else {})
 
     async def abort_all(self, cause: str = "shutdown") -> None:
-        """End every call under way; what was sampled of it is recorded as aborted, because of `cause`."""
+        """End every call in flight and record its tokens as aborted, because of `cause`."""
         calls = [call for opened in self._sessions for call in opened.calls]
         for call in calls:
             call.abort(cause)
@@ -143,7 +143,7 @@ class Turns:
             await call.ended()
 
     async def _interrupt_all(self) -> None:
-        """End every call of the engine, for new weights. Completions that may go on wait until the gate opens."""
+        """End every call of the engine, for new weights. Completions that can be resumed wait until the gate opens."""
         if self._capture is not None or self._aborts.on_abort == "resample":
             await self.abort_all("paused")
         else:
@@ -156,7 +156,7 @@ class Turns:
 
     @property
     def takes_images(self) -> bool:
-        """Whether messages may hold images: the engine takes them, and there is what tells their tokens."""
+        """Whether messages may hold images: the engine takes them, and an image processor counts their tokens."""
         return "image" in self.engine.info.media and self.renderer.images is not None
 
     @property
@@ -174,7 +174,7 @@ class Turns:
         return self._sessions.prefixes(session_id, owner)
 
     async def session(self, session_id: str, owner: str | None = None) -> Session:
-        """The session with this id. Raises `NotFound`."""
+        """Return the session with this id. Raises `NotFound`."""
         return (await self._sessions.get(session_id, owner)).session
 
     async def delete_session(self, session_id: str, owner: str | None = None, *, force: bool = False) -> None:
@@ -192,11 +192,11 @@ class Turns:
             self._sessions.drop(opened)
 
     def sessions_in_use(self) -> set[str]:
-        """Ids of the sessions in which calls are under way."""
+        """Return the ids of the sessions with calls in flight."""
         return {opened.session_id for opened in self._sessions if opened.calls or opened.lock.locked()}
 
     def forget(self, session_ids: Iterable[str]) -> None:
-        """Let go of sessions whose record has been dropped; what is still sampled for them is not recorded."""
+        """Forget sessions that were dropped from the record; tokens still sampled for them are not recorded."""
         gone = set(session_ids)
         for opened in self._sessions:
             if opened.session_id in gone:
@@ -204,7 +204,7 @@ class Turns:
                 self._sessions.drop(opened)
 
     async def conversation(self, session_id: str, reply_id: str, owner: str | None = None) -> tuple[Message, ...]:
-        """The messages up to and including the first choice of a reply. Raises `NotFound`."""
+        """Return the messages up to and including the first choice of a reply. Raises `NotFound`."""
         opened = await self._sessions.get(session_id, owner)
         answer = opened.answer_named(reply_id)
         if answer is None:
@@ -216,7 +216,7 @@ class Turns:
         return tuple(message for turn in path for message in (*turn.messages, turn.reply))
 
     async def count_context(self, request: TurnRequest, owner: str) -> int:
-        """How many tokens the context of a turn would have, even one that is too long; nothing is recorded.
+        """Return how many tokens the context of a turn would have, even if it is too long; nothing is recorded.
 
         Raises `TemplateRefused`, and `NotFound` for somebody else's session.
         """
@@ -288,7 +288,9 @@ class Turns:
                     # The server says what it samples from when it samples, so the gate comes first.
                     await held.enter_async_context(self.gate.passing())
                     server = ServerRenderedCall(self._capture, request)
-                    prompt = await server.begin(held, self.renderer, self._prompts, session, setup, found)
+                    prompt_ids = await server.begin(held, self._prompts.sampling(request, setup, 0))
+                    captured = partial(self._prompts.captured, request, session, setup, found, prompt_ids)
+                    prompt = await asyncio.to_thread(captured)
                     prompt = _noting_overridden(prompt, request)
                     sampling = self._sampling(server, prompt, request, captured=True)
                     first_id: str | None = server.request_id
@@ -399,7 +401,7 @@ class Turns:
         return self.renderer.parser(prompt.setup, sampling.stop_strings, prompt.ids)
 
     def _reader_again(self, session: Session, request: TurnRequest, turn: Turn) -> ReplyReader:
-        """What reads a recorded completion as it was read when it was sampled."""
+        """Return the reader of a recorded completion, as it was when it was sampled."""
         stop_strings = request.sampling.stop_strings
         if request.prompt_ids is not None:
             return self._plain_reader(turn.sampling["stop_token_ids"], stop_strings)

@@ -9,9 +9,9 @@ from starlette.routing import Route
 
 from tokentape.gateway.access import request_log
 from tokentape.gateway.endpoint import Gateway
+from tokentape.gateway.keys import may_be_session_id
 from tokentape.gateway.metrics import Metrics
 from tokentape.gateway.openapi import WHOLE_NUMBER, ApiRoute
-from tokentape.gateway.session_ids import may_be_session_id
 from tokentape.viewer.binary import MEDIA_TYPE as PACKED
 from tokentape.viewer.comparing import AGAINST, RecordReader
 from tokentape.viewer.routes import API, LEAF, LISTING_QUERY, PAGE, SESSION, Viewer, Visitor

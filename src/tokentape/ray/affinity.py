@@ -15,8 +15,7 @@ from urllib.parse import unquote
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, RunningReplica
 
-from tokentape.gateway.keys import session_in_key
-from tokentape.gateway.session_ids import may_be_session_id
+from tokentape.gateway.keys import may_be_session_id, session_in_key
 
 _IN_PATH = re.compile(r"/sessions/([^/]+)(?:/|$)")
 

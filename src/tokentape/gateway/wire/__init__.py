@@ -1,1 +1,1 @@
-"""The protocols that agents speak: what their requests ask for, and how they are told the reply."""
+"""The wire APIs: how requests are decoded and replies encoded."""

@@ -1,17 +1,17 @@
 """Anthropic's messages as the messages that sessions and templates take: blocks in, text, reasoning and calls out.
 
-A reply that comes back is recognised, so what is told of a reply and what is read here fit each other:
+A reply that comes back is recognized, so what is written of a reply and what is read here fit each other:
 
 - Text blocks are one text, joined as they are: system blocks, those of a user, those between an assistant's calls.
   Those of a `tool_result` are joined by line breaks: tools return them as items.
 - Several assistant messages in a row are one turn, as the protocol says. Several user messages stay several.
-- A system message behind others stays one where the template writes it. Where it does not, it is a user's text in
+- A later system message stays one where the template renders it. Where it does not, it is a user's text in
   `<system-reminder>`, as Claude Code writes such itself, in one message with the user's text before it.
 - Images, for models that take them, stand between texts where they stood.
-- Each `tool_result` is a message of its own; text before or behind it is a user's message. Templates know no failed
+- Each `tool_result` is a message of its own; text before or after it is a user's message. Templates know no failed
   results, so one with `is_error` begins with `Error: `, unless its first word says so already.
-- A call whose arguments were no JSON object is told as `{"unparsed_arguments": TEXT}`, since `input` must be one.
-- Ids of calls that the protocol would not take are told as `toolu_x` and their base64.
+- A call with arguments that are not a JSON object is sent as `{"unparsed_arguments": TEXT}`, since `input` must be one.
+- Ids of calls that the protocol does not allow are sent as `toolu_x` and their base64.
 - `thinking` is reasoning. Signatures are not looked at, and `redacted_thinking` holds nothing to read.
 - A system block that begins with `x-anthropic-billing-header:` is left out. Claude Code writes it, for nobody's model.
 """
@@ -80,7 +80,7 @@ class AnthropicMessage(Struct):
 
 
 def takes_later_system(template: ChatTemplate) -> bool:
-    """Whether a template writes system messages behind the user's. Some refuse them, some leave them out."""
+    """Whether a template renders system messages after the user's. Some refuse them, some leave them out."""
     asked = [{"role": "user", "content": "question"}, {"role": "system", "content": _ASKED}]
     names = {"bos_token": "", "eos_token": ""}
     try:
@@ -128,7 +128,7 @@ def read_messages(
 
 def tool_use(call_id: str, name: str, arguments: str) -> tuple[dict[str, Any], str]:
     """A call as a block without its input, and the input as JSON text."""
-    return {"type": "tool_use", "id": _told_id(call_id), "name": name}, _input(arguments)
+    return {"type": "tool_use", "id": _sent_id(call_id), "name": name}, _input(arguments)
 
 
 def _add_system(read: list[dict[str, Any]], text: str, later_system: bool) -> None:
@@ -246,7 +246,7 @@ def _arguments(value: Any, where: str) -> dict[str, Any] | str:
 
 
 def _input(arguments: str) -> str:
-    """Arguments as they stand, if they are an object: reading and writing them again would change numbers."""
+    """Return arguments unchanged, if they are an object: reading and writing them again would change numbers."""
     try:
         value = msgspec.json.decode(arguments)
     except (ValueError, RecursionError):
@@ -254,7 +254,7 @@ def _input(arguments: str) -> str:
     return arguments if isinstance(value, dict) else encode_json({UNPARSED: arguments}).decode()
 
 
-def _told_id(call_id: str) -> str:
+def _sent_id(call_id: str) -> str:
     if _TAKEN_ID.fullmatch(call_id):
         return call_id
     return _ESCAPED + base64.urlsafe_b64encode(call_id.encode("utf-8", "surrogatepass")).decode().rstrip("=")

@@ -10,7 +10,7 @@ Choices where the protocol leaves some:
 
 - Any `model` is accepted; replies name the model that is served.
 - `tool_choice` of `any` or a tool, `disable_parallel_tool_use`, an effort, a thinking budget, edits of the context and
-  what else asks the model or the server to behave is accepted, but nobody is made to obey; the reply's header
+  other requests to the model or the server are accepted but not enforced; the reply's header
   `X-Tokentape-Ignored-Params` names it.
 - `tool_choice` `none` takes the tools out of the prompt, as in chat completions.
 - `thinking` `disabled` becomes the template kwarg `enable_thinking: false` where the template reads that. Everything
@@ -37,13 +37,13 @@ from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParamete
 from tokentape.gateway.access import request_log
 from tokentape.gateway.endpoint import DecodedRequest, Gateway, RequestContext, address
 from tokentape.gateway.events import TurnRequest
-from tokentape.gateway.http import check_depth, error_headers, json_response, parse_json, read_as, read_body
+from tokentape.gateway.http import check_depth, error_headers, json_response, parse_json, read_body
+from tokentape.gateway.keys import new_session_id
 from tokentape.gateway.openapi import also_below_sessions
 from tokentape.gateway.pins import Count, Seed, StopString, Temperature, TopP
-from tokentape.gateway.session_ids import new_session_id
 from tokentape.gateway.wire.anthropic_history import AnthropicMessage, Part, read_messages, takes_later_system
 from tokentape.gateway.wire.anthropic_replies import AnthropicEncoder, error_body, error_event
-from tokentape.gateway.wire.sampling_fields import refuse_unsupported
+from tokentape.gateway.wire.openai_fields import read_fields, refuse_unsupported
 from tokentape.types import Tool
 
 COUNT_PATH = "/v1/messages/count_tokens"
@@ -130,8 +130,6 @@ class MessagesBody(Struct, kw_only=True):
     return_token_ids: bool = False
     logprobs: bool = False
 
-
-_KNOWN = frozenset(MessagesBody.__struct_fields__) | IGNORED | UNSERVED
 
 _API_NAMES = {"stop_strings": "stop_sequences"}
 """Where a field of `SamplingParams` has another name in requests."""
@@ -259,15 +257,8 @@ def count_routes(gateway: Gateway, dialect: AnthropicMessages) -> list[Route]:
 
 def _read(body: Any) -> MessagesBody:
     """A body's fields, those that are null left out."""
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    for name, value in body.items():
-        if name not in _KNOWN or (name in UNSERVED and value):
-            raise UnsupportedParameter(f"parameter {name[:64]!r} is not supported", name[:64])
-    given = {name: value for name, value in body.items() if value is not None}
-    if "messages" not in given:
-        raise InvalidRequest("messages is missing", "messages")
-    read = read_as(given, MessagesBody)
+    empty = {name for name in UNSERVED if isinstance(body, dict) and not body.get(name)}
+    read, _ = read_fields(body, MessagesBody, IGNORED | empty, "messages")
     if read.output_config.format is not None:
         raise UnsupportedParameter("output_config.format is not supported; replies are text", "output_config")
     return read

@@ -132,7 +132,7 @@ class AnthropicEncoder:
 
 
 class _OpenBlock:
-    """The block that a stream stands in. One ends where another kind begins."""
+    """The open block of a stream. It ends where another kind begins."""
 
     def __init__(self, signature: str) -> None:
         self._signature = signature
@@ -140,7 +140,7 @@ class _OpenBlock:
         self._index = -1
 
     def grow(self, delta: ReplyDelta) -> Iterator[bytes]:
-        """Events that tell what was added to the reply."""
+        """Yield the events for what was added to the reply."""
         if delta.reasoning:
             yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})

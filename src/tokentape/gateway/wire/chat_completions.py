@@ -7,7 +7,7 @@ extensions that vLLM made common: `top_k`, `min_p`, `repetition_penalty`, `stop_
 Choices where the protocol leaves some:
 
 - Any `model` is accepted; replies name the model that is served.
-- `tool_choice: "required"` or a function, and `parallel_tool_calls: false`, are accepted, but no model is made to obey;
+- `tool_choice: "required"` or a function, and `parallel_tool_calls: false`, are accepted but not enforced;
   the reply's header `X-Tokentape-Ignored-Params` names them.
 - `tool_choice: "none"` takes the tools out of the prompt: a model can't call what it does not see. Against a turn with
   tools that is another setup, so the session forks.
@@ -30,23 +30,25 @@ from msgspec import Meta, Struct
 from tokentape.chat.parse import ReplyDelta
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.engines.base import SampleDelta, SamplingParams
-from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
+from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway.endpoint import DecodedRequest, DoneChoice, RequestContext
 from tokentape.gateway.events import TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
-from tokentape.gateway.http import check_depth, encode_event, encode_json, error_body, parse_json
+from tokentape.gateway.http import check_depth, encode_event, encode_json, parse_json
 from tokentape.gateway.images import image_part, takes
 from tokentape.gateway.pins import Count
 from tokentape.gateway.wire.openai_fields import (
+    OpenAIDialect,
     SamplingFields,
     TopLogprobs,
     logprob_entries,
     read_fields,
     recorded,
     refuse_unserved,
+    refuse_unsupported,
     sampling_params,
     tool_arguments,
+    usage,
 )
-from tokentape.gateway.wire.sampling_fields import refuse_unsupported
 from tokentape.types import Message
 
 MAX_CHOICES = 16
@@ -148,20 +150,12 @@ _API_NAMES = {"stop_strings": "stop"}
 """Where a field of `SamplingParams` has another name in requests."""
 
 
-class ChatCompletions:
+class ChatCompletions(OpenAIDialect):
     """The dialect. `model_id` is the model's name in replies, `tokenizer` spells tokens beside their logprobs."""
 
     path = "/v1/chat/completions"
     summary = "OpenAI's chat completions"
     body, ignored = ChatCompletionsBody, IGNORED
-
-    def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
-        self._model_id = model_id
-        self._tokenizer = tokenizer
-
-    def session_of(self, body: Any) -> str | None:
-        """Bodies of this API name no session."""
-        return None
 
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
         """Read a request body. Raises `InvalidRequest` and `UnsupportedParameter` naming the parameter."""
@@ -188,14 +182,6 @@ class ChatCompletions:
     def read_messages(self, data: bytes, context: RequestContext) -> tuple[Message, ...]:
         """The messages of a body that was accepted."""
         return _messages(_read(parse_json(data))[0], context)
-
-    def error(self, error: TokentapeError) -> Any:
-        """An error in OpenAI's shape."""
-        return error_body(error)
-
-    def error_event(self, error: TokentapeError) -> bytes:
-        """An error as the last event of a stream."""
-        return encode_event(error_body(error))
 
 
 def _read(body: Any) -> tuple[ChatCompletionsBody, dict[str, Any]]:
@@ -275,7 +261,7 @@ class _Encoder:
         self._prompt_ids = started.prompt_ids
         self._head = {"id": f"chatcmpl-{started.reply_id}", "created": int(started.created_at), "model": model_id}
         self._says: dict[tuple[int, str], bytes] = {}
-        """Per choice and field, what stands before a text in the chunk that tells only it."""
+        """By choice and field, the bytes before the text in a chunk of nothing but text."""
 
     def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
         """The reply to a request without `stream`."""
@@ -283,7 +269,7 @@ class _Encoder:
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = self._prompt_ids.tolist()
         reply["choices"] = [self._choice(choice) for choice in choices]
-        reply["usage"] = self._usage([choice.done for choice in choices])
+        reply["usage"] = usage(self._prompt_ids, [choice.done for choice in choices])
         return reply
 
     async def stream(self, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[bytes]:
@@ -311,8 +297,8 @@ class _Encoder:
         for choice in sorted(done):
             yield self._finish(done[choice])
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            usage = self._usage(list(done.values()))
-            yield encode_event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
+            last = {"choices": [], "usage": usage(self._prompt_ids, list(done.values()))}
+            yield encode_event({**self._head, "object": "chat.completion.chunk", **last})
         yield b"data: [DONE]\n\n"
 
     def _choice(self, choice: DoneChoice) -> dict[str, Any]:
@@ -335,7 +321,7 @@ class _Encoder:
         return self._chunk({"index": choice, "delta": {"role": "assistant", "content": ""}}, more)
 
     def _delta(self, choice: int, reply: ReplyDelta, sampled: SampleDelta | None, calls_before: int) -> bytes:
-        """The chunk for what was told, nothing if there is nothing to tell."""
+        """Return the chunk for a delta; nothing if it adds nothing."""
         if not (self._tells_tokens or reply.tool_calls):
             if not reply.reasoning:
                 return self._said(choice, "content", reply.content) if reply.content else b""
@@ -380,11 +366,3 @@ class _Encoder:
     def _chunk(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
         choice = {"finish_reason": None, "logprobs": None, **choice}
         return encode_event({**self._head, "object": "chat.completion.chunk", **(more or {}), "choices": [choice]})
-
-    def _usage(self, choices: Sequence[TurnDone]) -> dict[str, int]:
-        completion = sum(len(done.turn.completion_ids) for done in choices)
-        return {
-            "prompt_tokens": len(self._prompt_ids),
-            "completion_tokens": completion,
-            "total_tokens": len(self._prompt_ids) + completion,
-        }

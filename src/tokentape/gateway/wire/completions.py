@@ -30,21 +30,23 @@ from msgspec import Meta, Struct
 
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.engines.base import SampleDelta
-from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
+from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway.endpoint import DecodedRequest, DoneChoice, RequestContext
 from tokentape.gateway.events import TurnDone, TurnEvent, TurnRequest, TurnStarted
-from tokentape.gateway.http import encode_event, error_body, read_as
+from tokentape.gateway.http import encode_event, read_as
 from tokentape.gateway.pins import Count
 from tokentape.gateway.wire.openai_fields import (
+    OpenAIDialect,
     SamplingFields,
     TokenId,
     TopLogprobs,
     read_fields,
     recorded,
     refuse_unserved,
+    refuse_unsupported,
     sampling_params,
+    usage,
 )
-from tokentape.gateway.wire.sampling_fields import refuse_unsupported
 from tokentape.types import TokenIds
 
 MAX_CHOICES = 16
@@ -89,21 +91,12 @@ class _Ids(Struct):
     prompt: Annotated[list[TokenId], Meta(min_length=1)]
 
 
-class Completions:
+class Completions(OpenAIDialect):
     """The dialect. `model_id` is the model's name in replies."""
 
     path = "/v1/completions"
     summary = "OpenAI's completions"
     body, ignored = CompletionsBody, IGNORED
-    read_messages = None
-
-    def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
-        self._model_id = model_id
-        self._tokenizer = tokenizer
-
-    def session_of(self, body: Any) -> str | None:
-        """Bodies of this API name no session."""
-        return None
 
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
         """Read a request body. Raises `InvalidRequest` and `UnsupportedParameter` naming the parameter."""
@@ -129,14 +122,6 @@ class Completions:
             ignore_eos=read.ignore_eos,
         )
         return DecodedRequest(turn, lambda started: _Encoder(read, started, self._model_id, self._tokenizer))
-
-    def error(self, error: TokentapeError) -> Any:
-        """An error in OpenAI's shape."""
-        return error_body(error)
-
-    def error_event(self, error: TokentapeError) -> bytes:
-        """An error as the last event of a stream."""
-        return encode_event(error_body(error))
 
     async def _prompt_ids(self, body: CompletionsBody, vocab_size: int) -> TokenIds:
         prompt = _one_prompt(body.prompt)
@@ -195,12 +180,12 @@ def _refuse_unserved(body: CompletionsBody) -> None:
 
 @dataclass(slots=True)
 class _Progress:
-    """One choice as far as it was told."""
+    """What was sent of one choice."""
 
     tail: str = ""
     """The end of the text, as long as a stop string may have begun there."""
     offset: int = 0
-    """Characters of the tokens told, each spelled on its own."""
+    """Characters of the tokens sent, each spelled on its own."""
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
 
@@ -223,7 +208,7 @@ class _Encoder:
     def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
         """The reply to a request without `stream`."""
         written = [self._choice(choice) for choice in choices]
-        return {**self._head, "choices": written, "usage": self._usage([choice.done for choice in choices])}
+        return {**self._head, "choices": written, "usage": usage(self._prompt_ids, [choice.done for choice in choices])}
 
     async def stream(self, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[bytes]:
         """The events of a stream: deltas, and when all is recorded how each choice ended."""
@@ -249,7 +234,7 @@ class _Encoder:
         for one in sorted(done, key=lambda one: one.choice):
             yield self._chunk({"index": one.choice, "text": "", **self._end(one)})
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield encode_event({**self._head, "choices": [], "usage": self._usage(done)})
+            yield encode_event({**self._head, "choices": [], "usage": usage(self._prompt_ids, done)})
         yield b"data: [DONE]\n\n"
 
     @property
@@ -279,7 +264,7 @@ class _Encoder:
 
     def _end(self, done: TurnDone) -> dict[str, Any]:
         stop = done.turn.stop
-        # As vLLM tells it: a stop id that nobody asked for is the model's own end, and has no reason.
+        # As in vLLM: a stop id that was not requested is the model's own end, and has no reason.
         asked = isinstance(stop, str) or stop in self._body.stop_token_ids
         return {
             "finish_reason": done.finish,
@@ -330,11 +315,3 @@ class _Encoder:
 
     def _rest(self, so_far: _Progress) -> str:
         return so_far.decoder.decode(b"", final=True)
-
-    def _usage(self, choices: Sequence[TurnDone]) -> dict[str, int]:
-        completion = sum(len(done.turn.completion_ids) for done in choices)
-        return {
-            "prompt_tokens": len(self._prompt_ids),
-            "completion_tokens": completion,
-            "total_tokens": len(self._prompt_ids) + completion,
-        }

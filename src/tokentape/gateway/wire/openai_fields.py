@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from tokentape.chat.tokenizer import Tokenizer
-from tokentape.engines.base import SampleDelta, SamplingParams
-from tokentape.errors import InvalidRequest, UnsupportedParameter
+from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams
+from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
+from tokentape.gateway.endpoint import RequestContext
 from tokentape.gateway.events import TurnDone
-from tokentape.gateway.http import check_depth, read_as
+from tokentape.gateway.http import check_depth, encode_event, error_body, read_as
 from tokentape.gateway.pins import MinP, Penalty, RepetitionPenalty, Seed, Stop, Temperature, TopK, TopP
+from tokentape.types import Message, TokenIds
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 
 _BodyKind = TypeVar("_BodyKind", bound=Struct)
+
+
+class OpenAIDialect:
+    """What OpenAI's wire APIs have in common. `model_id` is the model's name in replies, `tokenizer` spells tokens."""
+
+    read_messages: Callable[[bytes, RequestContext], tuple[Message, ...]] | None = None
+
+    def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
+        self._model_id = model_id
+        self._tokenizer = tokenizer
+
+    def session_of(self, body: Any) -> str | None:
+        """Return None: most bodies name no session."""
+        return None
+
+    def error(self, error: TokentapeError) -> Any:
+        """Return an error in OpenAI's shape."""
+        return error_body(error)
+
+    def error_event(self, error: TokentapeError) -> bytes:
+        """Return an error as the last event of a stream."""
+        return encode_event(error_body(error))
 
 
 class SamplingFields(Struct, kw_only=True):
@@ -37,25 +62,20 @@ class SamplingFields(Struct, kw_only=True):
 
 
 def sampling_params(
-    fields: SamplingFields, vocab_size: int, *, max_tokens: int, top_logprobs: int, min_tokens: int = 0
+    body: SamplingFields, vocab_size: int, *, max_tokens: int, top_logprobs: int, min_tokens: int = 0
 ) -> SamplingParams:
-    """The parameters that `fields` ask for. Raises `InvalidRequest` for a stop id outside the vocabulary."""
-    if any(token_id >= vocab_size for token_id in fields.stop_token_ids):
+    """Return the parameters that a body asks for. Raises `InvalidRequest` for a stop id outside the vocabulary."""
+    if any(token_id >= vocab_size for token_id in body.stop_token_ids):
         raise InvalidRequest(f"stop_token_ids holds an id outside the vocabulary of {vocab_size}", "stop_token_ids")
+    names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed")
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        top_k=max(fields.top_k, 0),
-        min_p=fields.min_p,
-        presence_penalty=fields.presence_penalty,
-        frequency_penalty=fields.frequency_penalty,
-        repetition_penalty=fields.repetition_penalty,
-        seed=fields.seed,
-        stop_token_ids=tuple(fields.stop_token_ids),
-        stop_strings=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
+        top_k=max(body.top_k, 0),
+        stop_token_ids=tuple(body.stop_token_ids),
+        stop_strings=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
         top_logprobs=top_logprobs,
         min_tokens=min_tokens,
+        **{name: getattr(body, name) for name in names},
     )
 
 
@@ -121,6 +141,28 @@ def logprob_entries(tokenizer: Tokenizer, sampled: Sequence[SampleDelta]) -> lis
         for delta in sampled
         for at, (token_id, logprob) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True))
     ]
+
+
+def usage(prompt_ids: TokenIds, choices: Sequence[TurnDone]) -> dict[str, int]:
+    """Return the numbers of tokens of a call."""
+    completion = sum(len(done.turn.completion_ids) for done in choices)
+    return {
+        "prompt_tokens": len(prompt_ids),
+        "completion_tokens": completion,
+        "total_tokens": len(prompt_ids) + completion,
+    }
+
+
+def refuse_unsupported(sampling: SamplingParams, engine: EngineInfo, names: Mapping[str, str]) -> None:
+    """Raise `UnsupportedParameter` for a parameter that was set and that the engine would ignore.
+
+    `names` are the fields of `SamplingParams` that have another name in the API.
+    """
+    default = SamplingParams(max_tokens=sampling.max_tokens)
+    for one in fields(SamplingParams):
+        if one.name not in engine.sampling and getattr(sampling, one.name) != getattr(default, one.name):
+            name = names.get(one.name, one.name)
+            raise UnsupportedParameter(f"the engine {engine.name!r} does not do {name}", name)
 
 
 def recorded(done: TurnDone) -> dict[str, Any]:

@@ -12,11 +12,11 @@ Choices where the protocol leaves some:
 - Everything is recorded, whatever `store` says; a response can be had again with GET.
 - `developer` messages are system messages, and those at the start are joined with `instructions`: most templates know
   no developer and take one system message.
-- Reasoning is told as `reasoning_text`; there are no summaries and nothing is encrypted. A client may leave reasoning
+- Reasoning is sent as `reasoning_text`; there are no summaries and nothing is encrypted. A client may leave reasoning
   out when it sends items back: what was sampled stays in context.
 - Functions and namespaces of functions are served. Tools that OpenAI runs itself and that harnesses add unasked, such
   as `web_search`, are not shown to the model; other kinds are refused.
-- What no engine is made to obey is accepted, and named by the header `X-Tokentape-Ignored-Params`: tools left out and
+- What no engine enforces is accepted, and named by the header `X-Tokentape-Ignored-Params`: tools left out and
   `strict`, a `tool_choice` that forces, `parallel_tool_calls: false`, `reasoning` (what a template offers is asked for
   with `chat_template_kwargs`), `text.verbosity` and `truncation: "auto"`.
 - The log-probabilities of a text part have one entry per sampled id of the whole completion.
@@ -35,25 +35,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tokentape.chat.tokenizer import Tokenizer
 from tokentape.engines.base import SamplingParams
 from tokentape.errors import InvalidRequest, NotFound, TokentapeError
 from tokentape.gateway.endpoint import DecodedRequest, Gateway, RequestContext, address
 from tokentape.gateway.events import TurnRequest, TurnStarted
-from tokentape.gateway.http import check_depth, encode_event, error_body, json_response
+from tokentape.gateway.http import check_depth, encode_event, json_response
 from tokentape.gateway.openapi import also_below_sessions
 from tokentape.gateway.pins import Count
 from tokentape.gateway.wire.openai_fields import (
+    OpenAIDialect,
     SamplingFields,
     TopLogprobs,
     read_fields,
     refuse_unserved,
+    refuse_unsupported,
     sampling_params,
 )
 from tokentape.gateway.wire.responses_items import join_leading, output_items, read_input, without_instructions
 from tokentape.gateway.wire.responses_stream import ResponseEncoder, ended
 from tokentape.gateway.wire.responses_tools import Tools, read_tools
-from tokentape.gateway.wire.sampling_fields import refuse_unsupported
 from tokentape.session.tree import Session
 from tokentape.types import Message
 
@@ -124,17 +124,12 @@ class ResponseId(NamedTuple):
         return cls(found[1], found[2], int(found[3]))
 
 
-class Responses:
+class Responses(OpenAIDialect):
     """The dialect. `model_id` is the model's name in replies, `tokenizer` spells tokens beside their logprobs."""
 
     path = "/v1/responses"
     summary = "OpenAI's Responses"
     body, ignored = ResponsesBody, IGNORED
-    read_messages = None
-
-    def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
-        self._model_id = model_id
-        self._tokenizer = tokenizer
 
     def session_of(self, body: Any) -> str | None:
         """The session of the response that is continued."""
@@ -175,14 +170,10 @@ class Responses:
 
         return DecodedRequest(turn, encoder, _ignored_params(read, tools))
 
-    def error(self, error: TokentapeError) -> Any:
-        """An error in OpenAI's shape."""
-        return error_body(error)
-
     def error_event(self, error: TokentapeError) -> bytes:
         """An error that the encoder of a stream did not foresee, as its last event."""
-        told = {"type": "error", "code": error.code, "message": str(error), "param": None, "sequence_number": 0}
-        return encode_event(told, "error")
+        event = {"type": "error", "code": error.code, "message": str(error), "param": None, "sequence_number": 0}
+        return encode_event(event, "error")
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -327,5 +318,5 @@ def _echo(body: ResponsesBody, sampling: SamplingParams) -> Mapping[str, Any]:
 
 
 def _no_response() -> NotFound:
-    """The one answer for an unknown response and for one of somebody else's session."""
+    """Return the error for an unknown response and for one of another owner's session: always the same."""
     return NotFound("there is no response with this id")

@@ -1,6 +1,6 @@
-"""Items of the Responses API: what is sent to messages, a recorded reply to what is told.
+"""Items of the Responses API: from the items sent to messages, and from a recorded reply to items.
 
-Items that a reply was told as become that reply's message again, so that the session finds it: reasoning, text and
+The items of a reply become that reply's message again, so that the session finds it: reasoning, text and
 calls that follow each other are one assistant message. Reasoning may be left out on the way.
 """
 
@@ -93,7 +93,7 @@ async def read_input(given: str | Sequence[Any], context: RequestContext) -> lis
                 messages.append({"role": "system", "content": text})
         elif kind == "reasoning":
             reasoning = _read(item, _Reasoning, at)
-            # Reasoning that was told behind the text belongs to it still.
+            # Reasoning that came after the text still belongs to it.
             same = reply_id is not None and _reply_of(reasoning.id) == reply_id
             opened = _open(messages, fresh=() if same else ("content", "tool_calls"))
             said = "".join(one.text for one in reasoning.content or reasoning.summary or ())
@@ -140,7 +140,7 @@ def output_items(
     logprobs: Sequence[Any] = (),
     namespaces: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[dict[str, Any]]:
-    """What a recorded reply is told as: reasoning, a message, calls. There is always a message or a call."""
+    """Return the items of a recorded reply: reasoning, a message, calls. There is always a message or a call."""
     items: list[dict[str, Any]] = []
     calls = reply.get("tool_calls") or ()
     if reply.get("reasoning_content"):

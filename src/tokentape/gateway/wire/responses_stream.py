@@ -42,9 +42,9 @@ class ResponseEncoder:
         self._return_token_ids = return_token_ids
         self._sequence = 0
         self._items: list[Item] = []
-        """Those that the stream has told of."""
+        """Those that the stream has sent."""
         self._texts: dict[str, str] = {}
-        """Text told so far, by the kind of item that is open."""
+        """Text sent so far, by the kind of item that is open."""
         self._late_reasoning = ""
         self._entries: list[Any] = []
         self._entries_told = 0
@@ -63,7 +63,7 @@ class ResponseEncoder:
         return self._response(choice.done, items)
 
     async def stream(self, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[bytes]:
-        """The events of a stream. Items follow each other; calls are told whole when sampling has ended."""
+        """The events of a stream. Items follow each other; calls are sent whole when sampling has ended."""
         begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
@@ -108,7 +108,7 @@ class ResponseEncoder:
         return written
 
     def _end(self, done: TurnDone) -> list[bytes]:
-        """What is left to be told of the items once the turn is recorded."""
+        """Return the events that are left once the turn is recorded."""
         calls = done.turn.reply.get("tool_calls") or ()
         written = self._close_reasoning()
         if not calls and not self._is_told("message"):
@@ -124,10 +124,10 @@ class ResponseEncoder:
 
     def _failed(self, begun: Mapping[str, Any], error: TokentapeError) -> list[bytes]:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
-        told = {**begun, "status": "failed", "error": {"code": code, "message": str(error)}, "output": self._items}
+        failed = {**begun, "status": "failed", "error": {"code": code, "message": str(error)}, "output": self._items}
         return [
             self._event("error", code=error.code, message=str(error), param=None),
-            self._event("response.failed", response=told),
+            self._event("response.failed", response=failed),
         ]
 
     def _open_reasoning(self, item_id: str) -> list[bytes]:
@@ -207,7 +207,7 @@ class ResponseEncoder:
 def ended(turn: Turn, prompt_ids: TokenIds) -> dict[str, Any]:
     """The fields of a response that say how it ended and what it used.
 
-    What was cached and how many tokens were reasoning is not counted; both are told as 0.
+    Cached and reasoning tokens are not counted; both are reported as 0.
     """
     cut = turn.finish_reason == "length"
     prompt, completion = len(prompt_ids), len(turn.completion_ids)
