@@ -118,8 +118,8 @@ def recorded_rules(one: Trajectory, sampling: Mapping[int, Mapping[str, Any]] | 
 
     `sampling` are the sampling parameters of turns by their `seq`, which say how a truncated distribution was cut.
     """
-    told = zip(one.turns, one.logprobs_of, strict=True)
-    return [_rule(of, (sampling or {}).get(turn)) for turn, of in told]
+    turns = zip(one.turns, one.logprobs_of, strict=True)
+    return [_rule(of, (sampling or {}).get(turn)) for turn, of in turns]
 
 
 def _rule(of: TokenDistribution | None, sampling: Mapping[str, Any] | None) -> Rule | str:

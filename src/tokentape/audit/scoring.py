@@ -124,7 +124,7 @@ async def _score(
         scorable = [(turn, start, end) for turn, start, end in due if end <= before_images]
         done.update(turn for turn, _, _ in due)
         if len(scorable) < len(due):
-            report.not_scored["an image is in front of it"] += len(due) - len(scorable)
+            report.not_scored["an image is before it"] += len(due) - len(scorable)
         if not scorable:
             continue
         # The first token of all has no context.

@@ -196,8 +196,8 @@ def same_name(served: ServedAs, folder: FolderModel, expected: str | None = None
     name, config = "name", folder.config
     says = f"the server says that it serves {', '.join(sorted(served.names)) or 'nothing'}"
     advice = "Name the server's own model folder; or say with --engine-model NAME that NAME is the folder's model."
-    told = (("model_type", served.model_type), ("hidden_size", served.hidden_size))
-    for field, value in told:
+    facts = (("model_type", served.model_type), ("hidden_size", served.hidden_size))
+    for field, value in facts:
         if value is not None and config.get(field, value) != value:
             return CheckResult(name, "fail", f"{says}: its {field} is {value}, the folder's {config[field]}", advice)
     if expected is not None:

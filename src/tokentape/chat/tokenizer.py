@@ -106,9 +106,7 @@ class Tokenizer:
             max((token.id for token in self.added_tokens), default=-1),
             _highest_id(self._spec["model"]["vocab"]),
         )
-        self.special_tokens = {
-            key: text for key in _SPECIAL_TOKEN_KEYS if (text := _token_text(config.get(key))) is not None
-        }
+        self.special_tokens = named_special_tokens(config)
         self._set_controls()
         self._generation_config = generation_config or {}
         self.eos_ids = self._eos_ids(self._generation_config)
@@ -170,19 +168,19 @@ class Tokenizer:
                 f"no tokenizer.json in {folder} (found: {found}). Convert the tokenizer once with "
                 "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` and check it with `tokentape audit`."
             )
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
         if "auto_map" in config:
             raise TokenizerUnusable(
                 f"{folder / 'tokenizer_config.json'} has `auto_map`: it asks to run code from the model folder. "
                 "Remove that entry if tokenizer.json alone is the tokenizer."
             )
-        generation_config = _read_json(folder / "generation_config.json")
+        generation_config = read_json(folder / "generation_config.json")
         try:
             return cls(
                 path.read_bytes(),
                 config,
                 generation_config,
-                other_configs=[_read_json(folder / name) for name in _NAMING_CONFIGS],
+                other_configs=[read_json(folder / name) for name in _NAMING_CONFIGS],
                 named_in=[template.read_text("utf-8", "replace") for template in sorted(folder.glob("**/*.jinja"))],
                 strict_text=strict_text,
             )
@@ -405,7 +403,13 @@ def _token_text(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that a tokenizer_config.json names, by key."""
+    return {key: text for key in _SPECIAL_TOKEN_KEYS if (text := _token_text(config.get(key))) is not None}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if there is no file. Raises `TokenizerUnusable` for other content."""
     if not path.is_file():
         return {}
     try:

@@ -18,7 +18,7 @@ def check(
     lockfile: Annotated[Path, typer.Argument(metavar="LOCKFILE", exists=True, dir_okay=False)],
     path: Annotated[Path | None, typer.Argument(metavar="MODEL", help="Model folder to compare.")] = None,
     engine: Annotated[
-        str | None, typer.Option(metavar="URL", help="Running server, or gateway, whose ids to compare.")
+        str | None, typer.Option(metavar="URL", help="Running server, or gateway, to compare its ids.")
     ] = None,
     kind: Annotated[
         Literal["vllm", "sglang", "llamacpp", "gateway"] | None,

@@ -1,4 +1,4 @@
-"""`tokentape doctor`: whether this machine is fit to run a gateway with these settings."""
+"""`tokentape doctor`: check that this machine can run a gateway with these settings."""
 
 from __future__ import annotations
 

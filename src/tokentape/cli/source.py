@@ -35,7 +35,7 @@ class Source:
         return None if self.store is None else served_model(self.location, self.store)
 
     def rows(self, columns: Columns) -> Iterator[IdRow]:
-        """The sequences of ids. `columns` are those of somebody else's file. Raises as `iter_rows`."""
+        """Return the sequences of ids. `columns` are those of a file in another format. Raises as `iter_rows`."""
         from tokentape.audit.id_rows import iter_rows, store_rows
 
         return iter_rows(self.location, columns) if self.store is None else store_rows(self.store)
@@ -43,7 +43,7 @@ class Source:
 
 @contextmanager
 def open_source(location: str) -> Iterator[Source]:
-    """Open what is at `location`, once for all that is asked of it: an archive is read in whole for that.
+    """Open a location. An archive is read as a whole, so open it only once.
 
     Raises as `open_record`; files are opened when they are read.
     """

@@ -86,7 +86,7 @@ def test_what_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_gguf_of_an_unknown_split_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerUnusable, match="'of-tomorrow', whose split is not known"):
+    with pytest.raises(TokenizerUnusable, match="'of-tomorrow', a split that is not known"):
         open_backend(str(write_gguf(tmp_path / "tiny.gguf", pre="of-tomorrow")))
 
 

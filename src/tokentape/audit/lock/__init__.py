@@ -37,10 +37,10 @@ def check(
     Args:
         lockfile: what `tokentape lock` wrote.
         tokenizer: a model folder, or a live tokenizer or processing class as a trainer takes it.
-        engine: address of a vLLM, SGLang or llama.cpp server, or of a gateway, whose ids are compared too.
+        engine: address of a vLLM, SGLang or llama.cpp server, or of a gateway, to compare its ids too.
         template_kwargs: what conversations will be rendered with; the lock's if not given.
         chat_template: a template file in place of the folder's.
-        strict: whether another version of a library, with the same ids, is a change too.
+        strict: True to count another version of a library, with the same ids, as a change.
 
     Raises:
         TokenizationChanged: something changed; its text names the part, the first input with other ids, the ids

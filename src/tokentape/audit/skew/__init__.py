@@ -1,1 +1,1 @@
-"""The skew auditor: whether two sides map the same texts and messages to the same ids, and if not, why."""
+"""Audit skew: find out if two backends map the same texts and messages to the same ids, and if not, why."""

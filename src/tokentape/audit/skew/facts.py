@@ -15,9 +15,9 @@ _PAD_FIX = "Give padding a token of its own: masks made from a padding token tha
 def fact_findings(a: BackendFacts, b: BackendFacts, found: Collection[Skew]) -> list[Skew]:
     """Return differences of the facts that are in none of the findings yet."""
     kinds = {one.kind for one in found}
-    told = " ".join(one.cause for one in found)
+    known = " ".join(one.cause for one in found)
     findings = [
-        one for one in _tables(a, b) if one.cause not in told and (one.kind != "vocabulary" or one.kind not in kinds)
+        one for one in _tables(a, b) if one.cause not in known and (one.kind != "vocabulary" or one.kind not in kinds)
     ]
     findings += _special_tokens(a, b)
     if None not in (a.cleans_up, b.cleans_up) and a.cleans_up != b.cleans_up and "decode clean-up" not in kinds:

@@ -34,7 +34,7 @@ _ASSISTANT = frozenset({Provenance.SAMPLED, Provenance.ASSISTANT})
 _MILD = frozenset({"ids", "json", "spacing", "cut"})
 _SAME_BYTES = frozenset({"ids", "forged"})
 _AROUND = 8
-"""Tokens beside a stretch whose text is looked at."""
+"""Tokens on each side of a stretch that are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +149,11 @@ def compare(
 
     Raises `InvalidRequest` if the number of codes is not the number of ids.
     """
-    one, other = _Side(expected, tokenizer, provenance), _Side(recorded, tokenizer, recorded_provenance)
+    one, other = _Sequence(expected, tokenizer, provenance), _Sequence(recorded, tokenizer, recorded_provenance)
     return Comparison(len(one.ids), len(other.ids), tuple(_Comparer(one, other).differences()))
 
 
-class _Side:
+class _Sequence:
     """One sequence with the spelling of its ids."""
 
     def __init__(self, ids: Sequence[int] | TokenIds, tokenizer: Tokenizer, provenance: Codes | None) -> None:
@@ -215,7 +215,7 @@ def _spelled(tokenizer: Tokenizer, token_id: int) -> tuple[bytes, bool]:
 
 
 class _Comparer:
-    def __init__(self, one: _Side, other: _Side) -> None:
+    def __init__(self, one: _Sequence, other: _Sequence) -> None:
         self.one = one
         self.other = other
 

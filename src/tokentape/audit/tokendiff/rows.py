@@ -28,7 +28,7 @@ class RowComparison:
 
     @property
     def same(self) -> bool:
-        """Whether both sides have it, with the same ids."""
+        """True if both sides have it, with the same ids."""
         return self.comparison is not None and not self.comparison.differences
 
 

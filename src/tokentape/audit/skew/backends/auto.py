@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tokentape.audit.skew.backends.base import Ability, Backend, BackendFacts, BackendToken, Rendering, SkewChat
-from tokentape.audit.skew.backends.spec import BackendOptions, added_of, hashes, makes_masks, special_tokens_of
+from tokentape.audit.skew.backends.spec import BackendOptions, added_of, hashes, makes_masks
 from tokentape.chat.template import plain_message, read_source
+from tokentape.chat.tokenizer import named_special_tokens
 from tokentape.errors import TemplateRefused, TokenizerUnusable
 
 _FLAGS = ("content", "special", "lstrip", "rstrip", "normalized", "single_word")
@@ -44,7 +45,7 @@ class AutoBackend(Backend):
         abilities: set[Ability] = {"special", "decode", "controls"}
         if template is not None:
             abilities |= {"render", "mask"} if makes_masks(template) and spec is not None else {"render"}
-        special_tokens = special_tokens_of({k: str(v) for k, v in tokenizer.special_tokens_map.items()})
+        special_tokens = named_special_tokens({k: str(v) for k, v in tokenizer.special_tokens_map.items()})
         decoder = {} if spec is not None else tokenizer.added_tokens_decoder
         listed = [BackendToken(number, *(getattr(one, flag) for flag in _FLAGS)) for number, one in decoder.items()]
         self.facts = BackendFacts(

@@ -42,31 +42,31 @@ def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
         fields = require("gguf").GGUFReader(str(path)).fields
     except (ValueError, IndexError) as error:
         raise TokenizerUnusable(f"{path} is damaged or no GGUF file: {error}") from error
-    told: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         key.removeprefix("tokenizer."): field.contents()
         for key, field in fields.items()
         if key.startswith("tokenizer.")
     }
     notes = []
-    match model := told.get("ggml.model"):
+    match model := metadata.get("ggml.model"):
         case "gpt2":
-            pre = told.get("ggml.pre")
+            pre = metadata.get("ggml.pre")
             if pre is None:
                 notes.append("the file has no tokenizer.ggml.pre: llama.cpp splits text by its default, for no model")
             split = _SPLIT_OF.get(pre or "default")
             if split is None:
-                raise TokenizerUnusable(f"{path}: tokenizer.ggml.pre is {pre!r}, whose split is not known here")
-            spec = _byte_level_spec(told, split, whole_words=pre in _WHOLE_WORDS)
+                raise TokenizerUnusable(f"{path}: tokenizer.ggml.pre is {pre!r}, a split that is not known here")
+            spec = _byte_level_spec(metadata, split, whole_words=pre in _WHOLE_WORDS)
         case "llama":
-            spec = _sentencepiece_spec(told)
+            spec = _sentencepiece_spec(metadata)
         case _:
             raise TokenizerUnusable(f"{path}: tokenizer.ggml.model is {model!r}; expected gpt2 or llama")
-    source = read_source(options.template) if options.template else told.get("chat_template")
+    source = read_source(options.template) if options.template else metadata.get("chat_template")
     return SpecBackend(
         name,
         spec,
         kind=f"GGUF {model}",
-        config=_config(told),
+        config=_config(metadata),
         template=ChatTemplate(source) if source else None,
         options=options,
         files={path.name: hash_file(path)},
@@ -75,33 +75,33 @@ def open_gguf(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
     )
 
 
-def _byte_level_spec(told: Mapping[str, Any], split: str, *, whole_words: bool) -> dict[str, Any]:
-    vocab, added = _vocabulary(told)
+def _byte_level_spec(metadata: Mapping[str, Any], split: str, *, whole_words: bool) -> dict[str, Any]:
+    vocab, added = _vocabulary(metadata)
     model = {
         "type": "BPE",
         "vocab": vocab,
-        "merges": [merge.split(" ", 1) for merge in told["ggml.merges"]],
+        "merges": [merge.split(" ", 1) for merge in metadata["ggml.merges"]],
         "ignore_merges": whole_words,
     }
     return {
-        **_common(told, added, model, bos_by_default=False),
+        **_common(metadata, added, model, bos_by_default=False),
         "normalizer": None,
         "pre_tokenizer": byte_level(split),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
     }
 
 
-def _sentencepiece_spec(told: Mapping[str, Any]) -> dict[str, Any]:
-    vocab, added = _vocabulary(told)
+def _sentencepiece_spec(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    vocab, added = _vocabulary(metadata)
     model = {
         "type": "BPE",
         "vocab": vocab,
-        "merges": merges_of(vocab, told["ggml.scores"]),
-        "unk_token": told["ggml.tokens"][told.get("ggml.unknown_token_id", 0)],
+        "merges": merges_of(vocab, metadata["ggml.scores"]),
+        "unk_token": metadata["ggml.tokens"][metadata.get("ggml.unknown_token_id", 0)],
         "fuse_unk": True,
         "byte_fallback": True,
     }
-    first = [{"type": "Prepend", "prepend": "▁"}] if told.get("ggml.add_space_prefix", True) else []
+    first = [{"type": "Prepend", "prepend": "▁"}] if metadata.get("ggml.add_space_prefix", True) else []
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -111,7 +111,7 @@ def _sentencepiece_spec(told: Mapping[str, Any]) -> dict[str, Any]:
     if first:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
-        **_common(told, added, model, bos_by_default=True),
+        **_common(metadata, added, model, bos_by_default=True),
         "normalizer": {"type": "Sequence", "normalizers": [*first, spaces]},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
@@ -129,9 +129,9 @@ def merges_of(vocab: Mapping[str, int], scores: Sequence[float]) -> list[list[st
     return [[left, right] for _, _, _, left, right in sorted(found)]
 
 
-def _vocabulary(told: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    tokens: Sequence[str] = told["ggml.tokens"]
-    kinds = told.get("ggml.token_type") or [1] * len(tokens)
+def _vocabulary(metadata: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    tokens: Sequence[str] = metadata["ggml.tokens"]
+    kinds = metadata.get("ggml.token_type") or [1] * len(tokens)
     vocab = {token: number for number, token in enumerate(tokens) if kinds[number] != _UNUSED}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
@@ -143,17 +143,17 @@ def _vocabulary(told: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str,
 
 
 def _common(
-    told: Mapping[str, Any], added: list[dict[str, Any]], model: Mapping[str, Any], *, bos_by_default: bool
+    metadata: Mapping[str, Any], added: list[dict[str, Any]], model: Mapping[str, Any], *, bos_by_default: bool
 ) -> dict[str, Any]:
     around: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     special_tokens = {}
     for which, wanted in (
-        ("bos", told.get("ggml.add_bos_token", bos_by_default)),
-        ("eos", told.get("ggml.add_eos_token")),
+        ("bos", metadata.get("ggml.add_bos_token", bos_by_default)),
+        ("eos", metadata.get("ggml.add_eos_token")),
     ):
-        number = told.get(f"ggml.{which}_token_id")
+        number = metadata.get(f"ggml.{which}_token_id")
         if wanted and number is not None:
-            token = told["ggml.tokens"][number]
+            token = metadata["ggml.tokens"][number]
             special_tokens[token] = {"id": token, "ids": [number], "tokens": [token]}
             piece = {"SpecialToken": {"id": token, "type_id": 0}}
             around = [piece, *around] if which == "bos" else [*around, piece]
@@ -168,7 +168,7 @@ def _common(
     }
 
 
-def _config(told: Mapping[str, Any]) -> dict[str, Any]:
+def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-    found = {name: told.get(f"ggml.{which}_token_id") for name, which in names.items()}
-    return {name: told["ggml.tokens"][number] for name, number in found.items() if number is not None}
+    found = {name: metadata.get(f"ggml.{which}_token_id") for name, which in names.items()}
+    return {name: metadata["ggml.tokens"][number] for name, number in found.items() if number is not None}

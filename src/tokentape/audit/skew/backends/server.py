@@ -205,9 +205,9 @@ async def introduced(http: HttpClient, kind: str | None = None) -> tuple[str, st
 
 
 async def _detected(http: HttpClient) -> str | None:
-    told = await _get(http, "/version", _Version)
-    if told is not None:
-        return "gateway" if told.version.startswith("tokentape") else "vllm"
+    answer = await _get(http, "/version", _Version)
+    if answer is not None:
+        return "gateway" if answer.version.startswith("tokentape") else "vllm"
     if await _get(http, "/props", _Build) is not None:
         return "llamacpp"
     versions = [await _get(http, path, _Version) for path in ("/server_info", "/get_server_info")]
@@ -220,9 +220,9 @@ async def _version(kind: str, http: HttpClient) -> tuple[Mapping[str, str], str 
         build = await _get(http, "/props", _Build)
         return ({"llama.cpp": build.build_info}, build.chat_template) if build else ({}, None)
     for path in ("/version", "/server_info", "/get_server_info"):
-        told = await _get(http, path, _Version)
-        if told is not None:
-            return {KINDS[kind]: told.version}, None
+        answer = await _get(http, path, _Version)
+        if answer is not None:
+            return {KINDS[kind]: answer.version}, None
     return {}, None
 
 

@@ -21,10 +21,9 @@ import tokenizers
 
 from tokentape.audit.skew.backends.base import Ability, Backend, BackendFacts, BackendToken, Rendering, SkewChat
 from tokentape.chat.template import ChatTemplate, plain_message, read_source
-from tokentape.chat.tokenizer import from_text
+from tokentape.chat.tokenizer import from_text, named_special_tokens, read_json
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _BEGIN, _END = "\U0010fffc", "\U0010fffd"
@@ -101,7 +100,7 @@ class SpecBackend(TemplateBackend):
         self._marked = ChatTemplate(_with_marks(template.source)) if template and makes_masks(template.source) else None
         self._options = options or BackendOptions()
         self._reopened_as = reopened_as
-        special_tokens = special_tokens_of(config)
+        special_tokens = named_special_tokens(config)
         abilities: set[Ability] = {"special", "decode", "controls"}
         if template is not None:
             abilities |= {"render", "mask"} if self._marked is not None else {"render"}
@@ -162,7 +161,7 @@ def open_json(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
         raise TokenizerUnusable(
             f"no tokenizer.json in {folder}. For other files say what they are: spm:, tiktoken:, mistral: or gguf:"
         )
-    config = read_config(folder)
+    config = read_json(folder / "tokenizer_config.json")
     notes = ["tokenizer_config.json has `auto_map`: code in the folder, not run here"] if "auto_map" in config else []
     try:
         source = file.read_bytes().decode()
@@ -221,17 +220,6 @@ def added_of(spec: Mapping[str, Any]) -> dict[str, BackendToken]:
     }
 
 
-def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a tokenizer_config.json names."""
-    found = {}
-    for key in _SPECIAL_TOKENS:
-        value = config.get(key)
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if isinstance(text, str):
-            found[key] = text
-    return found
-
-
 def find_template(folder: Path, config: Mapping[str, Any], options: BackendOptions) -> ChatTemplate | None:
     """Return the template of the options, or of the folder, if there is one."""
     if options.template is not None:
@@ -239,23 +227,6 @@ def find_template(folder: Path, config: Mapping[str, Any], options: BackendOptio
     if not (folder / "chat_template.jinja").is_file() and not config.get("chat_template"):
         return None
     return ChatTemplate.load(folder, config)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read a folder's tokenizer_config.json; empty if it has none.
-
-    Raises `TokenizerUnusable` if it is not a JSON object.
-    """
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise TokenizerUnusable(f"{path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise TokenizerUnusable(f"{path} holds a {type(config).__name__}, expected an object")
-    return config
 
 
 def hashes(folder: Path) -> dict[str, str]:

@@ -19,11 +19,10 @@ from tokentape.audit.skew.backends.spec import (
     TemplateBackend,
     find_template,
     hash_file,
-    read_config,
     require,
-    special_tokens_of,
 )
 from tokentape.audit.skew.known_parts import SPLITS
+from tokentape.chat.tokenizer import named_special_tokens, read_json
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 
 _O200K_RANKS = 190_000
@@ -43,7 +42,7 @@ class TiktokenBackend(TemplateBackend):
         if split not in SPLITS or len(SPLITS[split]) > 1:
             known = ", ".join(one for one, expressions in SPLITS.items() if len(expressions) == 1)
             raise InvalidRequest(f"tiktoken takes one expression to split by; known are {known}, found {split!r}")
-        config = read_config(file.parent)
+        config = read_json(file.parent / "tokenizer_config.json")
         added = {
             token["content"]: BackendToken(int(number), token["content"], bool(token.get("special", True)))
             for number, token in config.get("added_tokens_decoder", {}).items()
@@ -59,7 +58,7 @@ class TiktokenBackend(TemplateBackend):
             raise TokenizerUnusable(f"tiktoken does not take {file}: {error}") from error
         self._reopened_as = f"tiktoken:{file}#{split}"
         self._template, self._options = find_template(file.parent, config, options), options
-        special_tokens = special_tokens_of(config)
+        special_tokens = named_special_tokens(config)
         able: dict[Ability, bool] = {"decode": True, "controls": bool(added), "render": self._template is not None}
         self.facts = BackendFacts(
             name=name,
