@@ -36,7 +36,7 @@ def test_languages_are_counted_as_the_tokenizer_counts(renderer: Renderer, corpu
     for name, texts in (("en", ["All are born free.", "They have reason."]), ("ja", ["すべて自由", "理性を"])):
         assert rows[name].lines == 2
         assert rows[name].characters == sum(map(len, texts))
-        assert rows[name].octets == sum(len(text.encode()) for text in texts)
+        assert rows[name].bytes == sum(len(text.encode()) for text in texts)
         assert rows[name].tokens == sum(len(renderer.tokenizer.encode_plain(text)) for text in texts)
         assert rows[name].premium is None
 
@@ -66,7 +66,7 @@ def test_what_scripts_take_is_what_the_text_takes(renderer: Renderer, text: str)
     (whole,) = found.languages
     assert sum(row.tokens for row in found.scripts) == pytest.approx(whole.tokens)
     assert sum(row.characters for row in found.scripts) == len(text)
-    assert sum(row.octets for row in found.scripts) == len(text.encode())
+    assert sum(row.bytes for row in found.scripts) == len(text.encode())
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral_v3_spm"])
@@ -119,7 +119,7 @@ def test_the_page_has_the_numbers_of_the_table(renderer: Renderer, corpus: Path)
     shown = premium_layout(found).html()
     assert "<svg" in shown
     for row in found.languages:
-        assert f'<td class="n">{row.per_character:.3f}</td>' in shown
+        assert f'<td class="n">{row.tokens_per_character:.3f}</td>' in shown
         assert f"{row.name}, tiny" in shown
 
 

@@ -50,33 +50,14 @@ class PremiumRow:
     lines: int
     characters: int
     """Code points."""
-    octets: int
+    bytes: int
     """UTF-8 bytes."""
     tokens: float
     """A fraction for scripts: a token over two scripts counts for each by its bytes."""
+    tokens_per_character: float
+    tokens_per_byte: float
     premium: float | None = None
     """Tokens over those of the baseline language; None without a baseline, and for scripts."""
-
-    @property
-    def per_character(self) -> float:
-        """Tokens per code point."""
-        return self.tokens / self.characters if self.characters else 0.0
-
-    @property
-    def per_octet(self) -> float:
-        """Tokens per UTF-8 byte."""
-        return self.tokens / self.octets if self.octets else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as `--json` prints it."""
-        return {
-            **{name: getattr(self, name) for name in ("tokenizer", "name", "lines", "characters")},
-            "bytes": self.octets,
-            "tokens": self.tokens,
-            "tokens_per_character": self.per_character,
-            "tokens_per_byte": self.per_octet,
-            "premium": self.premium,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +133,7 @@ def premium_layout(found: Premium) -> Report:
         tables = [_table([row for row in rows if row.tokenizer == name], what) for what, rows in kinds]
         blocks += [Heading(name), *tables]
     for what, rows in kinds:
-        blocks.append(Details(f"By {what}", [_bars(rows, names, "tokens per character", "per_character")]))
+        blocks.append(Details(f"By {what}", [_bars(rows, names, "tokens per character", "tokens_per_character")]))
     if found.baseline is not None:
         bars = _bars(found.languages, names, f"tokens over those of {found.baseline}", "premium")
         blocks.append(Details(f"Premium over {found.baseline}", [bars]))
@@ -160,25 +141,26 @@ def premium_layout(found: Premium) -> Report:
 
 
 def _bars(rows: Sequence[PremiumRow], names: Sequence[str], unit: str, field: str) -> Bars:
-    ordered = sorted(rows, key=lambda row: (row.name, names.index(row.tokenizer)))
-    labels = ((f"{row.name}, {row.tokenizer}", row) for row in ordered)
-    return Bars(
-        [Bar(label, getattr(row, field) or 0.0, group=names.index(row.tokenizer)) for label, row in labels], unit
-    )
+    bars = []
+    for row in sorted(rows, key=lambda row: (row.name, names.index(row.tokenizer))):
+        group = names.index(row.tokenizer)
+        bars.append(Bar(f"{row.name}, {row.tokenizer}", getattr(row, field) or 0.0, group=group))
+    return Bars(bars, unit)
 
 
 def _table(rows: Sequence[PremiumRow], what: str) -> Table:
-    head = [what, "lines", "characters", "tokens", "tokens/character", "tokens/byte"]
-    body = []
-    for row in rows:
-        counts = [f"{row.lines:,}", f"{row.characters:,}", f"{row.tokens:,.0f}"]
-        body.append([row.name, *counts, f"{row.per_character:.3f}", f"{row.per_octet:.3f}"])
-    if any(row.premium is not None for row in rows):
-        head.append("premium")
-        body = [
-            [*cells, "" if row.premium is None else f"{row.premium:.2f}"] for cells, row in zip(body, rows, strict=True)
+    head = [what, "lines", "characters", "tokens", "tokens/character", "tokens/byte", "premium"]
+    body = [
+        [
+            row.name,
+            *(f"{many:,.0f}" for many in (row.lines, row.characters, row.tokens)),
+            *(f"{rate:.3f}" for rate in (row.tokens_per_character, row.tokens_per_byte)),
+            "" if row.premium is None else f"{row.premium:.2f}",
         ]
-    return Table(head, body, range(1, len(head)))
+        for row in rows
+    ]
+    shown = len(head) if any(row.premium is not None for row in rows) else len(head) - 1
+    return Table(head[:shown], [row[:shown] for row in body], range(1, shown))
 
 
 def _line(path: Path, text: str) -> Line:
@@ -273,7 +255,8 @@ def _rows(counted: _Counts, base: Mapping[str, float]) -> list[PremiumRow]:
     order = list(dict.fromkeys(name for name, _ in counted))
     rows = []
     for (tokenizer, name), counts in counted.items():
-        lines, characters, octets = map(int, counts[:3])
-        premium = float(counts[3] / base[tokenizer]) if base.get(tokenizer) else None
-        rows.append(PremiumRow(tokenizer, name, lines, characters, octets, float(counts[3]), premium))
-    return sorted(rows, key=lambda row: (order.index(row.tokenizer), -row.per_character, row.name))
+        lines, characters, octets, tokens = counts.tolist()
+        rates = tokens / characters if characters else 0.0, tokens / octets if octets else 0.0
+        premium = tokens / base[tokenizer] if base.get(tokenizer) else None
+        rows.append(PremiumRow(tokenizer, name, int(lines), int(characters), int(octets), tokens, *rates, premium))
+    return sorted(rows, key=lambda row: (order.index(row.tokenizer), -row.tokens_per_character, row.name))

@@ -49,7 +49,4 @@ def premium(
             found = measure_premium(tokenizers, read_corpus(corpus, lines), baseline=baseline)
         except InvalidRequest as error:
             raise typer.BadParameter(str(error), param_hint="--corpus") from None
-    rows = {"languages": found.languages, "scripts": found.scripts}
-    written = {key: [row.to_dict() for row in each] for key, each in rows.items()}
-    value = {"baseline": found.baseline, **written}
-    print_report(premium_layout(found), html, value if as_json else None)
+    print_report(premium_layout(found), html, found if as_json else None)
