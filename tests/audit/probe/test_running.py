@@ -13,7 +13,7 @@ from click.testing import Result as CliResult
 from typer.testing import CliRunner
 
 from tests.chat.conftest import load_tokenizer
-from tokentape.audit.probe.running import ProbeFile, ProbeResult, ProbeSettings, header, read_results, run_trials
+from tokentape.audit.probe.running import ProbeFile, ProbeResult, ProbeSettings, header, run_trials
 from tokentape.audit.probe.summary import probe_layout, summarise
 from tokentape.audit.probe.trials import Trial, outcome, read_texts, trials
 from tokentape.chat import grammar
@@ -167,8 +167,9 @@ def test_a_probe_goes_on_where_it_was_cut_off(qwen: Renderer, tmp_path: Path) ->
         assert len(left) == 3
         for result in run(engine, qwen, ProbeSettings(), *left):
             keeping.add(result)
-    found, results = read_results(path)
-    assert found == made
+    with ProbeFile(path, made) as keeping:
+        results = keeping.results
+    assert json.loads(path.read_text().splitlines()[0]) == made
     assert sorted(result.trial.name for result in results) == sorted(one.name for one in asked)
     with pytest.raises(InvalidRequest, match=r"results of another probe \(temperature differ\)"):
         ProbeFile(path, {**made, "temperature": 1.0})
@@ -264,7 +265,7 @@ def test_the_command_probes_a_gateway_and_goes_on(gateway_url: str, model_dir: P
     done = command(model_dir, *served, "--limit", 4, "--json")
     assert json.loads(done.stdout)["trials"] == 4
     assert output.read_text(encoding="utf-8").startswith(before)
-    assert len(read_results(output)[1]) == 4
+    assert len(output.read_text(encoding="utf-8").splitlines()) == 5
 
 
 def test_a_page_that_can_not_be_written_does_not_take_the_results_along(

@@ -206,14 +206,6 @@ class ProbeFile:
         self._file.flush()
 
 
-def read_results(path: str | Path) -> tuple[Header, list[ProbeResult]]:
-    """Return the header and the results of a file. Raises `InvalidRequest` if it has none."""
-    found, results, _ = _read(Path(path))
-    if found is None:
-        raise InvalidRequest(f"{path} is empty")
-    return found, results
-
-
 def _read(path: Path) -> tuple[Header | None, list[ProbeResult], int]:
     """Return the header, the results, and the number of bytes of whole lines."""
     content = path.read_bytes()

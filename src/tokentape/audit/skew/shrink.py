@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from tokentape.audit.skew.backends.base import SkewChat
 
 _Part = TypeVar("_Part")
-_KEPT = frozenset({"role", "type", "name"})
-"""Fields that keep their values. Servers fill in a tool's missing name or type, which would be another difference."""
-_PRESENT = frozenset({"content", "function"})
-"""Fields that stay, with smaller values."""
+_OF_MESSAGES = {"role": False, "content": True}
+_OF_TOOLS = {"type": False, "name": False, "function": True}
+"""Fields that stay, and True if their values may become smaller. Servers fill in a tool's missing name or type, which
+would be another difference."""
 
 
 def smallest(parts: Sequence[_Part], fails: Callable[[Sequence[_Part]], bool]) -> Sequence[_Part]:
@@ -59,20 +59,20 @@ def smallest_conversation(conversation: SkewChat, differs: Callable[[SkewChat], 
     def put(messages: Sequence[Any], tools: Sequence[Any]) -> SkewChat:
         return replace(conversation, messages=tuple(messages), tools=tuple(tools))
 
-    messages = _smaller(conversation.messages, lambda some: differs(put(some, conversation.tools)))
-    return put(messages, _smaller(conversation.tools, lambda some: differs(put(messages, some))))
+    messages = _smaller(conversation.messages, lambda some: differs(put(some, conversation.tools)), _OF_MESSAGES)
+    return put(messages, _smaller(conversation.tools, lambda some: differs(put(messages, some)), _OF_TOOLS))
 
 
-def _smaller(value: Any, differs: Callable[[Any], bool]) -> Any:
+def _smaller(value: Any, differs: Callable[[Any], bool], kept: Mapping[str, bool]) -> Any:
     """Return a smaller value of the same shape: shorter strings, lists and mappings with fewer members."""
     if isinstance(value, Mapping):
         found = dict(value)
         for key in value:
             rest = {name: one for name, one in found.items() if name != key}
-            if key not in _KEPT | _PRESENT and differs(rest):
+            if key not in kept and differs(rest):
                 found = rest
-            elif key not in _KEPT or not isinstance(found[key], str):
-                found = _smaller_member(found, key, differs)
+            elif kept.get(key, True) or not isinstance(found[key], str):
+                found = _smaller_member(found, key, differs, kept)
         return found
     if not value or not isinstance(value, str | list | tuple):
         return value
@@ -83,14 +83,14 @@ def _smaller(value: Any, differs: Callable[[Any], bool]) -> Any:
         return smallest(value, differs)
     members = list(smallest(list(value), differs))
     for at in range(len(members)):
-        members = _smaller_member(members, at, differs)
+        members = _smaller_member(members, at, differs, kept)
     return members
 
 
-def _smaller_member(members: Any, at: Any, differs: Callable[[Any], bool]) -> Any:
+def _smaller_member(members: Any, at: Any, differs: Callable[[Any], bool], kept: Mapping[str, bool]) -> Any:
     def put(member: Any) -> Any:
         changed = members.copy()
         changed[at] = member
         return changed
 
-    return put(_smaller(members[at], lambda member: differs(put(member))))
+    return put(_smaller(members[at], lambda member: differs(put(member)), kept))
