@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.searching import examples
 from tests.session.builders import make_turn, said, user
+from tests.session.trajectory_cases import make_trajectory
 from tokentape.session.arrow import read_parquet, write_parquet
 from tokentape.session.flatten import trained_turns, trajectories
 from tokentape.session.jsonl import read_jsonl, write_jsonl
@@ -175,3 +176,11 @@ def test_values_stay_with_their_tokens_through_forks_and_files(
                     for token, trained in zip(one.token_ids.tolist(), one.loss_mask.tolist(), strict=True)
                 ]
                 np.testing.assert_array_equal(one.columns[name], np.array(expected, np.float32))
+
+
+def test_trajectories_and_samples_compare_by_identity() -> None:
+    one, other = make_trajectory(), make_trajectory()
+    assert one == one
+    assert one != other
+    assert one in [other, one]
+    assert len({one, other}) == 2

@@ -307,3 +307,25 @@ def test_an_archive_is_not_written_to(store: Store, tmp_path: Path) -> None:
         open_record(target)
     with open_record(target, read_only=True) as read, pytest.raises(StoreError, match="read-only"):
         run(read.write(SessionInfo("c", 1.0)))
+
+
+def test_a_session_without_turns_is_archived_too(store: Store, target: str) -> None:
+    run(store.write(SessionInfo("empty", 3.0)))
+    assert archived(store, target, delete=True).deleted == ["a", "b", "empty"]
+    with open_record(target, read_only=True) as read:
+        assert sorted(names(read)) == ["a", "b", "empty"]
+
+
+def test_rows_that_come_back_otherwise_are_not_deleted(
+    store: Store, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = archive._load
+
+    def lose_a_session(directory: Path, runs: Any) -> None:
+        load(directory, [(folder, manifest, {"a"}) for folder, manifest, _ in runs])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(archive, "_load", lose_a_session)
+        with pytest.raises(StoreCorrupt, match="nothing was deleted"):
+            archived(store, target, delete=True)
+    assert names(store) == ["a", "b", "new"]

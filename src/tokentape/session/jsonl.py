@@ -81,7 +81,8 @@ def _plain(value: Any) -> Any:
     match value:
         case np.ndarray():
             values = value.tolist()
-            return [None if one != one else one for one in values] if value.dtype.kind == "f" else values
+            missing = value.dtype.kind == "f" and bool(np.isnan(value).any())
+            return [None if one != one else one for one in values] if missing else values
         case bytes():
             return base64.b64encode(value).decode("ascii")
         case dict():

@@ -224,17 +224,26 @@ def _write_run(
     progress("reading back")
     with TemporaryDirectory(prefix="tokentape-archive-") as directory:
         _load(Path(directory), [(run, manifest, set(session_ids))])
-        hasher = hashlib.sha256()
-        with SqliteStore.open(directory, read_only=True) as read:
-            for stored in read.iter_sessions(per_token=True):
-                for one in stored.trajectories():
-                    hasher.update(json_line(one))
-    if hasher.hexdigest() != snapshot.digest:
-        raise StoreCorrupt(
-            f"the sessions in {run.path} have digest {hasher.hexdigest()}, the snapshot has {snapshot.digest}; nothing "
-            "was deleted. Delete that folder and archive again"
-        )
+        _check_copy(Path(directory), session_ids, snapshot.digest, run.path)
     _write_json(run, MANIFEST, manifest)
+
+
+def _check_copy(directory: Path, session_ids: Sequence[str], digest: str | None, where: str) -> None:
+    """Raise `StoreCorrupt` unless the record has these sessions, verifies, and its trajectories have the digest."""
+    from tokentape.store.verify import verify  # it reads archives too
+
+    hasher = hashlib.sha256()
+    with SqliteStore.open(directory, read_only=True) as read:
+        found = list(read.session_ids())
+        for session_id in found:
+            for one in read.load_session(session_id, per_token=True).trajectories():
+                hasher.update(json_line(one))
+    problems = [str(one) for one in verify(directory).findings]
+    if found != session_ids or hasher.hexdigest() != digest or problems:
+        raise StoreCorrupt(
+            f"the sessions in {where} have digest {hasher.hexdigest()}, the snapshot has {digest}; "
+            f"{'; '.join([*problems[:3], 'nothing was deleted'])}. Delete that folder and archive again"
+        )
 
 
 def _records(store: Store, stored: StoredSession) -> list[Record]:
