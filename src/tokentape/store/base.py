@@ -18,7 +18,7 @@ from tokentape.store import reads, schema, writes
 from tokentape.store.commit import Claims, CommitQueue, StoreFailure, Work
 from tokentape.store.listing import SessionSummary, list_sessions
 from tokentape.store.reads import Extent, SessionProgress, StoredSession
-from tokentape.store.rows import Record, decode_media
+from tokentape.store.rows import Record, decode
 from tokentape.types import Media, Turn
 
 
@@ -150,7 +150,8 @@ class Store:
             row = connection.execute(select(table).where(table.c.sha256 == sha256, referred)).one_or_none()
         if row is None:
             raise NotFound(f"session {session_id!r} has no media {sha256!r}")
-        return decode_media(row)
+        media: Media = decode(schema.media, row)
+        return media
 
     def session_ids(self) -> Iterator[str]:
         """Yield the id of every session in order of creation."""

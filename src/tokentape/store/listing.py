@@ -13,7 +13,7 @@ from sqlalchemy.sql.expression import ScalarSelect
 from tokentape.errors import NotFound
 from tokentape.store import schema
 from tokentape.store.reads import Extent
-from tokentape.store.rows import decode_session
+from tokentape.store.rows import decode
 from tokentape.types import SessionInfo
 
 SortKey: TypeAlias = Literal["created", "session", "turns", "tokens", "sampled", "reward", "forks", "aborted"]
@@ -111,7 +111,7 @@ def _summaries(connection: Connection, condition: ColumnElement[bool]) -> list[S
     )
     return [
         SessionSummary(
-            info=decode_session(row),
+            info=decode(schema.sessions, row),
             position=row.position,
             turns=row.turns,
             tokens=(row.added_bytes + row.sampled_bytes) // _BYTES_PER_ID,

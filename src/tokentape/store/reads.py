@@ -7,23 +7,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Column, Connection, CursorResult, Row, Table, select
+from sqlalchemy import Column, ColumnElement, Connection, Table, select
 
 from tokentape.errors import NotFound, StoreCorrupt
 from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
 from tokentape.store import schema
 from tokentape.store.checks import chained
-from tokentape.store.rows import (
-    decode_answer,
-    decode_column,
-    decode_event,
-    decode_payload,
-    decode_reward,
-    decode_session,
-    decode_setup,
-    decode_turn,
-)
+from tokentape.store.rows import decode
 from tokentape.types import Answer, Event, Reward, SessionInfo, Setup, Trajectory, Turn, TurnColumn, TurnPayload
 
 
@@ -82,6 +73,9 @@ class Extent:
     """Events up to this position."""
 
 
+_WHOLE = Extent(0, 2**31 - 1, 2**63 - 1, 2**63 - 1, 2**63 - 1)
+
+
 def load_session(
     connection: Connection, session_id: str, *, per_token: bool = False, extent: Extent | None = None
 ) -> StoredSession:
@@ -90,43 +84,20 @@ def load_session(
     With an `extent` only what belongs to it. Raises `NotFound` if there is no such session and `StoreCorrupt` if a
     record can't be read or doesn't fit the chain.
     """
-    conditions = [schema.sessions.c.session_id == session_id]
-    if extent is not None:
-        conditions.append(schema.sessions.c.position == extent.position)
-    row = connection.execute(select(schema.sessions).where(*conditions)).one_or_none()
-    if row is None:
-        raise NotFound(f"there is no session {session_id!r}")
-    info = decode_session(row)
-
-    def rows_of(table: Table, order: Column[int], last: int | None) -> CursorResult[Any]:
-        of_session = [table.c.session_id == session_id, *([] if last is None else [order <= last])]
-        return connection.execute(select(*schema.readable(connection, table)).where(*of_session).order_by(order))
-
-    last_turn, last_reward, last_column, last_event = (
-        (None, None, None, None)
-        if extent is None
-        else (extent.turns - 1, extent.last_reward, extent.last_column, extent.last_event)
-    )
-    turns = _chained_turns(session_id, rows_of(schema.turns, schema.turns.c.seq, last_turn))
-    digests = {turn.setup for turn in turns}
-    setups = map(decode_setup, connection.execute(select(schema.setups).where(schema.setups.c.digest.in_(digests))))
-    rewards = rows_of(schema.rewards, schema.rewards.c.position, last_reward)
-    answers = rows_of(schema.answers, schema.answers.c.first_turn, last_turn)
-    events = rows_of(schema.events, schema.events.c.position, last_event) if schema.has_events(connection) else ()
-    columns: tuple[TurnColumn, ...] = ()
-    payloads: tuple[TurnPayload, ...] = ()
-    if per_token:
-        columns = tuple(map(decode_column, rows_of(schema.token_columns, schema.token_columns.c.position, last_column)))
-        payloads = tuple(map(decode_payload, rows_of(schema.token_payloads, schema.token_payloads.c.turn, last_turn)))
+    read = _Reading(connection, session_id)
+    info = read.info(None if extent is None else extent.position)
+    last = extent or _WHOLE
+    turns = read.turns(schema.turns.c.seq < last.turns)
+    column, payload = schema.token_columns.c.position, schema.token_payloads.c.turn
     return StoredSession(
         info=info,
-        setups={setup.digest: setup for setup in setups},
+        setups=read.setups(turns),
         turns=turns,
-        rewards=tuple(map(decode_reward, rewards)),
-        answers=tuple(map(decode_answer, answers)),
-        events=tuple(map(decode_event, events)),
-        columns=columns,
-        payloads=payloads,
+        rewards=read.records(schema.rewards.c.position, schema.rewards.c.position <= last.last_reward),
+        answers=read.records(schema.answers.c.first_turn, schema.answers.c.first_turn < last.turns),
+        events=read.records(schema.events.c.position, schema.events.c.position <= last.last_event),
+        columns=read.records(column, column <= last.last_column) if per_token else (),
+        payloads=read.records(payload, payload < last.turns) if per_token else (),
     )
 
 
@@ -135,41 +106,60 @@ def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...])
 
     Raises as `load_session`.
     """
-    row = connection.execute(select(schema.sessions).where(schema.sessions.c.session_id == session_id)).one_or_none()
-    if row is None:
-        raise NotFound(f"there is no session {session_id!r}")
-
-    def newer(table: Table, order: Column[int]) -> CursorResult[Any]:
-        later = [table.c.session_id == session_id, order >= len(known)]
-        return connection.execute(select(table).where(*later).order_by(order))
-
-    turns = _chained_turns(session_id, newer(schema.turns, schema.turns.c.seq), known)
-    digests = {turn.setup for turn in turns}
-    setups = map(decode_setup, connection.execute(select(schema.setups).where(schema.setups.c.digest.in_(digests))))
+    read = _Reading(connection, session_id)
+    info = read.info()
+    turns = read.turns(schema.turns.c.seq >= len(known), known)
     return StoredSession(
-        info=decode_session(row),
-        setups={setup.digest: setup for setup in setups},
+        info=info,
+        setups=read.setups(turns),
         turns=turns,
         rewards=(),
-        answers=tuple(map(decode_answer, newer(schema.answers, schema.answers.c.first_turn))),
-        events=tuple(map(decode_event, newer(schema.events, schema.events.c.turn))),
+        answers=read.records(schema.answers.c.first_turn, schema.answers.c.first_turn >= len(known)),
+        events=read.records(schema.events.c.turn, schema.events.c.turn >= len(known)),
     )
 
 
-def _chained_turns(session_id: str, rows: Iterable[Row[Any]], known: Sequence[Turn] = ()) -> tuple[Turn, ...]:
-    """The turns of `rows`, which follow those that are `known`."""
-    turns: list[Turn] = []
-    digests: dict[int | None, str] = {turn.seq: turn.digest for turn in known}
-    for row in rows:
-        turn = decode_turn(row)
-        if turn.seq != len(known) + len(turns) or not chained(turn, digests.get(turn.parent)):
-            raise StoreCorrupt(
-                f"turn {turn.seq} of session {session_id!r} doesn't fit the hash chain; "
-                "run `tokentape verify` to see what else is damaged"
-            )
-        turns.append(turn)
-        digests[turn.seq] = turn.digest
-    return tuple(turns)
+class _Reading:
+    """Reads the records of a session in one state."""
+
+    def __init__(self, connection: Connection, session_id: str) -> None:
+        self._connection, self._session_id = connection, session_id
+
+    def info(self, position: int | None = None) -> SessionInfo:
+        sessions = schema.sessions.c
+        found = self.records(sessions.position, *([] if position is None else [sessions.position == position]))
+        if not found:
+            raise NotFound(f"there is no session {self._session_id!r}")
+        info: SessionInfo = found[0]
+        return info
+
+    def records(self, order: Column[int], *conditions: ColumnElement[bool]) -> tuple[Any, ...]:
+        """Return the records of the table of `order`, in that order."""
+        table = order.table
+        assert isinstance(table, Table)
+        if table is schema.events and not schema.has_events(self._connection):
+            return ()
+        columns = schema.readable(self._connection, table)
+        statement = select(*columns).where(table.c.session_id == self._session_id, *conditions).order_by(order)
+        return tuple(decode(table, row) for row in self._connection.execute(statement))
+
+    def turns(self, condition: ColumnElement[bool], known: Sequence[Turn] = ()) -> tuple[Turn, ...]:
+        """Return turns that follow those that are `known`, with the hash chain checked."""
+        turns: tuple[Turn, ...] = self.records(schema.turns.c.seq, condition)
+        digests: dict[int | None, str] = {turn.seq: turn.digest for turn in known}
+        for seq, turn in enumerate(turns, len(known)):
+            if turn.seq != seq or not chained(turn, digests.get(turn.parent)):
+                raise StoreCorrupt(
+                    f"turn {turn.seq} of session {self._session_id!r} doesn't fit the hash chain; "
+                    "run `tokentape verify` to see what else is damaged"
+                )
+            digests[turn.seq] = turn.digest
+        return turns
+
+    def setups(self, turns: Iterable[Turn]) -> dict[str, Setup]:
+        digests = {turn.setup for turn in turns}
+        rows = self._connection.execute(select(schema.setups).where(schema.setups.c.digest.in_(digests)))
+        return {row.digest: decode(schema.setups, row) for row in rows}
 
 
 def batched(items: Iterable[str], size: int) -> Iterator[list[str]]:

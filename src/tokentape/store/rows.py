@@ -8,9 +8,9 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple
-from functools import lru_cache, wraps
+from functools import lru_cache
 from sys import intern
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 from sqlalchemy import Row, Table
@@ -99,55 +99,38 @@ def encode(record: Record) -> tuple[Table, Values]:
             return schema.token_payloads, _encode_payload(record)
 
 
-_Decoded = TypeVar("_Decoded")
-_Decode: TypeAlias = Callable[[Row[Any]], _Decoded]
+def decode(table: Table, row: Row[Any]) -> Any:
+    """Return the record of a row of a table; its arrays may be read-only views of the row.
+
+    Raises `StoreCorrupt` if it can't be one, and for setups and media that are not those that their digest names. The
+    digest of a turn is not checked, since that takes the parent.
+    """
+    name, record = _DECODERS[table]
+    try:
+        return record(row)
+    except (TypeError, ValueError, RecursionError, zlib.error) as error:
+        raise StoreCorrupt(f"{name.format(row)} can't be read ({type(error).__name__})") from error
 
 
-def _decoder(name: Callable[[Row[Any]], str]) -> Callable[[_Decode[_Decoded]], _Decode[_Decoded]]:
-    """Make what a decoder raises on damaged values a `StoreCorrupt` that says which row can't be read."""
-
-    def decorate(decode: _Decode[_Decoded]) -> _Decode[_Decoded]:
-        @wraps(decode)
-        def decoded(row: Row[Any]) -> _Decoded:
-            try:
-                return decode(row)
-            except (TypeError, ValueError, RecursionError, zlib.error) as error:
-                raise StoreCorrupt(f"{name(row)} can't be read ({type(error).__name__})") from error
-
-        return decoded
-
-    return decorate
-
-
-@_decoder(lambda row: f"session {row.session_id!r}")
-def decode_session(row: Row[Any]) -> SessionInfo:
-    """Return the session of a row of `schema.sessions`. Like each decoder, raises `StoreCorrupt` if it can't be one."""
+def _session(row: Row[Any]) -> SessionInfo:
     return SessionInfo(row.session_id, float(row.created_at), dict(json.loads(row.metadata)), row.owner)
 
 
-@_decoder(lambda row: f"setup {row.digest!r}")
-def decode_setup(row: Row[Any]) -> Setup:
-    """Return the setup of a row of `schema.setups`, which must be the one that its digest names."""
+def _setup(row: Row[Any]) -> Setup:
     setup = Setup(tuple(json.loads(row.tools)), json.loads(row.template_kwargs), row.date, row.fingerprint)
     if setup.digest != row.digest:
         raise StoreCorrupt(f"setup {row.digest!r} has the contents of {setup.digest!r}")
     return setup
 
 
-def decode_media(row: Row[Any]) -> Media:
-    """Return the media of a row of `schema.media`, whose bytes must have the hash that names them."""
+def _media(row: Row[Any]) -> Media:
     if not isinstance(row.data, bytes) or hashlib.sha256(row.data).hexdigest() != row.sha256:
         raise StoreCorrupt(f"media {row.sha256!r} have another hash")
     return Media(row.sha256, row.mime, row.data)
 
 
-@_decoder(lambda row: f"turn {row.seq} of session {row.session_id!r}")
-def decode_turn(row: Row[Any]) -> Turn:
-    """Return the turn of a row of `schema.turns`; its id and logprob arrays are read-only views of the blobs.
-
-    Turns share one object for equal setups, engines and versions: gateways keep many turns in memory. The digest is not
-    checked, since that takes the parent.
-    """
+def _turn(row: Row[Any]) -> Turn:
+    # Equal setups, engines and versions are one object: gateways keep many turns in memory.
     return Turn(
         session_id=row.session_id,
         seq=row.seq,
@@ -176,9 +159,7 @@ def decode_turn(row: Row[Any]) -> Turn:
     )
 
 
-@_decoder(lambda row: f"an answer of session {row.session_id!r}")
-def decode_answer(row: Row[Any]) -> Answer:
-    """Return the answer of a row of `schema.answers`."""
+def _answer(row: Row[Any]) -> Answer:
     return Answer(
         session_id=row.session_id,
         reply_id=row.reply_id,
@@ -190,38 +171,43 @@ def decode_answer(row: Row[Any]) -> Answer:
     )
 
 
-@_decoder(lambda row: f"a reward of session {row.session_id!r}")
-def decode_reward(row: Row[Any]) -> Reward:
-    """Return the reward of a row of `schema.rewards`."""
+def _reward(row: Row[Any]) -> Reward:
     if row.scope not in ("session", "turn", "trajectory") or (row.scope == "session") != (row.turn is None):
         raise ValueError("a scope that does not fit")
     turn, leaf = (None, row.turn) if row.scope == "trajectory" else (row.turn, None)
     return Reward(row.session_id, turn, float(row.value), float(row.created_at), leaf)
 
 
-@_decoder(lambda row: f"an event of session {row.session_id!r}")
-def decode_event(row: Row[Any]) -> Event:
-    """Return the event of a row of `schema.events`."""
+def _event(row: Row[Any]) -> Event:
     return Event(row.session_id, row.turn, row.kind, dict(json.loads(row.body)), float(row.created_at))
 
 
-@_decoder(lambda row: f"a column of session {row.session_id!r}")
-def decode_column(row: Row[Any]) -> TurnColumn:
-    """Return the column of a row of `schema.token_columns`."""
+def _column(row: Row[Any]) -> TurnColumn:
     values = array_from_bytes("values", _unspoiled(row.data, row.crc32))
     if not np.isfinite(values).all():
         raise ValueError("a value that is no number")
     return TurnColumn(row.session_id, row.turn, row.name, values, float(row.created_at))
 
 
-@_decoder(lambda row: f"a payload of session {row.session_id!r}")
-def decode_payload(row: Row[Any]) -> TurnPayload:
-    """Return the payload of a row of `schema.token_payloads`."""
+def _payload(row: Row[Any]) -> TurnPayload:
     packed = rows_from_bytes(row.packed, json.loads(row.shape), _unspoiled(row.data, row.crc32))
     if row.dtype not in ROW_DTYPES:
         raise ValueError("rows of a type that is not stored")
     rows = packed.astype(np.dtype(row.dtype).newbyteorder("="), copy=False)
     return TurnPayload(row.session_id, row.turn, row.name, int(row.start), rows)
+
+
+_DECODERS: dict[Table, tuple[str, Callable[[Row[Any]], Any]]] = {
+    schema.sessions: ("session {0.session_id!r}", _session),
+    schema.setups: ("setup {0.digest!r}", _setup),
+    schema.media: ("media {0.sha256!r}", _media),
+    schema.turns: ("turn {0.seq} of session {0.session_id!r}", _turn),
+    schema.answers: ("an answer of session {0.session_id!r}", _answer),
+    schema.rewards: ("a reward of session {0.session_id!r}", _reward),
+    schema.events: ("an event of session {0.session_id!r}", _event),
+    schema.token_columns: ("a column of session {0.session_id!r}", _column),
+    schema.token_payloads: ("a payload of session {0.session_id!r}", _payload),
+}
 
 
 @lru_cache(maxsize=256)

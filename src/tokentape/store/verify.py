@@ -15,16 +15,7 @@ from tokentape.errors import StoreCorrupt, StoreError
 from tokentape.store import postgres, schema
 from tokentape.store.archive import is_archive, restored
 from tokentape.store.checks import chained, column_faults, payload_faults, turn_faults
-from tokentape.store.rows import (
-    decode_column,
-    decode_event,
-    decode_media,
-    decode_payload,
-    decode_reward,
-    decode_session,
-    decode_setup,
-    decode_turn,
-)
+from tokentape.store.rows import decode
 from tokentape.store.snapshots import decode_snapshot
 from tokentape.store.sqlite import DATABASE_NAME, explained, reading_engine
 from tokentape.types import Turn, TurnColumn, TurnPayload
@@ -141,7 +132,9 @@ class _Check:
     def _check_media(self, connection: Connection) -> None:
         for sha256 in connection.execute(select(schema.media.c.sha256)).scalars():
             with self._damage_found():
-                decode_media(connection.execute(select(schema.media).where(schema.media.c.sha256 == sha256)).one())
+                decode(
+                    schema.media, connection.execute(select(schema.media).where(schema.media.c.sha256 == sha256)).one()
+                )
 
     def _check_session(self, connection: Connection, session_id: str) -> None:
         def rows(table: Table, *columns: Any, **key: Any) -> Result[Any]:
@@ -156,19 +149,19 @@ class _Check:
         with self._damage_found(session_id):
             if row is None:
                 raise StoreCorrupt("its turns are there, the session is not")
-            decode_session(row)
-        for table, decode in ((schema.rewards, decode_reward), (schema.events, decode_event)):
+            decode(schema.sessions, row)
+        for table in (schema.rewards, schema.events):
             with self._damage_found(session_id):
                 if table is not schema.events or schema.has_events(connection):
                     for one in rows(table):
-                        decode(one)
+                        decode(table, one)
         columns, payloads = schema.token_columns, schema.token_payloads
         for position in rows(columns, columns.c.position).scalars().all():
             with self._damage_found(session_id):
-                self._check_per_token(connection, decode_column(rows(columns, position=position).one()))
+                self._check_per_token(connection, decode(schema.token_columns, rows(columns, position=position).one()))
         for key in rows(payloads, payloads.c.turn, payloads.c.name).mappings().all():
             with self._damage_found(session_id):
-                self._check_per_token(connection, decode_payload(rows(payloads, **key).one()))
+                self._check_per_token(connection, decode(schema.token_payloads, rows(payloads, **key).one()))
         digests: dict[int | None, str] = {}
         for before, seq in zip([-1, *seqs], seqs, strict=False):
             with self._damage_found(session_id, seq):
@@ -202,7 +195,7 @@ class _Check:
         row = connection.execute(select(schema.setups).where(schema.setups.c.digest == digest)).one_or_none()
         if row is None:
             raise StoreCorrupt(f"its setup {digest!r} is not there")
-        decode_setup(row)
+        decode(schema.setups, row)
         self._good_setups.add(digest)
 
     @contextmanager
@@ -229,7 +222,8 @@ class _Check:
 def _turn(connection: Connection, session_id: str, seq: int) -> Turn:
     table = schema.turns
     statement = select(*schema.readable(connection, table)).where(table.c.session_id == session_id, table.c.seq == seq)
-    return decode_turn(connection.execute(statement).one())
+    turn: Turn = decode(schema.turns, connection.execute(statement).one())
+    return turn
 
 
 def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[str]:
