@@ -1,6 +1,6 @@
-"""From a configuration to the parts of a gateway: the renderer, the engine, and the application over both.
+"""Make the parts of a gateway from a configuration: the renderer, the engine, and the application.
 
-What serves the application is not decided here: `tokentape serve` does on a socket, Ray Serve in its replicas.
+`tokentape serve` serves the application on a socket, Ray Serve in its replicas.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
 
 
 def model_folder(config: ServeConfig) -> Path:
-    """The model's folder; without one, the tiny model's if it is embedded.
+    """Return the model's folder; without one, the tiny model's if it is embedded.
 
-    Raises `InvalidRequest` as `find_model`, and for a server whose model is not named. Not for an event loop: then the
-    server is asked what it serves.
+    Raises `InvalidRequest` as `find_model`, and for a server whose model is not named, after asking it what it serves.
+    Not for an event loop.
     """
     if config.model is not None:
         return find_model(config.model, weights=config.engine.kind == "transformers")
@@ -72,14 +72,14 @@ async def _served_names(config: EngineConfig) -> str:
 
 
 def model_name(config: ServeConfig) -> str:
-    """The model's name in replies."""
+    """Return the model's name in replies."""
     if config.model is not None and is_hub_name(config.model):
         return config.model_id or str(config.model)
     return config.model_id or (config.model or MODEL).resolve().name
 
 
 def folder_model(config: ServeConfig) -> FolderModel:
-    """What the model's folder says of itself."""
+    """Return what the model's folder says about the model."""
     named = [str(config.model)] if config.model is not None and is_hub_name(config.model) else []
     return FolderModel.read(model_folder(config), *named)
 
@@ -90,27 +90,27 @@ def synchronous(config: ServeConfig) -> Literal["FULL", "NORMAL"]:
 
 
 def served_model(config: ServeConfig, renderer: Renderer) -> ServedModel:
-    """What a record remembers of the model that it is made with."""
+    """Return what a record keeps about the model that it is made with."""
     return ServedModel(str(model_folder(config).resolve()), renderer.tokenizer.sha256, renderer.fingerprint)
 
 
 def open_renderer(config: ServeConfig) -> Renderer:
-    """The model's renderer. Raises `TokenizerUnusable` and `TemplateRefused` as `Renderer.load`."""
+    """Load the model's renderer. Raises `TokenizerUnusable` and `TemplateRefused` as `Renderer.load`."""
     model = model_folder(config)
     images = find_image_processor(model) if config.engine.kind == "transformers" else None
     renderer = Renderer.load(model, config.chat_template, images=images, strict_text=config.strict_text)
-    # A template that can't be used is told at once, not after the weights are loaded.
+    # A template that can't be used is refused at once, not after the weights are loaded.
     load_or_certify(renderer, {})
-    # What encodes is built with the first text: half a second, for which no call should wait.
+    # The encoder is built with the first text, which takes half a second: no call should wait for it.
     renderer.tokenizer.encode_marked("")
     return renderer
 
 
 async def open_app(config: ServeConfig, renderer: Renderer, store: Store, drain: Drain | None = None) -> Starlette:
-    """The application, which takes the store over, as `create_app` does.
+    """Make the application, which owns the store from then on, as with `create_app`.
 
-    For the event loop that is to serve it: an engine's connections belong to their loop. Raises as `open_configured`
-    and `open_captured`.
+    Call it in the event loop that will serve it: an engine's connections belong to their loop. Raises as
+    `open_configured` and `open_captured`.
     """
     made: list[Turns] = []
 
@@ -171,10 +171,10 @@ async def open_configured(
     check: bool = True,
     weights_now: Callable[[], str | None] = lambda: None,
 ) -> Engine:
-    """Load the weights of the model, or connect to the server, or to its replicas as one.
+    """Load the model's weights, or connect to the server or its replicas.
 
-    A server is looked at, unless `check` is off, when it is opened and whenever it may serve another model;
-    `weights_now` tells which weights sample, where the server does not.
+    Unless `check` is off, a server's model is verified when it is opened and whenever it may have changed;
+    `weights_now` returns the version of the weights, for servers that do not report it.
 
     Raises `InvalidRequest` and `EngineError` as `open_engine`, `GuardedEngine.open` and `EnginePool.open`.
     """
@@ -198,7 +198,7 @@ async def open_configured(
 
 
 def _replica_name(url: str) -> str:
-    """Its address without the scheme; one host may serve several replicas under paths."""
+    """Return the address without the scheme; one host may serve several replicas under paths."""
     parts = urlsplit(url)
     return parts.netloc + parts.path.rstrip("/")
 
@@ -219,7 +219,7 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
 
 
 def _guard(config: ServeConfig, renderer: Renderer, weights_now: Callable[[], str | None]) -> Guard:
-    """What looks at an engine, and then sees to it that it goes on serving the folder's model."""
+    """Return the function that verifies an engine's model and wraps the engine in a `GuardedEngine`."""
     engine, folder = config.engine, folder_model(config)
 
     async def look(http: HttpClient, info: EngineInfo) -> ModelCheck:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, SamplingParams
-from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
+from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unsupported
 from tokentape.errors import InvalidRequest, UnsupportedParameter
 
 INFO = EngineInfo("engine", "1", "model", 10, 8, "raw_logprobs", DISTRIBUTION - {"seed"})
@@ -41,9 +41,9 @@ def test_the_ends_of_the_ranges_are_taken() -> None:
     ("name", "value"), [("seed", 0), ("min_tokens", 1), ("priority", -1), ("cache_salt", ""), ("payloads_from", 0)]
 )
 def test_a_parameter_that_the_engine_would_ignore_is_refused_even_if_it_is_falsy(name: str, value: Any) -> None:
-    with pytest.raises(UnsupportedParameter, match=f"engine does not do {name}"):
-        refuse_unhonoured(replace(PARAMS, **{name: value}), INFO)
+    with pytest.raises(UnsupportedParameter, match=f"engine does not support {name}"):
+        refuse_unsupported(replace(PARAMS, **{name: value}), INFO)
 
 
 def test_defaults_are_taken_by_every_engine() -> None:
-    refuse_unhonoured(PARAMS, replace(INFO, sampling=frozenset({"max_tokens"})))
+    refuse_unsupported(PARAMS, replace(INFO, sampling=frozenset({"max_tokens"})))

@@ -1,4 +1,4 @@
-"""What every engine refuses before it samples: prompts and parameters that can't be meant."""
+"""Prompts and parameters that every engine refuses before it samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokentape.types import TokenIds
 def refuse_prompt(prompt_ids: TokenIds, info: EngineInfo) -> None:
     """Raise unless the prompt has ids, all in the vocabulary, and leaves room for one more.
 
-    An id outside the vocabulary kills some servers, so it must not be left to them to refuse it.
+    An id outside the vocabulary kills some servers, so it is never sent.
 
     Raises:
         InvalidRequest: with `param` "prompt_ids".
@@ -41,7 +41,7 @@ def refuse_prompt(prompt_ids: TokenIds, info: EngineInfo) -> None:
 
 @lru_cache(maxsize=256)
 def refuse_params(params: SamplingParams) -> None:
-    """Raise unless each parameter is in the range where it has a meaning.
+    """Raise unless each parameter is in its range.
 
     Raises:
         InvalidRequest: naming the first that is not.
@@ -66,8 +66,8 @@ def refuse_params(params: SamplingParams) -> None:
             raise InvalidRequest(f"{name} is out of range; expected {expected}", name)
 
 
-def refuse_unhonoured(params: SamplingParams, info: EngineInfo) -> None:
-    """Raise for a parameter that was set and that this engine would ignore.
+def refuse_unsupported(params: SamplingParams, info: EngineInfo) -> None:
+    """Raise for a parameter that is set and that this engine would ignore.
 
     Raises:
         UnsupportedParameter: naming the first.
@@ -75,12 +75,12 @@ def refuse_unhonoured(params: SamplingParams, info: EngineInfo) -> None:
     """
     name = _set_but_not_in(info.sampling, params)
     if name is not None:
-        honoured = ", ".join(sorted(info.sampling))
-        raise UnsupportedParameter(f"{info.name} does not do {name}; it does {honoured}", name)
+        supported = ", ".join(sorted(info.sampling))
+        raise UnsupportedParameter(f"{info.name} does not support {name}; it supports {supported}", name)
 
 
 @lru_cache(maxsize=256)
-def _set_but_not_in(honoured: frozenset[str], params: SamplingParams) -> str | None:
+def _set_but_not_in(supported: frozenset[str], params: SamplingParams) -> str | None:
     default = SamplingParams(max_tokens=params.max_tokens)
-    names = (field.name for field in fields(SamplingParams) if field.name not in honoured)
+    names = (field.name for field in fields(SamplingParams) if field.name not in supported)
     return next((name for name in names if getattr(params, name) != getattr(default, name)), None)

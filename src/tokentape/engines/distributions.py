@@ -1,4 +1,4 @@
-"""Which distribution a completion is sampled from, and which one an engine's log-probabilities belong to."""
+"""The distribution that a completion is sampled from, and the one that its log-probabilities belong to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def truncates(params: SamplingParams) -> bool:
-    """Return whether some tokens are left out. The likeliest never is, so that greedy sampling is not truncated."""
+    """Return whether some tokens are ruled out. The likeliest never is: greedy sampling is not truncated."""
     return not is_greedy(params) and (params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0)
 
 

@@ -1,4 +1,4 @@
-"""The forward pass of a local model over ids that are there already, a chunk at a time."""
+"""The forward pass of a local model over given ids, a chunk at a time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tokentape.types import TokenIds
 class ForwardPass:
     """Scores ids with a causal language model of `transformers`, in evaluation mode. May be shared by threads.
 
-    No more than `chunk` rows of logits are held at a time. The keys and values of the last ids are kept, so that of ids
-    that begin alike, as branches of a session do, only what differs is computed.
+    No more than `chunk` rows of logits are held at a time. Keys and values of the last ids are kept, so that of ids
+    with a common prefix, such as branches of a session, only the rest is computed.
     """
 
     def __init__(self, model: Any, *, chunk: int = 1024) -> None:
@@ -25,9 +25,9 @@ class ForwardPass:
         self._chunk = chunk
         self._lock = threading.Lock()
         self._ids = np.empty(0, np.int64)
-        """What the keys and values belong to."""
+        """The ids of the keys and values."""
         self._cache = DynamicCache(config=model.config)
-        # Other kinds forget what is long past, and can't be cut back.
+        # Other kinds, such as sliding windows, can't be cropped.
         self._cuts = {type(layer).__name__ for layer in self._cache.layers} == {"DynamicLayer"}
 
     def score(self, ids: TokenIds, start: int, top: int = 0) -> Scores:
@@ -59,7 +59,7 @@ class ForwardPass:
         return Scores(own, best)
 
     def _keep_common(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> int:
-        """Cut what is kept back to what `ids` begin with, and return how many ids that are."""
+        """Crop the cache to its common prefix with `ids`, and return that prefix's length."""
         held = self._ids[: len(ids)]
         unlike = np.flatnonzero(held != ids[: len(held)])
         common = int(unlike[0]) if len(unlike) else len(held)

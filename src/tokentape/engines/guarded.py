@@ -42,7 +42,7 @@ class _Seen:
 
     generation: int
     """`HttpClient.generation`."""
-    told: str | None
+    version: str | None
     """Version of the weights, as the server reports it."""
     named: str | None
     """The same, as a trainer reported it to the gateway."""
@@ -133,10 +133,10 @@ class GuardedEngine:
 
         Raises `EngineUnavailable` if it serves another model.
         """
-        told = last.weight_spans[-1].version if last.weight_spans else last.weight_version
-        # The first version that the server tells is that of the weights that were looked at.
-        now = _Seen(self.http.generation, told or self._seen.told, self._weights_now())
-        before = self._seen if self._seen.told is not None else replace(self._seen, told=now.told)
+        version = last.weight_spans[-1].version if last.weight_spans else last.weight_version
+        # The first version that the server reports is that of the weights that were looked at.
+        now = _Seen(self.http.generation, version or self._seen.version, self._weights_now())
+        before = self._seen if self._seen.version is not None else replace(self._seen, version=now.version)
         if now != before or await self._serves_others(NAMES_SECONDS):
             await self._look_again(now)
         else:

@@ -290,7 +290,7 @@ def _common(held: Sequence[int], context: Sequence[int]) -> int:
 def _cut(reply: _Reply, stop_ids: Sequence[int]) -> tuple[list[int], FinishReason, int | str | None]:
     """The reply's ids up to the first stop id, and how they end.
 
-    What the server sampled behind a stop id that it does not know is no part of the completion: the ids before
+    What the server sampled after a stop id that it does not know is no part of the completion: the ids before
     would have been the same.
     """
     for position, token_id in enumerate(reply.tokens):
@@ -313,7 +313,7 @@ def _cut(reply: _Reply, stop_ids: Sequence[int]) -> tuple[list[int], FinishReaso
 def _aligned(ids: Sequence[int], reported: Sequence[_Probability]) -> list[_Probability | None]:
     """For each id its report, None where the server may have left it out.
 
-    The reports are some of the ids in their order. Where it can't be told which of two equal ids a report is of,
+    The reports are some of the ids in their order. Where it is not clear which of two equal ids a report is of,
     it is of neither: matched from the front and from the back, they must meet.
     """
     front = _matched(ids, reported)

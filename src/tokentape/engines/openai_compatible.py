@@ -34,7 +34,7 @@ class CompletionsApi:
     """How one kind of server says things in requests and replies."""
 
     owned_by: str
-    """What `/v1/models` says of its models; it tells the kinds apart."""
+    """The owner that `/v1/models` reports, by which a server is recognized."""
     fields: Mapping[str, str]
     """Request field for each `SamplingParams` field that is honored."""
     constants: Mapping[str, object]

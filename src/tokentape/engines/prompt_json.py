@@ -1,7 +1,7 @@
-"""A prompt's ids as JSON, at the cost of copying it.
+"""Write a prompt's ids as JSON at the cost of copying them.
 
-Writing 100,000 integers as digits takes milliseconds on every turn of a long session. A table has each id written out
-already, padded to one width, so that a prompt is gathered from it. JSON allows the white space.
+Formatting 100,000 integers takes milliseconds on every turn of a long session. A table has each id as text, padded to
+one width, and a prompt is gathered from it. JSON allows the white space.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _CELL = 8
 """Bytes of an id in the table, its comma included: one machine word is gathered faster than seven bytes."""
 
 _MOST_IDS = 1 << 21
-"""Of a vocabulary that a table is made for: those whose digits fit a cell, and 16 MiB."""
+"""Largest vocabulary that gets a table: its digits fit a cell, and the table 16 MiB."""
 
 _SHORT = 256
-"""Up to so many ids are written out one by one."""
+"""Prompts of up to so many ids are formatted directly."""
 
 
 class PromptWriter:
     """Writes prompts of ids below `vocab_size` as a JSON array. For one thread.
 
-    `compact` is without white space, as a server would write it again.
+    `compact` leaves out the white space, as a server would write the ids.
 
     >>> PromptWriter(1000).write(np.array([3, 40, 999], dtype=np.int32))
     b'[3,40,999]'
@@ -37,16 +37,16 @@ class PromptWriter:
         self._vocab_size = vocab_size
         self._gathers = not compact and vocab_size <= _MOST_IDS
         self._cells: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
-        """Kept from prompt to prompt: memory that is new each time costs more than what is written to it."""
+        """Reused for every prompt: allocating it costs more than filling it."""
 
     def write(self, ids: TokenIds) -> bytes:
-        """The array. The ids are int32 [tokens], all of the vocabulary."""
+        """Return the array of ids, int32 [tokens], all in the vocabulary."""
         ids = np.asarray(ids)
         if not self._gathers or len(ids) <= _SHORT:
             return msgspec.json.encode(ids.tolist())
         if len(self._cells) <= len(ids):
             self._cells = np.empty(len(ids) * 5 // 4 + 1, np.uint64)
-        # A cell in front, for the opening bracket.
+        # The first cell is for the opening bracket.
         cells = self._cells[: len(ids) + 1]
         _table(self._vocab_size).take(ids, out=cells[1:], mode="clip")
         written = cells.view(np.uint8)
@@ -56,7 +56,7 @@ class PromptWriter:
 
 @lru_cache(maxsize=4)
 def _table(vocab_size: int) -> npt.NDArray[np.uint64]:
-    """Per id its digits, spaces to make all as long, and a comma, in one word."""
+    """Return per id its digits, padding and a comma, in one 64-bit word."""
     cells = np.full((vocab_size, _CELL), ord(" "), np.uint8)
     written = np.arange(vocab_size).astype(f"S{_CELL - 1}").view(np.uint8).reshape(vocab_size, _CELL - 1)
     cells[:, :-1] = np.where(written == 0, ord(" "), written)

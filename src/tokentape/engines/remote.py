@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import ClassVar, Self
 
 from tokentape.engines.base import EngineInfo, SampleDelta, SamplingParams, Timeouts
-from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
+from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unsupported
 from tokentape.engines.http import HttpClient, header_value, hopeless
 from tokentape.engines.replies import DONE, Reply
 from tokentape.engines.scoring import Scores, refuse_unscorable, server_scores
@@ -116,7 +116,7 @@ class RemoteEngine(ABC):
 
         Raises:
             InvalidRequest: see `Scorer.score`.
-            EngineError: this server does not tell how likely a prompt is: only vLLM and SGLang do.
+            EngineError: this server does not score prompts: only vLLM and SGLang do.
             EngineUnavailable: the server can't be reached or takes no requests.
             EngineTimeout: it gave no answer in time.
 
@@ -125,9 +125,7 @@ class RemoteEngine(ABC):
         refuse_unscorable(ids, start, self._info, room=1)
         found = await server_scores(self._http, self._info, ids, start, top)
         if found is None:
-            raise hopeless(
-                f"{self._info.name} does not tell how likely ids are: score with vLLM, SGLang or transformers"
-            )
+            raise hopeless(f"{self._info.name} does not score ids: use vLLM, SGLang or transformers")
         return found
 
     async def find_logprobs_mode(self) -> str:
@@ -162,7 +160,7 @@ class RemoteEngine(ABC):
         """Raise for what no server is asked."""
         refuse_prompt(prompt_ids, self._info)
         refuse_params(params)
-        refuse_unhonoured(params, self._info)
+        refuse_unsupported(params, self._info)
         if (params.payloads_from or 0) > len(prompt_ids):
             raise InvalidRequest(f"payloads_from must be at most {len(prompt_ids)}, the prompt's end", "payloads_from")
 

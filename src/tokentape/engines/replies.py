@@ -129,7 +129,7 @@ class Completion:
     Args:
         params: what was asked for.
         vocab_size: ids at or above it are refused.
-        own_stops: the server also ends at the model's own end-of-sequence ids and can't be told not to.
+        own_stops: the server also ends at the model's own end-of-sequence ids and can't be kept from it.
         lowest: at or below it the server means minus infinity.
 
     """

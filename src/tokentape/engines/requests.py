@@ -54,7 +54,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     end: End | None = None
-    """Set with the token that ends it. `Sampler.tell` sends it."""
+    """Set with the token that ends it. `Sampler.update` sends it."""
     sent: int = 0
     finished: bool = False
     """Its end was sent; nothing more is sampled for it."""
@@ -125,7 +125,7 @@ class Sampler:
                 self.fail(request, EngineContractError("the model's logits are not finite; nothing was sampled"))
         return ids
 
-    def tell(self, request: Request) -> None:
+    def update(self, request: Request) -> None:
         """Send a request's end to its caller, or in a stream its new tokens."""
         if request.finished:
             return

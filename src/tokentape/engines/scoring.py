@@ -1,8 +1,8 @@
-"""Score ids that are there already: the log-probability of each one given those before it, by any engine that can.
+"""Score given ids: the log-probability of each one given those before it, by any engine that can.
 
-What an engine says here is of the model's own distribution: at temperature 1, before penalties, truncation and grammar.
-vLLM's prompt log-probabilities are, whatever its `--logprobs-mode` (except the modes that report logits, which are
-refused), and so are SGLang's input log-probabilities. No engine offers another one.
+Scores belong to the model's own distribution: at temperature 1, before penalties, truncation and grammar. vLLM's prompt
+log-probabilities do, whatever its `--logprobs-mode` (modes that report logits are refused), and SGLang's input
+log-probabilities too. No engine offers another one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokentape.errors import InvalidRequest
 from tokentape.types import Logprobs, TokenIds
 
 SERVER_TOP = 20
-"""The most alternatives that servers are asked for: vLLM's own limit, unless `--max-logprobs` says otherwise."""
+"""The most alternatives that are requested of servers: vLLM's limit, unless `--max-logprobs` says otherwise."""
 
 _Shape = TypeVar("_Shape", bound=msgspec.Struct)
 
@@ -48,10 +48,12 @@ class Scorer(Protocol):
     async def score(self, ids: TokenIds, start: int, *, top: int = 0) -> Scores:
         """Score `ids[start:]`, each id given all before it; int32 [tokens] and `1 <= start < tokens`.
 
-        With `top` the largest log-probabilities of each position too, or as many as the engine tells.
+        With `top` the largest log-probabilities of each position too, or as many as the engine reports.
 
-        Raises `InvalidRequest` for ids that the model does not have or more than it takes, and `EngineError`, without
-        `retry` where the engine can't score.
+        Raises:
+            InvalidRequest: the model does not have these ids, or they are too many.
+            EngineError: the engine can't score; without `retry`.
+
         """
         ...
 
@@ -92,7 +94,7 @@ _Row: TypeAlias = tuple[Any, list[Any]]
 
 
 async def server_scores(http: HttpClient, info: EngineInfo, ids: TokenIds, start: int, top: int = 0) -> Scores | None:
-    """Return what `Scorer.score` does, from a server; None if it does not tell how likely a prompt is.
+    """Return what `Scorer.score` does, from a server; None if it does not score prompts.
 
     Raises:
         InvalidRequest: the server refuses the ids, as SGLang does the last few that its context has room for.

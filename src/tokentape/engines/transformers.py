@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape.engines.base import DISTRIBUTION, EngineInfo, LogprobsMode, PromptMedia, SampleDelta, SamplingParams
-from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unhonoured
+from tokentape.engines.checks import refuse_params, refuse_prompt, refuse_unsupported
 from tokentape.engines.image_processor import QwenImageProcessor, find_image_processor
 from tokentape.engines.scoring import Scores, refuse_unscorable
 from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
@@ -197,7 +197,7 @@ class TransformersEngine:
 
         refuse_prompt(prompt_ids, self._info)
         refuse_params(params)
-        refuse_unhonoured(params, self._info)
+        refuse_unsupported(params, self._info)
         images = await asyncio.to_thread(self._processed, prompt_ids, media) if self._media_ids else {}
         await self.check()
         loop = asyncio.get_running_loop()

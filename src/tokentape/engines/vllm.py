@@ -214,7 +214,7 @@ class VllmEngine(RemoteEngine):
     async def _probe(self, *, stream: bool) -> tuple[str, VllmReply]:
         """Return the server's `--logprobs-mode`, which it does not report, and the reply that showed it.
 
-        With top_k = 1 one token remains: `raw_logprobs`, from before, have alternatives, `processed_logprobs` have none.
+        One token remains with top_k = 1. `raw_logprobs`, from before, have alternatives; `processed_logprobs` do not.
         """
         params = SamplingParams(max_tokens=1, top_k=1, top_logprobs=2)
         prompt = np.zeros(1, dtype=np.int32)
@@ -314,7 +314,7 @@ async def _context_length(http: HttpClient, model: str) -> int:
 
 
 async def _has_priorities(http: HttpClient) -> bool:
-    """Return whether the scheduler uses priorities. Only a server in development mode tells; others ignore them."""
+    """Return whether the scheduler uses priorities. Only a server in development mode reports it."""
     answer = await attempt(http.get("/server_info?config_format=json"))
     info = decode(answer, _ServerInfo, "vLLM") if answer is not None else _ServerInfo()
     return info.vllm_config.scheduler_config.policy == "priority"

@@ -1,7 +1,7 @@
-"""vLLM's `/v1/chat/completions` with ids: for servers that must keep rendering the messages themselves.
+"""vLLM's `/v1/chat/completions` with ids: for servers that must render the messages themselves.
 
-The prompt is the server's own; it and the completion come back as ids. Log-probabilities are named by id here too
-(`return_tokens_as_token_ids`). A chat is always streamed: the first event has the prompt, before anything is sampled.
+Prompt and completion come back as ids. A chat is always streamed: the first event has the prompt, before anything is
+sampled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tokentape.engines.base import CAPTURED, ChatCall, EngineInfo, SampleDelta, SamplingParams, Timeouts
-from tokentape.engines.checks import refuse_params, refuse_unhonoured
+from tokentape.engines.checks import refuse_params, refuse_unsupported
 from tokentape.engines.guarded import GuardedEngine
 from tokentape.engines.remote import unique_id
 from tokentape.engines.vllm import VllmEngine, call_headers, scheduling_fields, vllm_fields
@@ -27,7 +27,7 @@ _CHAT = "/v1/chat/completions"
 
 
 class VllmChatServer:
-    """A vLLM server that is also asked in messages. Open it with `open`; it is a `ChatServer`, and so an `Engine`."""
+    """A vLLM server that also takes messages, as `ChatServer`. Open it with `open`."""
 
     def __init__(self, engine: VllmEngine | GuardedEngine) -> None:
         self._engine = engine
@@ -44,10 +44,7 @@ class VllmChatServer:
         timeouts: Timeouts | None = None,
         guard: Callable[[VllmEngine], Awaitable[GuardedEngine]] | None = None,
     ) -> VllmChatServer:
-        """As `VllmEngine.open`, with one more token sampled to see that chats return ids. `guard` looks at it first.
-
-        server = await VllmChatServer.open("http://127.0.0.1:8000", vocab_size=len(tokenizer))
-        """
+        """Open an engine, verify it with `guard`, and sample one token to see that chats return ids."""
         engine = await VllmEngine.open(base_url, vocab_size=vocab_size, model=model, api_key=api_key, timeouts=timeouts)
         server = cls(engine if guard is None else await guard(engine))
         try:
@@ -86,7 +83,7 @@ class VllmChatServer:
         Besides where `params` say, a completion ends at the model's own end-of-sequence ids, as a `stop` at that id.
         """
         refuse_params(params)
-        refuse_unhonoured(replace(params, payloads_from=None), self.info)
+        refuse_unsupported(replace(params, payloads_from=None), self.info)
         headers = call_headers(unique_id(request_id), params)
         body = msgspec.json.encode(self._body(messages, tools, template_kwargs, params))
         reply = VllmReply(
@@ -113,7 +110,7 @@ class VllmChatServer:
         return ChatCall(prompt_ids, deltas)
 
     async def check(self) -> None:
-        """As `VllmEngine.check`."""
+        """Check as `RemoteEngine.check` does."""
         await self._engine.check()
 
     async def close(self) -> None:
@@ -165,7 +162,7 @@ class VllmChatServer:
 
 
 def _sent(message: Message) -> dict[str, Any]:
-    """A message as the server takes it: arguments as JSON text, reasoning by its newer name."""
+    """Return a message as the server takes it: arguments as JSON text, reasoning by its newer name."""
     sent = dict(message)
     if "reasoning_content" in sent:
         sent["reasoning"] = sent.pop("reasoning_content")

@@ -147,7 +147,7 @@ class VllmReply(Reply):
 
     @property
     def prompt_ids(self) -> TokenIds | None:
-        """The prompt's ids, int32 [tokens]; None as long as only the server knows them."""
+        """The prompt's ids, int32 [tokens]; None until the server has sent them."""
         if self._prompt is None:
             return None
         try:

@@ -57,7 +57,7 @@ class Worker:
         return self._thread.is_alive()
 
     def submit(self, request: Request) -> None:
-        """Let a request join the batch as soon as there is room."""
+        """Add a request to the batch as soon as there is room."""
         self._inbox.put(request)
 
     def abandon(self, request: Request) -> None:
@@ -166,7 +166,7 @@ class Worker:
     def _sample(self, requests: Sequence[Request], logits: Tensor) -> None:
         self._sampler.step(requests, logits)
         for request in requests:
-            self._sampler.tell(request)
+            self._sampler.update(request)
 
     def _fail_all(self, error: Exception, also: Sequence[Request] = ()) -> None:
         """Fail the whole batch: after an error in the model its tensors may hold anything."""

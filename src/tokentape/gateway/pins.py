@@ -95,7 +95,7 @@ class Pins:
         for name, value in {**self.defaults, **self.pinned}.items():
             one = _FIELDS.get(name, name)
             if one not in engine.sampling and value != getattr(plain, one):
-                raise UnsupportedParameter(f"the engine {engine.name!r} does not do {name}: don't pin it", name)
+                raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}: don't pin it", name)
 
     def applied(self, sampling: SamplingParams, given: Collection[str]) -> tuple[SamplingParams, Overridden]:
         """Return how to sample in place of `sampling`, of which the caller gave the parameters `given`.

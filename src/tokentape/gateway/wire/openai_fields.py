@@ -162,7 +162,7 @@ def refuse_unsupported(sampling: SamplingParams, engine: EngineInfo, names: Mapp
     for one in fields(SamplingParams):
         if one.name not in engine.sampling and getattr(sampling, one.name) != getattr(default, one.name):
             name = names.get(one.name, one.name)
-            raise UnsupportedParameter(f"the engine {engine.name!r} does not do {name}", name)
+            raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}", name)
 
 
 def recorded(done: TurnDone) -> dict[str, Any]:
