@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from paths import Given
 
-from tokentape.audit.numbers import numbers
+from tokentape.audit import logprob_numbers
 from tokentape.training.logprob_check import Forward
 from tokentape.types import Logprobs, Trajectory
 
@@ -32,7 +32,7 @@ def importance(trainers: Sequence[Logprobs], samplers: Sequence[Logprobs]) -> di
     together = np.concatenate(apart)
     ratios = np.exp(np.minimum(together, 50))
     sums = np.array([one.sum() for one in apart])
-    found = numbers(apart)
+    found = logprob_numbers(apart)
     return {
         "ratio_mean": float(ratios.mean()),
         "ratio_max": float(ratios.max()),

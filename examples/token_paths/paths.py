@@ -12,9 +12,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tokentape.audit.drift.rerender import with_objects
-from tokentape.audit.tokendiff import pair_ids
-from tokentape.audit.tokendiff import retokenized as through_text
+from tokentape.audit import pair_ids, with_objects
+from tokentape.audit import retokenized as through_text
 from tokentape.chat import Renderer, Tokenizer
 from tokentape.types import Logprobs, Setup, TokenIds, Trajectory, Turn
 

@@ -107,14 +107,13 @@ def test_a_server_is_no_side_of_it(model_dir: Path, tmp_path: Path) -> None:
     from tests.audit.skew.cases import TINY, healthy
 
     class Server:
+        reopened_as = None
+
         def __init__(self) -> None:
             self.side = healthy(TINY)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.side, name)
-
-        def reopen(self) -> None:
-            return None
 
     (tmp_path / "c.txt").write_text("some text")
     with pytest.raises(InvalidRequest, match="a server is a side here"):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import tokentape
 from tests.test_client import talk
-from tokentape.audit.numbers import K3_CLAMP, numbers
+from tokentape.audit.numbers import K3_CLAMP, logprob_numbers
 from tokentape.audit.tokendiff import retokenized
 from tokentape.chat.renderer import Renderer
 from tokentape.chat.tokenizer import Tokenizer
@@ -214,7 +214,7 @@ def test_ids_that_the_model_has_no_row_of_are_refused(forward: Forward) -> None:
 
 
 def test_numbers_by_hand() -> None:
-    found = numbers([np.array([0.0, np.log(2)]), np.array([-np.log(2)])])
+    found = logprob_numbers([np.array([0.0, np.log(2)]), np.array([-np.log(2)])])
     assert found.tokens == 3
     assert found.mean == pytest.approx(2 * np.log(2) / 3)
     assert found.max == pytest.approx(np.log(2))
@@ -225,7 +225,7 @@ def test_numbers_by_hand() -> None:
 
 @given(st.lists(st.lists(st.floats(), max_size=5), max_size=4))
 def test_numbers_are_within_their_ranges_whatever_comes(differences: list[list[float]]) -> None:
-    found = numbers([np.clip(one, -1e300, 1e300) for one in map(np.array, differences)])
+    found = logprob_numbers([np.clip(one, -1e300, 1e300) for one in map(np.array, differences)])
     assert 0 <= found.k3 <= K3_CLAMP
     assert 0 < found.ess_tokens <= 1 + 1e-9
     assert found.tokens + found.not_finite == sum(map(len, differences))

@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from tokentape.audit.byte_level import Bounds, Price, Spellings, TransformersModel, bytes_logprob, price
     from tokentape.audit.drift.meter import measure_drift
     from tokentape.audit.drift.report import DriftReport
+    from tokentape.audit.drift.rerender import with_objects
     from tokentape.audit.id_rows import Columns, IdRow, Span, iter_rows
     from tokentape.audit.lock import Lock, LockReport, check, make_lock, read_lock, write_lock
+    from tokentape.audit.numbers import Numbers, logprob_numbers
     from tokentape.audit.premium import Premium, measure_premium, read_corpus
     from tokentape.audit.probe.running import ProbeResult, ProbeSettings, run_trials
     from tokentape.audit.probe.trials import read_texts, trials
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from tokentape.audit.skew.backends.base import Backend, BackendFacts, Rendering, SkewChat
     from tokentape.audit.skew.backends.spec import BackendOptions
     from tokentape.audit.skew.findings import AuditReport, Skew
-    from tokentape.audit.tokendiff import Comparison, Difference, compare
+    from tokentape.audit.tokendiff import Comparison, Difference, compare, pair_ids, retokenized
 
 __all__ = [
     "AuditReport",
@@ -36,6 +38,7 @@ __all__ = [
     "IdRow",
     "Lock",
     "LockReport",
+    "Numbers",
     "Premium",
     "Price",
     "ProbeResult",
@@ -52,18 +55,22 @@ __all__ = [
     "check",
     "compare",
     "iter_rows",
+    "logprob_numbers",
     "make_lock",
     "measure_drift",
     "measure_premium",
     "open_and_score",
     "open_backend",
+    "pair_ids",
     "price",
     "read_corpus",
     "read_lock",
     "read_texts",
     "recorded_sessions",
+    "retokenized",
     "run_trials",
     "trials",
+    "with_objects",
     "write_lock",
 ]
 
@@ -73,8 +80,10 @@ __getattr__ = lazy_names(
         "tokentape.audit.byte_level": "Bounds Price Spellings TransformersModel bytes_logprob price",
         "tokentape.audit.drift.meter": "measure_drift",
         "tokentape.audit.drift.report": "DriftReport",
+        "tokentape.audit.drift.rerender": "with_objects",
         "tokentape.audit.id_rows": "Columns IdRow Span iter_rows",
         "tokentape.audit.lock": "Lock LockReport check make_lock read_lock write_lock",
+        "tokentape.audit.numbers": "Numbers logprob_numbers",
         "tokentape.audit.premium": "Premium measure_premium read_corpus",
         "tokentape.audit.probe.running": "ProbeResult ProbeSettings run_trials",
         "tokentape.audit.probe.trials": "read_texts trials",
@@ -84,6 +93,6 @@ __getattr__ = lazy_names(
         "tokentape.audit.skew.backends.base": "Backend BackendFacts Rendering SkewChat",
         "tokentape.audit.skew.backends.spec": "BackendOptions",
         "tokentape.audit.skew.findings": "AuditReport Skew",
-        "tokentape.audit.tokendiff": "Comparison Difference compare",
+        "tokentape.audit.tokendiff": "Comparison Difference compare pair_ids retokenized",
     },
 )

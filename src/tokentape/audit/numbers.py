@@ -91,7 +91,7 @@ class _Weights:
         return self._sum**2 / self._squares / self._count
 
 
-def numbers(sequences: Iterable[npt.NDArray[np.float64]]) -> Numbers:
+def logprob_numbers(sequences: Iterable[npt.NDArray[np.float64]]) -> Numbers:
     """Return `Numbers` of differences, an array for each sequence."""
     tally = NumbersTally()
     for one in sequences:

@@ -199,7 +199,7 @@ def audit_corpus(
     def compare(
         a: Backend, b: Backend, paths: Sequence[Path], workers: int | None, progress: Callable[[str], None]
     ) -> tuple[CorpusStatistics, list[Differing]]:
-        names = a.reopen(), b.reopen()
+        names = a.reopened_as, b.reopened_as
         if None in names:
             raise InvalidRequest(
                 "a server is a side here, which actors would ask all at once; compare with it by `tokentape audit`"

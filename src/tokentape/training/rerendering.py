@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape.audit.drift.rerender import whole_conversation
-from tokentape.audit.numbers import Numbers, numbers
+from tokentape.audit.numbers import Numbers, logprob_numbers
 from tokentape.audit.tokendiff import compare
 from tokentape.chat.renderer import Renderer
 from tokentape.store import StoredSession
@@ -118,7 +118,7 @@ class _RerenderTally:
             tokens=self._counts["tokens"],
             id_drift=ids,
             text_drift=text,
-            numeric=numbers(self._apart["numeric"]),
-            behind_id_drift=numbers(self._apart["ids"]),
-            behind_text_drift=numbers(self._apart["text"]),
+            numeric=logprob_numbers(self._apart["numeric"]),
+            behind_id_drift=logprob_numbers(self._apart["ids"]),
+            behind_text_drift=logprob_numbers(self._apart["text"]),
         )

@@ -78,7 +78,7 @@ def compare_corpus(
     files = corpus_files(paths)
     ranges = list(ranges_of(files))
     total = sum(one.end - one.start for one in ranges)
-    names = a.reopen(), b.reopen()
+    names = a.reopened_as, b.reopened_as
     workers = workers or os.cpu_count() or 1
     began = time.monotonic()
     found: list[Compared] = []

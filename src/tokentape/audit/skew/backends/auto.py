@@ -37,7 +37,7 @@ class AutoBackend(Backend):
             raise TokenizerUnusable(f"AutoTokenizer can't load {path}: {type(error).__name__}: {error}") from error
         if options.template is not None:
             tokenizer.chat_template = read_source(options.template)
-        self._tokenizer, self._options, self._name = tokenizer, options, name
+        self._tokenizer, self._options, self.reopened_as = tokenizer, options, name
         spec = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else None
         template = tokenizer.chat_template
         if isinstance(template, dict):
@@ -98,10 +98,6 @@ class AutoBackend(Backend):
         """See `Backend`."""
         found: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         return found
-
-    def reopen(self) -> str | None:
-        """See `Backend`."""
-        return self._name
 
 
 class SlowBackend(AutoBackend):

@@ -85,6 +85,8 @@ class Backend:
     """The base class of backends. Ids are lists of int, as the libraries return them."""
 
     facts: BackendFacts
+    reopened_as: str | None = None
+    """The name by which another process can open this backend for encoding; None if it can't."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         """Return the ids of each text; with `special`, with the BOS and EOS that the backend puts around it."""
@@ -103,10 +105,6 @@ class Backend:
 
     def token(self, token_id: int) -> str | None:
         """Return the spelling of an id; None if there is no such id, or it is unknown."""
-        return None
-
-    def reopen(self) -> str | None:
-        """Return the name by which another process can open this backend for encoding; None if it can't."""
         return None
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class MistralBackend(Backend):
         except Exception as error:  # the library raises the errors of all its parts
             raise TokenizerUnusable(f"mistral-common can't load {file}: {type(error).__name__}: {error}") from error
         self._tokenizer: Any = self._chat.instruct_tokenizer.tokenizer
-        self._file = file
+        self.reopened_as = f"mistral:{file}"
         added = {}
         for number in range(self._tokenizer.n_words):
             if self._tokenizer.is_special(number):
@@ -75,7 +75,3 @@ class MistralBackend(Backend):
     def token(self, token_id: int) -> str | None:
         """See `Backend`."""
         return str(self._tokenizer.id_to_piece(token_id)) if 0 <= token_id < self._tokenizer.n_words else None
-
-    def reopen(self) -> str | None:
-        """See `Backend`."""
-        return f"mistral:{self._file}"

@@ -57,7 +57,6 @@ class TemplateBackend(Backend):
 
     _options: BackendOptions
     _template: ChatTemplate | None
-    _reopened_as: str | None
 
     def rendered_text(self, template: ChatTemplate | None, conversation: SkewChat) -> str:
         """Return what the template writes. Raises `TemplateRefused`."""
@@ -70,10 +69,6 @@ class TemplateBackend(Backend):
             date=self._options.date or datetime.now(UTC).date().isoformat(),
             variables=self.facts.template_variables,
         )
-
-    def reopen(self) -> str | None:
-        """See `Backend`."""
-        return self._reopened_as
 
 
 class SpecBackend(TemplateBackend):
@@ -99,7 +94,7 @@ class SpecBackend(TemplateBackend):
         self._template = template
         self._marked = ChatTemplate(_with_marks(template.source)) if template and makes_masks(template.source) else None
         self._options = options or BackendOptions()
-        self._reopened_as = reopened_as
+        self.reopened_as = reopened_as
         special_tokens = named_special_tokens(config)
         abilities: set[Ability] = {"special", "decode", "controls"}
         if template is not None:

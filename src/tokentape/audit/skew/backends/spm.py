@@ -21,7 +21,7 @@ class SentencePieceBackend(Backend):
             model: Any = require("sentencepiece").SentencePieceProcessor(model_file=str(file))
         except (OSError, RuntimeError) as error:
             raise TokenizerUnusable(f"sentencepiece can't load {file}: {error}") from None
-        self._model, self._path = model, file
+        self._model, self.reopened_as = model, f"spm:{file}"
         controls = [number for number in range(model.vocab_size()) if model.is_control(number)]
         ends = {f"{which}_token": getattr(model, f"{which}_id")() for which in ("bos", "eos", "pad", "unk")}
         self.facts = BackendFacts(
@@ -48,7 +48,3 @@ class SentencePieceBackend(Backend):
     def token(self, token_id: int) -> str | None:
         """See `Backend`."""
         return str(self._model.id_to_piece(token_id)) if 0 <= token_id < self._model.vocab_size() else None
-
-    def reopen(self) -> str | None:
-        """See `Backend`."""
-        return f"spm:{self._path}"

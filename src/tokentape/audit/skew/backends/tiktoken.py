@@ -56,7 +56,7 @@ class TiktokenBackend(TemplateBackend):
             )
         except Exception as error:  # of its Rust core, which has no narrower kinds
             raise TokenizerUnusable(f"tiktoken does not take {file}: {error}") from error
-        self._reopened_as = f"tiktoken:{file}#{split}"
+        self.reopened_as = f"tiktoken:{file}#{split}"
         self._template, self._options = find_template(file.parent, config, options), options
         special_tokens = named_special_tokens(config)
         able: dict[Ability, bool] = {"decode": True, "controls": bool(added), "render": self._template is not None}
