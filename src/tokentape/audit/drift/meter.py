@@ -327,4 +327,4 @@ def _lengths(counts: Mapping[int, int]) -> Lengths:
 def _by_value(key: Key) -> tuple[float, str]:
     """Sort numbers by size, and before names."""
     number = key[1].split("-")[0].removesuffix(" on")
-    return (float(number) if number.replace(".", "", 1).isdigit() else float("inf")), key[1]
+    return (float(number) if number.replace(".", "", 1).isdecimal() else float("inf")), key[1]
