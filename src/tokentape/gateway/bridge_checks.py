@@ -1,6 +1,6 @@
-"""Bridges checked while the gateway runs: the template's own rendering against what was appended.
+"""Compare bridges with the template's own rendering while the gateway runs.
 
-Apart from calls: the first bridge of each kind on each branch, and a sample of the others, are put into a queue after
+In the background: the first bridge of each kind on each branch, and a sample of the others, are put into a queue after
 their turns are durable, and a thread renders the real conversations (`chat.bridge_check`). When the queue is full, a
 check is left out and the verdict goes on saying so. What is found is appended to the record as events; a difference
 ends the use of the bridge's strategy for its setup and kind.
@@ -38,7 +38,7 @@ WAITING = 128
 """Checks that may wait."""
 
 _CLOSE_SECONDS = 5.0
-"""How long checks that wait are gone on with when the gateway ends. Others are done when their session is loaded."""
+"""How long waiting checks continue when the gateway ends. The others are done when their session is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Job:
 
 
 class BridgeChecks:
-    """Draws bridges, has them checked and notes what was found. Its methods belong to the event loop.
+    """Samples bridges, checks them in a thread and records the results. Its methods belong to the event loop.
 
     `revoke` is called with a setup's digest, a continuation's name and the strategy to go on with.
     """
@@ -96,7 +96,7 @@ class BridgeChecks:
         return [Event(opened.session_id, turn.seq, kind, body, turn.created_at) for turn in turns]
 
     def recorded(self, opened: OpenSession, setup: Setup, turns: Sequence[Turn], events: Sequence[Event]) -> None:
-        """Take durable turns in, with the events that `due` gave for them. Returns at once."""
+        """Queue the checks of durable turns, with the events that `due` returned for them. Returns at once."""
         self._follow(opened, turns, events)
         if events and events[0].kind == BRIDGE_DUE:
             self._offer(_Job(opened, turns, setup, events[0].body, asyncio.get_running_loop()))
@@ -127,7 +127,7 @@ class BridgeChecks:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def close(self) -> None:
-        """Go on with what waits for some seconds, then end. What is due then is checked by the next gateway."""
+        """Continue with waiting checks for some seconds, then end. The next gateway does those that are left."""
         if self._thread is not None:
             ending = threading.Timer(_CLOSE_SECONDS, self._give_up)
             ending.start()
@@ -214,7 +214,7 @@ _POLL_SECONDS = 0.05
 
 
 def _like(name: str, parent: Turn, added: PromptTokens) -> str:
-    """Return what bridges of one kind have in common: the continuation, the tools called, how the turn ended."""
+    """Return the kind of a bridge: a hash of the continuation, the tools called and how the turn ended."""
     calls = parent.reply.get("tool_calls") or ()
     tools = sorted({str(call["function"]["name"]) for call in calls})
     closed = bool((added.provenance == Provenance.CLOSE).any())

@@ -1,4 +1,4 @@
-"""What clients say of a session afterwards: rewards, and named numbers per token."""
+"""Rewards of a session, and named numbers per token, given afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Seq = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class NewReward(Struct, forbid_unknown_fields=True):
-    """What giving a reward takes: for a turn's action, for the path to a leaf, or else for the session."""
+    """The body of a reward: for a turn, for the path to a leaf, or else for the session."""
 
     value: float
     turn: _Seq | None = None
@@ -39,7 +39,7 @@ class NewReward(Struct, forbid_unknown_fields=True):
 
 
 class NewColumns(Struct, forbid_unknown_fields=True):
-    """What giving columns takes: per name the values, for one turn or for the path to a leaf."""
+    """The body of columns: values by name, for one turn or for the path to a leaf."""
 
     columns: dict[str, list[float]]
     turn: _Seq | None = None
@@ -47,7 +47,7 @@ class NewColumns(Struct, forbid_unknown_fields=True):
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    """The endpoints for rewards and columns, under /sessions/{session_id}."""
+    """Return the endpoints for rewards and columns, under /sessions/{session_id}."""
     turns = gateway.turns
 
     async def reward(request: Request) -> Response:
@@ -87,7 +87,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
 
 async def _read_columns(gateway: Gateway, request: Request) -> tuple[int | None, int | None, Mapping[str, TokenValues]]:
-    """The turn or leaf that is meant, and per name its values."""
+    """Return the turn or leaf that is meant, and its values by name."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == BINARY:
         name = request.query_params.get("name")
         if name is None:
@@ -152,7 +152,7 @@ def _records(
 
 
 def _turn(session: Session, seq: int) -> Turn:
-    """The turn, if what is said of it can be in a trajectory."""
+    """Return the turn, if it is in a trajectory."""
     if seq >= len(session.turns):
         raise NotFound(f"session {session.info.session_id!r} has no turn {seq}; it has {len(session.turns)} turns")
     turn = session.turns[seq]

@@ -9,14 +9,12 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tokentape.chat.media import IMAGE, ImageProcessor, image_parts
-from tokentape.engines.base import MediaEngine, PromptMedia, SampleDelta, SamplingParams
 from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.types import Media, Message, TokenIds
+from tokentape.types import Media, Message
 
 MAX_IMAGES = 256
 """Per request: each is decoded."""
@@ -83,12 +81,8 @@ def receive(
             return part
         else:
             media = load(part["sha256"])
-        return {
-            "type": IMAGE,
-            "sha256": media.sha256,
-            "tokens": images.tokens(media),
-            "settings": images.settings.sha256,
-        }
+        settings = images.settings.sha256
+        return {"type": IMAGE, "sha256": media.sha256, "tokens": images.tokens(media), "settings": settings}
 
     out = tuple(
         {**message, "content": [received(part) for part in message["content"]]} if image_parts([message]) else message
@@ -115,20 +109,6 @@ def read_data_url(url: str) -> Media:
     if mime is None:
         raise InvalidRequest("an image is none of PNG, JPEG, WebP and GIF", "messages")
     return Media(hashlib.sha256(data).hexdigest(), mime, data)
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSampler:
-    """An engine asked with the images of one prompt."""
-
-    engine: MediaEngine
-    media: Sequence[PromptMedia]
-
-    def sample(
-        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
-    ) -> AsyncGenerator[SampleDelta, None]:
-        """As `Engine.sample`."""
-        return self.engine.sample(prompt_ids, params, stream=stream, request_id=request_id, media=self.media)
 
 
 def _listed(content: str | Sequence[Mapping[str, str]]) -> Sequence[Any]:

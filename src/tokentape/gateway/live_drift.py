@@ -1,7 +1,7 @@
-"""Drift while serving: a share of the completions goes through text and back, and what changed is counted.
+"""Drift while serving: a fraction of the completions is decoded and re-tokenized, and the changes are counted.
 
-Apart from calls: a completion that is drawn is put into a queue after its turn is durable, and a thread measures it.
-When the queue is full the completion is dropped, and counted as that. Nothing waits for the thread, ever.
+In the background: a sampled completion is queued after its turn is durable, and a thread measures it. If the queue is
+full the completion is dropped and counted as dropped. No call waits for the thread.
 """
 
 from __future__ import annotations

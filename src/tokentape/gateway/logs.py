@@ -1,4 +1,4 @@
-"""The log of a gateway: one line per event on stderr, as JSON or as text, without anything that models or callers said.
+"""The log of a gateway: one line per event on stderr, as JSON or text, without anything that models or callers wrote.
 
 An exception's own text may quote a prompt, so a line has its type and where it happened. What other libraries log is
 cut to its first line, and only warnings of theirs are shown: asyncio prints exceptions in the lines below.
@@ -35,7 +35,7 @@ def logging_to(stream: TextIO | None = None, *, level: Level = "info", form: For
     stream = stream or sys.stderr
     as_json = form == "json" or (form == "auto" and not stream.isatty())
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
+    handler.setFormatter(_JsonFormatter() if as_json else _TextFormatter())
     root, ours = logging.getLogger(), logging.getLogger(_OURS)
     before = root.handlers, root.level, ours.level, logging.raiseExceptions
     root.handlers = [handler]
@@ -51,19 +51,17 @@ def logging_to(stream: TextIO | None = None, *, level: Level = "info", form: For
         ours.setLevel(level_of_ours)
 
 
-class JsonFormatter(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     """A record as one JSON object: time, level, logger, message, request_id, then the record's own fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         return msgspec.json.encode(_line(record)).decode()
 
 
-class TextFormatter(logging.Formatter):
+class _TextFormatter(logging.Formatter):
     """A record as one line for people; a traceback's frames follow it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         line = _line(record)
         where = str(line.pop("traceback", ""))
         head = f"{line.pop('time')} {line.pop('level'):<7} {line.pop('logger')}: {line.pop('message')}"

@@ -16,7 +16,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -25,25 +25,11 @@ from tokentape.errors import EngineAborted, EngineUnavailable
 from tokentape.gateway.choices import Choice
 from tokentape.gateway.events import TurnDelta
 from tokentape.gateway.gate import Gate
-from tokentape.gateway.limits import OnAbort
+from tokentape.gateway.limits import Limits, OnAbort
 from tokentape.session.invariants import check_ids
 from tokentape.types import TokenIds
 
 _log = logging.getLogger("tokentape.gateway")
-
-
-@dataclass(frozen=True, slots=True)
-class AbortPolicy:
-    """What to do with completions that the engine aborts.
-
-    Under `resume` one is kept as it is if it has gone on `resumes` times already, or if its rest would come from
-    another distribution. What was aborted before its first token is asked for again in any case.
-    """
-
-    on_abort: OnAbort = "resume"
-    resumes: int = 32
-    patience: float = 600.0
-    """Seconds that an engine may refuse to go on with a call that it aborted."""
 
 
 _PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
@@ -51,14 +37,8 @@ _PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_pen
 _RETRY_SECONDS = 1.0
 
 
-class Sampler(Protocol):
-    """The part of an engine that is needed here."""
-
-    def sample(
-        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
-    ) -> AsyncGenerator[SampleDelta, None]:
-        """As `Engine.sample`."""
-        ...
+Sample: TypeAlias = Callable[..., AsyncGenerator[SampleDelta, None]]
+"""`Engine.sample`, or what takes its place."""
 
 
 def hindrance(params: SamplingParams, engine: EngineInfo) -> str | None:
@@ -138,30 +118,35 @@ class Seam:
 class Sampling:
     """How the completions of one call are sampled.
 
+    Under the policy `resume` an aborted completion is kept as it is if it was continued `limits.resumes` times already,
+    or if its rest would come from another distribution. Without any token it is sampled again in any case.
+
     Args:
-        engine: what is asked.
-        info: what it is.
+        sample_ids: samples from a prompt.
+        info: the engine.
         prompt_ids: the context that the completions share, int32 [tokens].
         vocab_size: ids at or above it are refused.
         stream: whether tokens are wanted as they come.
         spell: the bytes of an id.
         gate: what each call of the engine passes.
-        policy: what becomes of an aborted completion.
+        on_abort: what to do with an aborted completion.
+        limits: how often it is continued, and for how long an engine may refuse that.
         count: called with the outcome of each abort, and why.
-        check: raises if the engine does not serve the right model any more.
+        check: raises if the engine no longer serves the right model.
         interrupt: has the engine end a call with `abort` and what it has sampled; False if it can't.
-        captured: the server renders, and can't be asked to go on. The caller has passed the gate.
+        captured: the server renders, and can't be asked to continue. The caller has passed the gate.
 
     """
 
-    engine: Sampler
+    sample_ids: Sample
     info: EngineInfo
     prompt_ids: TokenIds
     vocab_size: int
     stream: bool
     spell: Callable[[int], bytes]
     gate: Gate
-    policy: AbortPolicy
+    on_abort: OnAbort
+    limits: Limits
     count: Callable[[str, str], None]
     check: Callable[[], Awaitable[None]]
     interrupt: Callable[[str], bool]
@@ -192,14 +177,14 @@ class Sampling:
         cause = "paused" if self.gate.closed else "engine_abort"
         if self._is_over(choice):
             return False
-        more = aborts <= self.policy.resumes and not self.captured
+        more = aborts <= self.limits.resumes and not self.captured
         if more and len(choice.ids) == choice.part:
             # What an engine that was not streaming had sampled when we left it is lost, and drawn again.
             self._note(choice, "resampled" if choice.lost else "again", cause, "not streamed" if choice.lost else "")
             choice.go_on(None)
             return True
-        why = "on_abort" if self.policy.on_abort != "resume" else self._obstacle(choice, more)
-        if not choice.ids or self.policy.on_abort == "resample":
+        why = "on_abort" if self.on_abort != "resume" else self._obstacle(choice, more)
+        if not choice.ids or self.on_abort == "resample":
             self._note(choice, "resampled", cause, why or "resumes")
             raise EngineAborted("the engine aborted this call before it was finished; send it again", cause)
         if why:
@@ -239,7 +224,7 @@ class Sampling:
         """Pass the gate and ask the engine; again and again if it refuses to go on with a call that it aborted."""
         task = asyncio.current_task()
         assert task is not None
-        until = asyncio.get_running_loop().time() + self.policy.patience
+        until = asyncio.get_running_loop().time() + self.limits.pause_patience
         left = False
 
         def interrupt() -> None:
@@ -276,7 +261,7 @@ class Sampling:
                 choice.notes.setdefault("resume_seeds", []).append(params.seed)
             # Behind a stop string that the engine does not see it would go on.
             stream = stream or not seam.passed
-        sampled = self.engine.sample(ids, params, stream=stream, request_id=self._request_id(choice, aborts))
+        sampled = self.sample_ids(ids, params, stream=stream, request_id=self._request_id(choice, aborts))
         async with aclosing(sampled) as deltas:
             async for delta in deltas:
                 check_ids(delta.token_ids, self.vocab_size)

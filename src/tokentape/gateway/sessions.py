@@ -35,7 +35,7 @@ MAX_PAGE = 1000
 
 
 class NewSession(Struct, forbid_unknown_fields=True):
-    """What creating a session takes."""
+    """The body of a new session."""
 
     session_id: str | None = None
     metadata: dict[str, Any] | None = None
@@ -46,7 +46,7 @@ class NewSession(Struct, forbid_unknown_fields=True):
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    """The endpoints under /sessions, the wire APIs of a session left out.
+    """Return the endpoints under /sessions, except the wire APIs of a session.
 
     What they show is read from the record, not from the memory of this process: it is durable. A session belongs to
     the key that made it; to other keys it does not exist. An admin key sees all.
@@ -103,7 +103,7 @@ def routes(gateway: Gateway) -> list[Route]:
     async def show_media(request: Request) -> Response:
         _, session_id = await addressed(gateway, request)
         found = await asyncio.to_thread(turns.store.load_media, session_id, request.path_params["sha256"])
-        # Somebody's bytes: to be saved, not to be looked at as a page of this origin.
+        # A caller's bytes: to be saved, not to be shown as a page of this origin.
         headers = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
         return Response(found.data, media_type=found.mime, headers=headers)
 
@@ -131,12 +131,12 @@ def routes(gateway: Gateway) -> list[Route]:
 
 
 async def addressed(gateway: Gateway, request: Request) -> tuple[Caller, str]:
-    """Who asks, and the session in the path. Raises `NotFound` unless it is there and the caller may see it."""
+    """Return the caller and the session in the path. Raises `NotFound` unless the caller may see it."""
     caller = gateway.caller(request)
     session_id: str = request.path_params["session_id"]
     if not may_be_session_id(session_id) or caller.session_id not in (None, session_id):
         raise not_found(session_id)
-    # Whose it is, before anything is said of it.
+    # The owner first, before anything is said of the session.
     await gateway.turns.session(session_id, caller.sees)
     request_log(request).session_id = session_id
     return caller, session_id
@@ -151,7 +151,7 @@ def query_flag(request: Request, name: str) -> bool:
 
 
 def query_number(request: Request, name: str, allowed: range) -> int | None:
-    """The whole number that query parameter `name` gives. Raises `InvalidRequest` if it is none or not allowed."""
+    """Return query parameter `name` as a whole number. Raises `InvalidRequest` if it is none or not allowed."""
     text = request.query_params.get(name)
     if text is None:
         return None
@@ -180,7 +180,7 @@ def reward_view(reward: Reward) -> dict[str, Any]:
 
 
 def _tree(store: Store, session_id: str) -> dict[str, Any]:
-    """A session's turns without their text and ids, its leaves with their verdicts, what is in no trajectory."""
+    """Return a session's turns without text and ids, its leaves with their verdicts, and its aborted turns."""
     stored = store.load_session(session_id)
     names = store.extra_names([session_id])
     return {

@@ -30,7 +30,7 @@ _CHUNK = 1 << 20
 
 
 class NewSnapshot(Struct, forbid_unknown_fields=True):
-    """What taking a snapshot takes: which sessions, those to which all that is given applies."""
+    """The body of a new snapshot: the sessions that match all given fields."""
 
     session_ids: list[str] | None = None
     since: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
@@ -40,14 +40,14 @@ class NewSnapshot(Struct, forbid_unknown_fields=True):
 
 
 class Confirmation(Struct, forbid_unknown_fields=True):
-    """What confirming a snapshot takes."""
+    """The body of a confirmation."""
 
     digest: str
     drop_sessions: bool = False
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    """The endpoints under /snapshots.
+    """Return the endpoints under /snapshots.
 
     A snapshot belongs to the API key that took it; to other keys it does not exist, except to admin keys. A session's
     own key takes none.
@@ -156,7 +156,7 @@ def _manifest(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _parquet(snapshots: Snapshots, snapshot_id: int, extra: ExtraNames) -> IO[bytes]:
-    """The contents as a file that has no name, so that nothing has to be held in memory or cleaned up."""
+    """Return the contents as a file without a name: nothing is held in memory or has to be cleaned up."""
     with ExitStack() as undo:
         file = undo.enter_context(tempfile.TemporaryFile())
         write_parquet(snapshots.trajectories(snapshot_id), file, extra)

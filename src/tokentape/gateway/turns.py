@@ -32,7 +32,6 @@ from tokentape.gateway.capturing import ServerRenderedCall
 from tokentape.gateway.choices import Choice, ReplyReader, sample_choices
 from tokentape.gateway.events import TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway.gate import Gate
-from tokentape.gateway.images import ImageSampler
 from tokentape.gateway.in_flight_call import InFlightCall
 from tokentape.gateway.limits import CheckBridges, Limits, OnAbort
 from tokentape.gateway.pausing import Pausing
@@ -41,7 +40,7 @@ from tokentape.gateway.prefix import ParsedPrefix
 from tokentape.gateway.prompts import PROMPT, Prompt, PromptBuilder
 from tokentape.gateway.recording import Recorder
 from tokentape.gateway.replaying import replayed
-from tokentape.gateway.resuming import AbortPolicy, Sampler, Sampling
+from tokentape.gateway.resuming import Sample, Sampling
 from tokentape.gateway.session_cache import OpenSession, SessionCache, not_found
 from tokentape.gateway.telemetry import Telemetry
 from tokentape.session.tree import Session
@@ -65,7 +64,7 @@ class Turns:
     With `payloads`, what an engine returns per token besides the logprob (routed experts) is requested and recorded,
     once per token, if the engine supports it.
 
-    `on_abort` says what to do with a completion that the engine aborts, for example for new weights; see `AbortPolicy`.
+    `on_abort` says what to do with a completion that the engine aborts, for example for new weights; see `Sampling`.
 
     `pins` are sampling parameters that hold whatever callers ask for, and defaults.
 
@@ -101,7 +100,7 @@ class Turns:
         self.gate = Gate(self.limits.pause_patience)
         self.pins = pins or Pins()
         self.pins.check(engine.info)
-        self._aborts = AbortPolicy(on_abort, self.limits.resumes, self.limits.pause_patience)
+        self._on_abort: OnAbort = on_abort
         self.pausing = Pausing(self.gate, store, self._interrupt_all)
         other_stop: WrongStop = "keep" if capture is not None else wrong_stop
         self._prompts = PromptBuilder(renderer, engine, history, store.load_media, other_stop)
@@ -144,7 +143,7 @@ class Turns:
 
     async def _interrupt_all(self) -> None:
         """End every call of the engine, for new weights. Completions that can be resumed wait until the gate opens."""
-        if self._capture is not None or self._aborts.on_abort == "resample":
+        if self._capture is not None or self._on_abort == "resample":
             await self.abort_all("paused")
         else:
             self.gate.interrupt()
@@ -292,7 +291,7 @@ class Turns:
                     captured = partial(self._prompts.captured, request, session, setup, found, prompt_ids)
                     prompt = await asyncio.to_thread(captured)
                     prompt = _noting_overridden(prompt, request)
-                    sampling = self._sampling(server, prompt, request, captured=True)
+                    sampling = self._sampling(server.sample, prompt, request, captured=True)
                     first_id: str | None = server.request_id
                 else:
                     with self.telemetry.stage("prepare"):
@@ -302,8 +301,10 @@ class Turns:
                         prompt = build() if quick else await asyncio.to_thread(build)
                     prompt = _noting_overridden(prompt, request)
                     media = prompt.media
-                    sampler = ImageSampler(cast(MediaEngine, self.engine), media) if media else self.engine
-                    sampling, first_id = self._sampling(sampler, prompt, request), None
+                    sample: Sample = self.engine.sample
+                    if media:
+                        sample = partial(cast(MediaEngine, self.engine).sample, media=media)
+                    sampling, first_id = self._sampling(sample, prompt, request), None
                 choices = [self._choice(index, prompt, request) for index in range(request.n)]
                 choices[0].request_id = first_id or choices[0].request_id
                 await self._sample(call, opened, request, prompt, choices, sampling, held)
@@ -365,16 +366,17 @@ class Turns:
         for done in recorded:
             call.publish(done)
 
-    def _sampling(self, sampler: Sampler, prompt: Prompt, request: TurnRequest, *, captured: bool = False) -> Sampling:
+    def _sampling(self, sample: Sample, prompt: Prompt, request: TurnRequest, *, captured: bool = False) -> Sampling:
         return Sampling(
-            sampler,
+            sample,
             self.engine.info,
             prompt.ids,
             self.vocab_size,
             stream=request.stream,
             spell=self.renderer.tokenizer.token_bytes,
             gate=self.gate,
-            policy=self._aborts,
+            on_abort=self._on_abort,
+            limits=self.limits,
             count=lambda outcome, why: self.telemetry.metrics.engine_aborts.labels(outcome, why).inc(),
             check=self.engine.check,
             interrupt=self.engine.interrupt if isinstance(self.engine, Interruptible) else lambda _: False,
