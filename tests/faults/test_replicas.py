@@ -207,7 +207,7 @@ def test_worker_whose_disk_fails_once(model_dir: Path, upstream: Upstream, tmp_p
                 failures += agent.error is not None
                 agent.error = None
         assert failures
-        assert any("can't record any more" in line for line in served.lines)
+        assert any("can no longer record" in line for line in served.lines)
         served.signal(signal.SIGTERM)
         served.process.wait(PATIENCE)
     invariant(tmp_path / "data", [told for agent in agents for told in agent.told], unheard=failures)

@@ -43,11 +43,11 @@ def serve_alone(config: ServeConfig) -> None:
         _log.info("opening %s", model_name(config))
         with _port_taken(config), open_record(config.location, synchronous=synchronous(config)) as store:
             asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
-            _serve(config, renderer, store, on_ready=lambda url: _tell(config, url))
+            _serve(config, renderer, store, on_ready=lambda url: _announce(config, url))
 
 
 def serve_with_workers(config: ServeConfig) -> None:
-    """Serve in `config.workers` processes over one record, until a signal. This process only looks after them."""
+    """Serve in `config.workers` processes over one record, until a signal. This process only supervises them."""
     from prometheus_client.multiprocess import mark_process_dead
 
     renderer = open_renderer(config)
@@ -55,7 +55,7 @@ def serve_with_workers(config: ServeConfig) -> None:
         inherited = []
         if config.store is None:
             config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # The workers hold it too: as long as one of them lives, nobody else opens the directory.
+            # The workers hold it too: while one of them is alive, no other gateway opens the directory.
             lock = DirectoryLock(config.data)
             held.callback(lock.release)
             inherited.append(lock.fileno())
@@ -76,7 +76,7 @@ def serve_with_workers(config: ServeConfig) -> None:
             environment={COUNTED_TOGETHER: counts},
             on_end=lambda pid: mark_process_dead(pid, counts),  # type: ignore[no-untyped-call]
         )
-        supervisor.run(lambda: _tell(config, url))
+        supervisor.run(lambda: _announce(config, url))
 
 
 def serve_as_worker(config: ServeConfig, listener: socket.socket, ready: Callable[[], None]) -> None:
@@ -92,16 +92,16 @@ def serve_as_worker(config: ServeConfig, listener: socket.socket, ready: Callabl
 
 
 def _end_when_broken(store: Store) -> None:
-    """A worker that can't record any more makes room for one that reads the disk first."""
+    """End a worker that can no longer record; the one that replaces it reads the record from the disk."""
     while not store.broken:
         time.sleep(_LOOK_SECONDS)
-    _log.error("worker %d ends, for it can't record any more", os.getpid())
+    _log.error("worker %d ends, because it can no longer record", os.getpid())
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
 def _store(config: ServeConfig) -> Iterator[Store]:
-    """The record, to be written to by others too."""
+    """Open the record for several writers."""
     if config.store is not None:
         with open_record(config.store, synchronous=synchronous(config)) as store:
             yield store
@@ -126,8 +126,8 @@ def _serve(
     gateway = _Gateway(config, renderer, store, drain)
 
     def ready(url: str) -> None:
-        # Vocabularies and templates stay for good. Each time the collector looks at all of them takes 0.1 s, and what
-        # a call leaves behind has few cycles.
+        # Vocabularies and templates stay. Each time the collector visits all of them takes 0.1 s, and a call leaves few
+        # cycles.
         gc.collect()
         gc.freeze()
         gc.set_threshold(10_000)
@@ -144,7 +144,7 @@ def _serve(
     )
 
 
-def _tell(config: ServeConfig, base_url: str) -> None:
+def _announce(config: ServeConfig, base_url: str) -> None:
     by = "" if config.workers == 1 else f" with {config.workers} workers"
     record = shown(config.location)
     _log.info(
@@ -154,7 +154,7 @@ def _tell(config: ServeConfig, base_url: str) -> None:
 
 @contextmanager
 def _port_taken(config: ServeConfig) -> Iterator[None]:
-    """Raises `InvalidRequest`, with what to do, for a port that something else listens on."""
+    """Raise `InvalidRequest`, with advice, for a port that is taken."""
     try:
         yield
     except OSError as error:

@@ -36,54 +36,46 @@ class Metrics:
         self._followed: list[tuple[Gauge, Callable[[], float]]] = []
         self.turns = self._counter(
             "turns",
-            "Recorded turns: committed, or aborted by a cause: client_left, shutdown, an error.",
+            "Recorded turns: committed, or aborted because of client_left, shutdown or an error.",
             "outcome",
             "cause",
         )
-        self.failures = self._counter(
-            "call_failures", "Calls that failed, by error code. What was sampled of them counts as aborted.", "code"
-        )
+        self.failures = self._counter("call_failures", "Calls that failed. Their tokens count as aborted.", "code")
         self.engine_aborts = self._counter(
             "engine_aborts",
-            "Calls that the engine aborted, by what became of the completion: resumed, kept, resampled, or asked for "
-            "again since nothing was sampled; and why it was not resumed.",
+            "Aborts by the engine: resumed, kept, resampled, or again (nothing was sampled); and why.",
             "outcome",
             "why",
         )
         self.forks = self._counter("forks", "Committed turns that began a branch, and why.", "cause")
         self.verdicts = self._counter(
             "verdicts",
-            "Committed turns by what they make of their branch: exact (it goes on), closed, forked; with model "
-            "unverified if the server is not known to serve the folder's model; with other logprobs if those recorded "
-            "are not those that it was sampled with, with logprobs not known if that can't be said.",
+            "Committed turns by their effect on the verdict: exact, closed, forked; with the reservations model "
+            "unverified, other logprobs (not those sampled with) and logprobs not known.",
             "verdict",
         )
-        self.parse_problems = self._counter(
-            "parse_problems", "Committed turns with a completion that was not parsed: its text is content."
-        )
-        self.replays = self._counter("replays", "Calls answered with what had been recorded for them before.")
+        self.parse_problems = self._counter("parse_problems", "Committed turns with an unparsed completion.")
+        self.replays = self._counter("replays", "Calls answered from the record.")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of contexts sent to the engine, once per turn.")
         self.sampled_tokens = self._counter("sampled_tokens", "Tokens sampled by the engine and recorded.")
         self.drift_completions = self._counter(
-            "drift_completions", "Completions that went through text and back: the same, or drifted.", "outcome"
+            "drift_completions", "Completions decoded and re-tokenized: the same, or drifted.", "outcome"
         )
         self.drift_tokens = self._counter(
-            "drift_tokens", "Tokens of these: the same, changed, or unknown (halves of characters).", "outcome"
+            "drift_tokens", "Tokens of these: the same, changed, or unknown (parts of characters).", "outcome"
         )
         self.drift_stretches = self._counter("drift_stretches", "Changed stretches of these, by artifact.", "artifact")
-        self.drift_dropped = self._counter("drift_dropped", "Drawn completions that there was no time to measure.")
+        self.drift_dropped = self._counter("drift_dropped", "Completions that there was no time to measure.")
         self.bridge_checks = self._counter(
             "bridge_checks",
             "Bridges compared with the template's own rendering: same, differs, unknown (it renders no such "
-            "conversation), or skipped (there was no room, or it is off).",
+            "conversation), or skipped (no room, or off).",
             "outcome",
         )
         self.bridge_revocations = self._counter(
-            "bridge_revocations", "Differences found, by the strategy that bridges of the kind go on with.", "strategy"
+            "bridge_revocations", "Differences found, by the strategy that replaces the bridge's.", "strategy"
         )
-        self.stages = self._histogram(
-            "stage_seconds", "Seconds per stage of a call: prepare (match, render, bridge), engine, commit.", "stage"
-        )
+        self.stages = self._histogram("stage_seconds", "Seconds per stage: prepare, engine, commit.", "stage")
         self.first_token = self._histogram("first_token_seconds", "Seconds from asking the engine to its first tokens.")
         self.requests = self._counter("http_requests", "Answered requests.", "method", "route", "status")
         self.request_seconds = self._histogram("http_request_seconds", "Seconds until a request was answered.", "route")
