@@ -18,8 +18,8 @@ from tokentape.store.listing import Listing
 from tokentape.types import Reward, SessionInfo, TurnColumn
 from tokentape.viewer import views
 from tokentape.viewer.binary import header, unpack
-from tokentape.viewer.file_source import FileSource
-from tokentape.viewer.source import StoreSource, ViewerSource
+from tokentape.viewer.file_source import FileSource, ViewerSource
+from tokentape.viewer.source import StoreSource
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,8 @@ from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.store.served_model import ServedModel
 from tokentape.types import Trajectory
 from tokentape.viewer.binary import pack
-from tokentape.viewer.source import SessionView, ViewerSource
+from tokentape.viewer.file_source import ViewerSource
+from tokentape.viewer.source import SessionView
 from tokentape.viewer.texts import token_texts
 
 RETOKENIZED = "retokenized"

@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tokentape.errors import InvalidRequest, NotFound
 from tokentape.session.arrow import iter_parquet, open_parquet
 from tokentape.session.jsonl import read_jsonl_places
 from tokentape.store.listing import ANY_FORK, NO_FORK, ListedPage, Listing, SessionSummary, SortKey
 from tokentape.types import SessionInfo, Trajectory
-from tokentape.viewer.source import SessionView, TurnNode
+from tokentape.viewer.source import SessionView, StoreSource, TurnNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,10 @@ class FileSource:
                         reward=None if reward != reward else reward,
                     )
         return tuple(nodes[seq] for seq in sorted(nodes))
+
+
+ViewerSource: TypeAlias = StoreSource | FileSource
+"""What the viewer reads sessions from."""
 
 
 def _cause(verdict: str) -> str | None:

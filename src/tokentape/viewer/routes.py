@@ -25,7 +25,8 @@ from tokentape.version import __version__
 from tokentape.viewer import views
 from tokentape.viewer.binary import MEDIA_TYPE
 from tokentape.viewer.comparing import AGAINST, RecordReader, against, comparison, drift_of
-from tokentape.viewer.source import SessionView, ViewerSource
+from tokentape.viewer.file_source import ViewerSource
+from tokentape.viewer.source import SessionView
 from tokentape.viewer.static_files import SECURITY, static_file
 
 PAGE = "/view"

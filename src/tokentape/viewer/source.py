@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from tokentape.store.base import Store
 from tokentape.store.listing import ListedPage, Listing, list_page, session_extent
@@ -48,42 +47,13 @@ class SessionView:
         return next((one for one in self.trajectories if one.leaf == leaf), None)
 
 
-class ViewerSource(Protocol):
-    """Where sessions are read from. All of it blocks, and may be called from any thread."""
-
-    @property
-    def name(self) -> str:
-        """What it is, for people."""
-        ...
-
-    @property
-    def grows(self) -> bool:
-        """Whether there may be more of it later."""
-        ...
-
-    @property
-    def keeps_messages(self) -> bool:
-        """Whether there are messages that could be rendered again."""
-        ...
-
-    def page(self, wanted: Listing) -> ListedPage:
-        """Return a page of sessions."""
-        ...
-
-    def version(self, session_id: str) -> tuple[str, str]:
-        """Return a session's owner and version. Cheap. Raises `NotFound`."""
-        ...
-
-    def load(self, session_id: str) -> SessionView:
-        """Return a session. Raises `NotFound`."""
-        ...
-
-
 class StoreSource:
-    """A store, which may be written to meanwhile."""
+    """A store, which may be written to meanwhile. All methods block, and may be called from any thread."""
 
     grows = True
+    """Whether there may be more of it later."""
     keeps_messages = True
+    """Whether there are messages that could be rendered again."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
