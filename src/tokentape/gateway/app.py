@@ -83,7 +83,7 @@ def create_app(
         },
         middleware=[
             Middleware(AccessMiddleware, routes=routes, telemetry=telemetry, drain=drain),
-            Middleware(AllowedHosts, hosts=allowed_hosts),
+            *([] if ANY in allowed_hosts else [Middleware(AllowedHosts, hosts=allowed_hosts)]),
         ],
         lifespan=lifespan,
     )

@@ -1,4 +1,4 @@
-"""Which hosts a gateway answers as: against web pages that reach for what listens on this machine."""
+"""Host names that a gateway answers to, against web pages that try to reach servers on this machine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from tokentape.errors import Forbidden
 from tokentape.gateway.http import error_response
 
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
-"""Names under which only programs on this machine reach it."""
+"""Names by which only programs on this machine reach it."""
 
 ANY = "*"
+"""Allows every host name."""
 
 
 class AllowedHosts:
     """Answers 403 to requests for other hosts, and to those that a browser sends for a page of another host.
 
     A page of a stranger can point a name of its own at 127.0.0.1 (DNS rebinding), which its `Host` gives away; or send
-    a request across sites, which its `Origin` gives away. Ports don't count. `*` among the hosts allows any.
+    a request across sites, which its `Origin` gives away. Ports don't count.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
@@ -30,7 +31,7 @@ class AllowedHosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or refuse to."""
-        if scope["type"] != "http" or ANY in self._hosts or self._allowed(Headers(scope=scope)):
+        if scope["type"] != "http" or self._allowed(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         refusal = Forbidden(
