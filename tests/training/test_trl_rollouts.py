@@ -144,7 +144,7 @@ def test_a_session_without_turns_has_another_one_s_ids_and_no_loss(client: Clien
 def test_a_temperature_that_recorded_logprobs_know_nothing_of_is_refused(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "engine", lambda: {"engine": "vllm 0.32.0 raw_logprobs generate"})
+    monkeypatch.setattr(client, "engine", lambda: SimpleNamespace(engine="vllm 0.32.0 raw_logprobs generate"))
     with pytest.raises(InvalidRequest, match=r"temperature 1 only, and the trainer's is 0\.7: .*processed_logprobs"):
         GatewayRollouts(client, one_question)(["a"], trainer(temperature=0.7))
 
