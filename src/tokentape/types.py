@@ -365,11 +365,19 @@ class Trajectory:
     """One per turn: the distribution that it was sampled from, None where that is not known."""
     logprobs_of: tuple[TokenDistribution | None, ...] = ()
     """One per turn: the distribution that its `logprobs` belong to, None where that is not known."""
+    finish_reasons: tuple[FinishReason | None, ...] = ()
+    """One per turn: why its sampling ended. None: not known, as for turns recorded before `sampled_from` was."""
 
     def __post_init__(self) -> None:
-        for name in ("sampled_from", "logprobs_of"):
+        for name in ("sampled_from", "logprobs_of", "finish_reasons"):
             if not getattr(self, name):
                 object.__setattr__(self, name, (None,) * len(self.turns))
+
+    @property
+    def truncated(self) -> bool | None:
+        """Whether the last turn reached its token budget; None: not known."""
+        last = self.finish_reasons[-1] if self.finish_reasons else None
+        return None if last is None else last == "length"
 
     def _repr_html_(self) -> str:
         rows = {

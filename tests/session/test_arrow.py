@@ -91,15 +91,18 @@ def test_the_schema_is_pinned() -> None:
                     "      child 3, grammar: bool",
                 )
             ),
+            "finish_reasons: list<element: string> not null",
+            "  child 0, element: string",
         ]
     )
 
 
 def test_a_file_from_before_distributions_says_that_they_are_not_known(tmp_path: Path) -> None:
-    table = trajectories_table([make_trajectory()]).drop_columns(["sampled_from", "logprobs_of"])
+    table = trajectories_table([make_trajectory()]).drop_columns(["sampled_from", "logprobs_of", "finish_reasons"])
     pq.write_table(table, tmp_path / "t.parquet")
     (read,) = read_parquet(tmp_path / "t.parquet")
     assert (read.verdict, read.sampled_from, read.logprobs_of) == ("exact, logprobs not known", (None,), (None,))
+    assert (read.finish_reasons, read.truncated) == ((None,), None)
 
 
 def with_extras(number: int = 0) -> Trajectory:

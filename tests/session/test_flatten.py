@@ -184,3 +184,15 @@ def test_trajectories_and_samples_compare_by_identity() -> None:
     assert one != other
     assert one in [other, one]
     assert len({one, other}) == 2
+
+
+def test_a_trajectory_says_how_its_turns_ended_unless_they_are_of_an_older_record() -> None:
+    turns = [
+        make_turn(0, None, [user("a")], said("A"), added=[1], completion=[2]),
+        replace(make_turn(1, 0, [user("b")], said("B"), added=[3], completion=[4]), finish_reason="length"),
+    ]
+    (one,) = trajectories(Session(SessionInfo("s", 0.0, {}), turns))
+    assert (one.finish_reasons, one.truncated) == (("stop", "length"), True)
+    old = [replace(turn, sampled_from=None, logprobs_of=None) for turn in turns]
+    (one,) = trajectories(Session(SessionInfo("s", 0.0, {}), old))
+    assert (one.finish_reasons, one.truncated) == ((None, None), None)

@@ -49,9 +49,10 @@ def test_a_line_from_before_turn_rewards_and_spans_is_read() -> None:
 
 
 def test_a_line_from_before_distributions_says_that_they_are_not_known_and_stays_what_it_was() -> None:
-    old = replace(make_trajectory(), sampled_from=(None,), logprobs_of=(None,))
+    old = replace(make_trajectory(), sampled_from=(None,), logprobs_of=(None,), finish_reasons=(None,))
     line = json_line(old)
     assert b"sampled_from" not in line
+    assert b"finish_reasons" not in line
     assert json.loads(line)["verdict"] == "exact"
     read = trajectory_from_json(json.loads(line))
     assert (read.verdict, read.sampled_from, read.logprobs_of) == ("exact, logprobs not known", (None,), (None,))

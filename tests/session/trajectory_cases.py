@@ -59,6 +59,9 @@ def drawn_trajectories(draw: st.DrawFn) -> Trajectory:
         media=tuple(draw(st.lists(st.builds(MediaSpan, st.integers(0, 99), st.integers(1, 99), names, names)))),
         sampled_from=sampled_from,
         logprobs_of=logprobs_of,
+        finish_reasons=tuple(
+            draw(st.lists(st.none() | st.sampled_from(["stop", "length"]), min_size=turns, max_size=turns))
+        ),
     )
 
 
@@ -83,5 +86,6 @@ def make_trajectory(number: int = 0, tokens: int = 6, reward: float | None = 1.0
         weight_spans=((prompt, tokens, "step-1"),),
         sampled_from=(UNCHANGED,),
         logprobs_of=(UNCHANGED,),
+        finish_reasons=("stop",),
     )
     return replace(trajectory, **changes)

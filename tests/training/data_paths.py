@@ -245,7 +245,7 @@ def agent_lightning(samples: Samples) -> Iterator[Row]:
 
 
 def of_samples(samples: Samples) -> Iterator[Row]:
-    """A loop of one's own over samples. They say nothing of truncation."""
+    """A loop of one's own over samples."""
     for sample in samples:
         temperatures = token_temperatures(sample)
         versions = [""] * len(sample.token_ids)
@@ -257,7 +257,7 @@ def of_samples(samples: Samples) -> Iterator[Row]:
             sample.logprobs,
             sample.columns.get("advantages"),
             sample.reward,
-            truncated=False,
+            truncated=sample.truncated,
             weight_versions=versions,
             temperature=only(temperatures[sample.loss_mask]),
         )
@@ -285,7 +285,7 @@ def in_batch(make: Callable[[Samples], Batch]) -> Callable[[Samples], Iterator[R
                 batch.logprobs[at],
                 batch.columns["advantages"][at],
                 batch.rewards[n],
-                truncated=False,
+                truncated=bool(batch.truncated[n]),
                 weight_versions=np.array([*batch.versions, ""])[batch.weight_versions[at]],
                 temperature=only(batch.temperatures[at][batch.loss_mask[at]]),
             )
@@ -304,7 +304,7 @@ def shifted(samples: Samples) -> Iterator[Row]:
             np.append(np.float32(0), made["logprobs"][n]),
             [0, *made["advantages"][n]],
             batch.rewards[n],
-            truncated=False,
+            truncated=bool(batch.truncated[n]),
             temperature=only(made["temperatures"][n][made["loss_mask"][n]]),
         )
 

@@ -32,11 +32,8 @@ BRANCHES = "trajectory_ids and is_last_step are None, so SkyRL refuses a session
 LENGTH = "length is the length of the whole sample, but NeMo-RL reads it as the prompt's: every group has one member"
 
 KNOWN: dict[tuple[str, str], tuple[set[str], str]] = {}
-for name in ("slime", "Miles", "verifiers", "SkyRL", "NeMo-RL", "JSON lines", "padded and shifted"):
+for name in ("slime", "Miles", "verifiers", "SkyRL", "NeMo-RL"):
     KNOWN[name, "truncated at the end"] = {"truncation hidden"}, TRUNCATION
-for name in NAMES:
-    if name.startswith(("Parquet", "padded", "packed")):
-        KNOWN[name, "truncated at the end"] = {"truncation hidden"}, TRUNCATION
 for golden in GOLDEN:
     KNOWN["verl transfer queue", golden.name] = {"failed"}, QUEUE
     if golden.name not in ("no reward", "sampled at 1.4, recorded at 1"):

@@ -135,6 +135,7 @@ def test_samples_over_the_maximum_are_cut_where_it_ends() -> None:
     assert second.turns == (0, 1)
     assert second.completion_ends.tolist() == [4, 6]
     assert second.weight_spans == ((2, 4, "1"), (5, 6, "1"))
+    assert (second.finish_reasons, second.truncated) == (("stop", "length"), True)
     report = made.report
     assert (report.cut, report.cut_tokens, report.cut_trained_tokens, report.nothing_to_train) == (1, 3, 2, 0)
 

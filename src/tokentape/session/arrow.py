@@ -81,7 +81,7 @@ def trajectory_schema(extra: ExtraNames = ExtraNames(), layout: Layout = TRAJECT
             members = [pa.field(name, pa.type_for_alias(kind), field.nullable) for name, kind in field.kind]
             return pa.field(field.name, many(pa.struct(members), field.nullable), nullable=False)
         kind = pa.string() if field.kind == "json" else pa.type_for_alias(field.kind)
-        return pa.field(field.name, many(kind), False) if field.per else pa.field(field.name, kind, field.nullable)
+        return pa.field(field.name, *((many(kind, field.nullable), False) if field.per else (kind, field.nullable)))
 
     payload = pa.struct(
         [

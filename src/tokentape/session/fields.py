@@ -55,6 +55,10 @@ def _spans_of_turns(values: Mapping[str, Any]) -> tuple[tuple[int, int, str], ..
     return tuple((int(start), int(end), version) for start, end, version in turns)
 
 
+def _not_known(values: Mapping[str, Any]) -> tuple[None, ...]:
+    return (None,) * len(values["turns"])
+
+
 def _distributions(name: str) -> FileField:
     kind = (("penalties", "bool"), ("temperature", "double"), ("truncation", "bool"), ("grammar", "bool"))
     return FileField(
@@ -64,7 +68,7 @@ def _distributions(name: str) -> FileField:
         nullable=True,
         write=lambda values: [one and asdict(one) for one in values],
         read=_read_distributions,
-        absent=lambda values: (None,) * len(values["turns"]),
+        absent=_not_known,
     )
 
 
@@ -103,6 +107,7 @@ FIELDS = (
     ),
     _distributions("sampled_from"),
     _distributions("logprobs_of"),
+    FileField("finish_reasons", "string", "turn", nullable=True, read=tuple, absent=_not_known),
 )
 
 DTYPES = {"int32": np.int32, "uint8": np.uint8, "bool": np.bool_, "float": np.float32, "double": np.float64}

@@ -121,6 +121,8 @@ def _flatten(session: Session, path: Sequence[Turn], trained: set[int], given: _
         media=tuple(path_media(path)),
         sampled_from=tuple(turn.sampled_from for turn in path),
         logprobs_of=tuple(turn.logprobs_of for turn in path),
+        # Lines of records from before stay as they are: digests of snapshots are made of them.
+        finish_reasons=tuple(turn.finish_reason if turn.sampled_from else None for turn in path),
     )
 
 

@@ -1,9 +1,9 @@
 """Trajectories as JSON: an object per trajectory with the fields of `fields`, in JSON lines one per line.
 
-Each object has `schema_version`. `sampled_from` and `logprobs_of` are left out where they are not known of any turn. In
-a line the verdict then does not say so either: lines of older records, and digests over them, stay what they were.
-Numbers keep every bit: a float32 logprob is written as the double it equals, NaN as null. The `data` of a payload is
-base64. The text is ASCII.
+Each object has `schema_version`. `sampled_from`, `logprobs_of` and `finish_reasons` are left out where they are not
+known of any turn. In a line the verdict then does not say so either: lines of older records, and digests over them,
+stay what they were. Numbers keep every bit: a float32 logprob is written as the double it equals, NaN as null. The
+`data` of a payload is base64. The text is ASCII.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tokentape.types import Trajectory
 
 def trajectory_to_json(trajectory: Trajectory, layout: Layout = TRAJECTORIES) -> dict[str, Any]:
     """Return the trajectory as plain values, every array a list."""
-    left_out = {name for name in ("sampled_from", "logprobs_of") if not any(getattr(trajectory, name))}
+    of_turns = ("sampled_from", "logprobs_of", "finish_reasons")
+    left_out = {name for name in of_turns if not any(getattr(trajectory, name))}
     values = layout.values(trajectory).items()
     return {**layout.versions, **{name: _plain(value) for name, value in values if name not in left_out}}
 

@@ -62,6 +62,8 @@ class Batch:
     lengths. Stretches of padding count as sequences of their own."""
     rewards: npt.NDArray[np.float64]
     """Per sample, NaN where there is none."""
+    truncated: npt.NDArray[np.bool_]
+    """Per sample whether it is known that its last turn reached its token budget."""
     groups: tuple[str | None, ...]
     """Per sample."""
     columns: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
@@ -275,6 +277,7 @@ def _fill(
         places=places,
         cu_seqlens=np.unique(np.array([*boundaries, *range(0, rows * length + 1, length)], np.int32)),
         rewards=np.array([np.nan if sample.reward is None else sample.reward for sample in samples]),
+        truncated=np.array([sample.truncated is True for sample in samples]),
         groups=tuple(sample.group for sample in samples),
         columns=columns,
         payloads=payloads,

@@ -301,6 +301,10 @@ def _sample(
             "leaf": whole.turns[turns - 1],
             "loss_mask": loss_mask,
             "completion_ends": np.minimum(whole.completion_ends[:turns], length),
+            "finish_reasons": tuple(
+                reason if end <= length else "length"
+                for reason, end in zip(whole.finish_reasons, whole.completion_ends[:turns], strict=False)
+            ),
             "weight_spans": tuple((a, min(b, length), version) for a, b, version in whole.weight_spans if a < length),
             # A sample ends with a sampled token, so no image is cut in two.
             "media": tuple(span for span in whole.media if span.start < length),
