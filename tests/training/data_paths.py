@@ -124,9 +124,8 @@ def slime(samples: Samples) -> Iterator[Row]:
 
 
 def miles(samples: Samples) -> Iterator[Row]:
-    """Miles itself names the rollout of samples that come of one agent."""
-    made = [exports.slime_sample(one, n, 0) for n, one in enumerate(samples)]
-    return _slime([one | {"rollout_id": one["metadata"]["session_id"]} for one in made])
+    """As slime's."""
+    return _slime([exports.slime_sample(one, n, 0) for n, one in enumerate(samples)])
 
 
 def _slime(made: Sequence[dict[str, Any]]) -> Iterator[Row]:
@@ -171,7 +170,7 @@ def verifiers(samples: Samples) -> Iterator[Row]:
                     given = iter(node.get(key, ()))
                     values[name] += [next(given) if on else 0.0 for on in node["mask"]]
             seen.update(path)
-            yield Row(**values, truncated=nodes[leaf].get("finish_reason") == "length")
+            yield Row(**values)
 
 
 def skyrl(samples: Samples) -> Iterator[Row]:

@@ -24,28 +24,12 @@ from tokentape.training.samples import Sample, group_advantages
 # The other one imports TRL, so it is run where that is imported anyway: test_trl_async.py.
 NAMES = [name for name in PATHS if name != "TRL asynchronous"]
 
-TRUNCATION = "samples don't record yet how turns ended"
-QUEUE = "extra_fields lack reward_extra_info, min_global_steps and max_global_steps"
-UID = "verl averages over all samples of a uid, so a forked session counts more than once"
-ROLLOUT = "without rollout_id, slime can't tell which samples belong to one session"
-BRANCHES = "trajectory_ids and is_last_step are None, so SkyRL refuses a session with several samples"
-LENGTH = "length is the length of the whole sample, but NeMo-RL reads it as the prompt's: every group has one member"
+GROUP = "it averages over all samples of a group, so a forked session counts more than once"
 
 KNOWN: dict[tuple[str, str], tuple[set[str], str]] = {}
-for name in ("slime", "Miles", "verifiers", "SkyRL", "NeMo-RL"):
-    KNOWN[name, "truncated at the end"] = {"truncation hidden"}, TRUNCATION
-for golden in GOLDEN:
-    KNOWN["verl transfer queue", golden.name] = {"failed"}, QUEUE
-    if golden.name not in ("no reward", "sampled at 1.4, recorded at 1"):
-        found, cause = KNOWN.get(("NeMo-RL", golden.name), (set(), ""))
-        KNOWN["NeMo-RL", golden.name] = found | {"advantages differ"}, "; ".join(filter(None, [LENGTH, cause]))
 for forked in ("forked", "groups of unequal branches"):
-    KNOWN["verl DataProto", forked] = {"siblings counted as sessions"}, UID
-    KNOWN["slime", forked] = {"siblings counted as sessions"}, ROLLOUT
-    KNOWN["SkyRL", forked] = {"failed"}, BRANCHES
-KNOWN["verl DataProto", "no reward"] = {"reward invented", "advantages differ"}, "a session without reward gets 0"
-# The export refuses before the queue is asked.
-del KNOWN["verl transfer queue", "sampled at 1.4, recorded at 1"]
+    for name in ("verl DataProto", "NeMo-RL"):
+        KNOWN[name, forked] = {"siblings counted as sessions"}, GROUP
 
 
 class KnownFailure(Exception):
@@ -80,7 +64,7 @@ def test_golden_sessions_reach_the_loss(name: str, golden: str) -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "verl transfer queue"])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_planted_error_goes_unnoticed(name: str) -> None:
     planted = report(name).planted
     assert {error: caught for error, caught in planted.items() if not all(caught.values())} == {}
@@ -102,21 +86,17 @@ NEEDS = {
 """Which errors can't be planted where a trainer has none of these fields."""
 
 HIDDEN = {
-    "verl DataProto": {"siblings counted as sessions", "group's mean over samples", "missing reward read as 0"},
-    "slime": {"siblings counted as sessions"},
-    "SkyRL": {"siblings counted as sessions", "fork counted twice"},
-    "NeMo-RL": {"group's mean over samples"},
+    "verl DataProto": {"siblings counted as sessions", "group's mean over samples"},
+    "NeMo-RL": {"siblings counted as sessions", "group's mean over samples"},
 }
-"""Which errors a known failure hides, besides hidden truncation."""
+"""Which errors a known failure hides."""
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "verl transfer queue"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_error_is_planted_that_a_trainer_s_fields_have_room_for(name: str) -> None:
     made = report(name)
     without = [errors for needed, errors in NEEDS.items() if {*needed} <= {*made.not_given}]
     expected = set[str]().union(HIDDEN.get(name, set()), *without)
-    if (name, "truncated at the end") in KNOWN:
-        expected.add("truncation hidden")
     if "no reward" in made.refused:
         expected.add("missing reward read as 0")
     assert {error for error, caught in made.planted.items() if not caught} == expected

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.session.builders import make_turn, said, user
 from tokentape.errors import InvalidRequest
@@ -22,7 +24,7 @@ from tokentape.session.flatten import trajectories
 from tokentape.session.tree import Session
 from tokentape.training import exports
 from tokentape.training.samples import Sample, assemble, with_column
-from tokentape.types import Reward, SessionInfo, TokenRows
+from tokentape.types import FinishReason, MediaSpan, Reward, SessionInfo, TokenRows
 
 
 def two_branches() -> list[Sample]:
@@ -41,6 +43,11 @@ def two_branches() -> list[Sample]:
     ]
 
 
+def ended(reason: FinishReason | None) -> Sample:
+    """The first of them, its last turn ended by `reason`."""
+    return replace(two_branches()[0], finish_reasons=("stop", reason))
+
+
 def test_trl_rollouts_split_at_the_first_sampled_token() -> None:
     assert exports.trl_rollouts(two_branches()) == {
         "prompt_ids": [[1, 2], [1, 2]],
@@ -57,6 +64,61 @@ def test_verl_s_agent_loop_gets_prompt_response_and_mask() -> None:
     assert fields["response_mask"] == [0, 0, 0, 1]
     assert fields["reward_score"] == 1.0
     assert fields["num_turns"] == 2
+    extra = fields["extra_fields"]
+    assert (extra["min_global_steps"], extra["max_global_steps"], extra["reward_extra_info"]) == (1, 1, {})
+
+
+def test_verl_s_agent_loop_gets_the_steps_of_the_weights_that_sampled_what_is_trained() -> None:
+    one = replace(two_branches()[0], weight_spans=((2, 3, "7"), (3, 4, "9"), (5, 7, "step-1")))
+    extra = exports.verl_agent_loop_output(one)["extra_fields"]
+    assert (extra["min_global_steps"], extra["max_global_steps"]) == (None, None)
+    extra = exports.verl_agent_loop_output(one, global_steps=8)["extra_fields"]
+    assert (extra["min_global_steps"], extra["max_global_steps"]) == (7, 9)
+    extra = exports.verl_agent_loop_output(one, response_length=2)["extra_fields"]
+    assert (extra["min_global_steps"], extra["max_global_steps"], extra["truncated"]) == (7, 9, True)
+
+
+def test_verl_s_response_is_cut_and_its_prompt_is_not() -> None:
+    fields = exports.verl_agent_loop_output(two_branches()[0], prompt_length=2, response_length=3)
+    assert (fields["prompt_ids"], fields["response_ids"], fields["response_mask"]) == ([1, 2], [3, 4, 5], [1, 1, 0])
+    assert fields["response_logprobs"] == [-0.5, -0.5, 0.0]
+    tensors = exports.verl_data_proto(two_branches(), pad_id=0, vocab_size=100, prompt_length=3, response_length=4)[
+        "tensors"
+    ]
+    assert tensors["input_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 8, 9]]
+    assert tensors["rm_scores"].tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
+    for export in (
+        lambda: exports.verl_agent_loop_output(two_branches()[0], prompt_length=1),
+        lambda: exports.verl_data_proto(two_branches(), pad_id=0, vocab_size=100, prompt_length=1),
+    ):
+        with pytest.raises(InvalidRequest, match="the prompt of session 's' has 2 tokens"):
+            export()
+
+
+def test_verl_s_batch_has_no_reward_where_none_was_given() -> None:
+    samples = [_without_reward(one) for one in two_branches()]
+    assert "rm_scores" not in exports.verl_data_proto(samples, pad_id=0, vocab_size=100)["tensors"]
+    with pytest.raises(InvalidRequest, match="no reward"):
+        exports.verl_data_proto([replace(one, columns={}) for one in samples], pad_id=0, vocab_size=100)
+
+
+def test_images_are_refused() -> None:
+    one = replace(two_branches()[0], media=(MediaSpan(0, 1, "a", "b"),))
+    for export in (
+        lambda: exports.trl_rollouts([one]),
+        lambda: exports.verl_agent_loop_output(one),
+        lambda: exports.verl_data_proto([one], pad_id=0, vocab_size=100),
+        lambda: exports.slime_sample(one, 0, 0),
+        lambda: exports.prime_rl_training_sample(one, "maths"),
+        lambda: exports.verifiers_nodes([one]),
+        lambda: exports.skyrl_generator_output([one]),
+        lambda: exports.nemo_rl_datum(one, 0),
+        lambda: exports.tinker_datum(one),
+        lambda: exports.tinker_datum(one, advantages=None),
+        lambda: exports.agent_lightning_triplets(one),
+    ):
+        with pytest.raises(InvalidRequest, match="pixels"):
+            export()
 
 
 def test_verl_s_agent_loop_gets_a_payload_as_routed_experts() -> None:
@@ -86,6 +148,14 @@ def test_slime_gets_response_lengths_and_masks_of_the_response() -> None:
     assert len(made["rollout_log_probs"]) == 5
     assert made["weight_versions"] == ["1", "1"]
     assert made["metadata"] == {"task": 7, "session_id": "s"}
+    assert (made["session_id"], made["status"]) == ("s", "completed")
+    assert exports.slime_sample(ended("length"), 0, 0)["status"] == "truncated"
+
+
+def test_samples_of_a_session_are_one_rollout_of_slime() -> None:
+    first, second = (exports.slime_sample(one, n, 0)["rollout_id"] for n, one in enumerate(two_branches()))
+    other = exports.slime_sample(replace(two_branches()[0], session_id="t"), 2, 0)["rollout_id"]
+    assert first == second != other
 
 
 def test_prime_rl_gets_everything_aligned_with_the_ids() -> None:
@@ -121,15 +191,36 @@ def test_skyrl_gets_a_reward_per_sample_or_per_token() -> None:
     assert made["loss_masks"] == [[1, 1, 0, 1, 1], [0, 0, 0, 1]]
 
 
+def test_skyrl_s_branches_are_steps_of_one_trajectory() -> None:
+    samples = two_branches()
+    made = exports.skyrl_generator_output([*samples, replace(samples[0], session_id="t")])
+    assert made["is_last_step"] == [False, True, True]
+    assert made["trajectory_ids"] == [{"instance_id": "7", "repetition_id": n} for n in (0, 0, 1)]
+    assert made["stop_reasons"] == ["stop"] * 3
+    assert exports.skyrl_generator_output([ended("length"), ended(None)])["stop_reasons"] is None
+    assert exports.skyrl_generator_output([ended("length")])["stop_reasons"] == ["length"]
+    with pytest.raises(InvalidRequest, match="follow each other"):
+        exports.skyrl_generator_output([samples[0], replace(samples[0], session_id="t"), samples[1]])
+
+
 def test_nemo_rl_s_assistant_messages_are_what_is_trained() -> None:
     log = exports.nemo_rl_datum(two_branches()[1], 0)["message_log"]
     assert [(message["role"], message["token_ids"].tolist()) for message in log] == [
-        ("user", [1, 2, 3, 4, 8]),
+        ("user", [1, 2]),
+        ("environment", [3, 4, 8]),
         ("assistant", [9]),
     ]
     first = exports.nemo_rl_datum(two_branches()[0], 0)["message_log"]
     assert [message["role"] for message in first] == ["user", "assistant", "environment", "assistant"]
     assert first[1]["generation_logprobs"].tolist() == [-0.5, -0.5]
+
+
+def test_nemo_rl_s_length_is_that_of_the_prompt_which_groups_are_made_by() -> None:
+    made = [exports.nemo_rl_datum(one, 0) for one in two_branches()]
+    assert [one["length"] for one in made] == [2, 2]
+    assert [one["truncated"] for one in (made[0], exports.nemo_rl_datum(ended("length"), 0))] == [False, True]
+    assert made[0]["message_log"][0]["token_ids"].dtype == torch.int64
+    assert isinstance(exports.nemo_rl_datum(ended("stop"), 0, tensors=False)["message_log"][0]["token_ids"], np.ndarray)
 
 
 def test_tinker_s_targets_are_moved_by_one() -> None:

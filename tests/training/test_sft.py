@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -190,6 +191,18 @@ def test_without_its_marks_a_template_trains_the_same_up_to_what_follows_the_end
 
 def _unmarked(source: str) -> str:
     return source.replace("{%- generation %}", "{%- if true %}").replace("{%- endgeneration %}", "{%- endif %}")
+
+
+def test_arguments_as_text_train_what_arguments_as_an_object_do() -> None:
+    renderer = load_renderer(QWEN3)
+    messages = CONVERSATIONS["call"]
+    (asked,) = CALLING["tool_calls"]
+    arguments = json.dumps(asked["function"]["arguments"], separators=(",", ":"))
+    text = {**asked, "function": {**asked["function"], "arguments": arguments}}
+    written = [messages[0], {**CALLING, "tool_calls": [text]}, *messages[2:]]
+    setup = setup_for(renderer)
+    one, other = (sft_sample(renderer, given, setup, name="s") for given in (messages, written))
+    assert one.token_ids.tolist() == other.token_ids.tolist()
 
 
 def test_only_the_last_message_or_some_can_be_trained() -> None:

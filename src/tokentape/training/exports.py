@@ -5,9 +5,12 @@ and the response is all the rest. A mask is 1 for tokens that this sample trains
 is context here too. `decode` makes the text that some formats have room for; without it that stays empty, and no
 trainer needs it.
 
+A sample is truncated if its last turn ended by `length`. Where that is not known it counts as finished.
+
 Which fields a trainer has was read in its code; docs/how-to/train.md says in which version, and what was tried on it.
 Logprobs are handed on only where they are what the trainer itself computes (`training.trainers`): every function here
-raises `InvalidRequest` otherwise, and says which setting helps.
+raises `InvalidRequest` otherwise, and says which setting helps. It does so for samples with images too, since no export
+has their pixels.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from tokentape.canonical import digest_of
 from tokentape.errors import InvalidRequest
-from tokentape.training.collate import padded
+from tokentape.training.collate import padded, to_torch
 from tokentape.training.samples import Sample, reward_of
 from tokentape.training.trainers import temperature, token_temperatures
 from tokentape.types import Provenance
@@ -33,7 +37,7 @@ def trl_rollouts(samples: Sequence[Sample]) -> dict[str, Any]:
     TRL wants as many as it asked for, in its order of prompts, each prompt's generations together. Whatever else is put
     into the dictionary, rewards for example, reaches the reward functions.
     """
-    temperature(samples, "trl")
+    _temperature(samples, "trl")
     splits = [_split(sample) for sample in samples]
     return {
         "prompt_ids": [sample.token_ids[:at].tolist() for sample, at in zip(samples, splits, strict=True)],
@@ -43,18 +47,31 @@ def trl_rollouts(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def verl_agent_loop_output(sample: Sample, experts: str | None = None) -> dict[str, Any]:
+def verl_agent_loop_output(
+    sample: Sample,
+    experts: str | None = None,
+    *,
+    prompt_length: int | None = None,
+    response_length: int | None = None,
+    global_steps: int | None = None,
+) -> dict[str, Any]:
     """The fields of verl's `AgentLoopOutput`, for an agent loop of your own that returns `AgentLoopOutput(**fields)`.
 
-    `experts` names a payload to hand on as `routed_experts`, int16 [tokens, layers, top_k].
+    `experts` names a payload to hand on as `routed_experts`, int16 [tokens, layers, top_k]. `prompt_length` and
+    `response_length` are those of verl's rollout config: a longer response is cut as verl's own loops do, a longer
+    prompt refused. verl's default trainer counts weight versions, so they have to be its steps; `global_steps` stands
+    for a version that is no number.
     """
-    at = _split(sample)
-    divisor = temperature([sample], "verl")
+    at, end = _within(sample, prompt_length, response_length)
+    divisor = _temperature([sample], "verl")
+    versions = [version for start, _, version in sample.weight_spans if start < end and sample.loss_mask[start]]
+    steps = [int(version) if version.isdecimal() else global_steps for version in versions]
+    known = [] if None in steps else [step for step in steps if step is not None]
     fields = {
         "prompt_ids": sample.token_ids[:at].tolist(),
-        "response_ids": sample.token_ids[at:].tolist(),
-        "response_mask": _ints(sample.loss_mask[at:]),
-        "response_logprobs": sample.logprobs[at:].tolist(),
+        "response_ids": sample.token_ids[at:end].tolist(),
+        "response_mask": _ints(sample.loss_mask[at:end]),
+        "response_logprobs": sample.logprobs[at:end].tolist(),
         "reward_score": sample.reward,
         "num_turns": len(sample.turns),
         "metrics": {},
@@ -63,35 +80,48 @@ def verl_agent_loop_output(sample: Sample, experts: str | None = None) -> dict[s
             "leaf": sample.leaf,
             "verdict": sample.verdict,
             "temperature": divisor,
+            "truncated": bool(sample.truncated) or end < len(sample.token_ids),
+            "reward_extra_info": {},
+            "min_global_steps": min(known, default=None),
+            "max_global_steps": max(known, default=None),
         },
     }
     if experts is not None:
-        fields["routed_experts"] = sample.payloads[experts].rows.astype(np.int16)
+        fields["routed_experts"] = sample.payloads[experts].rows[:end].astype(np.int16)
     return fields
 
 
-def verl_data_proto(samples: Sequence[Sample], *, pad_id: int, vocab_size: int) -> dict[str, dict[str, Any]]:
+def verl_data_proto(
+    samples: Sequence[Sample],
+    *,
+    pad_id: int,
+    vocab_size: int,
+    prompt_length: int | None = None,
+    response_length: int | None = None,
+) -> dict[str, dict[str, Any]]:
     """Arguments of verl's `DataProto.from_dict` once `tensors` are torch's: prompts padded left, responses right.
 
-    `rm_scores` has the reward at the last token of the response; `uid` is the group, which GRPO's advantages go by;
-    `meta_info` has the temperature that logits are divided by.
+    Both are padded to the longest, or to `prompt_length` and `response_length`, with a longer response cut and a longer
+    prompt refused. `rm_scores` has the reward at the last token of the response; `uid` is the group, which GRPO's
+    advantages go by; `meta_info` has the temperature that logits are divided by. verl's GRPO counts every sample of a
+    `uid`, a session of several samples more than once.
+
+    Raises `InvalidRequest` for a sample without reward; with a column of `advantages` there are no `rm_scores` then.
     """
-    divisor = temperature(samples, "verl")
-    splits = [_split(sample) for sample in samples]
+    divisor = _temperature(samples, "verl")
+    splits = [_within(sample, prompt_length, response_length) for sample in samples]
     # For its checks: ids in the vocabulary, the same columns in all samples.
     batch = padded(samples, pad_id=pad_id, vocab_size=vocab_size)
-    wide, long = max(splits), max(len(sample.token_ids) - at for sample, at in zip(samples, splits, strict=True))
+    wide = prompt_length or max(at for at, _ in splits)
+    long = response_length or max(end - at for at, end in splits)
 
     def both(dtype: type[np.generic], fill: float, of: Callable[[Sample], Any]) -> Any:
         out = np.full((len(samples), wide + long), fill, dtype)
-        for row, (sample, at) in enumerate(zip(samples, splits, strict=True)):
-            out[row, wide - at : wide + len(sample.token_ids) - at] = of(sample)
+        for row, (sample, (at, end)) in enumerate(zip(samples, splits, strict=True)):
+            out[row, wide - at : wide + end - at] = np.broadcast_to(of(sample), len(sample.token_ids))[:end]
         return out
 
     input_ids = both(np.int64, pad_id, lambda sample: sample.token_ids)
-    rm_scores = np.zeros((len(samples), long), np.float32)
-    for row, (sample, at) in enumerate(zip(samples, splits, strict=True)):
-        rm_scores[row, len(sample.token_ids) - at - 1] = sample.reward or 0.0
     tensors = {
         "prompts": input_ids[:, :wide],
         "responses": input_ids[:, wide:],
@@ -100,25 +130,33 @@ def verl_data_proto(samples: Sequence[Sample], *, pad_id: int, vocab_size: int) 
         "position_ids": both(np.int64, 0, lambda sample: np.arange(len(sample.token_ids))),
         "response_mask": both(np.int64, 0, lambda sample: sample.loss_mask)[:, wide:],
         "rollout_log_probs": both(np.float32, 0, lambda sample: sample.logprobs)[:, wide:],
-        "rm_scores": rm_scores,
     }
     names = {"uid": np.array([sample.group or sample.session_id for sample in samples], object)}
     if "advantages" in batch.columns:
         tensors["advantages"] = both(np.float32, 0, lambda sample: sample.columns["advantages"])[:, wide:]
+    if "advantages" not in batch.columns or all(sample.reward is not None for sample in samples):
+        tensors["rm_scores"] = np.zeros((len(samples), long), np.float32)
+        for row, (sample, (at, end)) in enumerate(zip(samples, splits, strict=True)):
+            tensors["rm_scores"][row, end - at - 1] = reward_of(sample)
     return {"tensors": tensors, "non_tensors": names, "meta_info": {"temperature": divisor}}
 
 
 def slime_sample(sample: Sample, index: int, group_index: int, decode: Decode | None = None) -> dict[str, Any]:
     """Arguments of slime's and Miles' `Sample.from_dict`.
 
-    `group_index` is a number there, so it is given and not read off the sample's group.
+    `group_index` is a number there, so it is given and not read off the sample's group. `rollout_id`, a number made of
+    the session's id, is that of all samples of a session: the loss counts them as one rollout. Where prompts have
+    unequally many samples, slime's own normalization of rewards takes all for one group: then it
+    needs a `--custom-reward-post-process-path`.
     """
     at = _split(sample)
-    temperature([sample], "slime")
+    _temperature([sample], "slime")
     response = sample.token_ids[at:].tolist()
     return {
         "group_index": group_index,
         "index": index,
+        # As many bits as every JSON reader keeps.
+        "rollout_id": int(digest_of(sample.session_id.encode())[:13], 16),
         "tokens": sample.token_ids.tolist(),
         "response": "" if decode is None else decode(response),
         "response_length": len(response),
@@ -126,7 +164,8 @@ def slime_sample(sample: Sample, index: int, group_index: int, decode: Decode | 
         "loss_mask": _ints(sample.loss_mask[at:]),
         "rollout_log_probs": sample.logprobs[at:].tolist(),
         "weight_versions": [version for _, _, version in sample.weight_spans],
-        "status": "completed",
+        "status": "truncated" if sample.truncated else "completed",
+        "session_id": sample.session_id,
         "metadata": {**sample.metadata, "session_id": sample.session_id},
     }
 
@@ -136,11 +175,13 @@ def prime_rl_training_sample(sample: Sample, env_name: str, *, advantages: str =
 
     Raises `InvalidRequest` if the sample has no such column.
     """
+    _refuse_images([sample])
+    temperatures = token_temperatures(sample, "prime-rl")
     return {
         "token_ids": sample.token_ids.tolist(),
         "mask": sample.loss_mask.tolist(),
         "logprobs": sample.logprobs.tolist(),
-        "temperatures": token_temperatures(sample, "prime-rl").tolist(),
+        "temperatures": temperatures.tolist(),
         "env_name": env_name,
         "advantages": _column(sample, advantages),
     }
@@ -156,7 +197,7 @@ def verifiers_nodes(samples: Sequence[Sample], decode: Decode | None = None) -> 
     """
     if len({sample.session_id for sample in samples}) > 1:
         raise InvalidRequest("a trace is of one session, the samples are of several", "samples")
-    temperature(samples, "verifiers")
+    _temperature(samples, "verifiers")
     nodes: list[dict[str, Any]] = []
     found: dict[int, int] = {}
     for sample in samples:
@@ -188,52 +229,77 @@ def _node(sample: Sample, start: int, end: int, parent: int | None, role: str, d
     return node
 
 
-def skyrl_generator_output(samples: Sequence[Sample], *, per_token: str | None = None) -> dict[str, Any]:
+def skyrl_generator_output(
+    samples: Sequence[Sample], *, per_token: str | None = None, trajectory_id: Callable[..., Any] = dict
+) -> dict[str, Any]:
     """SkyRL's `GeneratorOutput`: `prompt_token_ids`, `response_ids`, `rewards`, `loss_masks`, `rollout_logprobs`.
 
-    Rewards are one number per sample, or with `per_token` the named column. Raises `InvalidRequest` for a sample
-    without reward, or without that column.
+    Rewards are one number per sample, or with `per_token` the named column. A session of several samples is a
+    trajectory of several steps: set `generator.step_wise_trajectories`, give SkyRL's `TrajectoryID` as `trajectory_id`,
+    and the samples of a session one after the other, as `assemble` does. There the last step's reward counts. `uids`
+    are the `instance_id`: the group, else the session. `stop_reasons` is None unless all are known.
+
+    Raises `InvalidRequest` for a sample without reward, or without that column, and for sessions that are interleaved.
     """
-    temperature(samples, "skyrl")
+    _temperature(samples, "skyrl")
     splits = [_split(sample) for sample in samples]
     pairs = list(zip(samples, splits, strict=True))
     rewards = [reward_of(one) if per_token is None else _column(one, per_token)[at:] for one, at in pairs]
+    sessions = [sample.session_id for sample in samples]
+    last = [one != after for one, after in zip(sessions, [*sessions[1:], None], strict=True)]
+    if sum(last) > len(set(sessions)):
+        raise InvalidRequest(
+            "samples of a session have to follow each other: their last one is its last step", "samples"
+        )
+    repetitions: dict[str, dict[str, int]] = {}
+    for sample in samples:
+        of_group = repetitions.setdefault(sample.group or sample.session_id, {})
+        of_group.setdefault(sample.session_id, len(of_group))
     return {
         "prompt_token_ids": [sample.token_ids[:at].tolist() for sample, at in pairs],
         "response_ids": [sample.token_ids[at:].tolist() for sample, at in pairs],
         "rewards": rewards,
         "loss_masks": [_ints(sample.loss_mask[at:]) for sample, at in pairs],
-        "stop_reasons": None,
+        "stop_reasons": None
+        if any(sample.truncated is None for sample in samples)
+        else [sample.finish_reasons[-1] for sample in samples],
         "rollout_metrics": None,
         "rollout_logprobs": [sample.logprobs[at:].tolist() for sample, at in pairs],
-        "trajectory_ids": None,
-        "is_last_step": None,
+        "trajectory_ids": [
+            trajectory_id(instance_id=name, repetition_id=repetitions[name][sample.session_id])
+            for sample in samples
+            for name in [sample.group or sample.session_id]
+        ],
+        "is_last_step": last,
     }
 
 
-def nemo_rl_datum(sample: Sample, idx: int, decode: Decode | None = None) -> dict[str, Any]:
-    """NeMo-RL's `DatumSpec` with its `message_log`, arrays in place of torch's tensors.
+def nemo_rl_datum(sample: Sample, idx: int, decode: Decode | None = None, *, tensors: bool = True) -> dict[str, Any]:
+    """NeMo-RL's `DatumSpec` with its `message_log`, in tensors of torch; with `tensors` False in arrays.
 
     There the role decides: only what is trained here is an `assistant` message, with `generation_logprobs`; all else is
-    `user` before the first turn and `environment` after it. `total_reward` is what its rollouts add.
+    `user` in the prompt and `environment` after it. `length` is the prompt's, as samples are grouped by their prompts.
+    `total_reward` and `truncated` are what its rollouts add.
     """
-    temperature([sample], "nemo-rl")
+    _temperature([sample], "nemo-rl")
     log: list[dict[str, Any]] = []
+    split = _split(sample)
     edges = np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8))) + 1
-    bounds = [0, *edges.tolist(), len(sample.token_ids)]
+    bounds = sorted({0, split, *edges.tolist(), len(sample.token_ids)})
     for start, end in pairwise(bounds):
         ids, trained = sample.token_ids[start:end].astype(np.int64), bool(sample.loss_mask[start])
-        role = "assistant" if trained else "environment" if log else "user"
-        log.append({"role": role, "content": "" if decode is None else decode(ids.tolist()), "token_ids": ids})
-        if trained:
-            log[-1]["generation_logprobs"] = sample.logprobs[start:end]
+        role = "assistant" if trained else "environment" if start >= split else "user"
+        given = {"token_ids": ids} | ({"generation_logprobs": sample.logprobs[start:end]} if trained else {})
+        text = "" if decode is None else decode(ids.tolist())
+        log.append({"role": role, "content": text, **(to_torch(given) if tensors else given)})
     return {
         "message_log": log,
-        "length": len(sample.token_ids),
+        "length": split,
         "extra_env_info": {"session_id": sample.session_id},
         "loss_multiplier": 1.0,
         "idx": idx,
         "total_reward": reward_of(sample),
+        "truncated": bool(sample.truncated),
     }
 
 
@@ -245,6 +311,7 @@ def tinker_datum(sample: Sample, *, advantages: str | None = "advantages") -> di
     """
     targets = sample.token_ids[1:].astype(np.int64)
     mask = sample.loss_mask[1:]
+    _refuse_images([sample])
     if advantages is None:
         inputs: dict[str, Any] = {"target_tokens": targets, "weights": mask.astype(np.float32)}
     else:
@@ -263,7 +330,7 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
 
     A turn's reward is its own; the last turn without one has the sample's.
     """
-    temperature([sample], "agent-lightning")
+    _temperature([sample], "agent-lightning")
     triplets: list[dict[str, Any]] = []
     trained = [n for n, (_, start, end) in enumerate(_turns(sample)) if sample.loss_mask[start:end].any()]
     for n, (turn, start, end) in enumerate(_turns(sample)):
@@ -278,7 +345,11 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
                     "logprobs": sample.logprobs[start:end].tolist(),
                 },
                 "reward": own if not np.isnan(own) else sample.reward if n == trained[-1] else None,
-                "metadata": {"session_id": sample.session_id, "turn": turn},
+                "metadata": {
+                    "session_id": sample.session_id,
+                    "turn": turn,
+                    "finish_reason": sample.finish_reasons[n],
+                },
             }
         )
     return triplets
@@ -286,6 +357,33 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
 
 def _turns(sample: Sample) -> Iterable[tuple[int, int, int]]:
     return zip(sample.turns, sample.completion_starts.tolist(), sample.completion_ends.tolist(), strict=True)
+
+
+def _temperature(samples: Sequence[Sample], trainer: str) -> float:
+    _refuse_images(samples)
+    return temperature(samples, trainer)
+
+
+def _refuse_images(samples: Sequence[Sample]) -> None:
+    for sample in samples:
+        if sample.media:
+            raise InvalidRequest(
+                f"session {sample.session_id!r} has {len(sample.media)} images: an export has the ids that stand for "
+                "them and not their pixels; see `training.media`",
+                "samples",
+            )
+
+
+def _within(sample: Sample, prompt_length: int | None, response_length: int | None) -> tuple[int, int]:
+    """Where the response begins and ends. Raises `InvalidRequest` for a longer prompt, which can't be cut."""
+    at, end = _split(sample), len(sample.token_ids)
+    if prompt_length is not None and at > prompt_length:
+        raise InvalidRequest(
+            f"the prompt of session {sample.session_id!r} has {at} tokens, more than {prompt_length}: cut, it is not "
+            "what was sampled from; leave the sample out",
+            "prompt_length",
+        )
+    return at, end if response_length is None else min(end, at + response_length)
 
 
 def _split(sample: Sample) -> int:

@@ -28,6 +28,7 @@ from tokentape.chat.renderer import Renderer
 from tokentape.chat.template import ChatTemplate
 from tokentape.chat.tokenizer import MARK
 from tokentape.errors import InvalidRequest, TemplateRefused
+from tokentape.gateway.wire.openai_fields import tool_arguments
 from tokentape.session.verdict import NOT_KNOWN
 from tokentape.training.samples import Sample
 from tokentape.types import Codes, Message, Provenance, Setup
@@ -70,16 +71,18 @@ def sft_sample(
     """Return a sample of a whole conversation, `name` its session id, that trains assistant messages.
 
     `select` says which: all, only the last message, or those at these indices. `reasoning` False leaves reasoning and
-    its delimiters out. The ids are those of `transformers.apply_chat_template` without generation prompt. Each message
-    that is trained is a turn of the sample, its index the turn's number, so `assemble` cuts and groups such samples as
-    any; `logprobs` are NaN where it trains. `marks` False ignores `{% generation %}`: some templates mark what their
-    own generation prompt writes, or the line break after a turn, neither of which a model samples.
+    its delimiters out. The ids are those of `transformers.apply_chat_template` without generation prompt, with
+    arguments of tool calls as objects: JSON text is decoded first, as the gateway does. Each message that is trained is
+    a turn of the sample, its index the turn's number, so `assemble` cuts and groups such samples as any; `logprobs` are
+    NaN where it trains. `marks` False ignores `{% generation %}`: some templates mark what their own generation prompt
+    writes, or the line break after a turn, neither of which a model samples.
 
     Nothing is made up: a template that writes nothing after the last turn (GLM) has no end there to be trained.
 
     Raises `TemplateRefused` if the template refuses the conversation, or it can't be told for sure what the assistant
     says in it (train the final turn only, then), and `InvalidRequest` for a selection without an assistant message.
     """
+    messages = [_with_objects(message) for message in messages]
     chosen = _chosen(messages, select)
     if renderer.is_external:
         raise InvalidRequest("an overriding renderer does not say which of its ids the assistant says", "renderer")
@@ -155,6 +158,20 @@ def _chosen(messages: Sequence[Message], select: Literal["all", "final"] | Colle
             f"messages {wanted} are to be trained, assistant messages are {speakers}; name some of those", "select"
         )
     return wanted
+
+
+def _with_objects(message: Message) -> Message:
+    """Return the message with arguments of its calls as objects: templates print those, and would quote a string."""
+    calls = [
+        {
+            **call,
+            "function": {**call["function"], "arguments": tool_arguments(call["function"]["arguments"], "messages")},
+        }
+        if "arguments" in call["function"]
+        else call
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _count(messages: Sequence[Message]) -> int:
