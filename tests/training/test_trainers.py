@@ -52,6 +52,7 @@ def two_turns(first: Meaning, second: Meaning, *, trained: Sequence[bool] = (Tru
         weight_spans=((1, 2, "1"), (3, 4, "1")),
         sampled_from=(first[0], second[0]),
         logprobs_of=(first[1], second[1]),
+        finish_reasons=("stop", "stop"),
     )
     (sample,) = assemble([path]).samples
     return with_column(replace(sample, loss_mask=loss_mask), "advantages", 0.5)
