@@ -47,6 +47,7 @@ layers: $(STAMP)
 # Regenerates the pages that come from code. A broken link is an error.
 docs: $(STAMP)
 	$(BIN)/python scripts/cli_reference.py
+	$(BIN)/python scripts/python_reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 check: lint types layers docs test

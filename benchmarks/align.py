@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from tokentape.chat.tokenizer import Tokenizer
-from tokentape.training.align import align, pieces
+from tokentape.training import align, pieces
 
 FAMILIES = ("qwen3", "llama3", "gpt_oss", "mistral_v3_spm")
 TEXT = "\n".join(pydoc_data.topics.topics.values())

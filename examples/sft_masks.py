@@ -24,8 +24,7 @@ from trl import SFTConfig, SFTTrainer
 from tokentape.chat import Renderer
 from tokentape.demo import MODEL
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS, Task, calculate, sample_tasks
-from tokentape.training.samples import Sample
-from tokentape.training.sft import sft_sample
+from tokentape.training import Sample, sft_sample
 
 
 def conversation(task: Task) -> list[dict[str, Any]]:

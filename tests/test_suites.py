@@ -10,7 +10,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 OPTIONS = tomllib.loads((TESTS.parent / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]["ini_options"]
-MARKERS = {marker.partition(":")[0] for marker in OPTIONS["markers"]} - {"real"}
+MARKERS = {marker.partition(":")[0] for marker in OPTIONS["markers"]} - {"real", "sampled(count)"}
 COMMANDS = [
     line
     for line in (TESTS.parent / "Makefile").read_text("utf-8").replace("\\\n", "").splitlines()

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from paths import Given
 
 from tokentape.audit import logprob_numbers
-from tokentape.training.logprob_check import Forward
+from tokentape.training import Forward
 from tokentape.types import Logprobs, Trajectory
 
 SEQUENCE_RATIO_LIMIT = 3.0

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import tokentape.demo
-from tokentape.training.logprob_check import Forward, forward_pass
+from tokentape.training import Forward, forward_pass
 
 MODEL = Path(tokentape.demo.__file__).parent / "model"
 OLD_LOGPROBS = ("recomputed", "sampler")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.chat.conftest import FAMILIES, REAL_FAMILIES, load_tokenizer
 from tokentape.errors import InvalidRequest
-from tokentape.training.align import Alignment, NamedPair, Piece, align, pieces
+from tokentape.training._align import Alignment, NamedPair, Piece, align, pieces
 
 TEXTS = [
     "Hello, world! Unbelievable 1234567890\n\n\tindent  two  spaces ",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tokentape.lazy import lazy_names
 
 if TYPE_CHECKING:
     from tokentape.gateway.app import create_app
@@ -14,11 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Keys", "Limits", "Turns", "create_app", "running"]
 
-_MODULES = {"create_app": "app", "running": "serve", **{name: name.lower() for name in ("Keys", "Limits", "Turns")}}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "tokentape.gateway.app": "create_app",
+        "tokentape.gateway.keys": "Keys",
+        "tokentape.gateway.limits": "Limits",
+        "tokentape.gateway.serve": "running",
+        "tokentape.gateway.turns": "Turns",
+    },
+)

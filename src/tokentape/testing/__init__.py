@@ -13,6 +13,8 @@ from tokentape.audit.tokendiff.formats import comparison_lines, summary
 from tokentape.chat.tokenizer import Tokenizer
 from tokentape.types import Codes, TokenIds
 
+__all__ = ["assert_same_tokens"]
+
 
 def assert_same_tokens(
     expected: Sequence[int] | TokenIds,

@@ -1,4 +1,4 @@
-"""Samples, batches and exports of recorded sessions for trainers. Adapters are packages of their own: `trl`."""
+"""Samples and batches of recorded sessions for trainers; `exports` has a function per trainer, `trl` runs live."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING
 from tokentape.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from tokentape.training._align import align, pieces
     from tokentape.training.collate import Batch, packed, padded, to_torch
+    from tokentape.training.embeddings import enlarge_model, pieces_of, token_adapt
     from tokentape.training.files import read_samples, to_dataset, write_samples
+    from tokentape.training.logprob_check import Forward, check_logprobs, forward_pass
+    from tokentape.training.media import media_arrays
+    from tokentape.training.proof import prove
     from tokentape.training.samples import (
         Assembled,
         DropRetries,
@@ -23,26 +28,39 @@ if TYPE_CHECKING:
         with_column,
     )
     from tokentape.training.sft import sft_sample
+    from tokentape.training.tokenizer import TrainingTokenizer, codebook
     from tokentape.training.trainers import with_distributions
 
 __all__ = [
     "Assembled",
     "Batch",
     "DropRetries",
+    "Forward",
     "KeepVerdicts",
     "MaxLength",
     "Sample",
+    "TrainingTokenizer",
+    "align",
     "assemble",
+    "check_logprobs",
+    "codebook",
+    "enlarge_model",
+    "forward_pass",
     "group_advantages",
     "longest_branch",
+    "media_arrays",
     "one_per_leaf",
     "one_per_turn",
     "packed",
     "padded",
+    "pieces",
+    "pieces_of",
+    "prove",
     "read_samples",
     "sft_sample",
     "to_dataset",
     "to_torch",
+    "token_adapt",
     "with_column",
     "with_distributions",
     "write_samples",
@@ -51,11 +69,17 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "tokentape.training._align": "align pieces",
         "tokentape.training.collate": "Batch packed padded to_torch",
+        "tokentape.training.embeddings": "enlarge_model pieces_of token_adapt",
         "tokentape.training.files": "read_samples to_dataset write_samples",
+        "tokentape.training.logprob_check": "Forward check_logprobs forward_pass",
+        "tokentape.training.media": "media_arrays",
+        "tokentape.training.proof": "prove",
         "tokentape.training.samples": "Assembled DropRetries KeepVerdicts MaxLength Sample assemble group_advantages "
         "longest_branch one_per_leaf one_per_turn with_column",
         "tokentape.training.sft": "sft_sample",
+        "tokentape.training.tokenizer": "TrainingTokenizer codebook",
         "tokentape.training.trainers": "with_distributions",
     },
 )
