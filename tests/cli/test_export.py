@@ -3,8 +3,10 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from tests.cli.conftest import Run
@@ -104,6 +106,53 @@ def test_json_counts_what_was_written(run: Run, data_dir: Path, tmp_path: Path) 
         "tokens": 48,
         "trained_tokens": 20,
     }
+
+
+TRAINERS = ["verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl", "tinker", "agent-lightning", "trl"]
+
+
+def trained(trainer: str, row: dict[str, Any]) -> int:
+    """How many tokens a row of that trainer trains."""
+    match trainer:
+        case "verl":
+            return sum(row["response_mask"])
+        case "slime" | "miles":
+            return sum(row["loss_mask"])
+        case "skyrl":
+            return sum(row["loss_masks"])
+        case "nemo-rl":
+            return sum(len(one["token_ids"]) for one in row["message_log"] if one["role"] == "assistant")
+        case "prime-rl":
+            return sum(row["mask"])
+        case "tinker":
+            return sum(one != 0 for one in row["loss_fn_inputs"]["logprobs"])
+        case "agent-lightning":
+            return len(row["response"]["token_ids"])
+    return sum(row["env_mask"])
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_trainer_s_rows_train_each_sampled_token_once(run: Run, data_dir: Path, tmp_path: Path, trainer: str) -> None:
+    given = "-o", tmp_path / "t.jsonl", "--format", trainer, "--group", "task", "--session", "forked"
+    done = run("export", data_dir, *given)
+    assert (done.exit_code, done.stderr.split(": ")[0]) == (0, str(tmp_path / "t.jsonl")), done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert sum(trained(trainer, row) for row in rows) == 12
+    done = run("export", data_dir, "-o", tmp_path / "t.parquet", *given[2:])
+    assert done.exit_code == 0, done.stderr
+    table = pq.read_table(tmp_path / "t.parquet").to_pylist()
+    for row, written in zip(table, rows, strict=True):
+        plain = {name: json.dumps(one) if isinstance(one, dict) else one for name, one in written.items()}
+        if trainer != "nemo-rl":  # Messages without logprobs have null there.
+            assert row == plain
+
+
+def test_what_a_trainer_needs_and_nobody_gave_leaves_no_file(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "skyrl")
+    assert (done.exit_code, "session 'plain' has no reward" in done.stderr) == (1, True)
+    done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "jsonl", "--group", "task")
+    assert (done.exit_code, "--group is for" in done.stderr) == (1, True)
+    assert not (tmp_path / "t.jsonl").exists()
 
 
 @pytest.mark.parametrize("checked", [True, False])

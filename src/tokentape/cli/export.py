@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokentape.cli.arguments import AsJson, StoreLocation
+from tokentape.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from tokentape.store import Store, StoredSession
@@ -24,13 +25,31 @@ class Format(StrEnum):
 
     PARQUET = "parquet"
     JSONL = "jsonl"
+    VERL = "verl"
+    SLIME = "slime"
+    MILES = "miles"
+    SKYRL = "skyrl"
+    NEMO_RL = "nemo-rl"
+    PRIME_RL = "prime-rl"
+    TINKER = "tinker"
+    AGENT_LIGHTNING = "agent-lightning"
+    TRL = "trl"
 
 
 def export(
     location: StoreLocation,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", dir_okay=False, help="File to write.")],
     file_format: Annotated[
-        Format | None, typer.Option("--format", help="Default: jsonl for a file so named, else parquet.")
+        Format | None,
+        typer.Option(
+            "--format",
+            help="Default: jsonl for a file so named, else parquet. A trainer's name: rows for it, as JSON lines, "
+            "or as Parquet in a file named .parquet.",
+        ),
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="For a trainer: the key of the sessions' metadata that names their group."),
     ] = None,
     session: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="Only this session; may be given several times.")
@@ -52,7 +71,8 @@ def export(
     One row per branch of a session, with the columns that clients attached and the arrays that engines returned per
     token. May run beside a gateway. The file appears under its name once it is complete.
 
-    Masks don't depend on --verdict: what a branch that is left out trains, no other one does.
+    Masks don't depend on --verdict: what a branch that is left out trains, no other one does. For a trainer they do,
+    and all samples are held in memory: a row is a sample, and the first one that has a turn trains it.
     """
     from rich.console import Console
 
@@ -61,7 +81,11 @@ def export(
     from tokentape.session.verdict import check_verdicts
     from tokentape.store import open_record
     from tokentape.store.exporting import ExportCounts, exported
+    from tokentape.training.samples import assemble
+    from tokentape.training.trainer_rows import trainer_rows, write_trainer_rows
 
+    if group is not None and file_format in (None, Format.PARQUET, Format.JSONL):
+        raise InvalidRequest("--group is for the format of a trainer", "group")
     if file_format is None:
         file_format = Format.JSONL if output.suffix == ".jsonl" else Format.PARQUET
     wanted = None if verdict is None else [one.strip() for one in verdict.split(",")]
@@ -82,8 +106,11 @@ def export(
             found = exported(told(), extra, wanted, counts)
             if file_format is Format.JSONL:
                 write_jsonl(found, part)
-            else:
+            elif file_format is Format.PARQUET:
                 write_parquet(found, part, extra)
+            else:
+                samples = assemble(found, group=group).samples
+                write_trainer_rows(trainer_rows(file_format, samples), part, parquet=output.suffix == ".parquet")
             os.replace(part, output)
         finally:
             part.unlink(missing_ok=True)

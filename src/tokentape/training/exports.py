@@ -77,6 +77,7 @@ def verl_agent_loop_output(
         "metrics": {},
         "extra_fields": {
             "session_id": sample.session_id,
+            "group": sample.group,
             "leaf": sample.leaf,
             "verdict": sample.verdict,
             "temperature": divisor,
