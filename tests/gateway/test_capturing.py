@@ -159,7 +159,7 @@ def test_choices_begin_from_the_same_prompt(turns: Turns, server: RenderingServe
 
 def test_choices_from_different_prompts_are_refused(turns: Turns, server: RenderingServer, store: SqliteStore) -> None:
     server.rerendering = lambda call, ids: ids[call:]
-    with pytest.raises(EngineContractError, match="in two ways"):
+    with pytest.raises(EngineContractError, match="the same messages to different ids"):
         converse(turns, ["a"], n=2)
     with pytest.raises(NotFound):
         store.load_session("s")

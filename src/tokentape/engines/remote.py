@@ -20,12 +20,12 @@ from tokentape.types import TokenIds
 
 
 class RemoteEngine(ABC):
-    """An `Engine` on a server, sampled from through exact token ids. Open it with `open`.
+    """An `Engine` that sends and receives exact token ids over HTTP. Open it with `open`.
 
         engine = await VllmEngine.open("http://127.0.0.1:8000", vocab_size=len(tokenizer))
 
-    Sampling ends as `SamplingParams` says. Where a server can't be kept from ending at the model's own end-of-sequence
-    ids too, such an end is a `stop` at that id.
+    Some servers always stop at the model's own end-of-sequence ids, even if `SamplingParams` does not list them. Such
+    an end is reported as a `stop` at that id.
     """
 
     _health: ClassVar[str] = "/health"

@@ -67,7 +67,10 @@ class ServerRenderedCall:
             call = await self._ask(params, request_id)
         async with aclosing(call.deltas) as deltas:
             if not np.array_equal(call.prompt_ids, prompt_ids):
-                raise EngineContractError("the server rendered the messages of one request in two ways")
+                raise EngineContractError(
+                    "the server rendered the same messages to different ids: does its chat template use the time, "
+                    "or do its replicas have different templates?"
+                )
             async for delta in deltas:
                 yield delta
 

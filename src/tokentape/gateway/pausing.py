@@ -77,7 +77,7 @@ class Pausing:
 
     @asynccontextmanager
     async def together(self) -> AsyncIterator[None]:
-        """Take part in the pauses of all gateways over the record as long as the context lasts."""
+        """While this context is open, pause and resume together with all gateways that use the same record."""
         if not self._store.shared:
             yield
             return

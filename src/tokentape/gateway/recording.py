@@ -241,7 +241,7 @@ def finish_of(turn: Turn, reply: Reply) -> Finish:
 
 
 def reply_message(reply: Reply) -> dict[str, Any]:
-    """Return the assistant message of a reply, which later requests are matched with."""
+    """Return the assistant message of a reply. Later requests that contain it continue this turn."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning

@@ -44,7 +44,7 @@ def trajectory_from_json(value: Mapping[str, Any], layout: Layout = TRAJECTORIES
     try:
         return layout.made(value)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise InvalidRequest(f"a trajectory is damaged ({type(error).__name__}: {error})") from None
+        raise InvalidRequest(f"a trajectory is damaged ({type(error).__name__}: {error}); export it again") from None
 
 
 def write_jsonl(trajectories: Iterable[Trajectory], sink: str | Path | IO[bytes], layout: Layout = TRAJECTORIES) -> int:

@@ -113,9 +113,7 @@ def check_verdicts(wanted: Collection[str]) -> None:
             continue
         word, colon, why = one.partition(":")
         if word not in VERDICTS or (colon and (word != "forked" or not why.strip())):
-            raise InvalidRequest(
-                f"a verdict is {', '.join(VERDICTS)} or forked:WHY, and none of those is given", "verdict"
-            )
+            raise InvalidRequest(f"unknown verdict {one!r}; expected {', '.join(VERDICTS)} or forked:CAUSE", "verdict")
 
 
 def wanted_verdict(verdict: str, wanted: Collection[str]) -> bool:

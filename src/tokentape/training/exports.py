@@ -388,7 +388,7 @@ def _within(sample: Sample, prompt_length: int | None, response_length: int | No
 
 
 def _split(sample: Sample) -> int:
-    """Where the response begins: at the first sampled token, or the first that is trained."""
+    """Return the index where the response begins: that of the first token that is sampled or trained."""
     sampled = np.flatnonzero((sample.provenance == Provenance.SAMPLED) | sample.loss_mask)
     return int(sampled[0])
 

@@ -86,7 +86,7 @@ class TrainingTokenizer:
         layout = _read_json(folder / _LAYOUT) or {"serving_sha256": tokenizer.sha256, "multiple_of": 64, "blocks": []}
         multiple_of = layout["multiple_of"] if multiple_of is None else multiple_of
         if multiple_of < 1:
-            raise InvalidRequest(f"rows rounded up to a multiple of {multiple_of}: expected 1 or more", "multiple_of")
+            raise InvalidRequest(f"multiple_of must be 1 or more, not {multiple_of}", "multiple_of")
         loaded = cls(
             tokenizer=tokenizer,
             source=source,

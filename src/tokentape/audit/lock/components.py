@@ -112,7 +112,7 @@ def spec_parts(source: str) -> dict[str, Any]:
 
 
 def _step(value: Any) -> Any:
-    """Return a step without settings of offsets, and with long strings as digests."""
+    """Return a step of a tokenizer for comparison: no settings for offsets, digests for long strings."""
     if isinstance(value, Mapping):
         return {key: _step(part) for key, part in value.items() if key != "trim_offsets"}
     if isinstance(value, list):

@@ -69,7 +69,7 @@ def html_environment(package: str) -> Environment:
 
 
 def number(value: float) -> str:
-    """Return a value in four digits, or whole with commas if it is large."""
+    """Format a number with four significant digits, or as a whole number with commas from 10,000 up."""
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
