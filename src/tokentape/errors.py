@@ -10,6 +10,7 @@
       Conflict                      409
         AnsweredElsewhere           409
       TooLarge                      413
+      HeadersTooLarge               431
       TemplateRefused               422  (ValueError)
       LimitReached                  429
       TokenizerUnusable             500  (ValueError)
@@ -116,6 +117,16 @@ class TooLarge(TokentapeError):
 
     status = 413
     code = "too_large"
+
+
+class HeadersTooLarge(TokentapeError):
+    """The request's line and headers are larger than this gateway takes."""
+
+    status = 431
+    code = "headers_too_large"
+
+    def __init__(self) -> None:
+        super().__init__("the request's line and headers are larger than the 64 KiB that this gateway takes")
 
 
 class TemplateRefused(TokentapeError, ValueError):

@@ -184,3 +184,57 @@ def test_event_larger_than_memory_should_hold(gateway: Gateway, upstream: Upstre
     assert re.search(r"event of more than \d+ bytes", str(error))
     assert upstream.left.acquire(timeout=PATIENCE), "the engine sent all of it"
     assert gateway.check() == {}
+
+
+CONTENT = b'{"id":"a","choices":[{"index":0,"finish_reason":%b,"token_ids":%b}]}'
+UNREADABLE = {
+    "invalid UTF-8 in a string that is read": CONTENT % (b'"\xff"', b"[1]"),
+    "100,000 nested arrays": CONTENT % (b'"stop"', b"[" * 100_000 + b"]" * 100_000),
+    "nested arrays in the prompt": b'{"choices":[{"prompt_token_ids":' + b"[" * 100_000 + b"]" * 100_000 + b"}]}",
+}
+
+
+@STREAM
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_reply_that_cannot_be_read(gateway: Gateway, upstream: Upstream, name: str, stream: bool) -> None:
+    """Row 12: bytes that make a JSON reader raise something else than that it is no JSON."""
+    body = UNREADABLE[name]
+    upstream.plans = [Plan(pieces=[b"data: " + body + b"\n\n" if stream else body])]
+    error = gateway.refused(stream=stream)
+    assert isinstance(error, openai.APIStatusError)
+    assert (error.status_code, error.code) == (502, "engine_contract")
+    assert gateway.check() == {}
+
+
+@STREAM
+def test_token_id_of_6000_digits(gateway: Gateway, upstream: Upstream, stream: bool) -> None:
+    """Row 12: int() refuses a text that long with an error of its own."""
+
+    def lengthen(events: list[Any]) -> None:
+        first(events)["token_ids"] = None
+        first(events)["logprobs"]["tokens"][0] = "token_id:" + "1" * 6000
+
+    upstream.plans = [Plan(tamper=lengthen)]
+    error = gateway.refused(stream=stream)
+    assert isinstance(error, openai.APIStatusError)
+    assert (error.status_code, error.code) == (502, "engine_contract")
+
+
+def test_error_whose_name_is_not_utf8(gateway: Gateway, upstream: Upstream) -> None:
+    """Row 12: the engine's own error, with a name that can't be repeated."""
+    upstream.plans = [Plan(status=500, pieces=[b'{"error":{"type":"\xff\xfe"}}'])]
+    error = gateway.refused()
+    assert isinstance(error, openai.APIStatusError)
+    assert (error.status_code, error.code) == (502, "engine_error")
+
+
+@pytest.mark.parametrize("stage", ["first_token", "total"])
+def test_engine_that_sends_comments_without_end(serve: Serve, upstream: Upstream, stage: str) -> None:
+    """Row 10: bytes that are no tokens do not move a limit on."""
+    gateway = serve(timeouts=Timeouts(**{"connect": 5.0, "first_token": 9.0, "total": 9.0, stage: 0.4}))
+    upstream.plans = [Plan(pieces=[b": still there\n\n" * 1000] * 10**6)]
+    error = gateway.refused(stream=True)
+    assert isinstance(error, openai.APIStatusError)
+    assert (error.status_code, error.code) == (504, "engine_timeout")
+    assert f"timeout {stage}" in str(error)
+    assert upstream.left.acquire(timeout=PATIENCE), "the engine was left sending"

@@ -1,11 +1,13 @@
-"""Clients that send their request slowly, or never."""
+"""Clients that send their request slowly, or never, or headers without end."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from starlette.applications import Starlette
@@ -55,3 +57,50 @@ def test_an_answer_may_take_longer_and_the_next_request_too(address: tuple[str, 
             answer = connection.recv(1000)
             while not answer.endswith(b"abc"):
                 answer += connection.recv(1000)
+
+
+LINE = b"x-name: " + b"a" * 80 + b"\r\n"
+CHUNKED = HEADERS.replace(b"Content-Length: 3", b"Transfer-Encoding: chunked") + b"3\r\nabc\r\n0\r\n"
+ENDLESS = {
+    "header lines": (HEADERS[:-2], LINE * 1000),
+    "one header": (HEADERS[:-2] + b"x-name: ", b"a" * 90_000),
+    "a URL": (b"GET /", b"a" * 90_000),
+    "empty lines": (b"", b"\r\n" * 45_000),
+    "trailers": (CHUNKED, LINE * 1000),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_head_without_end_is_refused_and_not_kept(address: tuple[str, int], name: str) -> None:
+    """Without a key, and with no more memory than the limit: 500 MiB are offered."""
+    begin, more = ENDLESS[name]
+    before, sent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
+    answer = b""
+    with socket.create_connection(address, PATIENCE) as connection, suppress(ConnectionError):
+        connection.sendall(begin)
+        while sent < 500 << 20:
+            connection.sendall(more)
+            sent += len(more)
+    assert sent < 50 << 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
+    # A client that sends on may not get to read the answer; one that waits does.
+    with socket.create_connection(address, PATIENCE) as connection:
+        connection.sendall(begin + more[:66_000])
+        while piece := connection.recv(1000):
+            answer += piece
+    if name != "trailers":
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert b'"code":"headers_too_large"' in answer
+
+
+@pytest.mark.parametrize("pipelined", [1, 40])
+def test_a_head_within_the_limit_is_taken(address: tuple[str, int], pipelined: int) -> None:
+    request = b"GET /no HTTP/1.1\r\n" + LINE * 500 + b"\r\n"
+    with socket.create_connection(address, PATIENCE) as connection:
+        for _ in range(pipelined):
+            connection.sendall(request)
+        answer = b""
+        while answer.count(b"HTTP/1.1 404") < pipelined:
+            piece = connection.recv(1 << 16)
+            assert piece
+            answer += piece

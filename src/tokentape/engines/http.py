@@ -36,6 +36,9 @@ MAX_BODY_BYTES = 256 << 20
 
 _MAX_ERROR_BYTES = 64 << 10
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not JSON of the form asked for."""
+
 _HIGH_WATER = 1 << 18
 """Bytes of a body that may wait to be read before the server is made to wait."""
 
@@ -340,6 +343,9 @@ class _Reply:
 
     async def read(self, limit: _Limit) -> bytes:
         """Return what has arrived of the body, waiting for it; nothing at the end."""
+        # `timeout_at` ends a wait only, and an engine that sends all the time leaves nothing to wait for.
+        if asyncio.get_running_loop().time() >= limit.at:
+            raise limit.error(self._path)
         try:
             async with asyncio.timeout_at(limit.at):
                 chunk = await self._response.content.readany()
@@ -387,7 +393,7 @@ def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRe
     """
     try:
         detail = msgspec.json.decode(body, type=_ErrorBody).error
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         detail = _ErrorDetail()
     kind, param = safe_name(detail.type), safe_name(detail.param)
     names = ", ".join(name for name in (kind, param and f"parameter {param}") if name)

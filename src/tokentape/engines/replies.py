@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from tokentape.engines.base import SampleDelta, SamplingParams, WeightSpan
-from tokentape.engines.http import safe_name, status_error
+from tokentape.engines.http import UNREADABLE, safe_name, status_error
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest, TokentapeError, TooLarge
 from tokentape.types import FinishReason
 
@@ -50,8 +50,10 @@ def decode(body: bytes, shape: type[_Shape], server: str) -> _Shape:
     try:
         found: _Shape = _decoder(shape).decode(body)
         return found
-    except msgspec.MsgspecError as error:
-        raise EngineContractError(f"the engine's reply is not of the form that {server}'s has: {error}") from None
+    except UNREADABLE as error:
+        # The text of a UnicodeDecodeError quotes the reply.
+        reason = str(error) if isinstance(error, msgspec.MsgspecError) else "no JSON in UTF-8, or nested too deeply"
+        raise EngineContractError(f"the engine's reply is not of the form that {server}'s has: {reason}") from None
 
 
 def joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
@@ -307,7 +309,7 @@ class Reply(ABC):
         if self._prompt is None:
             self._prompt, self.prompt_tokens = written, written.count(b",") + 1
         # The server's JSON has no spaces either, so equal ids are nearly always equal bytes.
-        if written != self._prompt and msgspec.json.decode(written) != msgspec.json.decode(self._prompt):
+        if written != self._prompt and not _same_json(written, self._prompt):
             raise EngineContractError(
                 "the engine sampled from another prompt than the one sent: prompt_token_ids differ"
             )
@@ -316,3 +318,11 @@ class Reply(ABC):
     def _require_prompt(self) -> None:
         if not self._prompt_seen:
             raise EngineContractError("the engine returned no prompt_token_ids; expected those that were sent")
+
+
+def _same_json(written: bytes, other: bytes) -> bool:
+    try:
+        same: bool = msgspec.json.decode(written) == msgspec.json.decode(other)
+    except UNREADABLE:
+        return False
+    return same

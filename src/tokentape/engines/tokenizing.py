@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tokentape.engines.http import HttpClient
+from tokentape.engines.http import UNREADABLE, HttpClient
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest
 from tokentape.types import Message, Tool
 
@@ -136,7 +136,7 @@ async def _post(http: HttpClient, path: str, body: Mapping[str, Any]) -> _Answer
     try:
         answer = await http.post(path, msgspec.json.encode(body), {})
         return msgspec.json.decode(answer, type=_Answer)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         raise EngineContractError(_NO_ANSWER) from None
     except (EngineError, InvalidRequest) as error:
         if isinstance(error, InvalidRequest) or any(f"answered {status}" in str(error) for status in (404, 405, 501)):

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from tokentape.engines.base import Payload, SampleDelta, SamplingParams, WeightSpan
+from tokentape.engines.http import UNREADABLE
 from tokentape.engines.replies import (
     LOWEST,
     Completion,
@@ -35,6 +36,8 @@ UNNAMED_WEIGHTS = "default"
 # What a server with --return-tokens-as-token-ids puts before an id in place of a token's text.
 _ID_PREFIX = "token_id:"
 _ID_AT = len(_ID_PREFIX)
+_MOST_DIGITS = 20
+"""Of a token id: int() raises for thousands."""
 
 # vLLM sends -9999.0 for minus infinity: the probability of something that can't have been sampled.
 _VLLM_LOWEST = -9999.0
@@ -152,7 +155,7 @@ class VllmReply(Reply):
             return None
         try:
             return np.array(msgspec.json.decode(self._prompt, type=list[int]), np.int32)
-        except (msgspec.MsgspecError, OverflowError):
+        except (*UNREADABLE, OverflowError):
             raise EngineContractError("the engine's prompt_token_ids are not a list of token ids") from None
 
     def _read(self, data: bytes) -> SampleDelta | None:
@@ -259,7 +262,7 @@ def _token_ids(tokens: Sequence[str]) -> list[int]:
 
 def _token_id(token: str) -> int:
     digits = token.removeprefix(_ID_PREFIX)
-    if digits == token or not digits.isascii() or not digits.isdigit():
+    if digits == token or not digits.isascii() or not digits.isdigit() or len(digits) > _MOST_DIGITS:
         raise EngineContractError(
             "the engine named a token by its text; expected token_id:N (return_tokens_as_token_ids)"
         )

@@ -14,7 +14,8 @@ from tokentape.errors import InvalidRequest, Unauthorized
 _NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 _DERIVED = re.compile(r"tts_([0-9a-f]{32})_([A-Za-z0-9-]{0,64})_(.+)")
 _SHORTEST = 16
-_SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# `.` and `..` are not ids: clients and proxies fold them out of a path.
+_SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,4 +126,7 @@ def may_be_session_id(text: str) -> bool:
 def check_session_id(session_id: str) -> None:
     """Raise `InvalidRequest` unless this may be the id of a session."""
     if not may_be_session_id(session_id):
-        raise InvalidRequest("a session id has 1 to 128 letters, digits and the characters . _ : -", "session_id")
+        raise InvalidRequest(
+            "a session id has 1 to 128 letters, digits and the characters . _ : -, and is neither . nor ..",
+            "session_id",
+        )

@@ -28,7 +28,7 @@ WHOLE_NUMBER = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
 """Schema of a query parameter."""
 
 _PATH_PARAMETERS = {
-    "session_id": {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
+    "session_id": {"type": "string", "pattern": r"^(?!\.{1,2}$)[A-Za-z0-9._:-]{1,128}$"},
     "response_id": {"type": "string"},
     "snapshot_id": WHOLE_NUMBER,
     "leaf": WHOLE_NUMBER,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.records import make_turn
-from tokentape.audit.drift.rerender import Rerendered, RerenderMeter
+from tokentape.audit.drift.rerender import Rerendered, RerenderMeter, through_messages
 from tokentape.chat.renderer import Renderer
 from tokentape.store import StoredSession
 from tokentape.types import Message, SessionInfo, Setup
@@ -82,3 +82,17 @@ def test_no_more_turns_are_rendered_than_asked_for(renderer: Renderer, setup: Se
     ids = renderer.tokenizer.encode_plain("They cost 12.<|im_end|>")
     stored = two_turns(renderer, setup, ids, {"role": "assistant", "content": "They cost 12."})
     assert rerendered(renderer, stored, most=0) is None
+
+
+def test_calls_in_a_history_that_was_sent_are_recorded_with_objects(renderer: Renderer, setup: Setup) -> None:
+    call = {"type": "function", "id": "c", "function": {"name": "price", "arguments": {"of": "pears"}}}
+    history: tuple[Message, ...] = (
+        {"role": "user", "content": "What do pears cost?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "12"},
+    )
+    ids = renderer.tokenizer.encode_plain("They cost 12.<|im_end|>")
+    stored = two_turns(renderer, setup, ids, {"role": "assistant", "content": "They cost 12."})
+    first = replace(stored.turns[0], messages=history)
+    assert rerendered(renderer, replace(stored, turns=(first, stored.turns[1]))) is not None
+    assert through_messages(renderer, (first, stored.turns[1]), setup).size

@@ -149,6 +149,8 @@ def with_objects(message: Message) -> Message:
 
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call["function"]
+    if not isinstance(function["arguments"], str):
+        return call  # calls that a client sent are recorded with objects
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
     except ValueError:
