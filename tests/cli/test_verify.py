@@ -36,3 +36,41 @@ def test_json_has_the_findings(run: Run, damaged: Path) -> None:
     assert done.exit_code == 1
     assert (report["ok"], report["sessions"], report["turns"]) == (False, 2, 5)
     assert [(one["session_id"], one["turn"]) for one in report["findings"]] == [("plain", 1)]
+
+
+def test_a_head_is_written_and_compared_with(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    head = tmp_path / "head.json"
+    written = run("verify", data_dir, "--head-out", head)
+    digest = json.loads(head.read_text())["digest"]
+    assert (written.exit_code, written.stdout.splitlines()[-1]) == (0, f"head {digest}")
+    compared = run("verify", data_dir, "--against", head, "--json")
+    report = json.loads(compared.stdout)
+    assert (report["ok"], report["added"]) == (True, {"sessions": 0})
+    assert f"compared with head {digest}" in run("verify", data_dir, "--against", head).stdout
+    with closing(sqlite3.connect(data_dir / "tokentape.db")) as database, database:
+        database.execute("DELETE FROM rewards")
+    found = run("verify", data_dir, "--against", head)
+    assert found.exit_code == 1
+    assert "session forked: reward of the session was deleted or can't be read since the head" in found.stdout
+
+
+def test_a_damaged_record_gets_no_head(run: Run, damaged: Path, tmp_path: Path) -> None:
+    done = run("verify", damaged, "--head-out", tmp_path / "head.json")
+    assert done.exit_code == 1
+    assert "was not written: the record has findings" in done.stdout
+    assert list(tmp_path.glob("head*")) == []
+
+
+@pytest.mark.parametrize(("option", "needs"), [("--sign", "--head-out"), ("--public-key", "--against")])
+def test_keys_need_a_head(run: Run, data_dir: Path, option: str, needs: str) -> None:
+    done = run("verify", data_dir, option, data_dir / "tokentape.db")
+    assert done.exit_code == 2
+    assert needs in done.output
+
+
+def test_a_file_that_is_no_key_or_no_head_is_refused(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    file = data_dir / "tokentape.db"
+    assert "is not a head" in run("verify", data_dir, "--against", file).output
+    head = tmp_path / "head.json"
+    assert "not a PEM file" in run("verify", data_dir, "--head-out", head, "--sign", file).output
+    assert not head.exists()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -10,20 +13,64 @@ from tokentape.cli.arguments import AsJson, StoreLocation
 from tokentape.cli.output import print_json
 
 
-def verify(store: StoreLocation, as_json: AsJson = False) -> None:
-    """Re-check every hash and every rule of a record.
+def verify(
+    store: StoreLocation,
+    head_out: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write a head of the record to this file.")
+    ] = None,
+    sign: Annotated[
+        Path | None,
+        typer.Option(metavar="KEY", exists=True, dir_okay=False, help="Sign it: Ed25519 private key, PEM file."),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="HEAD", exists=True, dir_okay=False, help="Find what was changed since this head."),
+    ] = None,
+    public_key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEY", exists=True, dir_okay=False, help="Refuse a head not signed by this key: public, PEM file."
+        ),
+    ] = None,
+    nothing_added: Annotated[
+        bool, typer.Option("--nothing-added", help="Sessions or parts added since the head are findings too.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Re-check every hash and every rule of a record, and compare it with an earlier head of it.
 
-    Exits with 1 if anything is wrong. Changes nothing, and may run beside a gateway.
+    Exits with 1 if anything is wrong. Changes nothing in the record, and may run beside a gateway.
+
+    Without a head, verify does not find deleted sessions, missing newest turns, digests that were computed anew, and
+    changes of rewards, columns, events or metadata that keep their form. A head has digests of all of these: keep it
+    where those who can write to the record can not write. With it, verify names what was deleted, changed, moved, or
+    inserted before something older. What was added later is only counted, for nothing shows who added it.
+
+    An unsigned head proves nothing by itself: whoever can replace it can make one of a changed record. Compare its
+    digest with one that you wrote down elsewhere, or sign it.
     """
+    from tokentape.store.head import read_head
     from tokentape.store.verify import verify as check
 
-    report = check(store)
+    if sign and not head_out:
+        raise typer.BadParameter("needs --head-out.", param_hint="--sign")
+    if (public_key or nothing_added) and not against:
+        raise typer.BadParameter("needs --against.", param_hint="--public-key" if public_key else "--nothing-added")
+    head = None if against is None else read_head(against, public_key)
+    report = check(store, against=head, nothing_added=nothing_added, head_out=head_out, sign=sign)
     if as_json:
         print_json({"ok": report.ok, **asdict(report)})
-    else:
-        for finding in report.findings:
-            typer.echo(str(finding))
-        typer.echo(
-            f"sessions {report.sessions}, turns {report.turns}, tokens {report.tokens}: findings {len(report.findings)}"
-        )
+        raise typer.Exit(0 if report.ok else 1)
+    for finding in report.findings:
+        typer.echo(str(finding))
+    typer.echo(
+        f"sessions {report.sessions}, turns {report.turns}, tokens {report.tokens}: findings {len(report.findings)}"
+    )
+    if head is not None and report.added is not None:
+        at = datetime.fromtimestamp(head.created_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        signed = "its signature is right" if public_key else "its signature was not checked"
+        typer.echo(f"compared with head {head.digest} of {at}; {signed}")
+        typer.echo(f"added since: {', '.join(f'{part} {n}' for part, n in report.added.items() if n) or 'nothing'}")
+    if head_out is not None:
+        typer.echo(f"head {report.head}" if report.head else f"{head_out} was not written: the record has findings")
     raise typer.Exit(0 if report.ok else 1)

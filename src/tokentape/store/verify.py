@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Result, Table, bindparam, exists, func, select, union
+from sqlalchemy import Connection, Engine, Result, Table, bindparam, exists, func, select
 
 from tokentape.chat.media import image_parts
+from tokentape.durable import durable_file
 from tokentape.errors import StoreCorrupt, StoreError
 from tokentape.store import postgres, schema
 from tokentape.store.archive import is_archive, restored
 from tokentape.store.checks import chained, column_faults, payload_faults, turn_faults
+from tokentape.store.head import Head, HeadComparison, HeadWriter, SessionHead
 from tokentape.store.rows import decode
 from tokentape.store.snapshots import decode_snapshot
 from tokentape.store.sqlite import DATABASE_NAME, explained, reading_engine
@@ -46,6 +48,10 @@ class VerifyReport:
     tokens: int
     """Unique tokens of those turns."""
     findings: tuple[VerifyFinding, ...]
+    head: str | None = None
+    """Digest of the head that was written; None if none was."""
+    added: Mapping[str, int] | None = None
+    """What was added since the head that the record was compared with: sessions, and by part what is new in others."""
 
     @property
     def ok(self) -> bool:
@@ -53,22 +59,67 @@ class VerifyReport:
         return not self.findings
 
 
-def verify(location: str | Path) -> VerifyReport:
+class _HeadWithheld(Exception):
+    """The record has findings, so it gets no head."""
+
+
+def verify(
+    location: str | Path,
+    *,
+    against: Head | None = None,
+    nothing_added: bool = False,
+    head_out: Path | None = None,
+    sign: Path | None = None,
+) -> VerifyReport:
     """Check the record in a data directory, PostgreSQL database or archive, beside running writers or without one.
 
     SQLite's own integrity check; every setup's and turn's digest recomputed, every turn chained to its parent;
     turns numbered from 0 without gaps, each parent before its child; `checks.turn_faults`; columns and payloads
     that fit their turns; the hash of every image, and that turns refer to those there are; snapshots whose sessions are
-    there. A digest does not cover rewards, events, columns, payloads and
-    session metadata: of those only the form is checked. Nor can a chain tell that its newest turns were cut off.
+    there. This alone finds no whole session that was deleted, no newest turns that were cut off, no digests that were
+    computed anew, and no change of rewards, columns, events and metadata that keeps their form.
+
+    Comparing with a head, `against`, finds these: whatever was deleted, changed or moved since the head, or inserted
+    before something that the head has. What was added after that is counted, and with `nothing_added` a finding. It
+    can't be known who added it. Sessions that were dropped on request count as deleted. An archive may have the
+    sessions in another order.
+
+    `head_out` is the file for a head of the record as it is, signed if `sign` names a PEM file with an Ed25519 private
+    key. A record with findings gets none.
 
     An archive is put into a database for that, its files' hashes checked on the way. Raises `StoreError` if there is
-    no database; whatever is wrong with one is a finding.
+    no database, and `InvalidRequest` for a key that can't be used; whatever is wrong with a record is a finding.
     """
-    if not postgres.is_url(str(location)) and is_archive(location):
+    comparison = None if against is None else HeadComparison(against)
+    with suppress(_HeadWithheld), ExitStack() as opened:
+        writer = None if head_out is None else HeadWriter(opened.enter_context(durable_file(head_out)), sign)
+        report = _verify(location, [one.add for one in (comparison, writer) if one is not None])
+        if comparison is not None:
+            report = _compared(report, comparison, nothing_added, ordered=not _is_archive(location))
+        if writer is not None:
+            if report.findings:
+                raise _HeadWithheld
+            report = replace(report, head=writer.finish())
+    return report
+
+
+def _compared(report: VerifyReport, comparison: HeadComparison, nothing_added: bool, *, ordered: bool) -> VerifyReport:
+    comparison.finish(ordered=ordered)
+    findings = [*report.findings, *(VerifyFinding(*one) for one in comparison.problems)]
+    if nothing_added:
+        findings += [VerifyFinding(*one) for one in comparison.additions]
+    return replace(report, findings=tuple(findings), added=dict(comparison.added))
+
+
+def _is_archive(location: str | Path) -> bool:
+    return not postgres.is_url(str(location)) and is_archive(location)
+
+
+def _verify(location: str | Path, visits: Sequence[Callable[[SessionHead], None]]) -> VerifyReport:
+    if _is_archive(location):
         try:
             with restored(str(location)) as directory:
-                return verify(directory)
+                return _verify(directory, visits)
         except StoreCorrupt as error:
             return VerifyReport(0, 0, 0, (VerifyFinding(str(error)),))
     if postgres.is_url(str(location)):
@@ -81,7 +132,9 @@ def verify(location: str | Path) -> VerifyReport:
             raise StoreError(f"{path} does not exist: {location} is not a data directory")
         check = _Check(reading_engine(path), explained)
     try:
-        check.run()
+        for session in check.sessions_in_order():
+            for visit in visits:
+                visit(session)
     finally:
         check.engine.dispose()
     return VerifyReport(check.sessions, check.turns, check.tokens, tuple(check.findings))
@@ -97,18 +150,23 @@ class _Check:
         self._explained = explained
         self._good_setups: set[str] = set()
 
-    def run(self) -> None:
+    def sessions_in_order(self) -> Iterator[SessionHead]:
+        """Check everything, and yield the digests of each session in order of creation."""
         session_ids: list[str] = []
         with self._damage_found(), self._one_state() as connection:
             schema.check(connection)
             session_ids += connection.execute(_SESSION_IDS).scalars()
+            session_ids += connection.execute(_WITHOUT_SESSION).scalars()
             self._check_file(connection)
             self._check_snapshots(connection)
             self._check_media(connection)
         for session_id in session_ids:
+            head = SessionHead(session_id)
             # A snapshot each: a long one would keep a running writer's log from being recycled.
             with self._damage_found(session_id), self._one_state() as connection:
-                self._check_session(connection, session_id)
+                self._check_session(connection, head)
+            if head.parts:
+                yield head
 
     def _check_file(self, connection: Connection) -> None:
         if self.engine.dialect.name != "sqlite":
@@ -136,10 +194,14 @@ class _Check:
                     schema.media, connection.execute(select(schema.media).where(schema.media.c.sha256 == sha256)).one()
                 )
 
-    def _check_session(self, connection: Connection, session_id: str) -> None:
+    def _check_session(self, connection: Connection, head: SessionHead) -> None:
+        session_id = head.session_id
+
         def rows(table: Table, *columns: Any, **key: Any) -> Result[Any]:
             of_session = [table.c.session_id == session_id, *(table.c[name] == value for name, value in key.items())]
-            return connection.execute(select(*(columns or [table])).where(*of_session).order_by(*columns))
+            return connection.execute(
+                select(*(columns or [table])).where(*of_session).order_by(*columns or table.primary_key)
+            )
 
         row = rows(schema.sessions).one_or_none()
         seqs = rows(schema.turns, schema.turns.c.seq).scalars().all()
@@ -149,19 +211,19 @@ class _Check:
         with self._damage_found(session_id):
             if row is None:
                 raise StoreCorrupt("its turns are there, the session is not")
-            decode(schema.sessions, row)
-        for table in (schema.rewards, schema.events):
+            head.add(decode(schema.sessions, row))
+        for table in (schema.rewards, schema.events, schema.answers):
             with self._damage_found(session_id):
-                if table is not schema.events or schema.has_events(connection):
-                    for one in rows(table):
-                        decode(table, one)
+                for one in rows(table) if table is not schema.events or schema.has_events(connection) else ():
+                    with self._damage_found(session_id):
+                        head.add(decode(table, one))
         columns, payloads = schema.token_columns, schema.token_payloads
-        for position in rows(columns, columns.c.position).scalars().all():
-            with self._damage_found(session_id):
-                self._check_per_token(connection, decode(schema.token_columns, rows(columns, position=position).one()))
-        for key in rows(payloads, payloads.c.turn, payloads.c.name).mappings().all():
-            with self._damage_found(session_id):
-                self._check_per_token(connection, decode(schema.token_payloads, rows(payloads, **key).one()))
+        for table, names in ((columns, [columns.c.position]), (payloads, [payloads.c.turn, payloads.c.name])):
+            for key in rows(table, *names).mappings().all():
+                with self._damage_found(session_id):
+                    record = decode(table, rows(table, **key).one())
+                    head.add(record)
+                    self._check_per_token(connection, record)
         digests: dict[int | None, str] = {}
         for before, seq in zip([-1, *seqs], seqs, strict=False):
             with self._damage_found(session_id, seq):
@@ -169,6 +231,7 @@ class _Check:
                     self._found(f"the turn before it is {before}, not {seq - 1}", session_id, seq)
                 # Row by row, so that a damaged one doesn't hide the others.
                 turn = _turn(connection, session_id, seq)
+                head.add(turn)
                 self.turns += 1
                 self.tokens += turn.added_ids.size + turn.completion_ids.size
                 for problem in _turn_problems(turn, digests):
@@ -178,6 +241,11 @@ class _Check:
                 expected = {part[name] for part in image_parts(turn.messages) for name in ("sha256", "settings")}
                 if {*rows(schema.turn_media, schema.turn_media.c.sha256, turn=seq).scalars()} != expected:
                     self._found("what it refers to of media is not what its messages say", session_id, seq)
+        with self._damage_found(session_id):
+            for turn_seq, sha256, mime in connection.execute(_MEDIA, {"session_id": session_id}):
+                head.add_media(turn_seq, sha256, mime)
+            # Databases order text each in its own way.
+            head.parts.get("payloads", []).sort()
 
     def _check_per_token(self, connection: Connection, record: TurnColumn | TurnPayload) -> None:
         turn = _turn(connection, record.session_id, record.turn)
@@ -247,5 +315,16 @@ _CUT_OFF = select(_HELD.c.session_id).where(
 _RISEN = select(schema.tombstones.c.session_id).where(
     exists().where(schema.sessions.c.session_id == schema.tombstones.c.session_id)
 )
-_SESSION_IDS = union(select(schema.sessions.c.session_id), select(schema.turns.c.session_id))
-"""Turns too, in case a session's own row is lost."""
+_SESSION_IDS = select(schema.sessions.c.session_id).order_by(schema.sessions.c.position)
+_WITHOUT_SESSION = (
+    select(schema.turns.c.session_id)
+    .distinct()
+    .where(~exists().where(schema.sessions.c.session_id == schema.turns.c.session_id))
+)
+"""Turns whose session's own row is lost."""
+_MEDIA = (
+    select(schema.turn_media.c.turn, schema.media.c.sha256, schema.media.c.mime)
+    .join(schema.media, schema.media.c.sha256 == schema.turn_media.c.sha256)
+    .where(schema.turn_media.c.session_id == bindparam("session_id"))
+    .order_by(schema.turn_media.c.turn, schema.media.c.sha256)
+)
