@@ -3,6 +3,7 @@
     TokentapeError                  500
       InvalidRequest                400  (ValueError)
         UnsupportedParameter        400
+        ContextTooLong              400
         IdempotencyMismatch         400
       Unauthorized                  401
       Forbidden                     403
@@ -63,6 +64,12 @@ class InvalidRequest(TokentapeError, ValueError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class ContextTooLong(InvalidRequest):
+    """The prompt leaves no room for a reply. Harnesses look for this code and then shorten the conversation."""
+
+    code = "context_length_exceeded"
 
 
 class UnsupportedParameter(InvalidRequest):

@@ -198,5 +198,6 @@ def test_turns_over_the_limit_of_a_session_are_refused_for_good(serve: Serve) ->
 def test_a_session_named_twice_differently_is_refused(serve: Serve) -> None:
     http = serve()
     body = {"messages": [QUESTION]}
-    answer = http.post("/sessions/s/v1/chat/completions", json=body, headers={"x-session-id": "t"})
+    key = http.post("/sessions", json={"session_id": "t"}).json()["api_key"]
+    answer = http.post("/sessions/s/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
+import re
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -22,17 +24,20 @@ from tokentape.gateway.access import AccessMiddleware, request_log
 from tokentape.gateway.drain import Drain
 from tokentape.gateway.endpoint import AnonymousSessions, Dialect, Endpoint, Gateway
 from tokentape.gateway.hosts import ANY, THIS_MACHINE, AllowedHosts
-from tokentape.gateway.http import ClientLeft, error_body, error_response, json_response
+from tokentape.gateway.http import ClientLeft, error_body, error_headers, error_response, json_response
 from tokentape.gateway.keys import Keys
 from tokentape.gateway.limits import CallsPerKey
-from tokentape.gateway.openapi import JSON, ApiRoute, also_below_sessions, document_route
+from tokentape.gateway.openapi import JSON, SESSION, ApiRoute, also_below_sessions, document_route
 from tokentape.gateway.turns import Turns
 from tokentape.gateway.wire import responses, vllm_paths
 from tokentape.gateway.wire.anthropic_messages import AnthropicMessages, count_routes
+from tokentape.gateway.wire.anthropic_replies import error_body as anthropic_error
 from tokentape.gateway.wire.chat_completions import ChatCompletions
 from tokentape.gateway.wire.completions import Completions
 from tokentape.gateway.wire.responses import Responses
 from tokentape.version import __version__
+
+_BELOW_SESSION = re.compile(r"/sessions/[^/]+(/.+)")
 
 
 def create_app(
@@ -120,7 +125,12 @@ def _routes(gateway: Gateway) -> list[Route]:
             "owned_by": "tokentape",
             "max_model_len": turns.engine.info.max_context,
         }
-        return json_response({"object": "list", "data": [model]})
+        wanted = request.path_params.get("model_id")
+        if wanted is None:
+            return json_response({"object": "list", "data": [model]})
+        if wanted != gateway.model_id:
+            raise NotFound(f"there is no such model; this gateway serves {gateway.model_id!r}")
+        return json_response(model)
 
     async def healthz(request: Request) -> Response:
         return json_response({"status": "ok"})
@@ -156,6 +166,7 @@ def _routes(gateway: Gateway) -> list[Route]:
         *vllm_paths.routes(gateway),
         *viewing.routes(gateway),
         *also_below_sessions("GET", "/v1/models", models, "The model that is served"),
+        *also_below_sessions("GET", "/v1/models/{model_id:path}", models, "The model, by its name"),
         *also_below_sessions("GET", "/health", readyz, "Whether turns can be taken now, under vLLM's path"),
         ApiRoute("GET", "/readyz", readyz, "Whether turns can be taken now"),
         ApiRoute("GET", "/healthz", healthz, "Whether the process answers"),
@@ -176,10 +187,23 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answer for starlette: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return error_response(NotFound("there is nothing at this path"))
+        missing = NotFound(f"there is nothing at this path{_nearest(request)}")
+        of_anthropic = "anthropic-version" in request.headers or "/messages" in request.url.path
+        shape = anthropic_error if of_anthropic else error_body
+        return json_response(shape(missing), 404, error_headers(missing))
     body = error_body(TokentapeError(f"{error.detail}: {request.method} is not for this path"))
     body["error"].update(type="invalid_request_error", code="method_not_allowed")
     return json_response(body, error.status_code, error.headers)
+
+
+def _nearest(request: Request) -> str:
+    """Return a hint at the path that is most like the one of a request; empty if none is."""
+    below = _BELOW_SESSION.fullmatch(request.url.path)
+    prefix, path = (SESSION, below[1]) if below is not None else ("", request.url.path)
+    known = {route.path for route in request.app.routes if isinstance(route, Route)}
+    served = [one.removeprefix(prefix) for one in known if one.startswith(prefix)]
+    like = difflib.get_close_matches(path, served, n=1)
+    return f"; did you mean {prefix}{like[0]}?" if like else ""
 
 
 async def _client_left(request: Request, error: Exception) -> Response:

@@ -32,7 +32,7 @@ from tokentape.gateway.http import (
     read_as,
     read_body,
 )
-from tokentape.gateway.keys import Caller, Keys, check_session_id, new_session_id
+from tokentape.gateway.keys import Caller, Keys, check_session_id, may_be_session_id, new_session_id
 from tokentape.gateway.limits import CallsPerKey
 from tokentape.gateway.prefix import Body, MessagesSpan
 from tokentape.gateway.turns import Turns
@@ -234,7 +234,13 @@ class Endpoint:
         attempt = _attempt(request, self.dialect.path, body, anonymous=session_id is None)
         line.session_id = session_id or await self.gateway.anonymous.session_id(caller.owner, attempt)
         decoded = await self._decode(body, parsed, span, RequestContext(turns, line.session_id, caller.owner))
-        turn = replace(decoded.turn, owner=caller.owner, attempt=attempt, given=pins.given_in(parsed))
+        turn = replace(
+            decoded.turn,
+            owner=caller.owner,
+            attempt=attempt,
+            given=pins.given_in(parsed),
+            client_session=_client_session(request, line.session_id),
+        )
         headers = {"X-Session-Id": line.session_id}
         if decoded.ignored:
             headers["X-Tokentape-Ignored-Params"] = ", ".join(decoded.ignored)
@@ -281,18 +287,25 @@ class Endpoint:
 
 
 def address(request: Request, caller: Caller, named: str | None = None) -> str | None:
-    """Return the session that a request names: in its path, body, header `X-Session-Id` or key; None if nowhere.
+    """Return the session that a request names: in its path, body or key, else in the header `X-Session-Id`.
 
-    Raises `InvalidRequest` for what can't be a session's id, and if two of them name different sessions.
+    None if it names none. The header is a hint, since some harnesses send a session id of their own in it.
+    Raises `InvalidRequest` for what can't be a session's id, and if path, body and key name different sessions.
     """
-    given = [request.path_params.get("session_id"), named, request.headers.get("x-session-id"), caller.session_id]
+    given = [request.path_params.get("session_id"), named, caller.session_id]
     names = {name for name in given if name is not None}
     if len(names) > 1:
-        raise InvalidRequest("path, body, header and key name different sessions; name one", "session_id")
-    for name in names:
+        raise InvalidRequest("path, body and key name different sessions; name one", "session_id")
+    name = names.pop() if names else request.headers.get("x-session-id")
+    if name is not None:
         check_session_id(name)
-        return name
-    return None
+    return name
+
+
+def _client_session(request: Request, session_id: str) -> str | None:
+    """Return the id in `X-Session-Id` if the call belongs to another session, and this may be an id."""
+    name = request.headers.get("x-session-id")
+    return name if name is not None and name != session_id and may_be_session_id(name) else None
 
 
 def _attempt(request: Request, path: str, body: Body, *, anonymous: bool) -> Attempt:

@@ -52,6 +52,8 @@ class TurnRequest:
     """Images that came with the messages, by hash."""
     owner: str = ""
     """Name of the caller's API key. A session belongs to the key that began it."""
+    client_session: str | None = None
+    """The session id that the harness itself sent in a header, if it is not `session_id`."""
     attempt: Attempt | None = None
     """Without, the call is new."""
     span: MessagesSpan | None = None

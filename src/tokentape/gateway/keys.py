@@ -77,6 +77,8 @@ class Keys:
             if hmac.compare_digest(_mac(secret, session_id), mac) and known:
                 return Caller(name, session_id=session_id)
             raise Unauthorized("this session key is not one of this gateway's")
+        if key.startswith("tts_") and key.encode() not in self._keys.values():
+            raise Unauthorized("this session key is not whole: give all of it, as POST /sessions returned it")
         if not self._keys:
             return Caller("", admin=True)
         if not key:

@@ -19,7 +19,7 @@ from tokentape.chat.renderer import PromptTokens, Renderer
 from tokentape.chat.splice import History, WrongStop
 from tokentape.chat.strategy import choose
 from tokentape.engines.base import Engine, PromptMedia, SamplingParams
-from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
+from tokentape.errors import ContextTooLong, TokentapeError, UnsupportedParameter
 from tokentape.gateway.capturing import DRIFT, differs_at
 from tokentape.gateway.events import TurnRequest
 from tokentape.gateway.images import receive
@@ -281,9 +281,10 @@ class PromptBuilder:
         most = self._engine.info.max_context
         room = most - prompt_length
         if room < 1:
-            raise InvalidRequest(
-                # Harnesses know these words (Claude Code then compacts the conversation).
-                f"prompt is too long: {prompt_length} tokens > {most - 1}, the most that leave room for a reply",
+            raise ContextTooLong(
+                # Harnesses know both phrases, Anthropic's and OpenAI's, and then compact the conversation.
+                f"prompt is too long: {prompt_length} tokens > {most - 1}, the most that leave room for a reply. "
+                f"This model's maximum context length is {most} tokens",
                 "messages" if request.prompt_ids is None else "prompt",
             )
         sampling = request.sampling

@@ -290,7 +290,7 @@ class Turns:
                     prompt_ids = await server.begin(held, self._prompts.sampling(request, setup, 0))
                     captured = partial(self._prompts.captured, request, session, setup, found, prompt_ids)
                     prompt = await asyncio.to_thread(captured)
-                    prompt = _noting_overridden(prompt, request)
+                    prompt = _noting_request(prompt, request)
                     sampling = self._sampling(server.sample, prompt, request, captured=True)
                     first_id: str | None = server.request_id
                 else:
@@ -299,7 +299,7 @@ class Turns:
                         quick = self._prompts.is_quick(request, setup, found)
                         build = partial(self._prompts.build, request, session, setup, found)
                         prompt = build() if quick else await asyncio.to_thread(build)
-                    prompt = _noting_overridden(prompt, request)
+                    prompt = _noting_request(prompt, request)
                     media = prompt.media
                     sample: Sample = self.engine.sample
                     if media:
@@ -414,10 +414,11 @@ class Turns:
         return PlainReader(self.renderer.tokenizer, stop_ids=frozenset(stop_ids), stop_strings=stop_strings)
 
 
-def _noting_overridden(prompt: Prompt, request: TurnRequest) -> Prompt:
-    """Return the prompt with a note of the sampling parameters that the caller asked for in vain."""
+def _noting_request(prompt: Prompt, request: TurnRequest) -> Prompt:
+    """Return the prompt with notes of the sampling parameters asked for in vain, and of the harness's own session."""
     asked = {name: value for name, (value, _) in request.overridden.items()}
-    return replace(prompt, notes={**prompt.notes, "asked": asked}) if asked else prompt
+    notes = {"asked": asked, "client_session": request.client_session}
+    return replace(prompt, notes={**prompt.notes, **{name: note for name, note in notes.items() if note}})
 
 
 async def _each(events: Iterable[TurnEvent]) -> AsyncGenerator[TurnEvent, None]:

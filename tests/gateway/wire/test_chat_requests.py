@@ -192,7 +192,7 @@ def test_message_fields_that_would_be_lost_are_refused(field: str) -> None:
 
 
 def test_tools_are_kept_as_they_were_written() -> None:
-    tool = {"function": {"strict": True, **TOOL["function"]}, "type": "function"}  # type: ignore[dict-item]
+    tool = {"function": {"returns": True, **TOOL["function"]}, "type": "function"}  # type: ignore[dict-item]
     (kept,) = read(tools=[tool]).tools
     assert msgspec.json.encode(kept) == msgspec.json.encode(tool)
 

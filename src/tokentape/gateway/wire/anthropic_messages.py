@@ -43,7 +43,7 @@ from tokentape.gateway.openapi import also_below_sessions
 from tokentape.gateway.pins import Count, Seed, StopString, Temperature, TopP
 from tokentape.gateway.wire.anthropic_history import AnthropicMessage, Part, read_messages, takes_later_system
 from tokentape.gateway.wire.anthropic_replies import AnthropicEncoder, error_body, error_event
-from tokentape.gateway.wire.openai_fields import read_fields, refuse_unsupported
+from tokentape.gateway.wire.openai_fields import read_fields, refuse_unknown_tool, refuse_unsupported, unknown_fields
 from tokentape.types import Tool
 
 COUNT_PATH = "/v1/messages/count_tokens"
@@ -81,8 +81,13 @@ class _Tool(Struct):
     strict: bool | None = None
 
 
+_TOOL_FIELDS = frozenset(_Tool.__struct_fields__) | {"cache_control"}
+"""Fields of tools that are read, or that change nothing that is sampled."""
+
+
 class _ToolChoice(Struct, frozen=True):
     type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -174,7 +179,7 @@ class AnthropicMessages:
                 token_ids=read.return_token_ids,
                 logprobs=read.logprobs,
             ),
-            tuple(self._ignored_params(read)),
+            (*self._ignored_params(read), *unknown_fields("tools", body.get("tools") or (), _TOOL_FIELDS)),
         )
 
     def decode_count(self, body: Any, session_id: str, takes_images: bool) -> TurnRequest:
@@ -259,6 +264,9 @@ def _read(body: Any) -> MessagesBody:
     """A body's fields, those that are null left out."""
     empty = {name for name in UNSERVED if isinstance(body, dict) and not body.get(name)}
     read, _ = read_fields(body, MessagesBody, IGNORED | empty, "messages")
+    if read.tool_choice.type in ("any", "tool"):
+        by_name = read.tool_choice.type == "tool"
+        refuse_unknown_tool(by_name, read.tool_choice.name, [tool.name for tool in read.tools])
     if read.output_config.format is not None:
         raise UnsupportedParameter("output_config.format is not supported; replies are text", "output_config")
     return read

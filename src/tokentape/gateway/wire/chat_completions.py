@@ -7,8 +7,10 @@ extensions that vLLM made common: `top_k`, `min_p`, `repetition_penalty`, `stop_
 Choices where the protocol leaves some:
 
 - Any `model` is accepted; replies name the model that is served.
-- `tool_choice: "required"` or a function, and `parallel_tool_calls: false`, are accepted but not enforced;
-  the reply's header `X-Tokentape-Ignored-Params` names them.
+- `tool_choice: "required"` or a function, `parallel_tool_calls: false`, `reasoning_effort`, `verbosity` and a tool's
+  `strict` are accepted but not enforced; the reply's header `X-Tokentape-Ignored-Params` names them, and fields of
+  messages that are not known.
+- `developer` messages are system messages: most templates know no developer.
 - `tool_choice: "none"` takes the tools out of the prompt: a model can't call what it does not see. Against a turn with
   tools that is another setup, so the session forks.
 - Without `max_tokens` a reply may fill the context.
@@ -43,10 +45,12 @@ from tokentape.gateway.wire.openai_fields import (
     logprob_entries,
     read_fields,
     recorded,
+    refuse_unknown_tool,
     refuse_unserved,
     refuse_unsupported,
     sampling_params,
     tool_arguments,
+    unknown_fields,
     usage,
 )
 from tokentape.types import Message
@@ -103,6 +107,10 @@ class _Message(Struct, omit_defaults=True):
     refusal: Any = None
 
 
+_MESSAGE_FIELDS = frozenset(_Message.__struct_fields__) | {"annotations", "cache_control"}
+"""Fields of messages that are read, or that change nothing that is sampled."""
+
+
 class _ToolFunction(Struct):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
@@ -135,6 +143,8 @@ class ChatCompletionsBody(SamplingFields, kw_only=True):
     tools: list[_Tool] = msgspec.field(default_factory=list)
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
     response_format: Any = None
     modalities: Any = None
     logit_bias: Any = None
@@ -164,8 +174,9 @@ class ChatCompletions(OpenAIDialect):
         refuse_unsupported(sampling, context.engine, _API_NAMES)
         check_depth(read.chat_template_kwargs, "chat_template_kwargs")
         # As the caller wrote them: templates print tools whole, in the order of their keys.
-        tools = () if read.tool_choice == "none" else tuple(given.get("tools", ()))
-        check_depth(given.get("tools", []), "tools")
+        given_tools = given.get("tools", [])
+        check_depth(given_tools, "tools")
+        tools = () if read.tool_choice == "none" else tuple(map(_shown, given_tools))
         turn = TurnRequest(
             session_id=context.session_id,
             messages=_messages(read, context),
@@ -176,7 +187,9 @@ class ChatCompletions(OpenAIDialect):
             stream=read.stream,
         )
         return DecodedRequest(
-            turn, lambda started: _Encoder(read, started, self._model_id, self._tokenizer), _ignored_params(read)
+            turn,
+            lambda started: _Encoder(read, started, self._model_id, self._tokenizer),
+            _ignored_params(read, given),
         )
 
     def read_messages(self, data: bytes, context: RequestContext) -> tuple[Message, ...]:
@@ -191,14 +204,23 @@ def _read(body: Any) -> tuple[ChatCompletionsBody, dict[str, Any]]:
     return read, given
 
 
-def _ignored_params(body: ChatCompletionsBody) -> tuple[str, ...]:
-    """What is asked of the model that no engine is made to enforce."""
+def _shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as the model is shown it: `strict` asks something of the server and is no part of the tool."""
+    function = {name: value for name, value in tool["function"].items() if name != "strict"}
+    return {**tool, "function": function}
+
+
+def _ignored_params(body: ChatCompletionsBody, given: dict[str, Any]) -> tuple[str, ...]:
+    """Return what is asked of the model that no engine is made to enforce, and fields of messages with no effect."""
     names = []
     if body.tool_choice not in ("auto", "none"):
         names.append("tool_choice")
     if not body.parallel_tool_calls:
         names.append("parallel_tool_calls")
-    return tuple(names)
+    names += [name for name in ("reasoning_effort", "verbosity") if getattr(body, name) is not None]
+    if any(tool["function"].get("strict") for tool in given.get("tools", ())):
+        names.append("tools.strict")
+    return (*names, *unknown_fields("messages", given["messages"], _MESSAGE_FIELDS))
 
 
 def _refuse_unserved(body: ChatCompletionsBody) -> None:
@@ -215,6 +237,10 @@ def _refuse_unserved(body: ChatCompletionsBody) -> None:
         "logit_bias": (body.logit_bias in (None, {}), "an empty object"),
     }
     refuse_unserved(served)
+    named = body.tool_choice.get("function") if isinstance(body.tool_choice, dict) else None
+    if choice in ("required", "function"):
+        name = named.get("name") if isinstance(named, dict) else None
+        refuse_unknown_tool(choice == "function", name, [tool.function.name for tool in body.tools])
 
 
 def _sampling(body: ChatCompletionsBody, vocab_size: int) -> SamplingParams:
@@ -246,6 +272,9 @@ def _message(index: int, message: _Message, takes_images: bool) -> dict[str, Any
     for call in message.tool_calls or ():
         call.function.arguments = tool_arguments(call.function.arguments, "messages")
     plain: dict[str, Any] = msgspec.to_builtins(message)
+    if message.role == "developer":
+        # As in Responses: most templates know no developer.
+        plain["role"] = "system"
     for at, image in images.items():
         plain["content"][at] = image
     return plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -20,6 +21,9 @@ from tokentape.types import Message, TokenIds
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
+
+_HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MOST_NAMED = 16
 
 _BodyKind = TypeVar("_BodyKind", bound=Struct)
 
@@ -88,10 +92,10 @@ def read_fields(
     """
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
-    for name in body:
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in given:
         if name not in kind.__struct_fields__ and name not in ignored:
             raise UnsupportedParameter(f"parameter {name[:64]!r} is not supported", name[:64])
-    given = {name: value for name, value in body.items() if value is not None}
     if required not in given:
         raise InvalidRequest(f"{required} is missing", required)
     return read_as(given, kind), given
@@ -105,6 +109,22 @@ def refuse_unserved(served: Mapping[str, tuple[bool, str]]) -> None:
     for name, (is_served, what) in served.items():
         if not is_served:
             raise UnsupportedParameter(f"{name} with this value is not supported; served is {what}", name)
+
+
+def refuse_unknown_tool(by_name: bool, name: Any, tools: Sequence[str]) -> None:
+    """Raise `InvalidRequest` for a `tool_choice` that forces a call of a tool that the request does not have."""
+    if not tools or (by_name and name not in tools):
+        raise InvalidRequest(
+            "tool_choice forces a call of a tool that is not in tools; name one of them", "tool_choice"
+        )
+
+
+def unknown_fields(where: str, given: Sequence[Any], known: frozenset[str]) -> tuple[str, ...]:
+    """Return the names of fields in these objects that have a value and no effect, `where.name`, sorted."""
+    names = {name for one in given if isinstance(one, dict) for name, value in one.items() if value}
+    # They go into a header.
+    unknown = sorted(name for name in names - known if _HEADER_SAFE.fullmatch(name))
+    return tuple(f"{where}.{name}" for name in unknown[:_MOST_NAMED])
 
 
 def tool_arguments(arguments: str | dict[str, Any], param: str) -> str | dict[str, Any]:

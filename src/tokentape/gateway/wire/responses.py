@@ -47,6 +47,7 @@ from tokentape.gateway.wire.openai_fields import (
     SamplingFields,
     TopLogprobs,
     read_fields,
+    refuse_unknown_tool,
     refuse_unserved,
     refuse_unsupported,
     sampling_params,
@@ -148,6 +149,7 @@ class Responses(OpenAIDialect):
         for name in ("chat_template_kwargs", "metadata", "tool_choice", "reasoning", "text"):
             check_depth([getattr(read, name)], name)
         tools = read_tools(read.tools)
+        _refuse_unknown_tool(read, tools)
         turn = TurnRequest(
             session_id=context.session_id,
             messages=await _messages(read, context),
@@ -252,6 +254,16 @@ def _refuse_unserved(body: ResponsesBody) -> None:
             "prompt": (body.prompt is None, "null; send instructions and input"),
         }
     )
+
+
+def _refuse_unknown_tool(body: ResponsesBody, tools: Tools) -> None:
+    """Raise `InvalidRequest` for a `tool_choice` that forces a call of a tool that is not there."""
+    choice = body.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        names = [tool["function"]["name"] for tool in tools.shown]
+        refuse_unknown_tool(True, choice.get("name"), [*names, *(name for _, name in tools.namespaces.values())])
+    elif choice == "required" and not body.tools:
+        refuse_unknown_tool(False, None, [])
 
 
 def _ignored_params(body: ResponsesBody, tools: Tools) -> tuple[str, ...]:
