@@ -137,6 +137,14 @@ class PromptBuilder:
         messages, media = receive(request.messages, self._renderer.images, load)
         return replace(request, messages=messages, media=media)
 
+    def render_alike(self, one: Sequence[Message], other: Sequence[Message], setup: Setup) -> bool:
+        """Return whether two conversations render to the same text, as far as it can be said."""
+        try:
+            first, second = (self._renderer.render_text(given, setup, generate=True) for given in (one, other))
+        except TokentapeError:
+            return False
+        return first == second
+
     def is_quick(self, request: TurnRequest, setup: Setup, found: Continuation) -> bool:
         """Whether `build` takes a millisecond or two: few new messages after a turn, of a kind bridged before."""
         new = found.new_messages

@@ -43,9 +43,9 @@ from tokentape.gateway.replaying import replayed
 from tokentape.gateway.resuming import Sample, Sampling
 from tokentape.gateway.session_cache import OpenSession, SessionCache, not_found
 from tokentape.gateway.telemetry import Telemetry
-from tokentape.session.tree import Session
+from tokentape.session.tree import Continuation, Session
 from tokentape.store import Store, StoredSession
-from tokentape.types import Message, SessionInfo, Turn
+from tokentape.types import Message, SessionInfo, Setup, Turn
 
 _log = logging.getLogger("tokentape.gateway")
 
@@ -223,7 +223,7 @@ class Turns:
         session = Session(SessionInfo(request.session_id, time.time())) if opened is None else opened.session
         setup = self._prompts.setup(session, request)
         request = await self._received(request)
-        found = session.continuation(request.messages, setup.digest)
+        request, found = await self._continued(request, session, setup)
         prompt = await asyncio.to_thread(self._prompts.build, request, session, setup, found, fits=False)
         return len(prompt.ids)
 
@@ -279,7 +279,7 @@ class Turns:
             if request.prompt_ids is not None:
                 found = session.continuation_of_ids(request.prompt_ids, PROMPT)
             else:
-                found = session.continuation(request.messages, setup.digest)
+                request, found = await self._continued(request, session, setup)
                 if request.span is not None:
                     opened.remember_prefix(ParsedPrefix(request.span, setup.digest, found.key))
             async with AsyncExitStack() as held:
@@ -308,6 +308,26 @@ class Turns:
                 choices = [self._choice(index, prompt, request) for index in range(request.n)]
                 choices[0].request_id = first_id or choices[0].request_id
                 await self._sample(call, opened, request, prompt, choices, sampling, held)
+
+    async def _continued(
+        self, request: TurnRequest, session: Session, setup: Setup
+    ) -> tuple[TurnRequest, Continuation]:
+        """Return what a request continues, and the request with the ids of tool calls that the session recorded.
+
+        Some harnesses give calls other ids. These are changed back only where the whole conversation renders to the
+        same text with either ids, so that the model is never shown another id than the caller sent.
+        """
+        found = session.continuation(request.messages, setup.digest)
+        if self._capture is not None or all(message["role"] != "assistant" for message in found.new_messages):
+            return request, found
+        messages = session.with_recorded_ids(request.messages, setup.digest)
+        if messages is None:
+            return request, found
+        renamed = session.continuation(messages, setup.digest)
+        deeper = len(renamed.new_messages) < len(found.new_messages)
+        if deeper and await asyncio.to_thread(self._prompts.render_alike, request.messages, messages, setup):
+            return replace(request, messages=messages), renamed
+        return request, found
 
     async def _received(self, request: TurnRequest) -> TurnRequest:
         """Return the request with its images decoded, off the event loop."""

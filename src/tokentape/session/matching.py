@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -64,6 +64,32 @@ def chained(setup: str, message_keys: Iterable[bytes], start: bytes | None = Non
         key = hashlib.sha256(key + message).digest()
         keys.append(key)
     return keys
+
+
+def call_ids(message: Message) -> list[Any]:
+    """Return the ids of a message's tool calls."""
+    return [call.get("id") for call in message.get("tool_calls") or ()]
+
+
+def renamed_calls(messages: Iterable[Message], names: Callable[[int, Message], Sequence[Any]]) -> list[Message]:
+    """Return the messages with other ids for tool calls, and for the results that name them.
+
+    `names` returns, for the place and the message of an assistant, the new ids of its calls, in order. A result belongs
+    to the assistant's message before it; one that names no call there, or a call with the id of another, is unchanged.
+    """
+    renamed: list[Message] = []
+    ids: dict[Any, Any] = {}
+    for at, message in enumerate(messages):
+        if message.get("role") == "assistant":
+            old, new = call_ids(message), names(at, message)
+            ids = dict(zip(old, new, strict=True)) if len(set(old)) == len(old) else {}
+            if ids:
+                calls = [{**call, "id": ids[call.get("id")]} for call in message["tool_calls"]]
+                message = {**message, "tool_calls": calls}
+        elif message.get("role") == "tool" and message.get("tool_call_id") in ids:
+            message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
+        renamed.append(message)
+    return renamed
 
 
 def _text(content: Any) -> Any:

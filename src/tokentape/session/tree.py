@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
-from tokentape.session.matching import chained, history_keys, message_key, reasoning_of
+from tokentape.session.matching import call_ids, chained, history_keys, message_key, reasoning_of, renamed_calls
 from tokentape.types import Message, SessionInfo, TokenIds, Turn
 
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
@@ -83,6 +83,11 @@ class Session:
         """The turn before this one with the same history; replies that differ in their reasoning only have the same."""
         self._same_reply: dict[int, int] = {}
         self._children: dict[int | None, list[int]] = {}
+        self._numbered_history: list[bytes] = []
+        """As `_history`, calls known by their place instead of their id, of the turns that were indexed so."""
+        self._by_numbered: dict[bytes, list[int]] = {}
+        self._call_ids: set[Any] = set()
+        """Ids of the calls in replies, of the same turns."""
         self._last_context: tuple[int, TokenIds] | None = None
         for turn in turns:
             self.add(turn)
@@ -140,6 +145,49 @@ class Session:
                 context = self.context_after(seq)
                 return Continuation(self.turns[seq], tuple(messages[end:]), context, keys[-1], self._system[seq])
         return None
+
+    def with_recorded_ids(self, messages: Sequence[Message], setup: str) -> tuple[Message, ...] | None:
+        """Return the messages with the recorded ids of tool calls, for a harness that gave calls ids of its own.
+
+        What has to match instead is which call each result belongs to. None if no turn matches, or if an id that was
+        changed is the id of another call that was sampled in this session: then the harness does not rename. None also
+        if several turns match that differ in their ids.
+        """
+        keys = history_keys(setup, _numbered(messages))
+        for end in range(len(keys), 0, -1):
+            same = self._turns_with(keys[end - 1])
+            if same:
+                sent = [reasoning_of(message) for message in messages[:end]]
+                agreed = {seq: self._agreement(seq, sent) for seq in same}
+                best = [seq for seq in same if agreed[seq] == max(agreed.values())]
+                first, *others = (self._renamed(messages, seq) for seq in best)
+                return first if all(one == first for one in others) else None
+        return None
+
+    def _turns_with(self, key: bytes) -> list[int]:
+        """Return the turns with this history, its calls known by their place. Indexes turns when first needed."""
+        for turn in self.turns[len(self._numbered_history) :]:
+            start, before = None, 0
+            messages: list[Message] = [*turn.messages, turn.reply]
+            if turn.parent is not None:
+                # The parent's reply says which call the first results belong to.
+                start, before = self._numbered_history[turn.parent], 1
+                messages.insert(0, self.turns[turn.parent].reply)
+            numbered = history_keys(turn.setup, _numbered(messages)[before:], start)[-1]
+            self._numbered_history.append(numbered)
+            self._call_ids.update(call_ids(turn.reply))
+            if turn.finish_reason != "abort":
+                self._by_numbered.setdefault(numbered, []).append(turn.seq)
+        return self._by_numbered.get(key, [])
+
+    def _renamed(self, messages: Sequence[Message], seq: int) -> tuple[Message, ...] | None:
+        """Return the messages with the ids of the path to `seq`, which they begin with."""
+        recorded = [message for turn in self.path(seq) for message in (*turn.messages, turn.reply)]
+        for sent, own in zip(messages, recorded, strict=False):
+            pairs = zip(call_ids(sent), call_ids(own), strict=True)
+            if any(one != other and one in self._call_ids for one, other in pairs):
+                return None
+        return tuple(renamed_calls(messages, lambda at, one: call_ids(recorded[at] if at < len(recorded) else one)))
 
     def continuation_of_ids(self, prompt_ids: TokenIds, stand_in: Message) -> Continuation:
         """Find the deepest turn, under any setup, whose context and completion begin `prompt_ids`.
@@ -246,6 +294,11 @@ class Session:
             turns.append(self.turns[at])
             at = self.turns[at].parent
         return turns[::-1]
+
+
+def _numbered(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with each call's place in its message in place of its id."""
+    return renamed_calls(messages, lambda _, message: range(len(call_ids(message))))
 
 
 def _linked(newest: int, before: Mapping[int, int]) -> Iterator[int]:

@@ -1,0 +1,132 @@
+"""Histories of harnesses that give tool calls ids of their own, as Agno does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.gateway.scripted import ScriptedEngine
+from tokentape.chat.renderer import Renderer
+from tokentape.gateway.app import create_app
+from tokentape.gateway.serve import running
+from tokentape.gateway.turns import Turns
+from tokentape.store import SqliteStore
+from tokentape.types import Turn
+
+QUESTION: Any = {"role": "user", "content": "What do pears and plums cost?"}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"item": {}}}}}
+]
+
+
+def call(item: str) -> str:
+    return f'<tool_call>\n{{"name": "look", "arguments": {{"item": "{item}"}}}}\n</tool_call>'
+
+
+ONE = f"{call('pears')}<|im_end|>"
+TWO = f"{call('pears')}\n{call('plums')}<|im_end|>"
+ANSWER = "Pears are 12.<|im_end|>"
+
+
+class Agent:
+    """The official client in a session, and a record of what it was answered."""
+
+    def __init__(self, client: OpenAI, store: SqliteStore, engine: ScriptedEngine) -> None:
+        self._client = client
+        self._store = store
+        self.engine = engine
+
+    def ask(self, messages: Sequence[Any], **more: Any) -> list[dict[str, Any]]:
+        reply = self._client.chat.completions.create(model="m", messages=list(messages), tools=TOOLS, **more)
+        return [choice.message.model_dump(exclude_none=True) for choice in reply.choices]
+
+    def turns(self) -> tuple[Turn, ...]:
+        return self._store.load_session("s").turns
+
+
+@pytest.fixture
+def agent(renderer: Renderer, store: SqliteStore) -> Iterator[Agent]:
+    with ExitStack() as opened:
+        engine = ScriptedEngine(renderer, [])
+        url = opened.enter_context(running(create_app(Turns(engine, renderer, store), model_id="script")))
+        client = OpenAI(base_url=f"{url}/sessions/s/v1", api_key="none", max_retries=0)
+        yield Agent(opened.enter_context(client), store, engine)
+
+
+def say(agent: Agent, *replies: str) -> None:
+    agent.engine._replies += replies
+
+
+def renamed(reply: dict[str, Any], *names: str) -> dict[str, Any]:
+    calls = [{**call, "id": name} for call, name in zip(reply["tool_calls"], names, strict=True)]
+    return {**reply, "tool_calls": calls}
+
+
+def result(call_id: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def test_renamed_calls_go_on_in_the_same_branch(agent: Agent) -> None:
+    say(agent, ONE, TWO, ANSWER, ANSWER)
+    history = [QUESTION]
+    (reply,) = agent.ask(history)
+    history += [renamed(reply, "call_0"), result("call_0", "12")]
+    (reply,) = agent.ask(history)
+    # The same id again, for another call.
+    history += [renamed(reply, "call_0", "call_1"), result("call_0", "12"), result("call_1", "7")]
+    (reply,) = agent.ask(history)
+    history += [reply, {"role": "user", "content": "Thanks"}]
+    agent.ask(history)
+    turns = agent.turns()
+    assert [(turn.parent, turn.fork) for turn in turns] == [(None, None), (0, None), (1, None), (2, None)]
+    prompts = [prompt for prompt, _ in agent.engine.asked]
+    for before, prompt, turn in zip(prompts, prompts[1:], turns, strict=False):
+        assert prompt[: len(before) + len(turn.completion_ids)] == before + turn.completion_ids.tolist()
+    # The record has the ids that were given, also in the results.
+    given = [call["id"] for call in turns[1].reply["tool_calls"]]
+    assert [message["tool_call_id"] for message in turns[2].messages] == given
+
+
+@pytest.mark.parametrize("rename", [False, True])
+def test_swapped_results_never_match(agent: Agent, rename: bool) -> None:
+    say(agent, TWO, ANSWER, ANSWER)
+    (reply,) = agent.ask([QUESTION])
+    ids = ["call_0", "call_1"] if rename else [call["id"] for call in reply["tool_calls"]]
+    history = [QUESTION, renamed(reply, *ids), result(ids[0], "12"), result(ids[1], "7")]
+    (answer,) = agent.ask(history)
+    more = {"role": "user", "content": "Thanks"}
+    agent.ask([*history[:2], result(ids[1], "12"), result(ids[0], "7"), answer, more])
+    assert agent.turns()[2].parent != 1
+
+
+def test_an_id_that_the_session_gave_is_not_taken_for_a_renamed_one(agent: Agent) -> None:
+    say(agent, ONE, ONE, ANSWER, ANSWER)
+    one, other = agent.ask([QUESTION], n=2)
+    ids = [reply["tool_calls"][0]["id"] for reply in (one, other)]
+    (answer,) = agent.ask([QUESTION, other, result(ids[1], "12")])
+    # The other branch's answer after this one's call: the harness mixed them, and means this one's call.
+    agent.ask([QUESTION, one, result(ids[0], "12"), answer, {"role": "user", "content": "Thanks"}])
+    assert agent.turns()[3].parent == 0
+
+
+def test_renamed_calls_that_fit_two_turns_fork(agent: Agent) -> None:
+    say(agent, ONE, ONE, ANSWER)
+    one, _ = agent.ask([QUESTION], n=2)
+    agent.ask([QUESTION, renamed(one, "call_0"), result("call_0", "12")])
+    assert agent.turns()[2].parent is None
+
+
+def test_ids_that_the_template_prints_are_compared(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_ids(self: Renderer, messages: Sequence[Any], *_: Any, **__: Any) -> str:
+        return json.dumps(list(messages))
+
+    say(agent, ONE, ANSWER)
+    (reply,) = agent.ask([QUESTION])
+    monkeypatch.setattr(Renderer, "render_text", with_ids)
+    agent.ask([QUESTION, renamed(reply, "call_0"), result("call_0", "12")])
+    assert agent.turns()[1].fork == "edited_history"
