@@ -95,10 +95,10 @@ def test_full_database(limit_pages: Callable[[int], None], gateway: Gateway, ups
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
+    """A file system of four megabytes."""
     place = tmp_path / "disk"
     place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], check=False).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], check=False).returncode:
         pytest.skip("needs root, to mount a file system")
     yield place
     subprocess.run(["umount", "-l", place], check=True)
@@ -117,10 +117,11 @@ def test_full_disk(model_dir: Path, upstream: Upstream, small_disk: Path) -> Non
         assert isinstance(agent.error, openai.APIStatusError)
         assert (agent.error.status_code, agent.error.code) == (507, "store_full")
         assert agent.error.response.headers["x-should-retry"] == "false"
-        assert httpx2.get(f"{served.url}/readyz").status_code == 200
+        assert httpx2.get(f"{served.url}/readyz").status_code == 503
         invariant(small_disk / "data", agent.told)
         upstream.plans = []
         ballast.unlink()
+        assert httpx2.get(f"{served.url}/readyz").status_code == 200
         told = len(agent.told)
         agent.talk(served, most=2)
         assert len(agent.told) == told + 2

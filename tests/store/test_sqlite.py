@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from tokentape.errors import (
     StoreLocked,
 )
 from tokentape.store import Record, SqliteStore
+from tokentape.store.served_model import ServedModel, write_served_model
 from tokentape.store.sqlite import CHECKPOINT_BYTES
 from tokentape.types import SessionInfo, Turn, TurnPayload
 
@@ -163,3 +166,53 @@ def test_synchronous_reaches_the_connection(tmp_path: Path) -> None:
     finally:
         event.remove(Pool, "connect", note)
     assert (full, normal) == (2, 1)
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+@pytest.mark.parametrize("name", ["tokentape.db", "tokentape.db-wal", "tokentape.db-shm", "tokentape.lock"])
+def test_a_file_that_is_taken_away_is_noticed_before_the_next_acknowledgement(
+    store: SqliteStore, tmp_path: Path, name: str, how: str
+) -> None:
+    write(store, session("before"))
+    (tmp_path / name).unlink()
+    if how == "replaced":
+        (tmp_path / name).touch()
+    for lost in ("a", "b"):
+        with pytest.raises(StoreError, match=f"{name} was removed or replaced"):
+            write(store, session(lost))
+    with pytest.raises(StoreError):
+        store.check()
+
+
+def test_nothing_is_lost_when_the_log_is_removed(store: SqliteStore, tmp_path: Path) -> None:
+    """What was acknowledged is in the database once the loss is noticed, and a death after that does not take it."""
+    turns = make_chain("s", 3)
+    write(store, session("s"), SETUP, *turns)
+    (tmp_path / "tokentape.db-wal").unlink()
+    with pytest.raises(StoreError, match="removed"):
+        write(store, session("next"))
+    copy = tmp_path / "as after a kill"
+    copy.mkdir()
+    shutil.copy(tmp_path / "tokentape.db", copy)
+    with SqliteStore.open(copy) as found:
+        assert len(found.load_session("s").turns) == 3
+
+
+def test_other_users_can_not_read_a_record(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with SqliteStore.open(tmp_path) as store:
+            write(store, session("s"))
+            write_served_model(tmp_path, ServedModel("/m", "0", "0"))
+            modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    finally:
+        os.umask(before)
+    assert set(modes.values()) == {0o600}, modes
+
+
+def test_a_full_disk_is_not_ready(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.check()
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(StoreError, match="disk is full"):
+        store.check()

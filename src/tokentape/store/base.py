@@ -55,6 +55,11 @@ class Store:
         """True if nothing can be recorded any more until the store is opened anew."""
         return self._commits is not None and self._commits.broken
 
+    def check(self) -> None:
+        """Raise `StoreError` or a kind of it, all with status 503, if nothing can be recorded now."""
+        if not self.healthy:
+            raise StoreError("the store is closed or broken; nothing can be recorded until a restart")
+
     async def write(self, *records: Record) -> None:
         """Record `records`, in the given order and all or none; return when they are durable.
 

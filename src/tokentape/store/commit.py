@@ -70,6 +70,9 @@ class CommitQueue:
     `classify` explains an error of the driver. `after_commit` gets the number of bytes that the transaction wrote,
     after the callers were answered; a failure that it returns is fatal. `exclusive` is held around each transaction.
 
+    `before_answer` is called after each transaction, before the callers are answered; a failure that it returns is
+    fatal, and the callers get it.
+
     With `claim` others may write to the database too: it begins each transaction by claiming what its calls change.
 
     The calls of a transaction are first run without savepoints, each of which is a trip to a server that may be far.
@@ -85,12 +88,14 @@ class CommitQueue:
         after_commit: Callable[[int], StoreFailure | None],
         exclusive: Callable[[], AbstractContextManager[None]] = nullcontext,
         claim: Callable[[Connection, Sequence[Claims]], None] | None = None,
+        before_answer: Callable[[], StoreFailure | None] = lambda: None,
     ) -> None:
         self._connection = connection
         self._exclusive = exclusive
         self._claim = claim
         self._classify = classify
         self._after_commit = after_commit
+        self._before_answer = before_answer
         self._calls: SimpleQueue[_QueuedWork | None] = SimpleQueue()
         self._closing = threading.Lock()
         self._closed = False
@@ -136,6 +141,9 @@ class CommitQueue:
 
     def _serve(self, batch: Sequence[_QueuedWork]) -> None:
         outcomes = self._commit(batch)
+        if self._broken is None and (failure := self._before_answer()) is not None:
+            self._break(failure)
+            outcomes = self._refusals(batch)
         _answer(batch, outcomes)
         written = [outcome for outcome in outcomes if isinstance(outcome, int)]
         if written and (failure := self._after_commit(sum(written))) is not None:

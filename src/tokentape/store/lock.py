@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,3 +73,26 @@ class InterprocessLock:
         """Close the files."""
         os.close(self._turn)
         os.close(self._next)
+
+
+class FilesInUse:
+    """Notices when one of these files of `directory` is removed or replaced while processes have it open.
+
+    A process goes on writing to a file that has lost its name, and nothing of that is there after a restart.
+    """
+
+    def __init__(self, directory: Path, names: Iterable[str]) -> None:
+        self._found = {name: found for name in names if (found := _inode(directory / name)) is not None}
+        self._directory = directory
+
+    def changed(self) -> list[str]:
+        """Return the names of the files that are not there any more, or are others."""
+        return [name for name, found in self._found.items() if _inode(self._directory / name) != found]
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino

@@ -28,6 +28,7 @@ def write_served_model(directory: str | Path, model: ServedModel) -> None:
     """Remember `model` in the data directory, in place of the one before."""
     path = Path(directory) / _NAME
     part = path.with_suffix(".part")
+    part.touch(mode=0o600)
     part.write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
     os.replace(part, path)
 

@@ -9,9 +9,11 @@ checkpoint at a time.
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, Self, TypeAlias
@@ -23,17 +25,21 @@ from tokentape.errors import Conflict, NotFound, StoreCorrupt, StoreError, Store
 from tokentape.store import schema
 from tokentape.store.base import Store
 from tokentape.store.commit import CommitQueue, StoreFailure
-from tokentape.store.lock import DirectoryLock, InterprocessLock
+from tokentape.store.lock import LOCK_NAME, DirectoryLock, FilesInUse, InterprocessLock
 
 _log = logging.getLogger(__name__)
 
 Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 
 DATABASE_NAME = "tokentape.db"
+_LOG_NAME = f"{DATABASE_NAME}-wal"
 
 PAGE_BYTES = 1024
 """Of a new file; one that is there keeps its own. A turn takes a few kilobytes, and its last page is seldom
 filled by another one: what is wasted goes with the size of a page."""
+
+_LEAST_ROOM = 2**20
+"""Bytes free on the disk, below which a gateway is not ready: a turn of some length finds no room."""
 
 CHECKPOINT_BYTES = 2**20
 """About how much the write-ahead log grows between checkpoints; it keeps that room."""
@@ -49,6 +55,8 @@ class SqliteStore(Store):
     await store.write(SessionInfo("s1", time.time()), setup, seal(turn, None))
     store.load_session("s1").turns[0].completion_ids
     """
+
+    _directory: Path
 
     @classmethod
     def open(
@@ -91,7 +99,15 @@ class SqliteStore(Store):
                 schema.check(connection)
             release = undo.pop_all()
         commits = None if writer is None else writer.commits
-        return cls(readers, commits, release, explain_wrapped, shared=writers is not None)
+        store = cls(readers, commits, release, explain_wrapped, shared=writers is not None)
+        store._directory = directory
+        return store
+
+    def check(self) -> None:
+        """Raise as `Store.check`, and `StoreError` if the disk has less than 1 MiB left."""
+        super().check()
+        if shutil.disk_usage(self._directory).free < _LEAST_ROOM:
+            raise StoreError("the disk is full: less than 1 MiB is left for the record; make room")
 
 
 class _Writer:
@@ -102,6 +118,10 @@ class _Writer:
     ) -> None:
         self._log_bytes = 0
         self._exclusive = exclusive
+        self._directory = path.parent
+        with suppress(FileExistsError):
+            # SQLite itself would let others read it; the log and its index get the mode of the database.
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
         with ExitStack() as undo, explained():
             with exclusive():
                 self._connection = writing_engine(path, synchronous).connect()
@@ -113,7 +133,10 @@ class _Writer:
             if failure is not None:
                 raise failure.error()
             undo.pop_all()
-        self.commits = CommitQueue(self._connection, explain_wrapped, self._after_commit, exclusive)
+        self._files = FilesInUse(path.parent, (DATABASE_NAME, _LOG_NAME, f"{DATABASE_NAME}-shm", LOCK_NAME))
+        self.commits = CommitQueue(
+            self._connection, explain_wrapped, self._after_commit, exclusive, before_answer=self._lost_files
+        )
 
     def close(self) -> None:
         """Run what is queued, checkpoint unless the store is broken, and let go of the database."""
@@ -124,6 +147,21 @@ class _Writer:
             self._connection.close()
         if failure is not None:
             raise failure.error()
+
+    def _lost_files(self) -> StoreFailure | None:
+        """Return the failure that a file was removed or replaced meanwhile. Save the record where that is safe."""
+        changed = self._files.changed()
+        if not changed:
+            return None
+        if changed == [_LOG_NAME] and self._exclusive is nullcontext and not (self._directory / _LOG_NAME).exists():
+            # The log that is open still has everything, and no other process writes.
+            self._checkpoint("PASSIVE")
+        return StoreFailure(
+            StoreError,
+            f"{', '.join(changed)} was removed or replaced in the data directory while the gateway ran; nothing can be "
+            "acknowledged any more; restart, then run `tokentape verify`",
+            fatal=True,
+        )
 
     def _after_commit(self, written: int) -> StoreFailure | None:
         self._log_bytes += written + _BYTES_PER_COMMIT
