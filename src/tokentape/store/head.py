@@ -147,6 +147,8 @@ def read_head(path: Path, public_key: Path | None = None) -> Head:
             items = {part: [HeadItem(*item) for item in items] for part, items in parts.items()}
             sessions[session_id] = SessionHead(session_id, items)
         digest, created_at, signature = found["digest"], float(found["created_at"]), found.get("signature")
+        if not 0 <= created_at < 1e11:
+            raise ValueError("no time")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise InvalidRequest(f"{path} is not a head; `tokentape verify --head-out` writes them", "against") from None
     if _record_digest([one.digest.encode() for one in sessions.values()]) != digest:
