@@ -99,14 +99,14 @@ class Forbidden(TokentapeError):
 
 
 class NotFound(TokentapeError, LookupError):
-    """There is nothing at that address, or it belongs to somebody else: the two look the same."""
+    """There is nothing at that address, or it belongs to another key: the two look the same."""
 
     status = 404
     code = "not_found"
 
 
 class Conflict(TokentapeError):
-    """Somebody else was first: this turn number is already recorded, or the session id is taken."""
+    """Another writer was first: this turn number is already recorded, or the session id is taken."""
 
     status = 409
     code = "conflict"

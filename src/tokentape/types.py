@@ -39,7 +39,7 @@ Tool: TypeAlias = Mapping[str, Any]
 """An OpenAI-style tool: {"type": "function", "function": {name, description, parameters}}."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-"""Why sampling ended: a stop id or stop string, the token budget, or somebody cancelled it."""
+"""Why sampling ended: a stop id or stop string, the token budget, or the call was cancelled."""
 
 
 class Provenance(IntEnum):
@@ -234,7 +234,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A number that somebody gave a session, one turn's action, or the whole path that ends with a leaf.
+    """A number given to a session, one turn's action, or the whole path that ends with a leaf.
 
     With neither `turn` nor `leaf` it is the session's. Of several for the same thing the last one counts.
     """
@@ -341,7 +341,7 @@ class Trajectory:
     completion_starts: npt.NDArray[np.int32]
     """Offset of each turn's first sampled token."""
     completion_ends: npt.NDArray[np.int32]
-    """Offset behind each turn's last sampled token."""
+    """Offset after each turn's last sampled token."""
     weight_versions: tuple[str, ...]
     """One per turn: the version that sampled its first token."""
     reward: float | None
@@ -356,7 +356,7 @@ class Trajectory:
     """(start, end, version): which weights sampled the tokens from offset start to before end. They cover every
     sampled token, in order, and no span reaches over two turns."""
     columns: Mapping[str, TokenValues] = field(default_factory=dict)
-    """By name. Where nobody gave a value it is NaN for a token that `loss_mask` trains, and 0.0 for any other."""
+    """By name. Where no value was given it is NaN for a token that `loss_mask` trains, and 0.0 for any other."""
     payloads: Mapping[str, TokenRows] = field(default_factory=dict)
     """By name: what the engine said of each token besides its logprob."""
     media: tuple[MediaSpan, ...] = ()

@@ -116,7 +116,7 @@ def test_what_rendering_again_would_change_is_told_and_is_no_failure(
     done = run("check-logprobs", tmp_path / "data", "--model", model_dir, "--rerender", *made_up)
     assert (done.exit_code, done.stderr) == (0, "")
     assert "\nrendering again, of 1 conversations, 0 more refused:\n  id drift    0 of " in done.stdout
-    assert " of 1 sequences, reasoning 1\n  behind text drift: tokens 7, mean " in done.stdout
+    assert " of 1 sequences, reasoning 1\n  after text drift: tokens 7, mean " in done.stdout
     found = json.loads(run("check-logprobs", tmp_path / "data", "--model", model_dir, "--rerender", "--json").stdout)
     assert found["if_rerendered"]["text_drift"]["kinds"] == {"reasoning": 1}
 

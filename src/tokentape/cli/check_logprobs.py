@@ -152,7 +152,7 @@ def _lines(report: LogprobReport) -> Iterator[str]:
     yield f"id drift    {_drift(report.id_drift)}"
     yield f"text drift  {_drift(report.text_drift)}"
     if report.behind_drift.tokens:
-        yield f"behind it   {numbers_line(report.behind_drift)}"
+        yield f"after it    {numbers_line(report.behind_drift)}"
     if report.if_retokenized is not None:
         yield f"retokenizing would change {_drift(report.if_retokenized)}"
     if report.outliers:
@@ -176,8 +176,8 @@ def _rerendered_lines(again: IfRerendered) -> Iterator[str]:
     yield f"  text drift  {_changed(again, again.text_drift)}"
     for name, numbers in (
         ("numeric", again.numeric),
-        ("behind id drift", again.behind_id_drift),
-        ("behind text drift", again.behind_text_drift),
+        ("after id drift", again.behind_id_drift),
+        ("after text drift", again.behind_text_drift),
     ):
         if numbers.tokens:
             yield f"  {name}: {numbers_line(numbers)}"
@@ -208,7 +208,7 @@ def _outlier(one: Outlier) -> str:
     from tokentape.audit.report import escape_for_terminal as readable
 
     text = "" if one.text is None else f" {readable(json.dumps(one.text, ensure_ascii=False))}"
-    drift = "" if one.drift_class is None else f" behind {one.drift_class}"
+    drift = "" if one.drift_class is None else f" after {one.drift_class}"
     where = f"{readable(one.session_id)} leaf {one.leaf} turn {one.turn} position {one.position}"
     return (
         f"  {where} id {one.token_id}{text}: "

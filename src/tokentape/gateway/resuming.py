@@ -259,7 +259,7 @@ class Sampling:
             params = rest(params, len(choice.ids), choice.payloads_due())
             if params.seed is not None:
                 choice.notes.setdefault("resume_seeds", []).append(params.seed)
-            # Behind a stop string that the engine does not see it would go on.
+            # After a stop string that the engine does not see, it would go on.
             stream = stream or not seam.passed
         sampled = self.sample_ids(ids, params, stream=stream, request_id=self._request_id(choice, aborts))
         async with aclosing(sampled) as deltas:

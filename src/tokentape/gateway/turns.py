@@ -217,7 +217,7 @@ class Turns:
     async def count_context(self, request: TurnRequest, owner: str) -> int:
         """Return how many tokens the context of a turn would have, even if it is too long; nothing is recorded.
 
-        Raises `TemplateRefused`, and `NotFound` for somebody else's session.
+        Raises `TemplateRefused`, and `NotFound` for a session of another key.
         """
         opened = await self._sessions.find(request.session_id, owner)
         session = Session(SessionInfo(request.session_id, time.time())) if opened is None else opened.session

@@ -138,7 +138,7 @@ class MaxLength:
     tokens: int
     how: Literal["cut", "drop"] = "drop"
     """`drop` leaves a longer sample out. `cut` leaves its last tokens out: it ends there, within a turn if need be, or
-    with the turn before if only tokens that were not sampled would be left behind that."""
+    with the turn before if only tokens that were not sampled would be left after that."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.how not in ("cut", "drop"):

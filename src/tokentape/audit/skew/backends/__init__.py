@@ -1,4 +1,4 @@
-"""Backends: everything that an audit can compare, behind one interface. `open_backend` opens what a user names."""
+"""Backends: everything that an audit can compare, with one interface. `open_backend` opens what a user names."""
 
 from __future__ import annotations
 
