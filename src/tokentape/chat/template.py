@@ -36,7 +36,7 @@ class ChatTemplate:
     """A compiled template, with its `tool_use` variant if the model ships one. Use `ChatTemplate.load`."""
 
     def __init__(self, source: str, tool_use_source: str | None = None) -> None:
-        self.source = source
+        self.source, self.tool_use_source = source, tool_use_source
         self.whole_source = f"{source}\0{tool_use_source or ''}"
         """With the `tool_use` variant."""
         self.sha256 = hashlib.sha256(self.whole_source.encode()).hexdigest()

@@ -470,3 +470,10 @@ def _byte_of() -> dict[str, int]:
 
 _BYTE_OF = _byte_of()
 _CHAR_OF = {byte: char for char, byte in _BYTE_OF.items()}
+
+
+def text_of_byte_piece(piece: str) -> str:
+    """Return the text of a byte-level piece, without bytes that are no whole character."""
+    if not all(char in _BYTE_OF for char in piece):
+        return piece
+    return bytes(_BYTE_OF[char] for char in piece).decode(errors="ignore")

@@ -43,8 +43,11 @@ AREAS_OF_KIND: Mapping[str, tuple[str, ...]] = {
     "BOS/EOS": ("post_processor",),
     "decoder": ("decoder",),
     "decode clean-up": ("clean_up",),
-    "special tokens": ("special_tokens",),
+    "special tokens": ("special_tokens", "model_ids", "generation_ids"),
     "padding": ("special_tokens",),
+    "truncation": ("truncation", "padding"),
+    "stop ids": ("model_ids", "generation_ids"),
+    "embedding rows": ("rows", "vocabulary", "added_tokens"),
     "library": (),
     **dict.fromkeys(
         (

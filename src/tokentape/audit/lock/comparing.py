@@ -33,6 +33,8 @@ CAUSES = {
     "revision of the tokenizer",
     "special tokens": "the configuration names other tokens, or training code set pad_token or eos_token",
     "end-of-sequence ids": "generation_config.json or eos_token differs: turns end elsewhere",
+    "configuration": "config.json or generation_config.json is of other weights, or training code wrote it anew; or "
+    "code saved a tokenizer with truncation or padding switched on",
     "template": "the template was edited, replaced by a training template, or is another revision",
     "template kwargs": "the kwargs that conversations are rendered with are not those of the lock",
 }
@@ -88,6 +90,8 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
     """Compare what was observed with a lock. `strict` makes a changed library version, or file, a change."""
     changes = list(_changed_parts(lock, observed, template_kwargs))
     notes = [f"not compared: {what}" for what in observed.not_compared]
+    if lock.components.configuration is None:
+        notes.append("not compared: config.json, truncation and padding, which this older lock does not hold")
     moved = list(_versions(lock, observed))
     notices = [*moved, *(_files(lock, observed) if not changes else ())]
     changes += _certificate(lock, observed, moved)
@@ -123,6 +127,11 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
             yield _named("special tokens", f"{key} was {was}, is {now}")
     if new.eos_ids != old.eos_ids:
         yield _named("end-of-sequence ids", f"were {list(old.eos_ids)}, are {list(new.eos_ids)}")
+    if old.configuration is not None and new.configuration is not None:
+        for key in sorted({*old.configuration, *new.configuration}):
+            was, now = old.configuration.get(key), new.configuration.get(key)
+            if was != now:
+                yield _named("configuration", f"{key} was {_short(was)}, is {_short(now)}")
     if new.template_sha256 != old.template_sha256:
         yield _named("template", _template_change(old.template, new.template))
 

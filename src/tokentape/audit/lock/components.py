@@ -1,7 +1,7 @@
 """Split a tokenizer and its template into parts, so that a change can be named.
 
 Small parts are kept as they are, large ones as digests of blocks, which show where they changed. Settings without
-effect on ids or text are left out: offsets, padding, truncation.
+effect on ids or text are left out, such as offsets.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
+from tokentape.audit.model_config import model_configuration
 from tokentape.chat.renderer import Renderer
 
 FILES = (
@@ -68,6 +69,8 @@ class Components:
     """Lines of the chat template."""
     template_sha256: str
     """Of the template and its variant for tools."""
+    configuration: Mapping[str, Any] | None = None
+    """What `model_configuration` reads, truncation and padding; None if not known, as in locks of older versions."""
 
 
 def components_of(renderer: Renderer, folder: Path) -> Components:
@@ -81,7 +84,14 @@ def components_of(renderer: Renderer, folder: Path) -> Components:
         eos_ids=tuple(sorted(tokenizer.eos_ids)),
         template=tuple(template.source.splitlines()),
         template_sha256=template.sha256,
+        configuration=_configuration(folder, files["tokenizer.json"]),
     )
+
+
+def _configuration(folder: Path, source: bytes) -> dict[str, Any]:
+    spec = json.loads(source)
+    lengths = {name: spec[name] for name in ("truncation", "padding") if spec.get(name) is not None}
+    return {**(model_configuration(folder) or {}), **lengths}
 
 
 def spec_parts(source: str) -> dict[str, Any]:
@@ -90,7 +100,8 @@ def spec_parts(source: str) -> dict[str, Any]:
     The installed `tokenizers` reads and writes it first, so that one in memory and one in a file look alike.
     """
     spec = json.loads(source)
-    vocab, merges, added = spec["model"]["vocab"], spec["model"].get("merges", []), spec["added_tokens"]
+    vocab, merges = spec["model"]["vocab"], spec["model"].get("merges", [])
+    added = spec.get("added_tokens") or []
     if isinstance(vocab, Mapping):
         # The library reads what is left in no time.
         spec = {**spec, "model": {**spec["model"], "vocab": {}, "merges": []}, "added_tokens": []}

@@ -23,6 +23,13 @@ from tokentape.audit.skew.chat_probes import chat_findings, echo_findings
 from tokentape.audit.skew.corpus import compare_corpus
 from tokentape.audit.skew.facts import fact_findings, fact_notes
 from tokentape.audit.skew.findings import AuditReport, CorpusStatistics, Probe, Skew
+from tokentape.audit.skew.part_findings import (
+    added_token_texts,
+    configuration_findings,
+    part_findings,
+    unstable_finding,
+)
+from tokentape.audit.skew.part_texts import part_texts
 from tokentape.audit.skew.text_probes import Differing, compare_texts, decode_findings, explain_texts, special_texts
 
 CompareCorpus: TypeAlias = Callable[
@@ -74,12 +81,17 @@ def audit(
                 opened.callback(given.close)
             backends.append(given)
         run = _Run(backends[0], backends[1], progress)
-        run.texts()
-        run.decoding()
+        stable = run.stability()
+        if stable:
+            run.texts()
+            run.decoding()
         run.findings += fact_findings(run.a.facts, run.b.facts, run.findings)
+        if stable:
+            run.conversations()
+        run.findings += part_findings(run.a, run.b, run.causes, run.findings)
+        run.findings += configuration_findings(run.a.facts, run.b.facts)
         run.notes += fact_notes(run.a.facts, run.b.facts, run.findings)
-        run.conversations()
-        statistics = run.corpus([Path(path) for path in corpus], workers, compare) if corpus else None
+        statistics = run.corpus([Path(path) for path in corpus], workers, compare) if corpus and stable else None
         return AuditReport(
             a=run.a.facts,
             b=run.b.facts,
@@ -103,13 +115,24 @@ class _Run:
         self.notes: list[str] = []
         self.causes = TextCauses(a, b)
 
+    def stability(self) -> bool:
+        """Encode the battery twice with each side. Return False, with a finding, if a side disagrees with itself."""
+        texts = [text for text in battery.by_text(battery.texts()) if len(text) > 1]
+        found = [unstable_finding(side, letter, texts) for letter, side in (("A", self.a), ("B", self.b))]
+        self.findings += filter(None, found)
+        if any(found):
+            self.skipped["encode"] = "texts and conversations: a side disagrees with itself"
+        return not any(found)
+
     def texts(self) -> None:
         """Probe plain texts, control tokens, BOS and EOS."""
         self.progress("encoding the battery")
-        groups: dict[str, Sequence[str]] = dict(battery.texts())
+        groups: dict[str, Sequence[str]] = {**battery.texts(), **part_texts(self.a, self.b)}
         added = dict.fromkeys([*self.a.facts.added, *self.b.facts.added])
         if self._able("controls", "encode", "control tokens within text"):
             groups["control tokens"] = tuple(battery.control_token_texts(added))
+            if self.a.facts.spec is not None and self.b.facts.spec is not None:
+                groups["changed tokens"] = tuple(added_token_texts(self.a.facts, self.b.facts))
         else:
             groups = {name: [t for t in texts if not any(s in t for s in added)] for name, texts in groups.items()}
         texts = battery.by_text(groups)
@@ -134,6 +157,9 @@ class _Run:
         asked = list(texts)
         both = zip(asked, self.a.encode(asked), self.b.encode(asked), strict=True)
         sequences = {tuple(one): texts[text] for text, one, other in both if one == other and one}
+        if not any("server" in side.facts.kind for side in (self.a, self.b)):
+            alone = range(min(self.a.facts.vocab_size or 0, self.b.facts.vocab_size or 0))
+            sequences |= {(one,): "vocabulary" for one in alone if self.a.token(one) == self.b.token(one)}
         self.tried["decode"] = len(sequences)
         self.findings += decode_findings(self.a, self.b, sequences)
 

@@ -59,7 +59,7 @@ class TextCauses:
             if encoder is not None and encoder([text])[0] == b_ids:
                 first = group[0].partition(":")[0]
                 kind = PARTS.get(first, "added token")
-                return Cause(kind, " and ".join(map(self._words, group)), _fix(kind, a, b), "+".join(group), encoder)
+                return Cause(kind, " and ".join(map(self.words, group)), _fix(kind, a, b), "+".join(group), encoder)
         if not names:
             loaders = " and ".join(f"{one.kind} ({_versions(one)})" for one in (a, b))
             what = f"tokenizer.json says the same on both sides; {loaders} run it differently"
@@ -80,14 +80,15 @@ class TextCauses:
                 self._exchanged[names] = None
         return self._exchanged[names]
 
-    def _words(self, name: str) -> str:
+    def words(self, name: str) -> str:
+        """Return in words how the backends differ in a part."""
         a, b = self._a.facts, self._b.facts
         kind, _, said = name.partition(":")
         if kind == _ADDED:
             return added_words(self._added[said], a, b)
         one, other = part_of(a.spec or {}, name), part_of(b.spec or {}, name)
         if name in ("merges", "vocabulary"):
-            return f"the {name} differ: {len(one)} entries in A, {len(other)} in B"
+            return f"the {name} {'differ' if name == 'merges' else 'differs'}: {_entries_apart(one, other)}"
         if name == "settings":
             names = sorted(key for key in {*one, *other} if one.get(key) != other.get(key))
             changed = ", ".join(f"{key}={one.get(key)} against {other.get(key)}" for key in names)
@@ -106,6 +107,18 @@ class TextCauses:
                 fix = _fix(kind, self._a.facts, self._b.facts)
                 return Cause(kind, f"{one} behaves as {other} would with {what}", fix, f"{kind}:{what}", encoder, gives)
         return None
+
+
+def _entries_apart(one: Any, other: Any) -> str:
+    """Return in words how two lists of merges, or two vocabularies, differ: how many entries, and the first."""
+    counts = f"{len(one)} entries in A, {len(other)} in B"
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        unlike = sorted(entry for entry in {*one, *other} if one.get(entry) != other.get(entry))
+        ids = [f"{table.get(unlike[0], 'not there')}" for table in (one, other)] if unlike else []
+        return f"{counts}; {len(unlike)} differ, as {unlike[0]!r}: {ids[0]} in A, {ids[1]} in B" if unlike else counts
+    at = next((n for n, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+    said = [repr(" ".join(map(str, part[at]))) if at < len(part) else "none" for part in (one, other)]
+    return f"{counts}; the first that differs, at {at}, is {said[0]} in A and {said[1]} in B"
 
 
 def _encoder_of(tokenizer: tokenizers.Tokenizer) -> Encoder:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from tokentape.audit.skew.backends.base import BackendFacts
-from tokentape.audit.skew.causes import SAME_FILES, added_words, brief, unlike_tokens
-from tokentape.audit.skew.findings import Skew, SkewResult
-from tokentape.audit.skew.spec_parts import PARTS, Spec, differing_parts, part_of
+from tokentape.audit.skew.causes import SAME_FILES, added_words, unlike_tokens
+from tokentape.audit.skew.findings import Skew
+from tokentape.audit.skew.spec_parts import Spec, differing_parts, part_of
 
 _PAD_FIX = "Give padding a token of its own: masks made from a padding token that is EOS leave ends of turns untrained."
 
@@ -33,10 +33,6 @@ def fact_notes(a: BackendFacts, b: BackendFacts, found: Collection[Skew]) -> lis
     for library in sorted({*a.versions} & {*b.versions}):
         if a.versions[library] != b.versions[library]:
             notes.append(f"{library} is {a.versions[library]} in A and {b.versions[library]} in B")
-    for part in ("normalizer", "pre_tokenizer", "decoder"):
-        if a.spec is not None and b.spec is not None and part in differing_parts(a, b) and PARTS[part] not in kinds:
-            one, other = brief(part_of(a.spec, part)), brief(part_of(b.spec, part))
-            notes.append(f"the {PARTS[part]}s are written differently, and no text tried shows it: {one} and {other}")
     if None not in (a.vocab_size, b.vocab_size) and a.vocab_size != b.vocab_size and "vocabulary" not in kinds:
         notes.append(f"ids end at {a.vocab_size} in A and at {b.vocab_size} in B")
     return notes
@@ -46,8 +42,7 @@ def _tables(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     if a.spec is None or b.spec is None:
         return
     for tokens in unlike_tokens(a, b).values():
-        held = _held(a, tokens[0]), _held(b, tokens[0])
-        yield Skew("added token", "facts", added_words(tokens, a, b), SAME_FILES, len(tokens), (), tokens[0], *held)
+        yield Skew("added token", "facts", added_words(tokens, a, b), SAME_FILES, len(tokens))
     if "vocabulary" in differing_parts(a, b):
         one, other = _ids(a.spec), _ids(b.spec)
         added = {**a.added, **b.added}
@@ -57,22 +52,22 @@ def _tables(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
             yield Skew("vocabulary", "facts", f"the vocabularies differ: {said}", SAME_FILES, len(unlike))
 
 
-def _held(facts: BackendFacts, token: str) -> SkewResult:
-    return SkewResult((facts.added[token].id,), (token,)) if token in facts.added else SkewResult()
-
-
 def _ids(spec: Spec) -> dict[str, int]:
     vocab = part_of(spec, "vocabulary")
     return dict(vocab) if isinstance(vocab, Mapping) else {entry[0]: number for number, entry in enumerate(vocab)}
 
 
+def _same_loader(a: BackendFacts, b: BackendFacts) -> bool:
+    return a.kind == b.kind and all("tokenizer_config.json" in side.files for side in (a, b))
+
+
 def _special_tokens(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
-    if not a.special_tokens or not b.special_tokens:
+    if not _same_loader(a, b) and (not a.special_tokens or not b.special_tokens):
         return
     for name in sorted({*a.special_tokens, *b.special_tokens}):
         one, other = a.special_tokens.get(name), b.special_tokens.get(name)
-        if one == other or (name != "pad_token" and None in (one, other)):
-            continue  # templates that read what one side lacks are found by what they write
+        if one == other or (name != "pad_token" and None in (one, other) and not _same_loader(a, b)):
+            continue  # a loader may name fewer; templates that read what one side lacks are found by what they write
         cause = f"{name} is {one or 'not set'} in A and {other or 'not set'} in B"
         if name == "pad_token":
             ends = [

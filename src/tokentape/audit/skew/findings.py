@@ -13,10 +13,12 @@ from tokentape.audit.skew.backends.base import BackendFacts, SkewChat
 Kind: TypeAlias = Literal[
     "normalizer", "pre-tokenizer", "added token", "vocabulary", "merges", "model settings", "BOS/EOS", "decoder",
     "decode clean-up", "template", "generation prompt", "template kwargs", "special tokens", "date", "JSON", "booleans",
-    "content parts", "control text", "tools", "reasoning", "loss mask", "padding", "server", "library", "unknown",
+    "content parts", "control text", "tools", "reasoning", "loss mask", "padding", "truncation", "stop ids",
+    "embedding rows", "server", "library", "unknown",
 ]  # fmt: skip
 """What two backends differ in. `control text`: control tokens that messages spell. `library`: files and settings are
-the same, but the library that runs them differs. `server`: it samples from another prompt than it says it renders."""
+the same, but the library that runs them differs. `truncation`: what tokenizer.json cuts or pads texts to. `server`: it
+samples from another prompt than it says it renders."""
 
 Probe: TypeAlias = Literal["encode", "corpus", "special", "decode", "render", "masks", "echo", "facts"]
 """What was tried: texts of the battery, the user's corpus, texts with BOS and EOS, ids back to text, conversations,

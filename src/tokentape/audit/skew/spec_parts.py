@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, TypeAlias
+
+import tokenizers
 
 from tokentape.audit.skew.backends.base import BackendFacts, BackendToken
 from tokentape.audit.skew.findings import Kind
@@ -43,17 +46,37 @@ def _written(part: Any, *, decoder: bool) -> Any:
     for steps in ("normalizers", "pretokenizers", "processors", "decoders"):
         if steps in part:
             kept = [_written(step, decoder=decoder) for step in part[steps]]
-            return {**part, steps: kept} if kept else None
+            kept = [step for step in kept if step is not None]
+            return ({**part, steps: kept} if len(kept) > 1 else kept[0]) if kept else None
     if part.get("type") == "ByteLevel":
         return {key: value for key, value in part.items() if key != "trim_offsets" and (key == "type" or not decoder)}
     return part
 
 
-_DEFAULTS = {"continuing_subword_prefix": "", "end_of_word_suffix": "", "ignore_merges": False, "dropout": None}
+_DEFAULTS = {
+    "continuing_subword_prefix": "",
+    "end_of_word_suffix": "",
+    "ignore_merges": False,
+    "byte_fallback": False,
+    "fuse_unk": False,
+    "unk_token": None,
+    "dropout": None,
+}
 
 
 def _setting(key: str, value: Any) -> Any:
     return _DEFAULTS[key] if key in _DEFAULTS and not value else value
+
+
+def _loaded(part: Any, name: str) -> Any:
+    """Return a part as `tokenizers` writes it, with every default; unchanged if it does not take the part."""
+    if not isinstance(part, Mapping):
+        return part
+    empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}, name: part}
+    try:
+        return json.loads(tokenizers.Tokenizer.from_str(json.dumps(empty)).to_str())[name]
+    except Exception:  # `tokenizers` raises no narrower error
+        return part
 
 
 def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
@@ -68,7 +91,7 @@ def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
         if name == "settings":
             keys = {*one, *other}
             one, other = ({k: part.get(k, _DEFAULTS.get(k)) for k in keys} for part in (one, other))
-        if one != other:
+        if one != other and _loaded(one, name) != _loaded(other, name):
             found.append(name)
     return found
 

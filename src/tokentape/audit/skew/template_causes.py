@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TypeAlias
 
 from tokentape.audit.skew.backends.base import BackendFacts, SkewChat
@@ -119,6 +119,7 @@ class TemplateCauses:
         write: Callable[[SkewChat], tuple[str | None, str | None]],
     ) -> None:
         self._a, self._b, self._date, self._write = a, b, date, write
+        self._exchanges: dict[tuple[str, str], list[tuple[str, Writer]]] = {}
 
     def cause_of(self, conversation: SkewChat, one: str | None, other: str | None) -> Cause:
         """Return why backend A writes `one` and backend B `other`; None: it refuses."""
@@ -134,10 +135,11 @@ class TemplateCauses:
         if seen is not None or exchanged is not None:
             return seen or exchanged  # type: ignore[return-value]
         what = f"they write {_apart(one, other)}"
-        if a.template is not None and a.template == b.template and a.template_variables == b.template_variables:
+        ours, theirs = _template(a, conversation), _template(b, conversation)
+        if ours is not None and ours == theirs and a.template_variables == b.template_variables:
             what = f"the templates are the same, and yet {what}: {a.kind} and {b.kind} run them differently"
             return Cause("library", what, "Pin the same library versions on both sides.", "library")
-        differs = "the rendering differs" if a.template is None or b.template is None else "the templates differ"
+        differs = "the rendering differs" if ours is None or theirs is None else "the templates differ"
         return Cause("template", f"{differs}: {what}", _SAME_TEMPLATE, "template")
 
     def _seen(self, conversation: SkewChat, one: str, other: str) -> Cause | None:
@@ -187,29 +189,32 @@ class TemplateCauses:
     def _exchanged(self, conversation: SkewChat, other: str) -> Cause | None:
         """Return the one difference of variables or templates that turns A's text into B's."""
         a, b = self._a, self._b
-        if a.template is None or b.template is None:
+        template, put = _template(a, conversation), _template(b, conversation)
+        if template is None or put is None:
             return None
         ours, theirs = a.template_variables, b.template_variables
         changed = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-        writer = self._writer(a.template, theirs) if changed else None
+        writer = self._writer(template, theirs) if changed else None
         if writer is not None and writer(conversation) == other:
             said = ", ".join(f"{name} is {ours.get(name)!r} in A and {theirs.get(name)!r} in B" for name in changed)
             kind: Kind = "special tokens" if all(n.endswith("_token") for n in changed) else "template kwargs"
             return Cause(kind, said, "Use the same values on both sides.", "variables", explains=_writes(writer))
-        for said, writer in self._pieces:
+        for said, writer in self._pieces(template, put):
             if writer(conversation) == other:
                 return Cause("template", said, _SAME_TEMPLATE, said, explains=_writes(writer))
-        whole = self._writer(b.template, theirs) if a.template != b.template else None
+        whole = self._writer(put, theirs) if template != put else None
         if whole is not None and whole(conversation) == other:
             return Cause("template", "the templates differ in several pieces at once", _SAME_TEMPLATE, _SEVERAL)
         return None
 
-    @cached_property
-    def _pieces(self) -> list[tuple[str, Writer]]:
-        """Backend A's template with one piece of B's at a time."""
-        exchanges = _exchanges(self._a.template or "", self._b.template or "")
-        made = [(said, self._writer(source, self._a.template_variables)) for said, source in exchanges]
-        return [(said, writer) for said, writer in made if writer is not None]
+    def _pieces(self, template: str, other: str) -> list[tuple[str, Writer]]:
+        """Return backend A's template with one piece of B's at a time."""
+        if (template, other) not in self._exchanges:
+            made = [
+                (said, self._writer(source, self._a.template_variables)) for said, source in _exchanges(template, other)
+            ]
+            self._exchanges[template, other] = [(said, writer) for said, writer in made if writer is not None]
+        return self._exchanges[template, other]
 
     def _writer(self, source: str, variables: Mapping[str, object]) -> Writer | None:
         try:
@@ -230,6 +235,11 @@ class TemplateCauses:
                 return None
 
         return write
+
+
+def _template(facts: BackendFacts, conversation: SkewChat) -> str | None:
+    """Return the source that a backend renders a conversation with."""
+    return (conversation.tools and facts.tool_template) or facts.template
 
 
 def _same_form(forms: tuple[_Form, ...], one: str, other: str) -> Cause | None:

@@ -109,6 +109,11 @@ def decode_findings(a: Backend, b: Backend, sequences: Mapping[tuple[int, ...], 
 
 
 def _decode_cause(a: Backend, b: Backend, one: str, other: str) -> tuple[Kind, str, str]:
+    ours, theirs = (part_of(side.facts.spec, "decoder") if side.facts.spec else None for side in (a, b))
+    both = a.facts.spec is not None and b.facts.spec is not None
+    if both and ours != theirs and a.facts.cleans_up == b.facts.cleans_up:
+        what = f"the decoder is {brief(ours)} in A and {brief(theirs)} in B"
+        return "decoder", what, SAME_FILES if a.facts.kind == b.facts.kind else LOAD_THE_FILE
     if _cleaned(one) == other or _cleaned(other) == one:
         letter = "B" if _cleaned(one) == other else "A"
         return (
@@ -116,11 +121,6 @@ def _decode_cause(a: Backend, b: Backend, one: str, other: str) -> tuple[Kind, s
             f"{letter} takes out spaces before punctuation when decoding (clean_up_tokenization_spaces)",
             "Set clean_up_tokenization_spaces to false, and record ids: text that was cleaned up encodes differently.",
         )
-    if a.facts.spec is not None and b.facts.spec is not None:
-        ours, theirs = part_of(a.facts.spec, "decoder"), part_of(b.facts.spec, "decoder")
-        if theirs != ours:
-            what = f"the decoder is {brief(ours)} in A and {brief(theirs)} in B"
-            return "decoder", what, SAME_FILES if a.facts.kind == b.facts.kind else LOAD_THE_FILE
     if one.strip(" ") == other.strip(" "):
         return "decoder", "one side drops or adds a space at the edge of what it decodes", LOAD_THE_FILE
     if "�" in one + other:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tokentape.audit.model_config import model_configuration
 from tokentape.audit.skew.backends.base import Ability, Backend, BackendFacts, BackendToken, Rendering, SkewChat
 from tokentape.audit.skew.backends.spec import BackendOptions, added_of, hashes, makes_masks
 from tokentape.chat.template import plain_message, read_source
@@ -39,9 +40,9 @@ class AutoBackend(Backend):
             tokenizer.chat_template = read_source(options.template)
         self._tokenizer, self._options, self.reopened_as = tokenizer, options, name
         spec = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else None
-        template = tokenizer.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
+        variants = tokenizer.chat_template
+        variants = variants if isinstance(variants, dict) else {"default": variants}
+        template = variants.get("default")
         abilities: set[Ability] = {"special", "decode", "controls"}
         if template is not None:
             abilities |= {"render", "mask"} if makes_masks(template) and spec is not None else {"render"}
@@ -58,6 +59,8 @@ class AutoBackend(Backend):
             added=added_of(spec) if spec is not None else {token.content: token for token in listed},
             vocab_size=len(tokenizer),
             template=template,
+            tool_template=variants.get("tool_use"),
+            configuration=model_configuration(Path(path)),
             template_variables={**special_tokens, **options.kwargs},
             special_tokens=special_tokens,
             cleans_up=bool(tokenizer.clean_up_tokenization_spaces),

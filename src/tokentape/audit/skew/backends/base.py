@@ -71,6 +71,10 @@ class BackendFacts:
     """One more than the highest id."""
     template: str | None = None
     """Source of the chat template."""
+    tool_template: str | None = None
+    """Source of its `tool_use` variant, which writes conversations with tools."""
+    configuration: Mapping[str, Any] | None = None
+    """Ids and embedding rows of config.json and generation_config.json, see `model_configuration`."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template besides messages and tools: special tokens, template kwargs."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)

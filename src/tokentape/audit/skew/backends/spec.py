@@ -19,6 +19,7 @@ from typing import Any
 
 import tokenizers
 
+from tokentape.audit.model_config import ROWS, model_configuration
 from tokentape.audit.skew.backends.base import Ability, Backend, BackendFacts, BackendToken, Rendering, SkewChat
 from tokentape.chat.template import ChatTemplate, plain_message, read_source
 from tokentape.chat.tokenizer import from_text, named_special_tokens, read_json
@@ -31,6 +32,7 @@ _READ = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "config.json",
     "generation_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -86,13 +88,13 @@ class SpecBackend(TemplateBackend):
         options: BackendOptions | None = None,
         files: Mapping[str, str] | None = None,
         notes: Sequence[str] = (),
-        embedding_rows: int = 0,
+        configuration: Mapping[str, Any] | None = None,
         reopened_as: str | None = None,
     ) -> None:
         self._tokenizer = load_spec(spec, source)
         config = config or {}
         self._template = template
-        self._marked = ChatTemplate(_with_marks(template.source)) if template and makes_masks(template.source) else None
+        self._marked = _marked_template(template) if template and makes_masks(template.source) else None
         self._options = options or BackendOptions()
         self.reopened_as = reopened_as
         special_tokens = named_special_tokens(config)
@@ -102,8 +104,9 @@ class SpecBackend(TemplateBackend):
         added = added_of(spec)
         ids = {*self._tokenizer.get_vocab().values(), *(token.id for token in added.values())}
         vocab_size = 1 + max(ids, default=-1)
-        if embedding_rows > vocab_size:
-            rows = f"ids {vocab_size} to {embedding_rows - 1} are rows of the embedding without a token"
+        rows = (configuration or {}).get(ROWS)
+        if isinstance(rows, int) and rows > vocab_size:
+            rows = f"ids {vocab_size} to {rows - 1} are rows of the embedding without a token"
             notes = [*notes, f"{rows}: never sample them"]
         self.facts = BackendFacts(
             name=name,
@@ -115,6 +118,8 @@ class SpecBackend(TemplateBackend):
             added=added,
             vocab_size=vocab_size,
             template=template.source if template else None,
+            tool_template=template.tool_use_source if template else None,
+            configuration=configuration,
             template_variables={**special_tokens, **self._options.kwargs},
             special_tokens=special_tokens,
             cleans_up=config.get("clean_up_tokenization_spaces"),
@@ -172,7 +177,7 @@ def open_json(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
         options=options,
         files=hashes(folder) if path.is_dir() else {file.name: hash_file(file)},
         notes=notes,
-        embedding_rows=_embedding_rows(folder),
+        configuration=model_configuration(folder) if path.is_dir() else None,
         reopened_as=f"json:{path}",
     )
 
@@ -184,15 +189,6 @@ def require(module: str) -> Any:
     except ImportError:
         name = module.replace("_", "-")
         raise TokenizerUnusable(f"{name} is not installed; run: pip install 'tokentape[audit]'") from None
-
-
-def _embedding_rows(folder: Path) -> int:
-    """Return the number of embedding rows in a folder's config.json; 0 if unknown."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-        return int(config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 0)
-    except (OSError, ValueError, TypeError, AttributeError):
-        return 0
 
 
 def load_spec(spec: Mapping[str, Any], source: str | None = None) -> tokenizers.Tokenizer:
@@ -238,6 +234,16 @@ def hash_file(path: Path) -> str:
 def makes_masks(template: str) -> bool:
     """Return True if a template marks tokens that carry loss with `{% generation %}` blocks."""
     return _GENERATION.search(_COMMENT.sub("", template)) is not None
+
+
+def _marked_template(template: ChatTemplate) -> ChatTemplate:
+    variant = template.tool_use_source
+    return ChatTemplate(_with_marks(template.source), variant and _with_marks(variant))
+
+
+def without_marks(template: str) -> str:
+    """Return the template with comments, which write nothing, in place of the tags of `{% generation %}` blocks."""
+    return _GENERATION.sub(r"{#\1 \3#}", template)
 
 
 def _with_marks(template: str) -> str:
