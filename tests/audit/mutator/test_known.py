@@ -1,6 +1,6 @@
 """What the mutator found stays mended; an expected failure for each known complaint, and no complaint beside them.
 
-The lists are `mended.json` and `known.json`. A known case that is mended fails here until it is moved to the other list.
+The lists are `mended.json` and `known.json`. A known case that is mended fails here until it is moved.
 """
 
 from __future__ import annotations
