@@ -129,9 +129,9 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
         yield _named("end-of-sequence ids", f"were {list(old.eos_ids)}, are {list(new.eos_ids)}")
     if old.configuration is not None and new.configuration is not None:
         for key in sorted({*old.configuration, *new.configuration}):
-            was, now = old.configuration.get(key), new.configuration.get(key)
-            if was != now:
-                yield _named("configuration", f"{key} was {_short(was)}, is {_short(now)}")
+            before, after = old.configuration.get(key), new.configuration.get(key)
+            if before != after:
+                yield _named("configuration", f"{key} was {_short(before)}, is {_short(after)}")
     if new.template_sha256 != old.template_sha256:
         yield _named("template", _template_change(old.template, new.template))
 
