@@ -40,6 +40,8 @@ class Choice:
     reader: ReplyReader
     weights_now: Callable[[], str | None] = lambda: None
     """The weight version that samples now, for engines that don't report it."""
+    call_prefix: str = ""
+    """How the ids begin that are given to tool calls."""
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -108,10 +110,10 @@ class Choice:
         """Take the tokens so far as the whole completion."""
         rest, reply = self.reader.finish()
         self.rest = self._named(rest) if rest.tool_calls else rest
-        self.reply = replace(reply, tool_calls=name_calls(reply.tool_calls, self.request_id))
+        self.reply = replace(reply, tool_calls=name_calls(reply.tool_calls, self.request_id, 0, self.call_prefix))
 
     def _named(self, delta: ReplyDelta) -> ReplyDelta:
-        calls = name_calls(delta.tool_calls, self.request_id, self.named_calls)
+        calls = name_calls(delta.tool_calls, self.request_id, self.named_calls, self.call_prefix)
         self.named_calls += len(calls)
         return replace(delta, tool_calls=calls)
 
@@ -130,12 +132,15 @@ def _joined(payloads: tuple[Payload, ...], more: tuple[Payload, ...]) -> tuple[P
     )
 
 
-def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0) -> tuple[ToolCall, ...]:
-    """Return calls with an id each: the model's own, else nine letters and digits, which every template accepts."""
+def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0, prefix: str = "") -> tuple[ToolCall, ...]:
+    """Return calls with an id each: the model's own, else nine letters and digits, which every template accepts.
+
+    `prefix` comes before these; see `PromptBuilder.call_prefix`.
+    """
     named, number = [], start
     for call in calls:
         own = hashlib.sha256(f"{request_id} {number}".encode()).hexdigest()[:9]
-        named.append(call if call.id else replace(call, id=own))
+        named.append(call if call.id else replace(call, id=prefix + own))
         number += call.status != "unclosed"
     return tuple(named)
 

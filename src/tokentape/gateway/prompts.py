@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
@@ -29,6 +29,19 @@ from tokentape.types import Media, Message, Provenance, Setup, TokenIds, Turn
 
 PROMPT: Message = {"role": "prompt"}
 """Takes the place of the messages of a turn whose prompt the caller tokenized: no chat message is like it."""
+
+CALL_PREFIX = "call_"
+
+
+def _call_with(call_id: str) -> tuple[Message, ...]:
+    """Return a conversation with a call that has this id, and its result."""
+    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+    return (
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "f", "tool_call_id": call_id, "content": "."},
+    )
+
 
 _QUICK = 4096
 """Characters of new messages that are rendered and tokenized on the event loop."""
@@ -115,6 +128,16 @@ class PromptBuilder:
     def certify(self) -> None:
         """Make or load the certificate of requests without template kwargs. Raises `TemplateRefused`."""
         self._certificate(canonical_json({}))
+        _ = self.call_prefix
+
+    @cached_property
+    def call_prefix(self) -> str:
+        """How ids of tool calls begin: `call_`, which harnesses expect, if the template neither prints nor refuses ids.
+
+        Models see ids that are printed, and some were trained on nine letters and digits alone.
+        """
+        plain, prefixed = (_call_with(f"{prefix}000000000") for prefix in ("", CALL_PREFIX))
+        return CALL_PREFIX if self.render_alike(plain, prefixed, self._renderer.setup()) else ""
 
     def revoke(self, setup: str, name: str, strategy: Strategy) -> None:
         """Bridge the continuation with this name under this setup by no other strategy from now on."""

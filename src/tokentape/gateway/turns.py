@@ -414,7 +414,8 @@ class Turns:
             own["payloads_from"] = max(len(prompt.context_ids) - 1, 0)
         if own:
             sampling = replace(sampling, **own)
-        return Choice(index, sampling, self._reader(prompt, request), lambda: self.gate.weight_version)
+        reader, prefix = self._reader(prompt, request), self._prompts.call_prefix
+        return Choice(index, sampling, reader, lambda: self.gate.weight_version, prefix)
 
     def _reader(self, prompt: Prompt, request: TurnRequest) -> ReplyReader:
         sampling = prompt.sampling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -90,6 +91,21 @@ def test_renamed_calls_go_on_in_the_same_branch(agent: Agent) -> None:
     # The record has the ids that were given, also in the results.
     given = [call["id"] for call in turns[1].reply["tool_calls"]]
     assert [message["tool_call_id"] for message in turns[2].messages] == given
+
+
+def test_ids_begin_with_call_where_the_template_prints_none(agent: Agent) -> None:
+    say(agent, TWO)
+    (reply,) = agent.ask([QUESTION])
+    ids = [call["id"] for call in reply["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert all(re.fullmatch("call_[0-9a-f]{9}", one) for one in ids)
+
+
+def test_ids_that_a_template_prints_or_refuses_are_nine_letters_and_digits(
+    renderer: Renderer, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Renderer, "render_text", lambda _, messages, *__, **___: json.dumps(list(messages)))
+    assert Turns(ScriptedEngine(renderer, []), renderer, store)._prompts.call_prefix == ""
 
 
 @pytest.mark.parametrize("rename", [False, True])
