@@ -24,7 +24,7 @@ from tokentape.audit.skew.spec_parts import PARTS, Spec, differing_parts, part_o
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 
 _ADDED = "added"
-SAME_FILES = "Use the tokenizer.json of the serving side on both: compare the hashes in this report."
+SAME_FILES = "Use the tokenizer.json that the weights were trained with on both sides: compare the hashes here."
 LOAD_THE_FILE = (
     "Load tokenizer.json itself, with `tokenizers` or PreTrainedTokenizerFast(tokenizer_file=...); a loader that "
     "builds the tokenizer from its class changes it."
@@ -317,14 +317,17 @@ def _by_looking(text: str, a_ids: list[int], b_ids: list[int], a: Backend, b: Ba
     ours, theirs = a.facts.added, b.facts.added
     spelled = sorted((token for token in {*ours, *theirs} if token in text), key=len, reverse=True)
     unlike = [token for token in spelled if ours.get(token) != theirs.get(token)]
-    if spelled:
-        token = (unlike or spelled)[0]
+    # What a server does not tell is not known to be lacking: only an id that one side alone has says so.
+    either = {**theirs, **ours}
+    read = [token for token in unlike or spelled if (either[token].id in a_ids) != (either[token].id in b_ids)]
+    if read:
+        token = read[0]
         what = f"{token!r} is read as a control token on one side, or takes the white space around it"
         what = added_words((token,), a.facts, b.facts) if unlike else what
         return Cause("added token", what, SAME_FILES, f"added:{token}")
     one, other = _pieces(a, a_ids), _pieces(b, b_ids)
     if not one or not other:
-        return Cause("unknown", "the sides give this text other tokens", SAME_FILES, "unknown")
+        return Cause("unknown", _first_apart(a_ids, b_ids), SAME_FILES, "unknown")
     if one == other:
         return Cause("vocabulary", "the same tokens have other ids", SAME_FILES, "vocabulary")
     if "".join(one) == "".join(other):
@@ -333,7 +336,14 @@ def _by_looking(text: str, a_ids: list[int], b_ids: list[int], a: Backend, b: Ba
     if "".join(one).strip(" ▁Ġ") == "".join(other).strip(" ▁Ġ"):
         what = "one side puts a space before the text, or takes one away"
         return Cause("pre-tokenizer", what, SAME_FILES, "prefix space")
-    return Cause("unknown", "the sides give this text other tokens", SAME_FILES, "unknown")
+    return Cause("unknown", _first_apart(a_ids, b_ids), SAME_FILES, "unknown")
+
+
+def _first_apart(a_ids: list[int], b_ids: list[int]) -> str:
+    both = enumerate(zip(a_ids, b_ids, strict=False))
+    at = next((n for n, (one, other) in both if one != other), min(len(a_ids), len(b_ids)))
+    said = [str(ids[at]) if at < len(ids) else "no id" for ids in (a_ids, b_ids)]
+    return f"the sides give this text other tokens: the first ids that differ, at {at}, are {said[0]} and {said[1]}"
 
 
 def _pieces(backend: Backend, ids: list[int]) -> list[str]:
