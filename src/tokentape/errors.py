@@ -11,6 +11,7 @@
       Conflict                      409
         AnsweredElsewhere           409
       TooLarge                      413
+      WrongContentType              415
       HeadersTooLarge               431
       TemplateRefused               422  (ValueError)
       LimitReached                  429
@@ -124,6 +125,13 @@ class TooLarge(TokentapeError):
 
     status = 413
     code = "too_large"
+
+
+class WrongContentType(TokentapeError):
+    """The body is JSON, but its header says something else."""
+
+    status = 415
+    code = "wrong_content_type"
 
 
 class HeadersTooLarge(TokentapeError):

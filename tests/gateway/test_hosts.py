@@ -54,3 +54,26 @@ def test_hosts_can_be_named(
     turns = Turns(ScriptedEngine(renderer, []), renderer, store)
     with running(create_app(turns, model_id="m", keys=keys, allowed_hosts=allowed)) as url:
         assert httpx2.get(f"{url}/healthz", headers={"Host": host}).status_code == status
+
+
+SIMPLE = ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", None]
+PATHS = ["/sessions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/sessions/s/reward"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", SIMPLE)
+def test_json_needs_its_content_type(gateway_url: str, path: str, kind: str | None) -> None:
+    """A page from another port of this machine can send these types without being asked."""
+    headers = {"Origin": "http://127.0.0.1:3000"} | ({} if kind is None else {"Content-Type": kind})
+    answer = httpx2.post(gateway_url + path, content=b'{"session_id": "s"}', headers=headers)
+    assert (answer.status_code, "Content-Type: application/json" in answer.text) == (415, True)
+    assert httpx2.get(f"{gateway_url}/sessions").json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    "kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json", None]
+)
+def test_json_with_its_content_type_is_taken(gateway_url: str, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    answer = httpx2.post(f"{gateway_url}/sessions", content=b'{"session_id": "s"}', headers=headers)
+    assert answer.status_code == 201

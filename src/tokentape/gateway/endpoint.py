@@ -30,7 +30,7 @@ from tokentape.gateway.http import (
     json_response,
     parse_json,
     read_as,
-    read_body,
+    read_json_body,
 )
 from tokentape.gateway.keys import Caller, Keys, check_session_id, may_be_session_id, new_session_id
 from tokentape.gateway.limits import CallsPerKey
@@ -189,7 +189,7 @@ class Gateway:
 
     async def read(self, request: Request, kind: type[_Body], default: _Body | None = None) -> _Body:
         """Return the request's body as a Struct, `default` if it has none. Raises `InvalidRequest` and `TooLarge`."""
-        body = await read_body(request, self.turns.limits.body_bytes)
+        body = await read_json_body(request, self.turns.limits.body_bytes)
         return default if not body and default is not None else read_as(parse_json(body) if body else None, kind)
 
 
@@ -223,7 +223,7 @@ class Endpoint:
 
     async def _answer(self, caller: Caller, request: Request) -> Response:
         turns, line = self.gateway.turns, request_log(request)
-        data = await read_body(request, turns.limits.body_bytes)
+        data = await read_json_body(request, turns.limits.body_bytes)
         session_id = address(request, caller)
         lazy = self.dialect.read_messages is not None and session_id is not None and not turns.takes_images
         body = Body(data, turns.prefixes(session_id or "", caller.owner) if lazy else ())

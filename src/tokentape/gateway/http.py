@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tokentape.errors import InvalidRequest, TokentapeError, TooLarge
+from tokentape.errors import InvalidRequest, TokentapeError, TooLarge, WrongContentType
 
 MAX_DEPTH = 64
 """How deep objects and arrays of a caller's free-form JSON may nest: far below what recursion over them bears."""
@@ -61,6 +61,21 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             raise too_large
         pieces.append(piece)
     return b"".join(pieces)
+
+
+async def read_json_body(request: Request, max_bytes: int) -> bytes:
+    """Return the request's body, which is to be read as JSON. Raises `WrongContentType`, and `TooLarge` as `read_body`.
+
+    A web page of another site can send other types without being asked for permission, but not `application/json`.
+    Programs may leave the type out; browsers, which send an `Origin`, may not.
+    """
+    given = request.headers.get("content-type")
+    kind = "" if given is None else given.partition(";")[0].strip().lower()
+    from_page = given is None and "origin" in request.headers
+    body = await read_body(request, max_bytes)
+    if (from_page and body) or (given is not None and kind != "application/json" and not kind.endswith("+json")):
+        raise WrongContentType("the body must be JSON; send it with the header Content-Type: application/json")
+    return body
 
 
 def read_as(value: Any, kind: type[_T]) -> _T:

@@ -37,7 +37,7 @@ from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParamete
 from tokentape.gateway.access import request_log
 from tokentape.gateway.endpoint import DecodedRequest, Gateway, RequestContext, address
 from tokentape.gateway.events import TurnRequest
-from tokentape.gateway.http import check_depth, error_headers, json_response, parse_json, read_body
+from tokentape.gateway.http import check_depth, error_headers, json_response, parse_json, read_json_body
 from tokentape.gateway.keys import new_session_id
 from tokentape.gateway.openapi import also_below_sessions
 from tokentape.gateway.pins import Count, Seed, StopString, Temperature, TopP
@@ -249,7 +249,7 @@ def count_routes(gateway: Gateway, dialect: AnthropicMessages) -> list[Route]:
             caller = gateway.caller(request)
             with gateway.calls.track(caller.owner):
                 session_id = address(request, caller) or new_session_id()
-                body = await read_body(request, gateway.turns.limits.body_bytes)
+                body = await read_json_body(request, gateway.turns.limits.body_bytes)
                 turn = dialect.decode_count(parse_json(body), session_id, gateway.turns.takes_images)
                 return json_response({"input_tokens": await gateway.turns.count_context(turn, caller.owner)})
         except TokentapeError as error:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tokentape.gateway.endpoint import Gateway
-from tokentape.gateway.http import json_response, parse_json, read_body
+from tokentape.gateway.http import json_response, parse_json, read_json_body
 from tokentape.gateway.openapi import also_below_sessions
 from tokentape.gateway.wire.completions import known_ids, text_ids
 from tokentape.gateway.wire.openai_fields import TokenId, read_fields
@@ -44,7 +44,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def body_of(request: Request) -> Any:
         gateway.caller(request)
-        return parse_json(await read_body(request, gateway.turns.limits.body_bytes))
+        return parse_json(await read_json_body(request, gateway.turns.limits.body_bytes))
 
     async def version(request: Request) -> Response:
         return json_response({"version": f"tokentape-{__version__}"})
