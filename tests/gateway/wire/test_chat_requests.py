@@ -73,8 +73,8 @@ def test_unsupported_parameter_is_refused_by_name(name: str, value: Any) -> None
     ],
 )
 def test_what_no_model_is_made_to_obey_is_taken_and_named(name: str, value: Any) -> None:
-    assert decode({"messages": [USER], name: value}).ignored == (name,)
-    assert decode({"messages": [USER], "tools": [TOOL], name: value}).turn == read(tools=[TOOL])
+    asked = decode({"messages": [USER], "tools": [TOOL], name: value})
+    assert (asked.ignored, asked.turn) == ((name,), read(tools=[TOOL]))
 
 
 @pytest.mark.parametrize(

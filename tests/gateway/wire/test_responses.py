@@ -482,8 +482,6 @@ def test_replies_that_follow_each_other_stay_apart() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "name": "f"}),
         ("parallel_tool_calls", False),
         ("reasoning", {"effort": "high"}),
         ("text", {"verbosity": "low"}),
@@ -495,6 +493,13 @@ def test_what_no_model_is_made_to_obey_is_taken_and_named(name: str, value: Any)
     asked = decode(**{name: value})
     assert asked.ignored == (name,)
     assert asked.turn == decode().turn
+
+
+@pytest.mark.parametrize("value", ["required", {"type": "function", "name": "f"}])
+def test_a_forced_call_is_taken_and_named_if_its_tool_is_there(value: Any) -> None:
+    tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    asked = decode(tools=tools, tool_choice=value)
+    assert (asked.ignored, asked.turn) == (("tool_choice",), decode(tools=tools).turn)
 
 
 @pytest.mark.parametrize(
