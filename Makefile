@@ -18,7 +18,7 @@ $(RUNS): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
 	@# On Linux without an NVIDIA GPU, install the CPU build first. Then nothing below downloads GPU packages.
-	$(if $(CPU_TORCH),$(BIN)/$(CPU_TORCH) -c constraints-dev.txt || echo "$(TORCH_INDEX) has no build, so pip uses PyPI's.")
+	$(if $(CPU_TORCH),$(BIN)/$(CPU_TORCH) -c constraints-dev.txt || echo "$(TORCH_INDEX) has no build: pip uses PyPI's.")
 	$(BIN)/pip install --quiet -c constraints-dev.txt -e ".[demo]"
 	touch $@
 
@@ -101,7 +101,7 @@ PEERS := $(VENV)-peers
 
 $(PEERS)/.installed:
 	$(PYTHON) -m venv $(PEERS)
-	$(if $(CPU_TORCH),$(PEERS)/bin/$(CPU_TORCH) || echo "$(TORCH_INDEX) has no build, so pip uses PyPI's.")
+	$(if $(CPU_TORCH),$(PEERS)/bin/$(CPU_TORCH) || echo "$(TORCH_INDEX) has no build: pip uses PyPI's.")
 	$(PEERS)/bin/pip install --quiet "openai<3" renderers==0.1.12 trl==1.16.0
 	touch $@
 
