@@ -306,7 +306,8 @@ def test_every_call_of_many_tool_sessions_is_what_the_engine_says_it_was(
             calls.append(call)
             if int(session.info.session_id) % 2 == 0:
                 whole.append(call)
-        assert {one.verdict for one in session.trajectories()} <= {"exact", "closed"}, number
+        # Greedy sessions have a reservation: `other logprobs`.
+        assert {one.verdict.partition(",")[0] for one in session.trajectories()} <= {"exact", "closed"}, number
     log = server.text()[before:]
     prompts = Counter(kind.prompts_in_log(log))
     assert not Counter(prompt for prompt, _ in calls) - prompts
@@ -457,7 +458,7 @@ def test_a_server_that_renders_is_captured_with_its_own_prompts(
                 drifts.append(at)
                 np.testing.assert_array_equal(sent[:at], context[:at])
                 assert at == len(sent) or sent[at] != context[at]
-    assert set(verdicts) <= {"captured", "captured with drift"}
+    assert {one.partition(",")[0] for one in verdicts} <= {"captured", "captured with drift"}
     assert not verify(tmp_path).findings
     difference = largest_difference(sessions, forward)
     assert difference < TOLERANCE
