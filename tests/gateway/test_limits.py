@@ -74,6 +74,7 @@ PARTS = [{"type": "text", "text": "a"}]
         ("/v1/chat/completions", lambda count: {"messages": [QUESTION] * count}),
         ("/v1/chat/completions", lambda count: {"messages": [{"role": "user", "content": PARTS * (count - 1)}]}),
         ("/v1/messages", lambda count: {"messages": [QUESTION] * count, "max_tokens": 9}),
+        ("/v1/messages", lambda count: {"messages": [QUESTION], "system": PARTS * count, "max_tokens": 9}),
         ("/v1/responses", lambda count: {"input": [QUESTION] * count}),
     ],
 )
@@ -84,7 +85,7 @@ def test_too_many_messages_are_refused_before_they_are_read(
     gateway = serve()
     refused = gateway.post(path, json={"model": "m", **body(31)})
     assert (refused.status_code, refused.headers["x-should-retry"]) == (413, "false")
-    assert "31 entries and parts, and this gateway takes 30" in refused.text
+    assert "over 30 entries and parts" in refused.text
     assert gateway.post(path, json={"model": "m", **body(30)}).status_code == 200
 
 

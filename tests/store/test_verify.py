@@ -234,6 +234,12 @@ def test_a_flipped_bit_in_a_blob_is_found_and_named(directory: Path) -> None:
             "the table rewards is missing, or is no table",
         ),
         ("ALTER TABLE rewards DROP COLUMN scope", "the column scope of the table rewards is missing"),
+        ("CREATE UNIQUE INDEX extra ON media (mime)", "the table media has the unique index extra"),
+        (
+            "CREATE TABLE new AS SELECT * FROM snapshot_sessions; DROP TABLE snapshot_sessions; "
+            "ALTER TABLE new RENAME TO snapshot_sessions",
+            "of the table snapshot_sessions refer to nothing",
+        ),
         ("DROP TABLE record_log", "the table record_log is missing"),
         ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime INT NOT NULL, data BLOB)", "column mime of"),
         ("DROP TABLE media; CREATE TABLE media (sha256 TEXT NOT NULL, mime TEXT, data BLOB)", "another primary key"),

@@ -119,16 +119,18 @@ def check_depth(value: Any, param: str) -> None:
 
 
 def check_count(body: Any) -> None:
-    """Raise `TooLarge` if a body's messages, input or tools have more than `MAX_ENTRIES` entries and parts."""
-    for name in ("messages", "input", "tools"):
-        entries = body.get(name) if isinstance(body, dict) else None
-        if isinstance(entries, list):
-            fields = (value for one in entries if isinstance(one, dict) for value in one.values())
-            count = len(entries) + sum(len(value) for value in fields if isinstance(value, list))
+    """Raise `TooLarge` if messages, system or tools have over `MAX_ENTRIES` entries, those of all lists counted."""
+    for name in ("messages", "input", "system", "tools"):
+        count, left = 0, [body.get(name) if isinstance(body, dict) else None]
+        while left:
+            value = left.pop()
+            if isinstance(value, list):
+                count += len(value)
+                left += value
+            elif isinstance(value, dict):
+                left += value.values()
             if count > MAX_ENTRIES:
-                raise TooLarge(
-                    f"{name} has {count} entries and parts, and this gateway takes {MAX_ENTRIES}; join short ones"
-                )
+                raise TooLarge(f"{name} has over {MAX_ENTRIES} entries and parts; join short ones")
 
 
 encode_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode

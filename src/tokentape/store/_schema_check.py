@@ -46,12 +46,24 @@ def schema_faults(connection: Connection) -> Iterator[str]:
             unique = {tuple(one["column_names"]) for one in inspector.get_unique_constraints(table.name)}
             for constraint in table.constraints:
                 if isinstance(constraint, UniqueConstraint) and tuple(constraint.columns.keys()) not in unique:
-                    yield f"{', '.join(constraint.columns.keys())} of the table {table.name} need no longer be unique"
+                    yield f"{', '.join(constraint.columns.keys())} of the table {table.name} are not unique"
             for check in inspector.get_check_constraints(table.name):
-                yield f"the table {table.name} has a constraint of another: {check['sqltext']}"
-            indexes = {one["name"]: one["column_names"] for one in inspector.get_indexes(table.name)}
+                yield f"the table {table.name} has a constraint that is not Tokentape's: {check['sqltext']}"
+            keys = {
+                (tuple(one["constrained_columns"]), one["referred_table"])
+                for one in inspector.get_foreign_keys(table.name)
+            }
+            for key in table.foreign_key_constraints:
+                if (tuple(key.column_keys), key.referred_table.name) not in keys:
+                    yield f"{', '.join(key.column_keys)} of the table {table.name} refer to nothing"
+            indexes = {one["name"]: one for one in inspector.get_indexes(table.name)}
+            own = {index.name for index in table.indexes}
+            for one in indexes.values():
+                if one["unique"] and one["name"] not in own and not one.get("duplicates_constraint"):
+                    yield f"the table {table.name} has the unique index {one['name']}, which is not Tokentape's"
             for index in table.indexes:
-                if indexes.get(index.name) != [one.name for one in index.columns]:
+                there = indexes.get(index.name)
+                if there is None or there["column_names"] != [one.name for one in index.columns]:
                     yield f"the index {index.name} is missing, or is of other columns"
 
 
