@@ -36,7 +36,7 @@ from benchmarks.gateway.targets import TARGETS, Site, Target
 
 SIZES = (1_000, 10_000, 100_000)
 CLIENTS = (32, 256)
-SHARES = {"calls": 0.45, "streams": 0.1, "clients": 0.15, "rollout": 0.1, "footprint": 0.2}
+SHARES = {"calls": 0.4, "streams": 0.1, "openings": 0.05, "clients": 0.15, "rollout": 0.1, "footprint": 0.2}
 """Approximate shares of the minutes; each part measures everything at least once."""
 
 
@@ -107,6 +107,7 @@ class Benchmark:
         parts: list[tuple[str, Any]] = [
             ("calls", self._calls),
             ("streams", self._streams),
+            ("openings", self._openings),
             ("clients", self._clients),
             ("rollout", self._rollout),
         ]
@@ -185,6 +186,24 @@ class Benchmark:
                     "cpu_us_per_chunk": 1000 * more / max(chunks, 1),
                 }
         return found
+
+    async def _openings(self, targets: list[Running], seconds: float) -> dict[str, Any]:
+        """Measure first calls: of a group's first session, of one with equal messages, of one with another question."""
+        found: dict[str, list[tuple[float, float]]] = {}
+
+        async def measure(one: Running, size: int, number: int) -> None:
+            seed = 1000 + number
+            for kind, question in (("first", ""), ("equal", ""), ("question", "And what is wrong with it?")):
+                measured = await measuring.opening(one, self._text, size, seed=seed, question=question)
+                found.setdefault(f"{one.target.name}|{kind}", []).append(measured)
+
+        exact = [one for one in targets if one.target.kind == "exact"]
+        size = self._sizes[-1]
+        await measuring.in_turn(exact, (size,), measure, seconds=seconds, least=5, failures=self._failures)
+        return {
+            key: {"tokens": size, "ms": statistics.median(ms), "cpu_ms": statistics.median(cpu)}
+            for key, (ms, cpu) in ((key, zip(*several, strict=True)) for key, several in found.items())
+        }
 
     async def _clients(self, targets: list[Running], seconds: float) -> dict[str, Any]:
         found: dict[str, list[tuple[float, float]]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import statistics
 import time
@@ -106,6 +107,19 @@ async def one_session(
             into.chunks += calls.chunks
         await asyncio.sleep(SETTLE)
         into.cpu_ms.append(1000 * (running.cpu_seconds() - before) / turns)
+
+
+async def opening(running: Running, text: Text, history: int, *, seed: int, question: str = "") -> tuple[float, float]:
+    """Return milliseconds and CPU milliseconds of a session's first call; `question` is put in its last message."""
+    async with session_of(running) as (connection, session):
+        conversation = Conversation(text, history, seed=seed)
+        if question:
+            conversation.messages[-1] = json.dumps({"role": "user", "content": question}).encode()
+        await asyncio.sleep(SETTLE)
+        before = running.cpu_seconds()
+        seconds = (await one(connection, session, conversation, stream=False)).seconds
+        await asyncio.sleep(SETTLE)
+        return 1000 * seconds[0], 1000 * (running.cpu_seconds() - before)
 
 
 async def in_turn(

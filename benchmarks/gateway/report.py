@@ -13,7 +13,15 @@ BEGIN, END = "<!-- gateway benchmark: begin -->", "<!-- gateway benchmark: end -
 
 def written(found: dict[str, Any]) -> str:
     """Return all tables as Markdown."""
-    parts = [_head(found), _calls(found), _clients(found), _streams(found), _footprint(found), _rollout(found)]
+    parts = [
+        _head(found),
+        _calls(found),
+        _openings(found),
+        _clients(found),
+        _streams(found),
+        _footprint(found),
+        _rollout(found),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -94,6 +102,21 @@ def _calls(found: dict[str, Any]) -> str:
     tokens = " / ".join(f"{size // 1000}k" for size in sizes)
     head = ["", f"CPU ms per call at {tokens}", "added p50 ms", "added p99 ms", "first call ms", "start-up s"]
     return _table(head, map(row, _names(found)))
+
+
+def _openings(found: dict[str, Any]) -> str:
+    measured = found.get("openings", {})
+    if not measured:
+        return ""
+    kinds = ("first", "equal", "question")
+
+    def row(name: str) -> list[str]:
+        of = [measured[f"{name}|{kind}"] for kind in kinds]
+        return [name, *(f"{one['ms']:.0f} ({one['cpu_ms']:.0f})" for one in of)]
+
+    tokens = next(iter(measured.values()))["tokens"] // 1000
+    head = [f"first call at {tokens}k: ms (CPU ms)", "first of a group", "equal messages", "another question"]
+    return _table(head, [row(name) for name in _names(found) if f"{name}|first" in measured])
 
 
 def _clients(found: dict[str, Any]) -> str:

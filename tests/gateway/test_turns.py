@@ -47,11 +47,11 @@ class Talk:
         self.store = SqliteStore.open(path)
         self.turns = Turns(self.engine, renderer, self.store, history=history, stop_mismatch=stop_mismatch)
 
-    def say(self, *messages: Any, n: int = 1, tools: tuple[Any, ...] = ()) -> list[Turn]:
-        return asyncio.run(self._say(messages, n, tools))
+    def say(self, *messages: Any, n: int = 1, tools: tuple[Any, ...] = (), session: str = "s") -> list[Turn]:
+        return asyncio.run(self._say(messages, n, tools, session))
 
-    async def _say(self, messages: Sequence[Any], n: int, tools: tuple[Any, ...]) -> list[Turn]:
-        request = TurnRequest("s", tuple(messages), tools, {}, SamplingParams(max_tokens=0), n=n)
+    async def _say(self, messages: Sequence[Any], n: int, tools: tuple[Any, ...], session: str) -> list[Turn]:
+        request = TurnRequest(session, tuple(messages), tools, {}, SamplingParams(max_tokens=0), n=n)
         return [event.turn async for event in self.turns.run_turn(request) if isinstance(event, TurnDone)]
 
     def recorded(self) -> tuple[Turn, ...]:
@@ -267,6 +267,31 @@ def test_a_message_that_was_not_sampled_here_is_rendered_as_text(renderer: Rende
     assert turn.fork is None
     said = turn.added_ids[turn.added_provenance == Provenance.ASSISTANT]
     assert talk.text(said.tolist()) == "not mine"
+
+
+def test_sessions_that_begin_alike_are_rendered_once(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = Talk(renderer, tmp_path, [ONE, TWO, ONE, TWO])
+    renderings: list[Any] = []
+    render = renderer.render
+
+    def counted(*args: Any, **named: Any) -> PromptTokens:
+        renderings.append(args)
+        return render(*args, **named)
+
+    monkeypatch.setattr(renderer, "render", counted)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    swapped = {"function": {"parameters": {"properties": {}, "type": "object"}, "name": "f"}, "type": "function"}
+    turns = [
+        *talk.say(user("hi"), tools=(tool,)),
+        *talk.say(user("hi"), tools=(tool,), session="other"),
+        *talk.say(user("hi"), tools=(swapped,), session="keys in another order"),
+        *talk.say(user("ho"), tools=(tool,), session="another question"),
+    ]
+    assert len(renderings) == 3
+    for (messages, setup), turn in zip([renderings[0], *renderings], turns, strict=True):
+        assert turn.added_ids.tolist() == render(messages, setup).ids.tolist()
 
 
 def test_other_tools_start_a_new_branch(renderer: Renderer, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from openai import OpenAI
 
 from tests.conftest import SharedEngine
+from tokentape.chat._sections import Sections
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.client import Client
 from tokentape.demo.tasks import SYSTEM_PROMPT, TOOLS
@@ -44,9 +46,10 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     twin, plain, load = Tokenizer._twin, Tokenizer._plain.func, loading.load_tokenizer
 
-    def counting_twin(self: Tokenizer, start: int) -> tuple[Any, Any]:
-        made, names = twin(self, start)
-        return CountingTokenizer(made, calls), names
+    def counting_twin(self: Tokenizer, start: int) -> Any:
+        made = twin(self, start)
+        encoder: Any = CountingTokenizer(made.encoder, calls)
+        return replace(made, encoder=encoder, sections=Sections(encoder, frozenset(made.names.values())))
 
     monkeypatch.setattr(Tokenizer, "_twin", counting_twin)
     monkeypatch.setattr(Tokenizer, "_plain", property(lambda self: CountingTokenizer(plain(self), calls)))

@@ -25,6 +25,7 @@ import tokenizers
 
 from tokentape.chat._added_tokens import AddedToken, any_of, ids_in_config, is_control, read_added_tokens, strings_of
 from tokentape.chat._byte_level import BYTE_OF, CHAR_OF
+from tokentape.chat._sections import LONG, Sections
 from tokentape.chat._tokenizer_files import NAMING_CONFIGS, from_text, highest_id, named_special_tokens, read_json
 from tokentape.errors import InvalidRequest, TokenizerUnusable
 from tokentape.types import TokenIds
@@ -58,6 +59,20 @@ class Encoded:
     """Per id the half-open range of characters in `text`, shape [ids, 2]."""
     text: str
     """What `spans` count in: the marked text with every mark as one character."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Twin:
+    """A tokenizer in which every control token has a private one-character name."""
+
+    encoder: tokenizers.Tokenizer
+    names: Mapping[str, str]
+    """By mark."""
+    sections: Sections
+
+    def named(self, marked: str) -> str:
+        """Return the marked text with names in place of its marks."""
+        return MARK.sub(lambda match: self.names.get(match[0], match[0]), marked)
 
 
 class Tokenizer:
@@ -122,7 +137,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {
             token.id: token.content.encode() for token in self.text_tokens if token.content not in self._pieces
         }
-        self._twins: dict[int, tuple[tokenizers.Tokenizer, Mapping[str, str]]] = {}
+        self._twins: dict[int, _Twin] = {}
         self._breaks: dict[frozenset[int], frozenset[int]] = {}
 
     def for_template(self, source: str) -> Tokenizer:
@@ -217,11 +232,12 @@ class Tokenizer:
 
         Raises `InvalidRequest` for text that is not valid Unicode (a lone surrogate).
         """
-        start = self._free_block(marked)
-        twin, names = self._twin(start)
-        text = MARK.sub(lambda match: names.get(match[0], match[0]), marked)
+        twin = self._twin(self._free_block(marked))
+        text = twin.named(marked)
         try:
-            encoding = twin.encode(text, add_special_tokens=False)
+            if len(text) >= LONG:
+                return Encoded(*twin.sections.encode(text), text)
+            encoding = twin.encoder.encode(text, add_special_tokens=False)
         except TypeError as error:  # what `tokenizers` raises for text that is not valid Unicode
             raise InvalidRequest("the text holds a lone surrogate, which is not valid Unicode") from error
         ids = encoding.ids
@@ -230,9 +246,11 @@ class Tokenizer:
 
     def encode_marked_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of `encode_marked` for many texts, several times as fast."""
-        twin, names = self._twin(self._free_block("".join(texts)))
-        named = [MARK.sub(lambda match: names.get(match[0], match[0]), text) for text in texts]
-        return [one.ids for one in twin.encode_batch_fast(named, add_special_tokens=False)]
+        twin = self._twin(self._free_block("".join(texts)))
+        return [
+            one.ids
+            for one in twin.encoder.encode_batch_fast([twin.named(text) for text in texts], add_special_tokens=False)
+        ]
 
     def encode_after_control(self, marked: str, mark: str = "") -> Encoded:
         """Encode marked text as it is encoded after a control token, not at the start of a text.
@@ -266,7 +284,7 @@ class Tokenizer:
             if control is not None:
                 found = control.content.encode()
             else:
-                piece = self._twin(_BLOCKS[0])[0].id_to_token(token_id)
+                piece = self._twin(_BLOCKS[0]).encoder.id_to_token(token_id)
                 if piece is None:
                     raise InvalidRequest(f"token id {token_id} is not in the vocabulary of {self.vocab_size} ids")
                 found = self._piece_bytes(piece)
@@ -308,8 +326,8 @@ class Tokenizer:
             "remove those above U+F0000"
         )
 
-    def _twin(self, start: int) -> tuple[tokenizers.Tokenizer, Mapping[str, str]]:
-        """Return the twin whose names begin there, and those names by mark."""
+    def _twin(self, start: int) -> _Twin:
+        """Return the twin with names that begin there."""
         found = self._twins.get(start)
         if found is None:
             # A vocabulary may hold private-use characters of its own (Gemma's does).
@@ -319,7 +337,9 @@ class Tokenizer:
             for control in self.controls:
                 if twin.token_to_id(name[control.content]) != control.id:
                     raise TokenizerUnusable(f"control token {control.content!r} could not be kept apart from text")
-            found = self._twins[start] = twin, {c.mark: name[c.content] for c in self.controls}
+            plain = (name[c.content] for c in self.controls if not self._added_by_content[c.content].strips)
+            names = {c.mark: name[c.content] for c in self.controls}
+            found = self._twins[start] = _Twin(twin, names, Sections(twin, frozenset(plain)))
         return found
 
     @cached_property

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
-from tokentape._canonical import canonical_json
+from tokentape._canonical import canonical_json, digest_of, json_in_order
 from tokentape._session.lineage_rules import CLIENT
 from tokentape._session.matching import call_ids, renamed_calls
 from tokentape._session.media import media_spans, path_media
@@ -18,6 +18,7 @@ from tokentape._session.tree import NO_IDS, ContinuationPoint, LazyMessages, Ses
 from tokentape.chat._certificate import Certificate, Strategy
 from tokentape.chat._certificate_cache import load_or_certify
 from tokentape.chat._grammar import continuation_name
+from tokentape.chat._last_used import LastUsed
 from tokentape.chat._media import image_parts
 from tokentape.chat._renderer import PromptTokens, Renderer
 from tokentape.chat._splice import History, StopMismatch
@@ -49,6 +50,8 @@ _QUICK = 4096
 """Characters of new messages that are rendered and tokenized on the event loop."""
 
 _KEPT_KINDS = 1024
+_KEPT_TOKENS = 1 << 23
+"""Tokens of openings that are kept, with 5 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,8 @@ class PromptBuilder:
         """By template kwargs, as canonical JSON."""
         self._bridged: set[tuple[str, ...]] = set()
         """Kinds of continuations that were bridged locally before, so that another takes a millisecond or two."""
+        self._openings: LastUsed[str, PromptTokens] = LastUsed(_KEPT_TOKENS, lambda tokens: len(tokens.ids))
+        """First prompts by setup and messages: the sessions of a group begin with the same one."""
         self._revoked: dict[tuple[str, str], Strategy] = {}
         """By setup and continuation, the least that is left of what the certificate allows."""
 
@@ -305,10 +310,22 @@ class PromptBuilder:
             at += len(turn.messages)
             replies[at] = turn
             at += 1
+        if not replies:
+            return self._opening(messages, setup)
         sampled = {n: turn.completion_ids for n, turn in replies.items()}
         return self._renderer.render(
             messages, setup, sampled=sampled, history=self._history, stop_mismatch=self._stop_mismatch
         )
+
+    def _opening(self, messages: Sequence[Message], setup: Setup) -> PromptTokens:
+        """Render messages that hold no reply of this session, or take what they rendered to before."""
+        key = digest_of(setup.key.encode(), json_in_order(list(messages)).encode())
+        found = self._openings.get(key)
+        if found is not None:
+            return found
+        made = self._renderer.render(messages, setup, history=self._history, stop_mismatch=self._stop_mismatch)
+        made.ids.flags.writeable = made.provenance.flags.writeable = False
+        return self._openings.put(key, made)
 
     def _sampled_replies(self, session: Session, setup: Setup, messages: Sequence[Message]) -> dict[int, Turn]:
         """Return by place the turns that sampled replies among the messages.

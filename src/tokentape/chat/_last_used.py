@@ -1,0 +1,38 @@
+"""Values that were used last, up to a total size, so that sessions that begin alike share their work."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from threading import Lock
+from typing import Generic, TypeVar
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
+
+
+class LastUsed(Generic[_Key, _Value]):
+    """Values by key. Those used longest ago go when the sizes of all exceed `most`. Threads may share it."""
+
+    def __init__(self, most: int, size: Callable[[_Value], int]) -> None:
+        self._most, self._size = most, size
+        self._kept: OrderedDict[_Key, _Value] = OrderedDict()
+        self._total = 0
+        self._lock = Lock()
+
+    def get(self, key: _Key) -> _Value | None:
+        """Return the value of a key if it is kept."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def put(self, key: _Key, value: _Value) -> _Value:
+        """Keep a value, and return it."""
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = value
+                self._total += self._size(value)
+            while self._total > self._most:
+                self._total -= self._size(self._kept.popitem(last=False)[1])
+        return value
