@@ -76,10 +76,59 @@ def test_drift_is_measured_and_sorted_by(page: Page, site: Site) -> None:
     assert cell.get_attribute("title")
     page.locator("#search").fill("")
     page.get_by_role("button", name="Drift", exact=True).click()
-    until(page, "document.querySelector('.listhead').textContent.includes('drift was measured')")
+    until(page, "document.querySelector('.listhead').textContent.includes('newest')")
     changed = page.locator("td.drift").all_inner_texts()
     counts = [int(re.findall(r"\d+", text)[0]) if "≠" in text else 0 for text in changed]
     assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 0
+
+
+def test_the_drift_of_a_session_that_grows_is_never_that_of_before(page: Page, site: Site) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Hello, I am Olga."}]
+    messages.append(ask(site.http, "grows", messages))
+    open_list(page, site, "?search=grows")
+    drift = "document.querySelector('tr[data-id=grows] .drift').textContent"
+    until(page, f"/none|of/.test({drift})")
+    first = site.http.get("/view/api/measures?ids=grows").json()["measures"]["grows"]["drift"]["tokens"]
+    ask(site.http, "grows", [*messages, {"role": "user", "content": "What is 2 plus 2?"}])
+    (told,) = site.http.get("/view/api/measures?ids=grows").json()["measures"].values()
+    assert told["drift"]["tokens"] > first
+    shown = f"≠ {told['drift']['changed_tokens']} of {told['drift']['tokens']}"
+    until(page, f"{drift} === '{shown if told['drift']['changed_tokens'] else 'none'}'")
+    until(page, "document.querySelector('tr[data-id=grows] .turns').textContent === '2'")
+    site.http.delete("/sessions/grows")
+
+
+def only(name: str) -> str:
+    return f"[...document.querySelectorAll('td.session a')].map((a) => a.textContent).join() === '{name}'"
+
+
+def test_verdicts_roles_and_metadata_are_columns_and_filters(page: Page, site: Site) -> None:
+    open_list(page, site, "?search=o")
+    page.locator("tr[data-id=forked] td.verdict .badge").wait_for()
+    until(page, "document.querySelector('tr[data-id=shop] td.verdict').textContent === 'exact'")
+    assert page.locator("tr[data-id=shop] td.role").inner_text() == "main"
+    assert page.locator("tr[data-id=weights] td.weights").count() == 0
+    page.locator("#search").fill("")
+    page.locator("#verdict").select_option("forked")
+    until(page, only("forked"))
+    page.locator("#verdict").select_option("")
+    page.locator("#weights").fill("step-20")
+    until(page, only("weights"))
+    until(page, "document.querySelector('td.weights').textContent === '0 … step-20'")
+    page.locator("#weights").fill("")
+    page.locator("#metadata").fill("number=77")
+    page.keyboard.press("Enter")
+    until(page, only("small-077"))
+    assert page.locator("th.key").all_inner_texts() == ["number"]
+    page.reload()
+    page.wait_for_selector(".chip")
+    assert names(page) == ["small-077"]
+    page.locator(".menu summary").click()
+    page.locator(".menubox input").uncheck()
+    assert page.locator("th.key").count() == 0
+    page.locator(".chip").click()
+    until(page, "document.querySelectorAll('td.session a').length === 100")
 
 
 def test_sessions_are_searched_and_filtered(page: Page, site: Site) -> None:

@@ -26,7 +26,7 @@ from tokentape.store import SqliteStore
 from tokentape.store._served_model import ServedModel
 from tokentape.types import SessionInfo, Trajectory, Turn
 from tokentape.viewer._binary import header, unpack
-from tokentape.viewer._comparing import RecordReader, comparison, drift_of, reader_of
+from tokentape.viewer._comparing import RecordReader, comparison, reader_of
 from tokentape.viewer._source import SessionView, StoreSource
 
 # The names are in an order that is not the alphabet's, as people write them.
@@ -103,17 +103,6 @@ def test_without_tokenizer_messages_or_template_there_is_nothing_to_compare_with
     ):
         with pytest.raises(InvalidRequest):
             comparison(reader, view, shown(view), side)
-
-
-def test_drift_of_a_session_counts_trained_tokens(renderer: Renderer, store: SqliteStore) -> None:
-    spelled = [one for letter in "Let" for one in renderer.tokenizer.encode_plain(letter)]
-    view = view_of(store, spelled)
-    assert drift_of(RecordReader(renderer.tokenizer), view) == {
-        "tokens": 3,
-        "changed_tokens": 3,
-        "classes": {"word": 1},
-    }
-    assert drift_of(RecordReader(), view) is None
 
 
 def test_a_record_is_read_with_its_own_model_while_that_is_there(

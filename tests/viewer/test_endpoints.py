@@ -31,7 +31,7 @@ USER = {"role": "user", "content": "What is 3 plus 4?"}
 API = [
     "/view/api/about",
     "/view/api/overview",
-    "/view/api/drift?ids=s",
+    "/view/api/measures?ids=s",
     "/view/api/sessions",
     "/view/api/sessions/s",
     "/view/api/sessions/s/leaves/1",
@@ -42,7 +42,9 @@ API = [
 @contextmanager
 def viewed(renderer: Renderer, store: SqliteStore, keys: Keys | None = None, **more: Any) -> Iterator[httpx2.Client]:
     """A gateway whose session `s`, of alice if there are keys, has turns 0 and 1 behind it, and a fork, 2."""
-    engine = ScriptedEngine(renderer, ["Seven.<|im_end|>", "Twelve, 漢字.<|im_end|>", "No.<|im_end|>"])
+    engine = ScriptedEngine(
+        renderer, ["Seven.<|im_end|>", "Twelve, 漢字.<|im_end|>", "No.<|im_end|>", "Yes.<|im_end|>"]
+    )
     app = create_app(Turns(engine, renderer, store), model_id="m", keys=keys, **more)
     headers = {"authorization": f"Bearer {ALICE}"} if keys else {}
     with running(app) as url, httpx2.Client(base_url=url, headers=headers) as http:
@@ -143,14 +145,43 @@ def test_an_unchanged_session_is_not_sent_again(http: httpx2.Client) -> None:
     assert [one["reward"] for one in changed.json()["leaves"]] == [1.0, 1.0]
 
 
-def test_the_list_says_what_is_known_of_drift(http: httpx2.Client) -> None:
-    (before,) = http.get("/view/api/sessions").json()["sessions"]
-    assert before["drift"] is None
-    assert http.get("/view/api/sessions?sort=drift").json()["sessions"] == []
-    measured = http.get("/view/api/drift?ids=s,nothing").json()["drift"]
-    assert measured["s"]["tokens"] > 0
-    (after,) = http.get("/view/api/sessions?sort=drift").json()["sessions"]
-    assert after["drift"] == measured["s"]
+def test_a_list_shows_what_was_measured_and_never_of_an_earlier_version(
+    renderer: Renderer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with SqliteStore.open(tmp_path_factory.mktemp("grows")) as store, viewed(renderer, store) as http:
+        (before,) = http.get("/view/api/sessions").json()["sessions"]
+        assert before["measures"] is None
+        first = http.get("/view/api/measures?ids=s,nothing").json()["measures"]
+        assert list(first) == ["s"]
+        (known,) = http.get("/view/api/sessions").json()["sessions"]
+        assert known["measures"] == first["s"]
+        assert known["measures"]["verdicts"] == ["exact", "forked: edited_history"]
+        http.post("/sessions/s/v1/chat/completions", json={"messages": [USER], "max_tokens": 30})
+        (grown,) = http.get("/view/api/sessions").json()["sessions"]
+        assert grown["measures"] is None
+        again = http.get("/view/api/measures?ids=s").json()["measures"]["s"]
+        assert again["drift"]["tokens"] > first["s"]["drift"]["tokens"]
+        # What is sorted or filtered by measures is measured first.
+        (sorted_by,) = http.get("/view/api/sessions?sort=drift").json()["sessions"]
+        assert sorted_by["measures"] == again
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("verdict=exact", 1),
+        ("verdict=forked", 1),
+        ("verdict=forked:%20edited_history", 1),
+        ("verdict=unread", 0),
+        ("verdict=exact&role=main", 1),
+        ("role=subagent", 0),
+        ("verdict=exact&search=nothing", 0),
+    ],
+)
+def test_sessions_are_filtered_by_what_was_measured(http: httpx2.Client, query: str, found: int) -> None:
+    told = http.get(f"/view/api/sessions?{query}").json()
+    assert (told["total"], len(told["sessions"])) == (found, found)
+    assert told["measured"] == told["of"]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +195,10 @@ def test_the_list_says_what_is_known_of_drift(http: httpx2.Client) -> None:
         "sessions?reward_min=nan",
         "sessions?reward_max=high",
         "sessions?search=%00",
-        f"drift?ids={','.join(map(str, range(MAX_MEASURED + 1)))}",
+        "sessions?since=soon",
+        "sessions?metadata=task",
+        "sessions?weights=%00",
+        f"measures?ids={','.join(map(str, range(MAX_MEASURED + 1)))}",
         "sessions/s/leaves/1?from=x",
         "sessions/s/leaves/1/comparison?with=itself",
     ],
@@ -194,7 +228,7 @@ def test_a_key_sees_its_own_sessions_and_an_admin_all(keyed: httpx2.Client) -> N
         headers = {"authorization": f"Bearer {key}"}
         assert keyed.get("/view/api/sessions", headers=headers).json()["total"] == count
         assert {keyed.get(path, headers=headers).status_code for path in API[4:]} == {status}
-        assert bool(keyed.get("/view/api/drift?ids=s", headers=headers).json()["drift"]) == bool(count)
+        assert bool(keyed.get("/view/api/measures?ids=s", headers=headers).json()["measures"]) == bool(count)
         by_drift = keyed.get("/view/api/sessions?sort=drift", headers=headers).json()
         assert len(by_drift["sessions"]) == by_drift["measured"] == count
 

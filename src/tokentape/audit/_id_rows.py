@@ -7,7 +7,7 @@ whole row. One row is in memory at a time, of Parquet a small batch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from tokentape._session.arrow import VERSION_KEY, open_parquet
 from tokentape.errors import InvalidRequest
 from tokentape.store import Store, StoredSession
 from tokentape.store._location import EXPECTED, is_record, open_record
-from tokentape.types import Codes, Logprobs, Provenance, TokenIds
+from tokentape.types import Codes, Logprobs, Provenance, TokenIds, Trajectory
 
 IDS_COLUMNS = ("token_ids", "input_ids", "completion_ids", "output_ids", "tokens", "ids")
 """The usual names, in order of preference."""
@@ -119,7 +119,12 @@ def store_rows(store: Store) -> Iterator[IdRow]:
 def session_rows(stored: StoredSession) -> Iterator[IdRow]:
     """Yield a row for each branch of a session. Turns that branches share are sampled in the first of them."""
     temperatures = {turn.seq: turn.sampling.get("temperature") for turn in stored.turns}
-    for one in stored.trajectories():
+    return trajectory_rows(stored.trajectories(), temperatures)
+
+
+def trajectory_rows(trajectories: Iterable[Trajectory], temperatures: Mapping[int, Any]) -> Iterator[IdRow]:
+    """Yield a row for each trajectory of a session; `temperatures` are by turn."""
+    for one in trajectories:
         labels = []
         for turn in one.turns:
             temperature = temperatures.get(turn)

@@ -55,6 +55,20 @@ class NumbersTally:
         self._per_token.add(finite)
         self._per_sequence.add(finite.sum(keepdims=True))
 
+    def merge(self, other: NumbersTally) -> None:
+        """Add what another one counted."""
+        self._tokens += other._tokens
+        self._not_finite += other._not_finite
+        self._total += other._total
+        self._largest = max(self._largest, other._largest)
+        self._k3 += other._k3
+        self._per_token.merge(other._per_token)
+        self._per_sequence.merge(other._per_sequence)
+
+    def mean_ratio(self) -> float:
+        """Return the mean of the importance ratios exp(d) of the tokens."""
+        return self._per_token.mean()
+
     def numbers(self) -> Numbers:
         """Return what was counted."""
         if not self._tokens:
@@ -79,12 +93,24 @@ class _Weights:
         self._sum = self._squares = 0.0
 
     def add(self, log_weights: npt.NDArray[np.float64]) -> None:
-        unit = max(self._log_unit, float(log_weights.max()))
-        before, weights = np.exp(self._log_unit - unit), np.exp(log_weights - unit)
-        self._count += len(weights)
-        self._sum = float(self._sum * before + weights.sum())
-        self._squares = float(self._squares * before**2 + (weights**2).sum())
+        other = _Weights()
+        other._log_unit = float(log_weights.max())
+        weights = np.exp(log_weights - other._log_unit)
+        other._count, other._sum, other._squares = len(weights), float(weights.sum()), float((weights**2).sum())
+        self.merge(other)
+
+    def merge(self, other: _Weights) -> None:
+        if not other._count:
+            return
+        unit = max(self._log_unit, other._log_unit)
+        mine, theirs = np.exp(self._log_unit - unit), np.exp(other._log_unit - unit)
+        self._count += other._count
+        self._sum = float(self._sum * mine + other._sum * theirs)
+        self._squares = float(self._squares * mine**2 + other._squares * theirs**2)
         self._log_unit = unit
+
+    def mean(self) -> float:
+        return float(self._sum * np.exp(self._log_unit)) / self._count
 
     def effective_share(self) -> float:
         """(sum of weights)^2 / (sum of squares) / how many."""

@@ -24,7 +24,10 @@ _DESCRIBED: dict[str, dict[str, Any]] = {
     PAGE + "/static/{name}": {"summary": "Styles and scripts of the page", "media": ("text/css", "text/javascript")},
     API + "/about": {"summary": "What the viewer shows, and what it can't"},
     API + "/overview": {"summary": "Values of all metrics"},
-    API + "/drift": {"summary": "Measure the drift of sessions", "query": {"ids": {"type": "string"}}},
+    API + "/measures": {
+        "summary": "Measure the verdicts, roles, weights and drift of sessions",
+        "query": {"ids": {"type": "string"}},
+    },
     API + "/sessions": {"summary": "Search, filter and sort sessions", "query": LISTING_QUERY},
     SESSION: {"summary": "A session's tree of turns and its leaves"},
     LEAF: {"summary": "A trajectory as packed arrays", "media": (PACKED,), "query": {"from": WHOLE_NUMBER}},

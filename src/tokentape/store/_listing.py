@@ -1,4 +1,4 @@
-"""List sessions: filtered, sorted, a page at a time; and tell whether a session has changed."""
+"""List sessions: filtered, sorted, a page at a time; and tell whether sessions have changed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, case, exists, func, literal, or_, select
+from sqlalchemy import ColumnElement, Connection, Table, case, exists, func, literal, or_, select
 from sqlalchemy.sql.expression import ScalarSelect
 
-from tokentape.errors import NotFound
 from tokentape.store import _schema as schema
 from tokentape.store._reads import Extent
 from tokentape.store._rows import decode
@@ -36,6 +35,14 @@ class Listing:
     """Sessions with a fork of this cause; `any`, `none`, or empty for all."""
     reward_min: float | None = None
     reward_max: float | None = None
+    since: float | None = None
+    """Created at this time, in Unix seconds, or later."""
+    until: float | None = None
+    """Created before this time."""
+    weights: str = ""
+    """With a turn that this version of the weights began."""
+    metadata: Sequence[tuple[str, str]] = ()
+    """Keys of the metadata, at any depth, with their values as text or as JSON, whatever the case of their letters."""
     session_ids: Sequence[str] | None = None
     """Only these, at most some hundreds."""
     sort: SortKey = "created"
@@ -121,30 +128,31 @@ def _summaries(connection: Connection, condition: ColumnElement[bool]) -> list[S
     ]
 
 
-def session_extent(connection: Connection, session_id: str) -> tuple[str, Extent]:
-    """Return a session's owner and how much is recorded of it, by a few look-ups. Raises `NotFound`."""
-    rewards, columns, events, table = schema.rewards, schema.token_columns, schema.events, schema.sessions
+def extents(connection: Connection, wanted: Listing) -> dict[str, tuple[str, Extent]]:
+    """Return by session its owner and how much is recorded of it, by a few look-ups each, newest sessions first."""
+    events, table = schema.events, schema.sessions
     last_event: ColumnElement[int] = literal(0)
     if schema.has_events(connection):
-        last_event = select(func.max(events.c.position)).where(events.c.session_id == session_id).scalar_subquery()
+        last_event = _newest(events)
     statement = select(
+        table.c.session_id,
         table.c.owner,
         table.c.position,
         _of_turns(func.count()).label("turns"),
-        select(func.max(rewards.c.position))
-        .where(rewards.c.session_id == session_id)
-        .scalar_subquery()
-        .label("reward"),
-        select(func.max(columns.c.position))
-        .where(columns.c.session_id == session_id)
-        .scalar_subquery()
-        .label("column"),
+        _newest(schema.rewards).label("reward"),
+        _newest(schema.token_columns).label("column"),
         last_event.label("event"),
-    ).where(table.c.session_id == session_id)
-    row = connection.execute(statement).one_or_none()
-    if row is None:
-        raise NotFound(f"there is no session {session_id!r}")
-    return row.owner, Extent(row.position, row.turns, row.reward or 0, row.column or 0, row.event or 0)
+    ).where(*_conditions(wanted))
+    rows = connection.execute(statement.order_by(table.c.position.desc()).limit(wanted.limit).offset(wanted.offset))
+    return {
+        row.session_id: (row.owner, Extent(row.position, row.turns, row.reward or 0, row.column or 0, row.event or 0))
+        for row in rows
+    }
+
+
+def _newest(table: Table) -> ScalarSelect[Any]:
+    own = table.c.session_id == schema.sessions.c.session_id
+    return select(func.max(table.c.position)).where(own).correlate(schema.sessions).scalar_subquery()
 
 
 def _conditions(wanted: Listing) -> list[ColumnElement[bool]]:
@@ -173,7 +181,25 @@ def _conditions(wanted: Listing) -> list[ColumnElement[bool]]:
         found.append(_reward() >= wanted.reward_min)
     if wanted.reward_max is not None:
         found.append(_reward() <= wanted.reward_max)
+    if wanted.since is not None:
+        found.append(sessions.created_at >= wanted.since)
+    if wanted.until is not None:
+        found.append(sessions.created_at < wanted.until)
+    if wanted.weights:
+        found.append(exists().where(turns.session_id == sessions.session_id, turns.weight_version == wanted.weights))
+    for key, value in wanted.metadata:
+        spellings = metadata_spellings(key, value)
+        found.append(or_(*(sessions.metadata.icontains(one, autoescape=True) for one in spellings)))
     return found
+
+
+def metadata_spellings(key: str, value: str) -> list[str]:
+    """Return what the canonical JSON of metadata holds one of if a key in it, at any depth, has this value.
+
+    Quotes within a text of it are escaped, so no text looks like a key.
+    """
+    values = {json.dumps(value), value}
+    return [f"{before}{json.dumps(key)}:{one}{after}" for one in values for before in "{," for after in ",}"]
 
 
 def _of_turns(value: ColumnElement[Any]) -> ScalarSelect[Any]:

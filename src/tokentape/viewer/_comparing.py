@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tokentape.audit._drift.rerender import through_messages
-from tokentape.audit._tokendiff import ARTIFACTS, KINDS, Difference, TokenDrift, compare, pair_ids, retokenized
+from tokentape.audit._tokendiff import ARTIFACTS, KINDS, Difference, compare, retokenized
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable
@@ -79,21 +79,6 @@ def against(source: ViewerSource, reader: RecordReader) -> list[str]:
     if reader.tokenizer is None:
         return []
     return list(AGAINST) if source.keeps_messages and reader.renderer is not None else [RETOKENIZED]
-
-
-def drift_of(reader: RecordReader, view: SessionView) -> dict[str, Any] | None:
-    """Count the trained tokens of a session that retokenizing would change, by class; None without a tokenizer."""
-    if reader.tokenizer is None:
-        return None
-    found = TokenDrift()
-    try:
-        for one in view.trajectories:
-            again = retokenized(reader.tokenizer, one.token_ids)
-            found = found.added(one.loss_mask, pair_ids(one.token_ids, again, reader.tokenizer))
-    except InvalidRequest:
-        # The tokenizer lacks an id: the record is of another model.
-        return None
-    return {"tokens": found.tokens, "changed_tokens": found.changed_tokens, "classes": dict(found.classes)}
 
 
 def comparison(reader: RecordReader, view: SessionView, shown: Trajectory, side: str) -> bytes:

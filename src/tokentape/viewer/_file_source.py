@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from tokentape._canonical import canonical_json
 from tokentape._session.arrow import iter_parquet, open_parquet
 from tokentape._session.jsonl import read_jsonl_places
 from tokentape.errors import InvalidRequest, NotFound
-from tokentape.store._listing import ANY_FORK, NO_FORK, ListedPage, Listing, SessionSummary, SortKey
+from tokentape.store._listing import (
+    ANY_FORK,
+    NO_FORK,
+    ListedPage,
+    Listing,
+    SessionSummary,
+    SortKey,
+    metadata_spellings,
+)
 from tokentape.types import SessionInfo, Trajectory
 from tokentape.viewer._source import SessionView, StoreSource, TurnNode
 
@@ -24,6 +33,7 @@ class _Line:
     turns: tuple[int, ...]
     own_tokens: tuple[tuple[int, int], ...]
     """Per turn its added and sampled tokens."""
+    weights: frozenset[str]
     verdict: str
     reward: float | None
     place: int
@@ -51,27 +61,25 @@ class FileSource:
             for start, end in sizes:
                 own.append((start - before, end - start))
                 before = end
-            line = _Line(one.leaf, one.turns, tuple(own), one.verdict, one.reward, place)
+            line = _Line(
+                one.leaf, one.turns, tuple(own), frozenset(one.weight_versions), one.verdict, one.reward, place
+            )
             self._lines.setdefault(one.session_id, []).append(line)
             self._metadata.setdefault(one.session_id, dict(one.metadata))
         self._listed = [self._summary(n, session_id) for n, session_id in enumerate(self._lines)]
 
     def page(self, wanted: Listing) -> ListedPage:
         """Return a page of sessions. Sessions of a file have no owner."""
-        search, least, most = wanted.search.casefold(), wanted.reward_min, wanted.reward_max
-        found = [
-            one
-            for one in self._listed
-            if (wanted.session_ids is None or one.info.session_id in wanted.session_ids)
-            and (search in one.info.session_id.casefold() or search in _text(one.info.metadata))
-            and self._forked(one, wanted.fork)
-            and (least is None or (one.reward is not None and one.reward >= least))
-            and (most is None or (one.reward is not None and one.reward <= most))
-        ]
+        found = [one for one in self._listed if self._wanted(one, wanted)]
         # What has no value comes last in either order.
         found.sort(key=lambda one: (_sort_value(wanted.sort, one), one.position), reverse=wanted.descending)
         found.sort(key=lambda one: wanted.sort == "reward" and one.reward is None)
         return ListedPage(len(found), tuple(found[wanted.offset : wanted.offset + wanted.limit]))
+
+    def versions(self, wanted: Listing) -> dict[str, tuple[str, str]]:
+        """Return by session its owner and version, the last ones first."""
+        found = [one.info.session_id for one in reversed(self._listed) if self._wanted(one, wanted)]
+        return dict.fromkeys(found[wanted.offset : wanted.offset + wanted.limit], ("", "file"))
 
     def version(self, session_id: str) -> tuple[str, str]:
         """Return no owner and a constant version. Raises `NotFound`."""
@@ -116,6 +124,24 @@ class FileSource:
             tokens=sampled + sum(size for size, _ in own.values()),
             sampled_tokens=sampled,
             reward=next((line.reward for line in reversed(lines) if line.reward is not None), None),
+        )
+
+    def _wanted(self, one: SessionSummary, wanted: Listing) -> bool:
+        search, metadata = wanted.search.casefold(), canonical_json(one.info.metadata).casefold()
+        least, most = wanted.reward_min, wanted.reward_max
+        return (
+            (wanted.session_ids is None or one.info.session_id in wanted.session_ids)
+            and (search in one.info.session_id.casefold() or search in _text(one.info.metadata))
+            and self._forked(one, wanted.fork)
+            and (least is None or (one.reward is not None and one.reward >= least))
+            and (most is None or (one.reward is not None and one.reward <= most))
+            # A file says nothing of when.
+            and wanted.since is None
+            and wanted.until is None
+            and (not wanted.weights or any(wanted.weights in line.weights for line in self._lines[one.info.session_id]))
+            and all(
+                any(spelled.casefold() in metadata for spelled in metadata_spellings(*pair)) for pair in wanted.metadata
+            )
         )
 
     def _forked(self, one: SessionSummary, fork: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias, get_args
@@ -20,12 +20,13 @@ from starlette.routing import Route
 
 from tokentape._version import __version__
 from tokentape.errors import Forbidden, InvalidRequest, NotFound
-from tokentape.store._listing import Listing, SortKey
+from tokentape.store._listing import Listing, SessionSummary, SortKey
 from tokentape.types import Trajectory
 from tokentape.viewer import _views as views
 from tokentape.viewer._binary import MEDIA_TYPE
-from tokentape.viewer._comparing import AGAINST, RecordReader, against, comparison, drift_of
+from tokentape.viewer._comparing import AGAINST, RecordReader, against, comparison
 from tokentape.viewer._file_source import ViewerSource
+from tokentape.viewer._measuring import Measures
 from tokentape.viewer._source import SessionView
 from tokentape.viewer._static_files import SECURITY, static_file
 
@@ -36,21 +37,31 @@ LEAF = SESSION + "/leaves/{leaf}"
 
 MAX_PAGE = 500
 MAX_MEASURED = 50
-"""So many sessions have their drift measured in one request."""
+"""So many sessions are measured in one request that names them."""
+
+MAX_COMPARED = 10_000
+"""So many sessions, the newest, are measured to be filtered by it or to be summed up."""
+
+MEASURING_SECONDS = 1.0
+"""Time that a request takes to measure them; it says how many are measured, and is sent again."""
 
 LISTING_QUERY: Mapping[str, Any] = {
     "search": {"type": "string"},
     "fork": {"type": "string"},
     "reward_min": {"type": "number"},
     "reward_max": {"type": "number"},
+    "since": {"type": "number"},
+    "until": {"type": "number"},
+    "weights": {"type": "string"},
+    "metadata": {"type": "string"},
+    "verdict": {"type": "string"},
+    "role": {"type": "string"},
     "sort": {"type": "string", "enum": [*get_args(SortKey), "drift"]},
     "order": {"type": "string", "enum": ["asc", "desc"]},
     "offset": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
 }
 """Schemas of what a list can be asked for."""
-
-_MOST_KEPT = 100_000
 
 _encoder = msgspec.json.Encoder()
 
@@ -86,15 +97,6 @@ class Viewer:
     """None where no gateway is running."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """The drift of a session, as it was when it was measured."""
-
-    owner: str
-    version: str
-    drift: Mapping[str, Any] | None
-
-
 def routes(viewer: Viewer) -> list[Route]:
     """The endpoints."""
     source, reader = viewer.source, viewer.reader
@@ -105,7 +107,7 @@ def routes(viewer: Viewer) -> list[Route]:
         """Load a session in this version, or in a newer one."""
         return source.load(session_id)
 
-    measured: dict[str, _Measured] = {}
+    measures = Measures(source, reader)
 
     async def to_page(request: Request) -> Response:
         return RedirectResponse(PAGE, headers=SECURITY)
@@ -132,43 +134,30 @@ def routes(viewer: Viewer) -> list[Route]:
         )
 
     async def sessions(request: Request) -> Response:
-        visitor = viewer.visit(request)
-        seen = {
-            session_id: one
-            for session_id, one in measured.items()
-            if visitor.owner in (None, one.owner) and visitor.session_id in (None, session_id)
-        }
-        wanted = _listing(request, visitor)
-        if request.query_params.get("sort") == "drift":
-            found, lines = await asyncio.to_thread(_by_drift, source, wanted, seen)
-        else:
-            page = await asyncio.to_thread(source.page, wanted)
-            found, lines = page.total, [views.listed(one) for one in page.sessions]
-        for line in lines:
-            of_session = seen.get(line["session_id"])
-            line["drift"] = None if of_session is None else of_session.drift
-        return _json({"total": found, "measured": len(seen), "sessions": lines})
+        wanted, query = _listing(request, viewer.visit(request)), request.query_params
+        by_drift, verdict, role = query.get("sort") == "drift", query.get("verdict", ""), query.get("role", "")
+
+        def found() -> dict[str, Any]:
+            if by_drift or verdict or role:
+                return _measured_page(source, measures, wanted, verdict, role, by_drift)
+            page = source.page(wanted)
+            return {"total": page.total, "sessions": _lines(source, measures, page.sessions)}
+
+        return _json(await asyncio.to_thread(found))
 
     async def measure(request: Request) -> Response:
         visitor = viewer.visit(request)
-        ids = dict.fromkeys(one for one in request.query_params.get("ids", "").split(",") if one)
+        ids = {one for one in request.query_params.get("ids", "").split(",") if one and "\0" not in one}
         if len(ids) > MAX_MEASURED:
-            raise InvalidRequest(f"the drift of at most {MAX_MEASURED} sessions is measured at once", "ids")
-        found = {}
-        for session_id in ids:
-            try:
-                owner, version = await _version(source, visitor, session_id)
-            except NotFound:
-                continue
-            kept = measured.get(session_id)
-            if kept is None or kept.version != version:
-                view = await asyncio.to_thread(load, session_id, version)
-                kept = _Measured(owner, version, await asyncio.to_thread(drift_of, reader, view))
-                measured[session_id] = kept
-                if len(measured) > _MOST_KEPT:
-                    measured.pop(next(iter(measured)))
-            found[session_id] = kept.drift
-        return _json({"drift": found})
+            raise InvalidRequest(f"at most {MAX_MEASURED} sessions are measured at once", "ids")
+        if visitor.session_id is not None:
+            ids &= {visitor.session_id}
+
+        def found() -> dict[str, Any]:
+            versions = source.versions(Listing(owner=visitor.owner, session_ids=sorted(ids)))
+            return {session_id: one.shown() for session_id, one in measures.measured(versions).items()}
+
+        return _json({"measures": await asyncio.to_thread(found)})
 
     async def seen(request: Request) -> SessionView | Response:
         """Return the session in the path, or a 304 response if the page has this version."""
@@ -218,7 +207,7 @@ def routes(viewer: Viewer) -> list[Route]:
         Route(PAGE + "/static/{name}", static, methods=["GET"]),
         Route(API + "/about", about, methods=["GET"]),
         Route(API + "/overview", overview, methods=["GET"]),
-        Route(API + "/drift", measure, methods=["GET"]),
+        Route(API + "/measures", measure, methods=["GET"]),
         Route(API + "/sessions", sessions, methods=["GET"]),
         Route(SESSION, session, methods=["GET"]),
         Route(LEAF, leaf, methods=["GET"]),
@@ -257,7 +246,7 @@ def _listing(request: Request, visitor: Visitor) -> Listing:
         raise InvalidRequest(f"sort must be one of {', '.join(LISTING_QUERY['sort']['enum'])}", "sort")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", "order")
-    for name in ("search", "fork"):
+    for name in ("search", "fork", "weights", "metadata"):
         if "\0" in query.get(name, ""):
             raise InvalidRequest(f"{name} holds a NUL character", name)
     return Listing(
@@ -266,6 +255,10 @@ def _listing(request: Request, visitor: Visitor) -> Listing:
         fork=query.get("fork", ""),
         reward_min=_real(request, "reward_min"),
         reward_max=_real(request, "reward_max"),
+        since=_real(request, "since"),
+        until=_real(request, "until"),
+        weights=query.get("weights", ""),
+        metadata=_pairs(query.getlist("metadata")),
         session_ids=None if visitor.session_id is None else [visitor.session_id],
         sort="created" if sort == "drift" else sort,  # type: ignore[arg-type]
         descending=order == "desc",
@@ -274,22 +267,54 @@ def _listing(request: Request, visitor: Visitor) -> Listing:
     )
 
 
-def _by_drift(source: ViewerSource, wanted: Listing, seen: Mapping[str, _Measured]) -> tuple[int, list[dict[str, Any]]]:
-    """Return how many sessions have a measured drift, and a page of them in its order."""
+def _lines(source: ViewerSource, measures: Measures, sessions: Sequence[SessionSummary]) -> list[dict[str, Any]]:
+    """Return what a list shows of sessions, with their measures if these are of what is recorded now."""
+    ids = [one.info.session_id for one in sessions]
+    versions = source.versions(Listing(session_ids=ids, limit=MAX_PAGE)) if ids else {}
+    lines = []
+    for one in sessions:
+        _, version = versions.get(one.info.session_id, ("", ""))
+        known = measures.known(one.info.session_id, version)
+        lines.append({**views.listed(one), "measures": None if known is None else known.shown()})
+    return lines
 
-    def changed(session_id: str) -> int:
-        return 0 if (drift := seen[session_id].drift) is None else int(drift["changed_tokens"])
 
-    ordered = sorted(seen, key=changed, reverse=wanted.descending)
-    lines: dict[str, dict[str, Any]] = {}
-    total = 0
-    for start in range(0, len(ordered), MAX_PAGE):
-        some = ordered[start : start + MAX_PAGE]
-        page = source.page(replace(wanted, session_ids=some, offset=0, limit=MAX_PAGE))
-        total += page.total
-        lines |= {one.info.session_id: views.listed(one) for one in page.sessions}
-    found = [lines[session_id] for session_id in ordered if session_id in lines]
-    return total, found[wanted.offset : wanted.offset + wanted.limit]
+def _measured_page(
+    source: ViewerSource, measures: Measures, wanted: Listing, verdict: str, role: str, by_drift: bool
+) -> dict[str, Any]:
+    """Return a page of the sessions that are measured, of the newest `MAX_COMPARED`, by their measures."""
+    versions = source.versions(replace(wanted, offset=0, limit=MAX_COMPARED))
+    measured = measures.measured(versions, MEASURING_SECONDS)
+    chosen = [
+        session_id
+        for session_id, one in measured.items()
+        if (not verdict or any(verdict in _words(of_leaf) for of_leaf in one.verdicts))
+        and (not role or role in one.roles)
+    ]
+    if by_drift:
+        changed = {one: (measured[one].drift or {}).get("changed_tokens", -1) for one in chosen}
+        chosen.sort(key=lambda one: changed[one], reverse=wanted.descending)
+        chosen, total = chosen[wanted.offset : wanted.offset + wanted.limit], len(chosen)
+        found = source.page(replace(wanted, session_ids=chosen, offset=0)).sessions if chosen else ()
+        found = tuple(sorted(found, key=lambda one: chosen.index(one.info.session_id)))
+    else:
+        page = source.page(replace(wanted, session_ids=chosen))
+        found, total = page.sessions, page.total
+    progress = {"measured": len(measured), "of": len(versions)}
+    return {"total": total, "sessions": _lines(source, measures, found), **progress}
+
+
+def _words(verdict: str) -> list[str]:
+    """Return a verdict, the word that it begins with, and its reservations."""
+    first, *reservations = verdict.split(", ")
+    return [verdict, first, first.partition(":")[0], *reservations]
+
+
+def _pairs(given: Sequence[str]) -> list[tuple[str, str]]:
+    found = [one.partition("=") for text in given for one in text.split("\n") if one]
+    if any(not key or not equals for key, equals, _ in found):
+        raise InvalidRequest("metadata must be KEY=VALUE, one a line", "metadata")
+    return [(key, value) for key, _, value in found]
 
 
 def _number(request: Request, name: str, default: int, most: int, least: int = 0) -> int:

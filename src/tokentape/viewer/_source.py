@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
+from tokentape.errors import NotFound
 from tokentape.store._base import Store
-from tokentape.store._listing import ListedPage, Listing, list_page, session_extent
+from tokentape.store._lineage import lineage_of
+from tokentape.store._listing import ListedPage, Listing, extents, list_page
 from tokentape.store._reads import StoredSession
-from tokentape.types import SessionInfo, Trajectory
+from tokentape.types import LineageEdge, SessionInfo, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class TurnNode:
     created_at: float | None = None
     reward: float | None = None
     digest: str | None = None
+    resumes: tuple[str, ...] = ()
+    """Why each call was aborted that another one continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,11 @@ class SessionView:
     """One per leaf, in order of commits."""
     stored: StoredSession | None = None
     """The record itself, with the messages; None for a file's."""
+    edges: tuple[LineageEdge, ...] = ()
+
+    def exported(self) -> Sequence[Trajectory]:
+        """Return the trajectories that `tokentape export` writes: without those that no client read."""
+        return self.trajectories if self.stored is None else self.stored.trajectories(edges=self.edges)
 
     def trajectory(self, leaf: int) -> Trajectory | None:
         """The trajectory that ends with this turn, if there is one."""
@@ -64,18 +74,29 @@ class StoreSource:
         with self._store.reading() as connection:
             return list_page(connection, wanted)
 
-    def version(self, session_id: str) -> tuple[str, str]:
-        """Return a session's owner and version."""
+    def versions(self, wanted: Listing) -> dict[str, tuple[str, str]]:
+        """Return by session its owner and version, newest first."""
         with self._store.reading() as connection:
-            owner, extent = session_extent(connection, session_id)
-        return owner, f"{extent.position}-{extent.turns}-{extent.last_reward}-{extent.last_column}-{extent.last_event}"
+            found = extents(connection, wanted)
+        return {
+            session_id: (owner, "-".join(map(str, astuple(extent)))) for session_id, (owner, extent) in found.items()
+        }
+
+    def version(self, session_id: str) -> tuple[str, str]:
+        """Return a session's owner and version. Raises `NotFound`."""
+        found = self.versions(Listing(session_ids=[session_id]))
+        if session_id not in found:
+            raise NotFound(f"there is no session {session_id!r}")
+        return found[session_id]
 
     def load(self, session_id: str) -> SessionView:
         """Return a session as it is recorded, its hash chain checked."""
         # The version first: if the session grows in between, the next look finds another one and loads it again.
         _, version = self.version(session_id)
         stored = self._store.load_session(session_id, per_token=True)
-        return SessionView(stored.info, version, _nodes(stored), tuple(stored.trajectories(unread=True)), stored)
+        edges = lineage_of(self._store, stored)
+        shown = tuple(stored.trajectories(unread=True, edges=edges))
+        return SessionView(stored.info, version, _nodes(stored), shown, stored, tuple(edges))
 
 
 def _nodes(stored: StoredSession) -> tuple[TurnNode, ...]:
@@ -95,6 +116,7 @@ def _nodes(stored: StoredSession) -> tuple[TurnNode, ...]:
             created_at=turn.created_at,
             reward=rewards.get(turn.seq),
             digest=turn.digest,
+            resumes=tuple(one.cause for one in turn.resumes),
         )
         for turn in stored.turns
     )

@@ -3,17 +3,24 @@
 import { Refused, getJson } from "./api.js";
 import { count, counted, fill, h, real, when } from "./dom.js";
 import { bindKeys } from "./keys.js";
-import { CAUSES } from "./tree.js";
+import { CAUSES, verdictBadge } from "./tree.js";
 
 const PAGE = 100;
 const REFRESH = 4000;
-/** Unasked, drift is measured of sessions with so many tokens together, and of each once. */
+/** Unasked, sessions with so many tokens together are measured; and so many more each time the list is loaded. */
 const MEASURED = 100000;
+const MORE = 20000;
 const AT_ONCE = 10;
+/** So many keys of the metadata are columns unless others are chosen. */
+const KEYS = 4;
 
+/** Name, heading, and the order that is sorted in first; null where the server has no order. */
 const COLUMNS = [
   ["session", "Session", "asc"],
   ["created", "Begun", "desc"],
+  ["verdict", "Verdict", null],
+  ["role", "Role", null],
+  ["weights", "Weights", null],
   ["turns", "Turns", "desc"],
   ["tokens", "Tokens", "desc"],
   ["sampled", "Sampled", "desc"],
@@ -23,19 +30,44 @@ const COLUMNS = [
   ["drift", "Drift", "desc"],
 ];
 
-const FILTERS = ["search", "fork", "reward_min", "reward_max"];
+const MEANINGS = {
+  verdict: "what is known of the branches: exact, forked and why, closed by the gateway, and reservations",
+  role: "by lineage: main, subagent or side call",
+  weights: "versions that sampled its turns",
+  drift: "sampled tokens that tokenizing their text again would change, as `tokentape drift` counts them",
+};
+
+const VERDICTS = ["exact", "forked", "closed", "captured", "captured with drift"];
+const RESERVATIONS = ["model unverified", "bridge unchecked", "bridge differs", "kept partial", "unread", "other logprobs", "supports not known", "logprobs not known"];
+const ROLES = ["main", "subagent", "side_call"];
+
+/** Those of the second row, folded in narrow windows. */
+const MORE_FILTERS = ["role", "weights", "fork", "reward_min", "reward_max", "from", "to"];
+const FILTERS = ["search", "verdict", "metadata", ...MORE_FILTERS];
+
+/** Ids in the order in which they were last listed: for going from session to session. */
+let listed = [];
+
+/** The id of the session that is so many further in the list; undefined at its ends. */
+export async function neighbour(id, by, signal) {
+  if (!listed.includes(id)) listed = (await getJson("sessions", { limit: 500 }, signal)).sessions.map((one) => one.session_id);
+  const at = listed.indexOf(id);
+  return at < 0 ? undefined : listed[at + by];
+}
 
 export async function showList(view) {
   const list = new ListPage(view);
   await list.open();
 }
 
+/** A value of the metadata as one reads it, and as a filter has it. */
+const written = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
 class ListPage {
   constructor(view) {
     this.view = view;
-    this.wanted = Object.fromEntries([...FILTERS, "sort", "order", "page"].map((name) => [name, view.query.get(name) ?? ""]));
+    this.wanted = Object.fromEntries([...FILTERS, "sort", "order", "page", "keys"].map((name) => [name, view.query.get(name) ?? ""]));
     this.left = MEASURED;
-    this.tried = new Set();
     this.wanted.sort ||= "created";
     this.wanted.order ||= "desc";
     document.title = "Sessions · Tokentape";
@@ -46,13 +78,22 @@ class ListPage {
     this.total = h("p", { class: "dim", "aria-live": "polite" });
     this.pager = h("nav", { class: "pager", "aria-label": "Pages" });
     this.heads = h("tr");
+    this.chips = h("span", { class: "chips" });
+    this.columns = h("div", { class: "menubox" });
     fill(
       this.view.main,
       h(
         "div",
         { class: "list" },
-        h("div", { class: "listhead" }, h("h1", {}, "Sessions"), this.total),
-        this.#filters(),
+        h(
+          "div",
+          { class: "listhead" },
+          h("h1", {}, "Sessions"),
+          this.total,
+          h("span", { class: "space" }),
+          h("details", { class: "menu" }, h("summary", {}, "Columns"), this.columns),
+        ),
+        this.view.about.exported ? h("div") : this.#filters(),
         h("div", { class: "tablebox", tabindex: "0", role: "region", "aria-label": "Sessions" }, h("table", {}, h("thead", {}, this.heads), this.body)),
         this.pager,
       ),
@@ -61,7 +102,7 @@ class ListPage {
       {
         title: "Sessions",
         keys: [
-          [["/"], "search", () => document.getElementById("search").focus()],
+          [["/"], "search", () => document.getElementById("search")?.focus()],
           [["j", "ArrowDown"], "next session", () => this.#move(1)],
           [["k", "ArrowUp"], "session before", () => this.#move(-1)],
           [["Enter"], "open"],
@@ -79,24 +120,57 @@ class ListPage {
   }
 
   #filters() {
-    const field = (name, attributes) =>
-      h("input", { id: name, value: this.wanted[name], oninput: (event) => this.#filter(name, event.target.value), ...attributes });
-    const causes = [["", "any"], ["any", "with a fork"], ["none", "without"], ...Object.keys(CAUSES).map((cause) => [cause, cause])];
+    const field = (name, label, attributes) => [
+      h("label", { for: name }, label),
+      h("input", { id: name, value: this.wanted[name], spellcheck: "false", oninput: (event) => this.#filter(name, event.target.value), ...attributes }),
+    ];
+    const select = (name, label, options) => [
+      h("label", { for: name }, label),
+      h(
+        "select",
+        { id: name, onchange: (event) => this.#filter(name, event.target.value) },
+        ...[["", "any"], ...options].map(([value, text]) => h("option", { value, selected: value === this.wanted[name] }, text ?? value)),
+      ),
+    ];
+    const several = (names) => names.map((name) => [name]);
+    const added = h("input", {
+      id: "metadata",
+      placeholder: "key=value, Enter",
+      spellcheck: "false",
+      onkeydown: (event) => {
+        if (event.key !== "Enter" || !/^[^=]+=/.test(event.target.value)) return;
+        this.#filterMetadata(event.target.value, true);
+        event.target.value = "";
+      },
+    });
     return h(
       "form",
       { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
-      h("label", { for: "search" }, "Search"),
-      field("search", { type: "search", placeholder: "id or metadata", spellcheck: "false" }),
-      h("label", { for: "fork" }, "Forks"),
       h(
-        "select",
-        { id: "fork", onchange: (event) => this.#filter("fork", event.target.value) },
-        ...causes.map(([value, text]) => h("option", { value, selected: value === this.wanted.fork }, text)),
+        "div",
+        {},
+        ...field("search", "Search", { type: "search", placeholder: "id or metadata" }),
+        ...select("verdict", "Verdict", several([...VERDICTS, ...RESERVATIONS])),
+        h("label", { for: "metadata" }, "Metadata"),
+        added,
+        this.chips,
       ),
-      h("label", { for: "reward_min" }, "Reward from"),
-      field("reward_min", { type: "number", step: "any", class: "short" }),
-      h("label", { for: "reward_max" }, "to"),
-      field("reward_max", { type: "number", step: "any", class: "short" }),
+      h(
+        "details",
+        { open: innerWidth > 1000 || MORE_FILTERS.some((name) => this.wanted[name]) },
+        h("summary", {}, "More filters"),
+        h(
+          "div",
+          {},
+          ...select("role", "Role", several(ROLES)),
+          ...field("weights", "Weights", { placeholder: "version", class: "short" }),
+          ...select("fork", "Forks", [["any", "with a fork"], ["none", "without"], ...several(Object.keys(CAUSES))]),
+          ...field("reward_min", "Reward from", { type: "number", step: "any", class: "short" }),
+          ...field("reward_max", "to", { type: "number", step: "any", class: "short" }),
+          ...field("from", "Begun from", { type: "date" }),
+          ...field("to", "to", { type: "date" }),
+        ),
+      ),
     );
   }
 
@@ -105,6 +179,15 @@ class ListPage {
     this.wanted.page = "";
     clearTimeout(this.typed);
     this.typed = setTimeout(() => this.#again(), 220);
+  }
+
+  #filterMetadata(pair, wanted) {
+    const others = this.#pairs().filter((one) => one !== pair);
+    this.#filter("metadata", [...others, ...(wanted ? [pair] : [])].join("\n"));
+  }
+
+  #pairs() {
+    return this.wanted.metadata.split("\n").filter(Boolean);
   }
 
   #sort(key, first) {
@@ -122,17 +205,24 @@ class ListPage {
   }
 
   #again() {
-    const query = new URLSearchParams(Object.entries(this.wanted).filter(([, value]) => value !== ""));
-    history.replaceState(null, "", `#/sessions?${query}`);
+    this.#tell();
     this.#load().catch(this.view.failed);
   }
 
+  #tell() {
+    const query = new URLSearchParams(Object.entries(this.wanted).filter(([, value]) => value !== ""));
+    history.replaceState(null, "", `#/sessions?${query}`);
+  }
+
   async #load() {
-    const { page, ...rest } = this.wanted;
+    const { page, keys, from, to, ...rest } = this.wanted;
     const asked = (this.asked = (this.asked ?? 0) + 1);
+    // From the first moment of a day to before the first of the next, where the reader is.
+    const day = (text, more) => text && new Date(`${text}T00:00`).setDate(new Date(`${text}T00:00`).getDate() + more) / 1000;
     let found;
     try {
-      found = await getJson("sessions", { ...rest, offset: this.#page * PAGE, limit: PAGE }, this.view.signal);
+      const query = { ...rest, since: day(from, 0), until: day(to, 1), offset: this.#page * PAGE, limit: PAGE };
+      found = await getJson("sessions", query, this.view.signal);
     } catch (error) {
       if (error instanceof Refused && error.status === 400) {
         this.total.textContent = error.message;
@@ -142,36 +232,56 @@ class ListPage {
     }
     if (asked !== this.asked) return;
     this.found = found;
+    listed = found.sessions.map((one) => one.session_id);
     this.#draw();
-    this.#measure(this.#unasked(found.sessions)).catch(this.view.failed);
+    clearTimeout(this.going);
+    if (found.measured < found.of) this.going = setTimeout(() => this.#load().catch(this.view.failed), 200);
+    else this.#measure(this.#unasked(found.sessions)).catch(this.view.failed);
   }
 
   /** The sessions to measure unasked: it is the gateway's time. */
   #unasked(sessions) {
+    this.left = Math.min(MEASURED, this.left + MORE);
     return sessions.filter((one) => {
-      if (one.drift !== null || this.tried.has(one.session_id) || one.tokens > this.left) return false;
+      if (one.measures !== null || one.tokens > this.left) return false;
       this.left -= one.tokens;
-      this.tried.add(one.session_id);
       return true;
     });
   }
 
+  /** Keys of the metadata on this page, most frequent first. */
+  #keys() {
+    const times = new Map();
+    for (const { metadata } of this.found.sessions) for (const key of Object.keys(metadata)) times.set(key, (times.get(key) ?? 0) + 1);
+    return [...times.keys()].sort((a, b) => times.get(b) - times.get(a));
+  }
+
+  #shownKeys() {
+    return this.wanted.keys ? this.wanted.keys.split(",").filter((key) => key !== "-").map(decodeURIComponent) : this.#keys().slice(0, KEYS);
+  }
+
   #draw() {
-    const { total, measured, sessions } = this.found;
+    const { total, measured, of, sessions } = this.found;
     const filtered = FILTERS.some((name) => this.wanted[name]);
     this.total.textContent =
       `${counted(total, "session")}${filtered ? " found" : ""}` +
-      (this.wanted.sort === "drift" ? `: those whose drift was measured, ${count(measured)} so far` : "");
-    fill(this.heads, ...COLUMNS.map((column) => this.#head(column)));
+      (of === undefined ? "" : measured < of ? `, among ${count(measured)} of ${count(of)} measured so far` : `, among the ${count(of)} newest`);
+    const keys = this.#shownKeys();
+    fill(this.heads, ...COLUMNS.map((column) => this.#head(column)), ...keys.map((key) => h("th", { scope: "col", class: "key" }, h("bdi", {}, key))));
     const focused = document.activeElement?.closest?.("tr")?.dataset.id;
-    fill(this.body, ...sessions.map((one) => this.#line(one)));
+    fill(this.body, ...sessions.map((one) => this.#line(one, keys)));
     if (focused) this.body.querySelector(`tr[data-id="${CSS.escape(focused)}"] a`)?.focus({ preventScroll: true });
-    if (!sessions.length) fill(this.body, h("tr", {}, h("td", { colspan: COLUMNS.length, class: "empty" }, filtered ? "No session is like that." : "No session is recorded yet.")));
+    if (!sessions.length) fill(this.body, h("tr", {}, h("td", { colspan: COLUMNS.length + keys.length, class: "empty" }, filtered ? "No session is like that." : "No session is recorded yet.")));
+    this.#drawColumns(keys);
+    fill(
+      this.chips,
+      ...this.#pairs().map((pair) => h("button", { class: "chip", onclick: () => this.#filterMetadata(pair, false), "aria-label": `Remove ${pair}` }, h("bdi", {}, pair), " ✕")),
+    );
     const pages = Math.ceil(total / PAGE);
     const button = (page, text) => h("button", { disabled: page < 0 || page >= pages, onclick: () => this.#toPage(page) }, text);
     fill(
       this.pager,
-      ...(pages > 1
+      ...(pages > 1 && !this.view.about.exported
         ? [
             button(0, "« first"),
             button(this.#page - 1, "‹ before"),
@@ -183,64 +293,93 @@ class ListPage {
     );
   }
 
+  /** The keys of the metadata that can be columns. Left alone while somebody is in it. */
+  #drawColumns(shown) {
+    if (this.columns.contains(document.activeElement)) return;
+    const known = [...new Set([...this.#keys(), ...shown])].slice(0, 200);
+    const choose = (key, on) => {
+      const chosen = this.#shownKeys().filter((one) => one !== key);
+      if (on) chosen.push(key);
+      this.wanted.keys = chosen.map(encodeURIComponent).join(",") || "-";
+      this.#tell();
+      this.#draw();
+    };
+    fill(
+      this.columns,
+      h("span", { class: "dim" }, known.length ? "Keys of the metadata" : "These sessions have no metadata."),
+      ...known.map((key) => h("label", {}, h("input", { type: "checkbox", checked: shown.includes(key), onchange: (event) => choose(key, event.target.checked) }), h("bdi", {}, key))),
+    );
+  }
+
   #head([key, text, first]) {
     const sorted = this.wanted.sort === key;
     const arrow = sorted ? (this.wanted.order === "desc" ? " ↓" : " ↑") : "";
+    const fixed = first === null || this.view.about.exported || (key === "drift" && !this.view.about.text);
     return h(
       "th",
-      { scope: "col", class: key, "aria-sort": sorted ? (this.wanted.order === "desc" ? "descending" : "ascending") : null },
-      key === "drift" && !this.view.about.text
-        ? text
-        : h("button", { class: "sort", onclick: () => this.#sort(key, first), title: key === "drift" ? "trained tokens that tokenizing the text again would change" : null }, `${text}${arrow}`),
+      { scope: "col", class: key, "aria-sort": sorted && !fixed ? (this.wanted.order === "desc" ? "descending" : "ascending") : null, title: MEANINGS[key] },
+      fixed ? text : h("button", { class: "sort", onclick: () => this.#sort(key, first) }, `${text}${arrow}`),
     );
   }
 
-  #line(one) {
+  #line(one, keys) {
     const metadata = JSON.stringify(one.metadata);
-    const drift = h("td", { class: "number drift" });
-    this.#drawDrift(drift, one);
-    return h(
+    const cell = (name, ...content) => h("td", { class: name }, ...content);
+    const row = h(
       "tr",
       { "data-id": one.session_id, onclick: (event) => this.#opened(event, one.session_id) },
-      h(
-        "td",
-        { class: "session" },
-        h("a", { href: `#/session/${encodeURIComponent(one.session_id)}` }, one.session_id),
-        metadata !== "{}" && h("span", { class: "metadata", title: metadata }, metadata.length > 160 ? `${metadata.slice(0, 160)}…` : metadata),
-      ),
-      h("td", { class: "time" }, when(one.created_at)),
-      h("td", { class: "number" }, count(one.turns)),
-      h("td", { class: "number" }, count(one.tokens)),
-      h("td", { class: "number" }, count(one.sampled_tokens)),
-      h("td", { class: "number" }, real(one.reward)),
-      h("td", { class: "number" }, one.forks ? h("span", { class: "badge fork" }, `↳ ${count(one.forks)}`) : "0"),
-      h("td", { class: "number" }, one.aborted ? h("span", { class: "badge bad" }, `✕ ${count(one.aborted)}`) : "0"),
-      drift,
+      h("td", { class: "session", title: metadata === "{}" ? null : metadata.slice(0, 2000) }, h("a", { href: `#/session/${encodeURIComponent(one.session_id)}` }, one.session_id)),
+      cell("created time", when(one.created_at)),
+      cell("verdict"),
+      cell("role"),
+      cell("weights"),
+      cell("turns number", count(one.turns)),
+      cell("tokens number", count(one.tokens)),
+      cell("sampled number", count(one.sampled_tokens)),
+      cell("reward number", real(one.reward)),
+      cell("forks number", one.forks ? h("span", { class: "badge fork" }, `↳ ${count(one.forks)}`) : "0"),
+      cell("aborted number", one.aborted ? h("span", { class: "badge bad" }, `✕ ${count(one.aborted)}`) : "0"),
+      cell("drift number"),
+      ...keys.map((key) => cell("key", key in one.metadata && this.#value(key, written(one.metadata[key])))),
     );
+    this.#drawMeasures(row, one);
+    return row;
   }
 
-  #drawDrift(cell, one) {
-    if (one.drift) {
-      const { changed_tokens: changed, tokens } = one.drift;
-      const kinds = Object.entries(one.drift.classes).map(([kind, times]) => `${kind} ${times}`);
-      fill(cell, changed ? h("span", { class: "badge drift", title: kinds.join(", ") }, `≠ ${count(changed)} of ${count(tokens)}`) : h("span", { class: "dim" }, "none"));
-    } else if (this.view.about.text) {
-      fill(cell, h("button", { class: "quiet", onclick: () => this.#measure([one]).catch(this.view.failed), "aria-label": `Measure the drift of ${one.session_id}` }, "measure"));
-    } else {
-      fill(cell, "–");
+  #value(key, value) {
+    const text = h("bdi", { class: "metadata", title: value.slice(0, 2000) }, value.length > 60 ? `${value.slice(0, 60)}…` : value);
+    if (this.view.about.exported || value.length > 200) return text;
+    return h("button", { class: "quiet", onclick: () => this.#filterMetadata(`${key}=${value}`, true), "aria-label": `Only ${key} = ${value}` }, text);
+  }
+
+  #drawMeasures(row, one) {
+    const put = (name, ...content) => fill(row.querySelector(`td.${name}`), ...content);
+    if (!one.measures) {
+      const measure = () => this.#measure([one]).catch(this.view.failed);
+      put("drift", this.view.about.exported ? "–" : h("button", { class: "quiet", onclick: measure, "aria-label": `Measure ${one.session_id}` }, "measure"));
+      return;
     }
+    const { verdicts, roles, weights, drift } = one.measures;
+    const [first, ...others] = [...new Set(verdicts)];
+    put("verdict", first && verdictBadge(first), others.length > 0 && h("span", { class: "dim", title: others.join("\n") }, ` +${others.length}`));
+    put("role", h("span", { class: roles.length > 1 || roles[0] !== "main" ? "" : "dim" }, roles.join(", ").replaceAll("_", " ") || "–"));
+    put("weights", h("bdi", { title: weights.join("\n") }, weights.length > 1 ? `${weights[0]} … ${weights.at(-1)}` : (weights[0] ?? "–")));
+    if (drift === null) return void put("drift", this.view.about.text ? h("span", { class: "dim", title: "the tokenizer lacks an id of it" }, "–") : "–");
+    const { changed_tokens: changed, tokens } = drift;
+    const kinds = Object.entries(drift.classes).map(([kind, times]) => `${kind} ${times}`);
+    put("drift", changed ? h("span", { class: "badge drift", title: kinds.join(", ") }, `≠ ${count(changed)} of ${count(tokens)}`) : h("span", { class: "dim" }, "none"));
   }
 
   async #measure(sessions) {
-    if (!this.view.about.text) return;
+    if (this.view.about.exported) return;
     const page = this.found;
     for (let at = 0; at < sessions.length && page === this.found; at += AT_ONCE) {
       const some = sessions.slice(at, at + AT_ONCE);
-      const { drift } = await getJson("drift", { ids: some.map((one) => one.session_id).join(",") }, this.view.signal);
+      const { measures } = await getJson("measures", { ids: some.map((one) => one.session_id).join(",") }, this.view.signal);
       for (const one of some) {
-        one.drift = drift[one.session_id] ?? null;
-        const cell = this.body.querySelector(`tr[data-id="${CSS.escape(one.session_id)}"] .drift`);
-        if (cell && one.drift) this.#drawDrift(cell, one);
+        one.measures = measures[one.session_id] ?? null;
+        const row = this.body.querySelector(`tr[data-id="${CSS.escape(one.session_id)}"]`);
+        if (row && one.measures) this.#drawMeasures(row, one);
       }
     }
   }
@@ -256,14 +395,17 @@ class ListPage {
     links[Math.max(0, Math.min(links.length - 1, here < 0 ? 0 : here + by))]?.focus();
   }
 
-  /** Newer sessions appear while the newest are shown; orders that cost more are left as they are. */
+  /** What is recorded meanwhile appears; an order or a filter that takes longer is asked for less often. */
   #watch() {
     if (!this.view.about.grows) return;
     const look = async () => {
       if (this.view.signal.aborted) return;
-      const cheap = this.wanted.sort === "created" && this.wanted.order === "desc" && this.#page === 0;
+      let took = 0;
       try {
-        if (cheap && document.visibilityState === "visible" && !this.body.querySelector("button:focus")) await this.#load();
+        const begun = performance.now();
+        const busy = this.body.querySelector("button:focus") || this.found?.measured < this.found?.of;
+        if (document.visibilityState === "visible" && !busy) await this.#load();
+        took = performance.now() - begun;
       } catch (error) {
         if (error.name === "AbortError") return;
         if (error instanceof Refused && error.status === 401) {
@@ -271,9 +413,12 @@ class ListPage {
           return;
         }
       }
-      this.timer = setTimeout(look, REFRESH);
+      this.timer = setTimeout(look, Math.max(REFRESH, 20 * took));
     };
     this.timer = setTimeout(look, REFRESH);
-    this.view.signal.addEventListener("abort", () => clearTimeout(this.timer));
+    this.view.signal.addEventListener("abort", () => {
+      clearTimeout(this.timer);
+      clearTimeout(this.going);
+    });
   }
 }

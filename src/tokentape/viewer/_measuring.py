@@ -1,0 +1,197 @@
+"""Measure sessions for lists and for the page of a run: verdicts, roles, rewards, drift, and what each weights did.
+
+A session is loaded once per version of it. The numbers come from the functions that `tokentape drift` and `tokentape
+export` use, over the trajectories that `export` writes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from tokentape.audit._drift.meter import RowMeter
+from tokentape.audit._id_rows import trajectory_rows
+from tokentape.audit._numbers import NumbersTally
+from tokentape.audit._tokendiff import ARTIFACTS
+from tokentape.errors import InvalidRequest, NotFound
+from tokentape.types import SessionInfo, Trajectory
+from tokentape.viewer._comparing import RecordReader
+from tokentape.viewer._file_source import ViewerSource
+from tokentape.viewer._source import SessionView, TurnNode
+
+TRAINER_LOGPROBS = "trainer_logprobs"
+"""The column that a trainer annotates with its own logprobs: importance ratios are computed from it."""
+
+_MOST_KEPT = 100_000
+
+
+@dataclass(slots=True)
+class WeightsTally:
+    """Counts over the turns of which one version of the weights sampled the first token."""
+
+    turns: int = 0
+    sampled_tokens: int = 0
+    ended: int = 0
+    """Turns of which it is known why they ended, without aborted ones."""
+    truncated: int = 0
+    """Of these, turns that ended by the token budget."""
+    forks: Counter[str] = field(default_factory=Counter)
+    aborts: Counter[str] = field(default_factory=Counter)
+    resumes: Counter[str] = field(default_factory=Counter)
+    times: list[tuple[float, int]] = field(default_factory=list)
+    """When the first and the last turn were recorded, with their sampled tokens; empty where that is not recorded."""
+    drift_tokens: int = 0
+    drift_changed: int = 0
+    ratio: NumbersTally = field(default_factory=NumbersTally)
+
+    def add(self, turn: TurnNode) -> None:
+        aborted = turn.finish_reason == "abort"
+        self.turns += 1
+        self.sampled_tokens += turn.sampled_tokens
+        self.ended += turn.finish_reason is not None and not aborted
+        self.truncated += turn.finish_reason == "length"
+        self.forks.update([turn.fork] if turn.fork else [])
+        self.aborts.update([turn.abort_cause or "unknown"] if aborted else [])
+        self.resumes.update(turn.resumes)
+        if turn.created_at is not None:
+            self._add_times([(turn.created_at, turn.sampled_tokens)])
+
+    def merge(self, other: WeightsTally) -> None:
+        for name in ("turns", "sampled_tokens", "ended", "truncated", "drift_tokens", "drift_changed"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("forks", "aborts", "resumes"):
+            getattr(self, name).update(getattr(other, name))
+        self._add_times(other.times)
+        self.ratio.merge(other.ratio)
+
+    def _add_times(self, times: Iterable[tuple[float, int]]) -> None:
+        every = sorted([*self.times, *times])
+        self.times = [every[0], every[-1]] if every else []
+
+
+@dataclass(frozen=True, slots=True)
+class SessionMeasures:
+    """A session in numbers, as it was in one version of it."""
+
+    info: SessionInfo
+    version: str
+    verdicts: tuple[str, ...]
+    """One per trajectory that `export` writes."""
+    roles: tuple[str, ...]
+    """Of these trajectories, each role once; empty for those of a file without roles."""
+    reward: float | None
+    """Mean over the trajectories that train a token and have a reward, as in GRPO's advantages."""
+    sampled_tokens: int
+    drift: Mapping[str, Any] | None
+    """None without a tokenizer, or with one that lacks an id."""
+    weights: Mapping[str, WeightsTally]
+    """By version, in the order of turns."""
+
+    def shown(self) -> dict[str, Any]:
+        """Return what a list shows."""
+        return {"verdicts": self.verdicts, "roles": self.roles, "weights": list(self.weights), "drift": self.drift}
+
+
+class Measures:
+    """Measures of sessions, kept until a session has changed. Methods block, and may be called from any thread."""
+
+    def __init__(self, source: ViewerSource, reader: RecordReader) -> None:
+        self._source, self._reader = source, reader
+        self._known: dict[str, SessionMeasures] = {}
+        self._lock = Lock()
+
+    @cached_property
+    def _meter(self) -> RowMeter | None:
+        return None if self._reader.tokenizer is None else RowMeter(self._reader.tokenizer)
+
+    def known(self, session_id: str, version: str) -> SessionMeasures | None:
+        """Return the measures of a session in this version, None if they were not taken."""
+        found = self._known.get(session_id)
+        return found if found is not None and found.version == version else None
+
+    def measured(
+        self, versions: Mapping[str, tuple[str, str]], seconds: float | None = None
+    ) -> dict[str, SessionMeasures]:
+        """Return the measures of sessions; of those not yet measured only as many as can be within so many seconds."""
+        until = None if seconds is None else time.monotonic() + seconds
+        found = {}
+        for session_id, (_, version) in versions.items():
+            one = self.known(session_id, version)
+            if one is None and (until is None or time.monotonic() < until):
+                one = self._measure(session_id, version)
+            if one is not None:
+                found[session_id] = one
+        return found
+
+    def _measure(self, session_id: str, version: str) -> SessionMeasures | None:
+        with self._lock:
+            known = self.known(session_id, version)
+            if known is not None:
+                return known
+            try:
+                found = self._measures_of(self._source.load(session_id))
+            except NotFound:
+                return None
+            self._known[session_id] = found
+            if len(self._known) > _MOST_KEPT:
+                self._known.pop(next(iter(self._known)))
+            return found
+
+    def _measures_of(self, view: SessionView) -> SessionMeasures:
+        exported = view.exported()
+        weights: dict[str, WeightsTally] = {}
+        for turn in view.turns:
+            weights.setdefault(turn.weight_version, WeightsTally()).add(turn)
+        for one in exported:
+            _add_ratios(weights, one)
+        drift = self._drift(view, exported, weights)
+        rewards = [one.reward for one in exported if one.reward is not None and one.loss_mask.any()]
+        return SessionMeasures(
+            info=view.info,
+            version=view.version,
+            verdicts=tuple(one.verdict for one in exported),
+            roles=tuple(dict.fromkeys(one.role for one in exported if one.role)),
+            reward=float(np.mean(rewards)) if rewards else None,
+            sampled_tokens=sum(turn.sampled_tokens for turn in view.turns),
+            drift=drift,
+            weights=weights,
+        )
+
+    def _drift(
+        self, view: SessionView, exported: Iterable[Trajectory], weights: Mapping[str, WeightsTally]
+    ) -> dict[str, Any] | None:
+        if self._meter is None:
+            return None
+        tokens = changed = 0
+        classes: Counter[str] = Counter()
+        try:
+            rows = list(self._meter.measure(trajectory_rows(exported, {})))
+        except InvalidRequest:
+            # The tokenizer lacks an id: the record is of another model.
+            return None
+        for row in rows:
+            for (dimension, version), many in row.counts.items():
+                if dimension == "weights":
+                    weights[version].drift_tokens += many
+                    weights[version].drift_changed += row.changed[dimension, version]
+                    tokens, changed = tokens + many, changed + row.changed[dimension, version]
+            classes.update(ARTIFACTS[artifact].kind for artifact, *_ in row.stretches)
+        return {"tokens": tokens, "changed_tokens": changed, "classes": dict(classes)}
+
+
+def _add_ratios(weights: Mapping[str, WeightsTally], one: Trajectory) -> None:
+    """Add the trainer's logprobs minus the recorded ones, of the trained tokens that have both."""
+    trainers = one.columns.get(TRAINER_LOGPROBS)
+    if trainers is None:
+        return
+    spans = zip(one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True)
+    for version, (start, end) in zip(one.weight_versions, spans, strict=True):
+        apart = (trainers[start:end].astype(np.float64) - one.logprobs[start:end])[one.loss_mask[start:end]]
+        weights[version].ratio.add(apart[~np.isnan(apart)])

@@ -1,0 +1,165 @@
+"""Measures of sessions against slow references: `measure_drift`, `assemble`, and loops over the record."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.records import SETUP, make_turn
+from tokentape.audit._drift.meter import measure_drift
+from tokentape.audit._id_rows import store_rows
+from tokentape.audit._numbers import NumbersTally, logprob_numbers
+from tokentape.chat._renderer import Renderer
+from tokentape.store import SqliteStore
+from tokentape.store._listing import Listing
+from tokentape.training import assemble
+from tokentape.types import Reward, SessionInfo, Turn, TurnColumn
+from tokentape.viewer._comparing import RecordReader
+from tokentape.viewer._measuring import Measures, SessionMeasures, WeightsTally
+from tokentape.viewer._source import StoreSource
+
+SESSIONS = 12
+WORDS = ("Let", "me", "look", "up", "what", "pears", "cost", "here")
+
+
+@pytest.fixture
+def measures(store: SqliteStore, renderer: Renderer) -> Measures:
+    """Of sessions with drift, forks, aborts, truncation, rewards and a trainer's logprobs, by three weights."""
+    asyncio.run(_fill(store, renderer))
+    return Measures(StoreSource(store, "store"), RecordReader(renderer.tokenizer, renderer))
+
+
+async def _fill(store: SqliteStore, renderer: Renderer) -> None:
+    encode, rng = renderer.tokenizer.encode_plain, np.random.default_rng(3)
+    await store.write(SETUP)
+    for n in range(SESSIONS):
+        name = f"s{n:02}"
+        turns: list[Turn] = []
+        for seq in range(3):
+            words = [word for word in WORDS if rng.random() < 0.8] or ["No"]
+            ids = [i for word in words for part in ([word] if rng.random() < 0.7 else word) for i in encode(part)]
+            changes: dict[str, Any] = {"weight_version": f"step-{(n + seq) // 5}"}
+            if seq == 1 and n % 4 == 1:
+                changes |= {"finish_reason": "abort", "abort_cause": "client_left", "stop": None}
+            elif seq == 2 and n % 3 == 0:
+                changes |= {"finish_reason": "length", "stop": None}
+            if seq == 2 and n % 4 == 1:
+                changes |= {"fork": "sibling"}
+            parent = None if seq == 0 else turns[0 if n % 4 == 1 else seq - 1]
+            logprobs = -rng.exponential(1.0, len(ids)).astype(np.float32)
+            more: dict[str, Any] = {
+                "completion_ids": np.array(ids, np.int32),
+                "logprobs": logprobs,
+                "created_at": 100.0 * n + 7 * seq,
+            }
+            added: dict[str, Any] = {"added_ids": np.array(encode("hi"), np.int32)}
+            added["added_provenance"] = np.full(len(added["added_ids"]), 4, np.uint8)
+            turns.append(make_turn(name, seq, parent, **added, **more, **changes))
+        columns = [
+            TurnColumn(name, one.seq, "trainer_logprobs", one.logprobs + np.float32(0.1 * (one.seq + n % 3)), 1.0)
+            for one in turns[: n % 4]
+        ]
+        rewards = [Reward(name, None, float(n % 2), 9.0)] if n % 5 else []
+        await store.write(SessionInfo(name, 1.0 + n, {"task": f"t{n % 4}"}), *turns, *columns, *rewards)
+
+
+def all_of(measures: Measures, store: SqliteStore) -> dict[str, SessionMeasures]:
+    return measures.measured(StoreSource(store, "").versions(Listing(limit=100)))
+
+
+def merged(found: dict[str, SessionMeasures]) -> dict[str, WeightsTally]:
+    tallies: dict[str, WeightsTally] = {}
+    for one in found.values():
+        for version, tally in one.weights.items():
+            tallies.setdefault(version, WeightsTally()).merge(tally)
+    return tallies
+
+
+def test_drift_is_what_the_command_counts(measures: Measures, store: SqliteStore, renderer: Renderer) -> None:
+    report = measure_drift(store_rows(store), renderer.tokenizer)
+    found = all_of(measures, store)
+    told = [one.drift for one in found.values() if one.drift is not None]
+    assert len(told) == SESSIONS
+    assert sum(one["changed_tokens"] for one in told) == report.tokens.changed > 0
+    assert sum(one["tokens"] for one in told) == report.tokens.total
+    by_weights = {one.value: one.tokens for one in report.strata if one.dimension == "weights"}
+    assert {version: (one.drift_changed, one.drift_tokens) for version, one in merged(found).items()} == {
+        version: (rate.changed, rate.total) for version, rate in by_weights.items()
+    }
+
+
+def test_turns_are_counted_by_their_weights(measures: Measures, store: SqliteStore) -> None:
+    turns = [turn for stored in store.iter_sessions() for turn in stored.turns]
+    for version, one in merged(all_of(measures, store)).items():
+        mine = [turn for turn in turns if turn.weight_version == version]
+        aborted = [turn for turn in mine if turn.finish_reason == "abort"]
+        assert one.turns == len(mine)
+        assert one.sampled_tokens == sum(len(turn.completion_ids) for turn in mine)
+        assert one.ended == len(mine) - len(aborted)
+        assert one.truncated == sum(turn.finish_reason == "length" for turn in mine)
+        assert one.aborts["client_left"] == len(aborted)
+        assert one.forks["sibling"] == sum(turn.fork == "sibling" for turn in mine)
+        assert [at for at, _ in one.times] == [min(t.created_at for t in mine), max(t.created_at for t in mine)]
+
+
+def test_rewards_and_verdicts_are_those_of_samples(measures: Measures, store: SqliteStore) -> None:
+    exported = [one for stored in store.iter_sessions() for one in stored.trajectories()]
+    samples = assemble(exported, group="task").samples
+    for session_id, one in all_of(measures, store).items():
+        rewards = [sample.reward for sample in samples if sample.session_id == session_id]
+        assert one.reward == (None if None in rewards else pytest.approx(np.mean(np.array(rewards, float))))
+        assert list(one.verdicts) == [other.verdict for other in exported if other.session_id == session_id]
+
+
+def test_ratios_are_those_of_the_column(measures: Measures, store: SqliteStore) -> None:
+    apart: dict[str, list[Any]] = {}
+    for stored in store.iter_sessions(per_token=True):
+        values = {one.turn: one.values for one in stored.columns}
+        for turn in stored.turns:
+            if turn.seq in values and turn.finish_reason != "abort":
+                difference = values[turn.seq].astype(np.float64) - turn.logprobs
+                apart.setdefault(turn.weight_version, []).append(difference)
+    found = merged(all_of(measures, store))
+    assert set(apart) == {version for version, one in found.items() if one.ratio.numbers().tokens}
+    for version, differences in apart.items():
+        together, expected = np.concatenate(differences), logprob_numbers(differences)
+        numbers = found[version].ratio.numbers()
+        assert numbers.tokens == len(together)
+        assert numbers.k3 == pytest.approx(expected.k3)
+        assert numbers.ess_tokens == pytest.approx(
+            np.exp(together).sum() ** 2 / (np.exp(2 * together).sum() * len(together))
+        )
+        assert found[version].ratio.mean_ratio() == pytest.approx(np.exp(together).mean())
+
+
+def test_merged_tallies_are_those_of_everything() -> None:
+    parts = [np.array([0.5, -2.0]), np.array([60.0, 61.0]), np.array([-800.0]), np.array([np.nan])]
+    whole, merged = NumbersTally(), NumbersTally()
+    for part in parts:
+        one = NumbersTally()
+        one.add(part)
+        merged.merge(one)
+        whole.add(part)
+    assert merged.numbers() == whole.numbers()
+
+
+def test_what_time_does_not_suffice_for_is_left(measures: Measures, store: SqliteStore) -> None:
+    versions = StoreSource(store, "").versions(Listing(limit=100))
+    assert measures.measured(versions, 0.0) == {}
+    some = dict(list(versions.items())[:3])
+    assert set(measures.measured(some)) == set(some)
+    # What is known takes no time.
+    assert set(measures.measured(versions, 0.0)) == set(some)
+
+
+def test_without_a_tokenizer_there_is_no_drift(store: SqliteStore, measures: Measures) -> None:
+    (one,) = (
+        Measures(StoreSource(store, ""), RecordReader())
+        .measured(StoreSource(store, "").versions(Listing(session_ids=["s01"])))
+        .values()
+    )
+    assert one.drift is None
+    assert one.verdicts == ("forked: sibling",)
