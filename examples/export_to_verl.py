@@ -1,6 +1,6 @@
 """Export recorded sessions to the tensors of a verl `DataProto`, without installing verl.
 
-    pip install "tokentape[demo]"
+    pip install "tokentape[demo,parquet]"
     python examples/export_to_verl.py
 
 The example records four sessions of one task on the tiny model, exports them to Parquet, and reads them back as a

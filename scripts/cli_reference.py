@@ -5,6 +5,7 @@ python scripts/cli_reference.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def _sections(group: TyperGroup, name: str) -> Iterator[str]:
 def _section(command: Any, name: str) -> str:
     context = Context(command, info_name=name, terminal_width=100, max_content_width=100)
     usage = " ".join([name, *command.collect_usage_pieces(context)])
-    usage = usage.replace("{", "").replace("}", "")
+    # The same for all releases of typer that the project takes: they show types and repetitions differently.
+    usage = usage.translate({ord(one): None for one in "{}"}).replace("...", "").replace("[[", "[").replace("]]", "]")
     lines = [f"\n## {name}\n", _paragraphs(command.help or ""), f"```console\n$ {usage}\n```\n"]
     rows = [record for one in command.get_params(context) if (record := _row(one, context))]
     if rows:
@@ -67,7 +69,11 @@ def _row(parameter: Any, context: Context) -> str | None:
     record = parameter.get_help_record(context)
     if record is None or record[0] in ("--help", "-h, --help"):
         return None
-    return f"| `{_cell(record[0])}` | {_cell(record[1])} |\n"
+    name = record[0].replace("<directory>", "<dir>")
+    if parameter.param_type_name == "argument":
+        name = re.sub(r" <[\w\[\]]+>$", "", name)
+    name = re.sub(r"<list\[(\w+)\]>$", lambda kind: f"<{kind[1].lower()}>", name)
+    return f"| `{_cell(name)}` | {_cell(record[1])} |\n"
 
 
 def _paragraphs(text: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tokentape._session.arrow import read_parquet
+from tokentape._session.files import read_trajectories
 from tokentape.demo import findings
 from tokentape.demo.findings import DemoReport, new_directory, replay
 from tokentape.demo.report import print_report
@@ -37,7 +37,7 @@ def test_half_is_greedy_and_half_of_each_is_streamed(report: DemoReport) -> None
 
 
 def test_the_file_holds_every_session_with_its_reward(report: DemoReport) -> None:
-    found = read_parquet(report.parquet)
+    found = read_trajectories(report.trajectories_file)
     assert len(found) == report.trajectories
     assert {one.session_id for one in found} == {"demo-00", "demo-01", "demo-02", "demo-03"}
     assert sum(one.reward or 0.0 for one in found) == sum(group.solved for group in report.groups)
@@ -56,7 +56,7 @@ def test_the_report_fits_80_columns_and_names_the_file(report: DemoReport) -> No
     printed = io.StringIO()
     print_report(report, Console(file=printed, width=80))
     lines = printed.getvalue().splitlines()
-    assert f"  {report.parquet}" in lines
+    assert f"  {report.trajectories_file}" in lines
     assert max(len(line) for line in lines if str(report.directory) not in line) <= 80
     assert f"  0 of {report.turns} turns differ in prompt, sampled ids or logprobs; verify: 0 findings" in lines
 
@@ -76,7 +76,7 @@ def test_the_recorded_run_is_exact_and_drifts(tmp_path: Path) -> None:
     assert report.exact
     assert [(g.temperature, g.sessions, g.streamed) for g in report.groups] == [(0.0, 8, 4), (1.0, 8, 4)]
     assert sum(group.drift.changed_tokens for group in report.groups) > 0
-    assert len(read_parquet(report.parquet)) == report.trajectories
+    assert len(read_trajectories(report.trajectories_file)) == report.trajectories
 
 
 def test_a_recorded_call_that_the_engine_did_not_log_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

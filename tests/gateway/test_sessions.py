@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,15 @@ def test_trajectories_as_json_and_parquet_are_those_of_the_record(
         np.testing.assert_array_equal(other.logprobs, kept.logprobs)
         assert one["reward"] == other.reward == kept.reward == 0.25
         assert one["verdict"] == other.verdict == kept.verdict
+
+
+def test_a_gateway_without_pyarrow_refuses_parquet_only(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_branches(http)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    refused = http.get("/sessions/s/trajectories", headers={"accept": PARQUET})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_parameter")
+    assert "pip install 'tokentape[parquet]'" in refused.json()["error"]["message"]
+    assert len(http.get("/sessions/s/trajectories").json()["data"]) == 2
 
 
 def test_one_leaf_can_be_asked_for(http: httpx2.Client) -> None:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,8 @@ from tokentape._session.arrow import (
     trajectory_schema,
     write_parquet,
 )
-from tokentape.errors import InvalidRequest
+from tokentape._session.files import read_trajectories, write_trajectories
+from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.types import TokenRows, Trajectory
 
 
@@ -246,6 +248,18 @@ def test_a_file_that_is_not_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.parquet").write_bytes(b"no parquet at all")
     with pytest.raises(InvalidRequest, match="not a Parquet file"):
         read_parquet(tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_without_pyarrow_only_parquet_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    one, path = make_trajectory(), tmp_path / f"t.{suffix}"
+    write_trajectories([one], path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    for use in (lambda: write_trajectories([one], path), lambda: read_trajectories(path)):
+        refused = pytest.raises(UnsupportedParameter, match=r"pip install 'tokentape\[parquet\]'")
+        with refused if suffix == "parquet" else nullcontext():
+            use()
 
 
 def test_importing_the_module_leaves_pyarrow_alone() -> None:

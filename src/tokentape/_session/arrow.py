@@ -5,7 +5,7 @@ One row per trajectory with the columns of `fields`: those per token, `loss_mask
 it costs a bit per token, and `datasets` hands it out as a bool tensor that multiplies a loss as it stands. The version
 and the names of the provenance codes are in the file's key-value metadata.
 
-`pyarrow` is imported on first use.
+`pyarrow` (extra `parquet`) is imported on first use.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
 from tokentape._canonical import canonical_json
 from tokentape._session.fields import COLUMN_PREFIX, PAYLOAD_PREFIX, TRAJECTORIES, FileField, Layout
-from tokentape.errors import InvalidRequest
+from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.types import Provenance, Trajectory
 
 if TYPE_CHECKING:
@@ -39,6 +40,18 @@ ROW_GROUP_ROWS = 1000
 
 Sink: TypeAlias = str | Path | IO[bytes]
 """Where to write: a path, or a binary file object."""
+
+
+def parquet_library() -> ModuleType:
+    """Return `pyarrow.parquet`. Raises `UnsupportedParameter` with the command that installs it."""
+    try:
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError:
+        raise UnsupportedParameter(
+            "Parquet needs pyarrow, which is not installed; run: pip install 'tokentape[parquet]', or use JSON lines "
+            "(a file named .jsonl)"
+        ) from None
+    return cast(ModuleType, pq)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +161,7 @@ def write_parquet(
 
     Raises `InvalidRequest` if a trajectory has a column or payload that `extra` doesn't name.
     """
-    import pyarrow.parquet as pq
-
+    pq = parquet_library()
     if extra is None:
         extra = extra_names(trajectories) if isinstance(trajectories, Sequence) else ExtraNames()
     written = 0
@@ -223,12 +235,12 @@ def read_rows(source: Path, columns: Collection[str]) -> Iterator[dict[str, Any]
 
 def open_parquet(source: str | Path) -> pq.ParquetFile:
     """Return an open Parquet file. Raises `InvalidRequest` for a file of another kind."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    pq = parquet_library()
+    from pyarrow import ArrowInvalid
 
     try:
         return pq.ParquetFile(source)
-    except pa.ArrowInvalid:
+    except ArrowInvalid:
         raise InvalidRequest(f"{source} is not a Parquet file; JSON lines are read from a file named .jsonl") from None
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tokentape._session.arrow import read_parquet, write_parquet
+from tokentape._session.files import read_trajectories, write_trajectories
 from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
 from tokentape.demo.drift import RetokenizationDrift, retokenization_drift, turns_unlike_engine
@@ -38,7 +38,7 @@ class DemoReport:
     """What was run and what was found, all of it computed from the record, the file and the engine's own log."""
 
     directory: Path
-    parquet: Path
+    trajectories_file: Path
     groups: tuple[Group, ...]
     turns: int
     tokens: int
@@ -61,7 +61,7 @@ class DemoReport:
         return {
             **asdict(self),
             "directory": str(self.directory),
-            "parquet": str(self.parquet),
+            "trajectories_file": str(self.trajectories_file),
             "exact": self.exact,
         }
 
@@ -94,14 +94,14 @@ def examine(directory: Path, renderer: Renderer, calls: Iterable[str], seconds: 
 
     `calls` are the `call_digest` of each call in the engine's own log.
     """
-    parquet = directory / "trajectories.parquet"
+    file = directory / "trajectories.jsonl"
     with SqliteStore.open(directory, read_only=True) as record:
         stored = sorted(record.iter_sessions(), key=lambda one: one.info.session_id)
-    write_parquet((row for one in stored for row in one.trajectories()), parquet)
-    written = read_parquet(parquet)
+    write_trajectories((row for one in stored for row in one.trajectories()), file)
+    written = read_trajectories(file)
     return DemoReport(
         directory=directory,
-        parquet=parquet,
+        trajectories_file=file,
         groups=_groups(renderer, stored),
         turns=sum(len(one.turns) for one in stored),
         tokens=sum(t.added_ids.size + t.completion_ids.size for one in stored for t in one.turns),

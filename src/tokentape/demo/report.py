@@ -92,7 +92,7 @@ def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 def _print_places(console: Console, report: DemoReport, session_id: str) -> None:
     command = "tokentape" if shutil.which("tokentape") else os.path.relpath(sys.argv[0])
     console.print(f"{report.trajectories} trajectories are in", soft_wrap=True)
-    console.print(f"  {report.parquet}", soft_wrap=True)
+    console.print(f"  {report.trajectories_file}", soft_wrap=True)
     console.print("Look further:")
     for line in (
         f"{command} view {report.directory}",

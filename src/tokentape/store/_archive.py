@@ -6,7 +6,7 @@
 
 A run without a manifest was cut off and is not read. Sessions are copied to a temporary record, and its tables to the
 files; an archive is read by loading them into a temporary record again. So whatever reads a record reads an archive.
-`fsspec` (extra `archive`) and `pyarrow` are imported on use.
+`fsspec` and `pyarrow` (extra `archive`) are imported on use.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 from sqlalchemy import URL, Engine, Table, create_engine, insert, select
 
 from tokentape._durable import PART, durable_file
+from tokentape._session.arrow import parquet_library
 from tokentape._session.jsonl import json_line
 from tokentape._version import __version__
 from tokentape.chat._media import image_parts
@@ -267,8 +268,8 @@ def _records(store: Store, stored: StoredSession) -> list[Record]:
 
 def _write_tables(directory: Path, run: DirFileSystem) -> dict[str, Any]:
     """Write the tables of the database in `directory` to a run. Return rows and SHA-256 of each file."""
+    pq = parquet_library()
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     files = {}
     with _engine(directory).connect() as connection:
@@ -386,8 +387,7 @@ def _load(directory: Path, runs: Sequence[tuple[DirFileSystem, Any, set[str]]]) 
 
 def _read(run: DirFileSystem, name: str, about: Any, directory: Path) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of a file, a row group at a time. Raises `StoreCorrupt` unless it is the one that was written."""
-    import pyarrow.parquet as pq
-
+    pq = parquet_library()
     if about is None:
         return
     path = directory / name

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
+from tokentape._session.arrow import parquet_library
 from tokentape.errors import InvalidRequest
 from tokentape.training import exports
 from tokentape.training._columns import group_advantages
@@ -59,8 +60,8 @@ def write_trainer_rows(rows: Iterable[dict[str, Any]], file: IO[bytes], *, parqu
     if not parquet:
         file.writelines(f"{line}\n".encode() for line in lines)
         return
+    pq = parquet_library()
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     plain = [
         {name: json.dumps(value) if isinstance(value, dict) else value for name, value in json.loads(line).items()}
