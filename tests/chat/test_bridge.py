@@ -149,6 +149,25 @@ def test_an_id_after_the_arguments_ends_the_call_whatever_it_is(call_id: str, no
     assert [*tokenizer.encode_marked(prompt).ids, *completion, *added.ids] == tokenizer.encode_marked(whole).ids
 
 
+CONTENT_LAST = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% for t in m.tool_calls -%}<tool_call>{{ {'name': t.function.name, 'arguments': t.function.arguments} | tojson }}
+{%- if not loop.last %}<|im_start|>assistant
+{% endif %}{%- endfor %}{{ m.content }}{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("history", [None, [NEXT]])
+def test_a_call_is_not_closed_again_after_the_content_that_follows_it(history: list[dict[str, Any]] | None) -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(CONTENT_LAST))
+    reply = {"role": "assistant", "content": "so there", "tool_calls": [call(0, {"a": 1})]}
+    said = '<tool_call>{"name": "add", "arguments": {"a": 1}}so there'
+    ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain(said))
+    added = renderer.bridge(ids, reply, [result(0)], setup_for(renderer), history)
+    expected = f"<|im_start|>tool\n{result(0)['content']}<|im_start|>assistant\n"
+    assert renderer.tokenizer.decode(added.ids) == expected
+
+
 CHANNELS = """{%- for m in messages -%}
 {%- if m.role != 'assistant' -%}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>

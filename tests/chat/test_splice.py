@@ -50,3 +50,17 @@ def test_a_turn_follows_what_its_own_prompt_opened(last: str) -> None:
     messages = [{**QUESTION, "content": "/brief"}, *TALK[1:-1], {**QUESTION, "content": last}]
     with_ids, written = spliced(BRIEF, messages, {1: "hi<|im_end|>", 3: "ho<|im_end|>"})
     assert with_ids == written
+
+
+ENDS_IN_TEXT = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content }}{{ '.' if m.role == 'assistant' else '<|im_end|>' }}
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_no_turn_takes_the_place_of_the_message_after_it() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(ENDS_IN_TEXT))
+    tokenizer, setup = renderer.tokenizer, setup_for(renderer)
+    sampled = {1: tokenizer.array(tokenizer.encode_plain("hi."))}
+    found = tokenizer.decode(renderer.render(TALK[:3], setup, sampled=sampled).ids.tolist())
+    assert found == tokenizer.decode(renderer.render(TALK[:3], setup).ids.tolist())

@@ -104,6 +104,8 @@ class AssistantFormat:
     """Where reasoning and content are framed alike."""
     calls_suffix: str
     """After the last call's arguments when a tool result follows; empty where the template refuses that."""
+    content_after_calls: TurnClose | None
+    """After the content of a turn at the end of a conversation, if it stands after the turn's calls; else None."""
 
     @property
     def after_turns(self) -> tuple[TurnClose, str, TurnClose, str]:
@@ -135,7 +137,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     content_open, content_close = _around(answer, prompt, CONTENT)
     content_end = turn_end = content_close if MARK.search(content_close) else ""
     shape = find_shape(ask)
-    calls, calls_close, calls_suffix = None, TurnClose("", ""), ""
+    calls, calls_close, calls_suffix, content_after_calls = None, TurnClose("", ""), "", None
     if shape is not None:
         calling = shape.message("", [shape.probe(NAME, {KEY: VALUE})])
         content_end = _before_calls(ask, shape, content_end)
@@ -153,6 +155,10 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         }
         with contextlib.suppress(TemplateRefused):
             calls_suffix = _after(ask([QUESTION, calling, result], True), VALUE)
+            speaking = {**calling, "content": CONTENT}
+            text = ask([QUESTION, speaking, result], True)
+            if CONTENT in text.partition(VALUE)[2].partition(OTHER_VALUE)[0]:
+                content_after_calls = turn_close(ask, speaking, CONTENT, generation_prompt)
     reasoning = _read_reasoning(ask, prompt, header, generation_prompt, shape, calls)
     if reasoning is None:
         reasoning = _reasoning_never_shown(ask, tokenizer, header, generation_prompt)
@@ -176,6 +182,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         calls_close=calls_close,
         content_suffix=_after(ask([QUESTION, {"role": "assistant", "content": CONTENT}, QUESTION], True), CONTENT),
         calls_suffix=calls_suffix,
+        content_after_calls=content_after_calls,
     )
 
 

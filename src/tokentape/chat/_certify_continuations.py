@@ -112,6 +112,7 @@ class Continuations:
         """
         replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
         reply, depends = replies[0], False
+        speaking = reply if reply["content"] else {**reply, "content": "An answerword."}
         rewritten: tuple[str, tuple[Message, ...]] | None = None
         for words in self._renderer.template.compared_strings:
             said = {**reply, "content": words}
@@ -120,9 +121,8 @@ class Continuations:
                     continue
                 try:
                     suffix = self._suffix(reply, new, history)
-                    depends = (
-                        depends or suffix != self._suffix(reply, new) or suffix != self._suffix(said, new, history)
-                    )
+                    depends = depends or suffix != self._suffix(reply, new)
+                    depends = depends or self._suffix(speaking, new, history) != self._suffix(said, new, history)
                     full = self._marked((*history, reply, *new), generate=True)
                     reason = self._rewrites(history, reply, full, suffix) if rewritten is None else None
                 except TemplateRefused:

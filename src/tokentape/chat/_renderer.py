@@ -162,6 +162,10 @@ class Renderer(TemplateText):
         pieces: list[PromptTokens] = []
         at, before = 0, None
         for splice in splices:
+            start, end = (len(MARK.sub(" ", text[:at])) for at in (splice.start, splice.end))
+            if np.isin(codes[start:end], (Provenance.SYSTEM, Provenance.USER, Provenance.TOOL)).any():
+                # No stop token ends the turn, so its end was not found: what callers say after it stays.
+                continue
             pieces.append(self._encode_piece(text, at, splice.start, codes, before))
             provenance = np.full(len(splice.ids), Provenance.ASSISTANT, dtype=np.uint8)
             pieces.append(PromptTokens(self.tokenizer.array(splice.ids), provenance))

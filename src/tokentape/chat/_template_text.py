@@ -128,10 +128,8 @@ class TemplateText:
     def turn_close(self, reply: Message, setup: Setup) -> TurnClose:
         """Return what the template writes after a turn like `reply` at the end of a conversation. For certificates."""
         form = self.format(setup)
-        calls = [(call["id"], call["function"]["name"]) for call in reply.get("tool_calls") or ()]
-        if not calls or form.shape is None:
-            return form.content_close
-        return self._close(_calling(form.shape, calls), form.calls_close, setup, form)
+        probe, sentinel, close = next(_probes(reply, (), form, ""))
+        return self._close(probe, sentinel, close, setup, form)
 
     def _suffix(
         self,
@@ -168,7 +166,7 @@ class TemplateText:
                     # Of a turn with content and calls it writes content after the results. It was sampled already.
                     continue
                 written = MARK.sub("\0", suffix)
-                close = self._close(probe, close, setup, form)
+                close = self._close(probe, sentinel, close, setup, form)
                 known = None if texts is None else self._literals.get(kind)
                 codes = None if known is None or texts is None else known.codes(written, texts)
                 if codes is not None:
@@ -186,9 +184,9 @@ class TemplateText:
             return suffix, codes, close
         raise refused
 
-    def _close(self, probe: Message, close: TurnClose, setup: Setup, form: AssistantFormat) -> TurnClose:
+    def _close(self, probe: Message, sentinel: str, close: TurnClose, setup: Setup, form: AssistantFormat) -> TurnClose:
         """Return what ends `probe` at the end of a conversation: `close`, with the ids and the content of its own."""
-        if not probe.get("tool_calls") or (PROBE_ID not in form.calls_close.last and not probe.get("content")):
+        if sentinel is CONTENT or (PROBE_ID not in form.calls_close.last and not probe.get("content")):
             return close
         ask = functools.partial(self._ask, setup)
         return turn_close(ask, probe, VALUE, form.generation_prompt)
@@ -314,6 +312,8 @@ def _probes(
     ]
     speaking = {"role": "assistant", "content": said + CONTENT}
     if form.shape is not None and calls:
+        if reply.get("content") and form.content_after_calls is not None:
+            yield {**_calling(form.shape, calls), **speaking}, CONTENT, form.content_after_calls
         if said.strip():
             yield {**_calling(form.shape, calls), "content": said}, VALUE, form.calls_close
         yield _calling(form.shape, calls), VALUE, form.calls_close
