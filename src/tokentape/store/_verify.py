@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Result, Table, bindparam, exists, func, select
+from sqlalchemy import Connection, Engine, Result, Row, Table, bindparam, exists, func, select
 
 from tokentape._durable import durable_file
 from tokentape.chat._media import image_parts
@@ -24,6 +24,8 @@ from tokentape.store._schema_check import schema_faults
 from tokentape.store._snapshots import decode_snapshot
 from tokentape.store._sqlite import DATABASE_NAME, explained, reading_engine
 from tokentape.types import Turn, TurnColumn, TurnPayload
+
+_ROWS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +245,16 @@ class _Check:
                     head.add(record)
                     self._check_per_token(connection, record)
         digests: dict[int | None, str] = {}
-        for before, seq in zip([-1, *seqs], seqs, strict=False):
+        media: dict[int, set[str]] = {}
+        with self._damage_found(session_id):
+            for one in rows(schema.turn_media, schema.turn_media.c.turn, schema.turn_media.c.sha256):
+                media.setdefault(one.turn, set()).add(one.sha256)
+        for before, (seq, row_of_turn) in zip([-1, *seqs], _turn_rows(connection, session_id, seqs), strict=False):
             with self._damage_found(session_id, seq):
                 if seq != before + 1:
                     self._found(f"the turn before it is {before}, not {seq - 1}", session_id, seq)
-                # Row by row, so that a damaged one doesn't hide the others.
-                turn = _turn(connection, session_id, seq)
+                row = row_of_turn or _rows_of_turns(connection, session_id, [seq])[0]
+                turn: Turn = decode(schema.turns, row)
                 head.add(turn)
                 self.turns += 1
                 self.tokens += turn.added_ids.size + turn.completion_ids.size
@@ -257,7 +263,7 @@ class _Check:
                 digests[seq] = turn.digest
                 self._check_setup(connection, turn.setup)
                 expected = {part[name] for part in image_parts(turn.messages) for name in ("sha256", "settings")}
-                if {*rows(schema.turn_media, schema.turn_media.c.sha256, turn=seq).scalars()} != expected:
+                if media.get(seq, set()) != expected:
                     self._found("what it refers to of media is not what its messages say", session_id, seq)
         with self._damage_found(session_id):
             for turn_seq, sha256, mime in connection.execute(_MEDIA, {"session_id": session_id}):
@@ -266,7 +272,8 @@ class _Check:
             head.parts.get("payloads", []).sort()
 
     def _check_per_token(self, connection: Connection, record: TurnColumn | TurnPayload) -> None:
-        turn = _turn(connection, record.session_id, record.turn)
+        [row] = _rows_of_turns(connection, record.session_id, [record.turn])
+        turn: Turn = decode(schema.turns, row)
         added, sampled = turn.added_ids.size, turn.completion_ids.size
         if isinstance(record, TurnColumn):
             faults = column_faults(record, added, sampled)
@@ -305,11 +312,19 @@ class _Check:
             self._found(f"it can't be read ({type(error).__name__})", session_id, turn)
 
 
-def _turn(connection: Connection, session_id: str, seq: int) -> Turn:
+def _rows_of_turns(connection: Connection, session_id: str, seqs: Sequence[int]) -> Sequence[Row[Any]]:
     table = schema.turns
-    statement = select(*schema.readable(connection, table)).where(table.c.session_id == session_id, table.c.seq == seq)
-    turn: Turn = decode(schema.turns, connection.execute(statement).one())
-    return turn
+    key = [table.c.session_id == session_id, table.c.seq.in_(seqs)]
+    return connection.execute(select(*schema.readable(connection, table)).where(*key)).all()
+
+
+def _turn_rows(connection: Connection, session_id: str, seqs: Sequence[int]) -> Iterator[tuple[int, Row[Any] | None]]:
+    """Yield the row of each turn. None where one of many that are read together is damaged: read it by itself."""
+    for start in range(0, len(seqs), _ROWS_AT_ONCE):
+        chunk, found = seqs[start : start + _ROWS_AT_ONCE], dict[int, Row[Any]]()
+        with suppress(Exception):  # a damaged row can raise anything
+            found = {row.seq: row for row in _rows_of_turns(connection, session_id, chunk)}
+        yield from ((seq, found.pop(seq, None)) for seq in chunk)
 
 
 def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[str]:
