@@ -256,6 +256,18 @@ def test_reasoning_closes_in_front_of_what_opens_the_content(name: str) -> None:
     assert certificate_of(ALL[name]).reasoning == ("<think>", "</think>")
 
 
+PREFIXED = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>Final: {% endif %}{{ m.content }}
+{%- for t in m.tool_calls or [] -%}<tool_call>{{ t.function | tojson }}</tool_call>{%- endfor -%}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+<think></think>{%- endif -%}"""
+
+
+def test_what_opens_content_and_calls_alike_does_not_close_reasoning() -> None:
+    reply = parsed(renderer_of(PREFIXED), "Final: Yes.<|im_end|>")
+    assert (reply.reasoning, reply.content.strip()) == ("", "Yes.")
+
+
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_call_directly_behind_content_is_found_where_the_template_writes_it_so(step: int) -> None:
     text = 'Take {"a": 1} and {x}.{"name": "add", "arguments": {"a": 1}}<|im_end|>'

@@ -376,8 +376,8 @@ def _shortest_close(
         found = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
         if found is not None:
             shared = common_prefix(close, found[1])
-    elif content_open.strip() and close.rstrip().endswith(content_open.strip()):
-        shared = close.rindex(content_open.strip())
+    if content_open.strip() and close.rstrip().endswith(content_open.strip()):
+        shared = min(shared, close.rindex(content_open.strip()))
     if not close[shared:].strip():
         return reasoning, ""
     shared = max((end for end in _ends_of_delimiters(close) if end <= shared), default=0)
