@@ -52,6 +52,7 @@ ADVICE = {
     "StoreCorrupt": "`tokentape verify STORE` names session and turn; restore a backup.",
     "StoreFull": "Make room on the disk.",
     "StoreUnavailable": "Start the database; send it again.",
+    "TrainingStopped": "Raised by a stop rule, not sent. [Stop rules](../how-to/train-live.md#stop-rule-and-trackers)",
     "GatewayUnavailable": "Start the gateway, or correct the URL.",
 }
 """What to do about each error. A class that is missing here fails the script."""

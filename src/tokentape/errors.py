@@ -28,6 +28,7 @@
         StoreFull                   507
         StoreUnavailable            503
       GatewayUnavailable            503  (raised by the client)
+      TrainingStopped               500  (raised by a stop rule)
 
 A message says what was found, what was expected and what to do. It never holds prompt text: messages reach
 logs and other people's clients.
@@ -276,3 +277,9 @@ class GatewayUnavailable(TokentapeError):
     status = 503
     code = "gateway_unavailable"
     retry = True
+
+
+class TrainingStopped(TokentapeError):
+    """A limit of a stop rule was passed: what would be trained is not what the run is to be trained on."""
+
+    code = "training_stopped"

@@ -38,9 +38,8 @@ def config(**changes: Any) -> Any:
 
 
 def generated(client: Any, instances: dict[str, list[int]], cfg: Any = None, phase: str = "train", **batch: Any) -> Any:
-    generator = AgentGenerator(
-        live.one_at_a_time(), cfg or config(), client, SimpleNamespace(name_or_path=str(MODEL)), max_seq_len=500
-    )
+    tokenizer, options = SimpleNamespace(name_or_path=str(MODEL)), {"stop_rule": batch.pop("stop_rule", None)}
+    generator = AgentGenerator(live.one_at_a_time(), cfg or config(), client, tokenizer, max_seq_len=500, **options)
     pairs = [(TrajectoryID(name, n), number) for name, own in instances.items() for n, number in enumerate(own)]
     given = {
         "prompts": [[{"role": "user", "content": "p"}] for _ in pairs],

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
         one_per_turn,
     )
     from tokentape.training._sft import sft_sample
+    from tokentape.training._stop_rule import StopRule
     from tokentape.training._supports import renormalized_logprobs
     from tokentape.training._tokenizer import TrainingTokenizer, codebook
+    from tokentape.training._trackers import tensorboard_tracker, wandb_tracker
     from tokentape.training._trainers import with_distributions
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "KeepVerdicts",
     "MaxLength",
     "Sample",
+    "StopRule",
     "TrainingTokenizer",
     "align",
     "assemble",
@@ -64,9 +67,11 @@ __all__ = [
     "read_samples",
     "renormalized_logprobs",
     "sft_sample",
+    "tensorboard_tracker",
     "to_dataset",
     "to_torch",
     "token_adapt",
+    "wandb_tracker",
     "with_column",
     "with_distributions",
     "write_samples",
@@ -87,8 +92,10 @@ __getattr__ = lazy_names(
         "tokentape.training._samples": "Assembled DropRetries KeepVerdicts MaxLength Sample assemble longest_branch "
         "one_per_leaf one_per_turn",
         "tokentape.training._sft": "sft_sample",
+        "tokentape.training._stop_rule": "StopRule",
         "tokentape.training._supports": "renormalized_logprobs",
         "tokentape.training._tokenizer": "TrainingTokenizer codebook",
+        "tokentape.training._trackers": "tensorboard_tracker wandb_tracker",
         "tokentape.training._trainers": "with_distributions",
     },
 )

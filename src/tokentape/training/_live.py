@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from tokentape.chat._renderer import Renderer
@@ -16,6 +16,9 @@ from tokentape.engines._base import Engine, SamplingParams
 from tokentape.errors import InvalidRequest
 from tokentape.gateway._serving import serving
 from tokentape.training._samples import AssemblyReport, MaxLength, Sample, Select, assemble
+from tokentape.training._stop_rule import StopRule
+
+T = TypeVar("T")
 
 Task: TypeAlias = Mapping[str, Any]
 """A row of the trainer's dataset."""
@@ -61,11 +64,12 @@ class LiveGateway:
         seconds: float | None = None,
         select: Sequence[Select] = (),
         max_length: MaxLength | None = None,
+        stop_rule: StopRule | None = None,
     ) -> Rollout:
         """Run an agent in a new session, for at most so many seconds. What it raises is in the rollout.
 
-        The session's metadata name the group and the attempt. `pin` and `default` are its sampling parameters, the last
-        two arguments those of `assemble`. Sessions of a temporary record are deleted once they are read.
+        The session's metadata name the group and the attempt. `pin` and `default` are its sampling parameters,
+        `select` and `max_length` those of `assemble`. Sessions of a temporary record are deleted once they are read.
         """
         named = {"group": group, "attempt": attempt, **(metadata or {})}
         session = await self.client.session(session_id, metadata=named, pin=pin, default=default)
@@ -84,6 +88,8 @@ class LiveGateway:
             if not self.keeps:
                 await session.delete()
         made = assemble(trajectories, select=select, max_length=max_length, group=lambda _: group)
+        if stop_rule is not None:
+            stop_rule.add(made.samples)
         return Rollout(session.session_id, tuple(made.samples), made.report, error)
 
 
@@ -134,15 +140,15 @@ async def _hold(
         await asyncio.to_thread(gateway.__exit__, None, None, None)
 
 
-def agent_of(agent: Agent | str) -> Agent:
-    """Return the agent, or the one that `package.module.name` names. Raises `InvalidRequest` if there is none."""
-    if not isinstance(agent, str):
-        return agent
-    module, _, name = agent.rpartition(".")
+def named(given: T | str) -> T:
+    """Return an agent or stop rule, or the one that `package.module.name` names. Raises `InvalidRequest` for none."""
+    if not isinstance(given, str):
+        return given
+    module, _, name = given.rpartition(".")
     try:
-        return cast(Agent, getattr(importlib.import_module(module), name))
+        return cast(T, getattr(importlib.import_module(module), name))
     except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidRequest(f"there is no agent {agent!r} ({error}); expected package.module.name", "agent") from None
+        raise InvalidRequest(f"there is no {given!r} ({error}); expected package.module.name", "agent") from None
 
 
 def sampling_fields(params: SamplingParams, names: Collection[str]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._function import FunctionEngine
 from tokentape.engines._replies import finish_reason_of
 from tokentape.errors import EngineContractError, InvalidRequest
-from tokentape.training._live import Agent, LiveGateway, Rollout, agent_of, live_gateway, sampling_fields
+from tokentape.training._live import Agent, LiveGateway, Rollout, live_gateway, named, sampling_fields
+from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import skyrl_generator_output
 
 __all__ = ["AgentGenerator"]
@@ -48,14 +49,16 @@ class AgentGenerator:
         max_seq_len: int,
         seconds: float | None = None,
         directory: Path | str | None = None,
+        stop_rule: StopRule | None = None,
     ) -> None:
-        self._agent = agent_of(agent)
+        self._agent = named(agent)
         self._config = generator_cfg
         self._client = inference_engine_client
         self._model_dir = find_model(Path(tokenizer.name_or_path), weights=False)
         self._max_seq_len = max_seq_len
         self._seconds = seconds
         self._directory = directory
+        self._stop_rule = stop_rule
 
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
         """Run an agent for each prompt and return a `GeneratorOutput`, in the order of the prompts."""
@@ -106,6 +109,7 @@ class AgentGenerator:
             pin={key: given[key] for key in pinned if given.get(key) is not None},
             default={"max_tokens": given.get("max_tokens") or default.max_generate_length},
             seconds=self._seconds,
+            stop_rule=self._stop_rule,
         )
         if rollout.error is not None:
             _log.warning("the agent of %s raised; its prompt is not trained", name.instance_id, exc_info=rollout.error)

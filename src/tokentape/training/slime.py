@@ -25,7 +25,8 @@ from tokentape.chat._tokenizer_files import read_json
 from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._function import FunctionEngine
 from tokentape.errors import EngineUnavailable, InvalidRequest
-from tokentape.training._live import Agent, Rollout, agent_of, live_gateway, sampling_fields
+from tokentape.training._live import Agent, Rollout, live_gateway, named, sampling_fields
+from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import slime_sample
 
 _log = logging.getLogger("tokentape.training")
@@ -38,7 +39,11 @@ _SAMPLING = frozenset(
 
 
 def generating(
-    agent: Agent | str, *, seconds: float | None = None, directory: Path | str | None = None
+    agent: Agent | str,
+    *,
+    seconds: float | None = None,
+    directory: Path | str | None = None,
+    stop_rule: StopRule | None = None,
 ) -> Callable[..., Awaitable[list[Any]]]:
     """Return a function for `--custom-generate-function-path`: runs the agent, a `Sample` per branch of its session.
 
@@ -46,7 +51,7 @@ def generating(
     loss, `aborted` and with `remove_sample`, as in slime's own coding agent. Sessions are recorded in `directory`, or
     not kept.
     """
-    found = agent_of(agent)
+    found = named(agent)
 
     async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> list[Any]:
         _refuse(args, sample, sampling_params)
@@ -63,6 +68,7 @@ def generating(
             pin={name: sampling_params[name] for name in names if sampling_params.get(name) is not None},
             default={"max_tokens": sampling_params["max_new_tokens"]},
             seconds=seconds,
+            stop_rule=None if evaluation else stop_rule,
         )
         if rollout.error is not None or not rollout.samples:
             return [_without_loss(sample, rollout)]

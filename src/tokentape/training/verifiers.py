@@ -23,8 +23,9 @@ from tokentape.engines._base import SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines._function import FunctionEngine
 from tokentape.engines._replies import finish_reason_of
 from tokentape.errors import EngineContractError, InvalidRequest
-from tokentape.training._live import agent_of, live_gateway, sampling_fields
+from tokentape.training._live import live_gateway, named, sampling_fields
 from tokentape.training._samples import Sample
+from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import verifiers_nodes
 
 __all__ = ["AgentHarness"]
@@ -47,6 +48,7 @@ class AgentHarness:
     """An `Agent`, as a static method, or `package.module.name` of one."""
     directory: ClassVar[Path | str | None] = None
     logprobs_mode: ClassVar[str] = "processed_logprobs"
+    stop_rule: ClassVar[StopRule | None] = None
 
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
@@ -77,12 +79,13 @@ class AgentHarness:
             _clients[trace.id] = client, fixed
             try:
                 rollout = await gateway.run(
-                    agent_of(self.agent),
+                    named(self.agent),
                     {**data.model_dump(), "mcp_urls": mcp_urls},
                     group=str(trace.task.key or trace.task.hash),
                     session_id=trace.id,
                     pin={name: given[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in given},
                     default={"max_tokens": given["max_tokens"]} if "max_tokens" in given else None,
+                    stop_rule=self.stop_rule,
                 )
             finally:
                 del _clients[trace.id]

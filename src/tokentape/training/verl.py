@@ -22,7 +22,8 @@ from tokentape.engines._base import UNKNOWN_MODE, SampleDelta, SamplingParams
 from tokentape.engines._distributions import GREEDY_BELOW
 from tokentape.engines._function import FunctionEngine
 from tokentape.errors import EngineContractError, InvalidRequest
-from tokentape.training._live import Agent, agent_of, live_gateway, sampling_fields
+from tokentape.training._live import Agent, live_gateway, named, sampling_fields
+from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import verl_agent_loop_output
 from tokentape.types import FinishReason
 
@@ -35,7 +36,8 @@ class AgentLoop:
     """What verl makes for each rollout: an `AgentLoopBase` without its constructor, which makes a tokenizer of verl's.
 
     An agent that raises, or takes longer than `seconds`, fails its rollout, and verl drops the prompt's whole group.
-    Sessions are recorded in `directory`, or not kept.
+    Sessions are recorded in `directory`, or not kept. `stop_rule` may be `package.module.name`: each rollout has its
+    own loop, and a rule is shared by its process.
     """
 
     def __init__(
@@ -47,15 +49,17 @@ class AgentLoop:
         agent: Agent | str,
         seconds: float | None = None,
         directory: Path | str | None = None,
+        stop_rule: StopRule | str | None = None,
         **_: Any,
     ) -> None:
         self._config = trainer_config.config
         self._rollout = self._config.actor_rollout_ref.rollout
         self._servers = server_manager
         self._model_dir = find_model(Path(tokenizer.name_or_path), weights=False)
-        self._agent = agent_of(agent)
+        self._agent = named(agent)
         self._seconds = seconds
         self._directory = directory
+        self._stop_rule = named(stop_rule)
         if self._config.actor_rollout_ref.model.get("custom_chat_template") is not None:
             raise InvalidRequest("write model.custom_chat_template into the model's folder: it is read from there")
 
@@ -73,6 +77,7 @@ class AgentLoop:
             metadata={"step": row.get("global_steps")},
             pin={name: sampling_params[name] for name in names if name in sampling_params},
             seconds=self._seconds,
+            stop_rule=self._stop_rule,
         )
         if rollout.error is not None:
             raise rollout.error

@@ -24,6 +24,7 @@ from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.training._columns import group_advantages
 from tokentape.training._live import Rollout
 from tokentape.training._samples import MaxLength, Sample, Select
+from tokentape.training._stop_rule import StopRule
 from tokentape.training._trainers import temperature
 from tokentape.training.trl._agents import Agent, Row, run_agent
 from tokentape.training.trl._serving import Policy
@@ -58,6 +59,7 @@ class GatewayWorker:
         failures: `raise` ends the training when an agent raised; `skip` leaves its session out.
         select: which trajectories stay; see `assemble`.
         max_length: of a sample; see `assemble`.
+        stop_rule: ends the training, or warns, when what agents sampled passes its limits.
 
     """
 
@@ -73,6 +75,7 @@ class GatewayWorker:
         failures: Literal["raise", "skip"] = "raise",
         select: Sequence[Select] = (),
         max_length: MaxLength | None = None,
+        stop_rule: StopRule | None = None,
     ) -> None:
         if num_generations < 2 or len(dataset) < 1:
             raise InvalidRequest(
@@ -83,7 +86,7 @@ class GatewayWorker:
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self._client, self._agent, self._dataset = client, agent, dataset
         self._generations, self._concurrency, self._failures = num_generations, concurrency, failures
-        self._select, self._max_length = select, max_length
+        self._select, self._max_length, self._stop_rule = select, max_length, stop_rule
         self._version = 0
         self._stopped, self._lock = threading.Event(), threading.Lock()
         self._failure: Exception | None = None
@@ -134,6 +137,8 @@ class GatewayWorker:
             made = run_agent(
                 self._client, self._agent, row, metadata, select=self._select, max_length=self._max_length, group=_GROUP
             )
+            if self._stop_rule is not None:
+                self._stop_rule.add(made.samples)
             with self._lock:
                 rollouts.append(made)
                 complete = len(rollouts) == self._generations

@@ -19,6 +19,7 @@ from tokentape.engines._distributions import mode_of
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.training._live import Rollout
 from tokentape.training._samples import MaxLength, Sample, Select
+from tokentape.training._stop_rule import StopRule
 from tokentape.training._trainers import served, temperature
 from tokentape.training.exports import trl_rollouts
 from tokentape.training.trl._agents import Agent, row_of, run_agent
@@ -53,6 +54,7 @@ class GatewayRollouts:
     max_length: MaxLength | None = None
     fields: Callable[[Sequence[Sample]], dict[str, Any]] = trl_rollouts
     """Makes TRL's fields of the samples, one per rollout. Another one is for experiments with other ids."""
+    stop_rule: StopRule | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     """Of all sessions. Their own say which `step`, `mode` and `prompt` they are of."""
 
@@ -73,6 +75,8 @@ class GatewayRollouts:
         with ThreadPoolExecutor(self.concurrency, thread_name_prefix="tokentape-agent") as pool:
             rollouts = list(pool.map(run, range(len(prompts))))
         samples = self._one_each(rollouts)
+        if self.stop_rule is not None and mode == "train":
+            self.stop_rule.add(samples)
         sampled_at = temperature(samples, "trl")
         if sampled_at != trainer.temperature and any(sample.loss_mask.any() for sample in samples):
             raise InvalidRequest(

@@ -1,0 +1,113 @@
+"""A stop rule: limits on the samples of a training run, over the last ones, that halt it or warn."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from threading import RLock
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tokentape.errors import InvalidRequest, TrainingStopped
+from tokentape.types import Trajectory
+
+_log = logging.getLogger("tokentape.training")
+
+Tracker: TypeAlias = Callable[[Mapping[str, float]], None]
+"""Takes numbers by name, such as `StopRule.numbers`."""
+
+_SHARES: Mapping[str, Callable[[Trajectory], bool]] = {
+    "unchecked_bridges": lambda one: "bridge unchecked" in one.verdict or "bridge differs" in one.verdict,
+    "forked": lambda one: one.verdict.startswith("forked"),
+    "truncated": lambda one: "length" in one.finish_reasons,
+    "not_exact": lambda one: one.verdict != "exact",
+}
+
+
+class StopRule:
+    """Limits on the last `window` samples. Give one to an adapter, or call `add` in a loop of your own.
+
+    >>> rule = StopRule(forked=0.2, truncated=0.3)                                  # doctest: +SKIP
+    >>> rule.add(assemble(session.trajectories()).samples)                          # doctest: +SKIP
+
+    Nothing is judged before there are `window` samples. A limit of None is no limit. Several threads may use one rule.
+
+    Args:
+        unchecked_bridges: highest share of samples with a bridge that was not checked, or that differs.
+        forked: highest share of samples whose verdict is a fork.
+        truncated: highest share of samples with a turn that ended by its length.
+        not_exact: highest share of samples whose verdict is anything but `exact`.
+        log_ratio: highest mean of |log importance ratio|, in nats per trained token; see `add_logprobs`.
+        window: samples, and calls of `add_logprobs`, that are looked at.
+        action: `halt` raises `TrainingStopped`, from then on at each call. `warn` logs each limit that is passed.
+        tracker: called with `numbers()` at each `add`; `wandb_tracker` and `tensorboard_tracker` make one.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        unchecked_bridges: float | None = None,
+        forked: float | None = None,
+        truncated: float | None = None,
+        not_exact: float | None = None,
+        log_ratio: float | None = None,
+        window: int = 100,
+        action: Literal["halt", "warn"] = "halt",
+        tracker: Tracker | None = None,
+    ) -> None:
+        if window < 1 or action not in ("halt", "warn"):
+            raise InvalidRequest(f"window {window}, action {action!r}: expected 1 or more, and halt or warn")
+        limits = (unchecked_bridges, forked, truncated, not_exact, log_ratio)
+        self._limits = dict(zip((*_SHARES, "log_ratio"), limits, strict=True))
+        self._seen: deque[tuple[bool, ...]] = deque(maxlen=window)
+        self._ratios: deque[tuple[float, int]] = deque(maxlen=window)
+        self._action, self._tracker = action, tracker
+        self._passed: dict[str, str] = {}
+        self._lock = RLock()
+
+    def add(self, samples: Iterable[Trajectory]) -> None:
+        """Take samples that are to be trained. Raises `TrainingStopped` if a limit is or was passed."""
+        with self._lock:
+            self._seen.extend(tuple(found(one) for found in _SHARES.values()) for one in samples)
+            if self._tracker is not None:
+                self._tracker(self.numbers())
+            self._judge(set(_SHARES) if len(self._seen) == self._seen.maxlen else set())
+
+    def add_logprobs(self, trainer: npt.ArrayLike, recorded: npt.ArrayLike) -> None:
+        """Take the trainer's logprobs of trained tokens, and the recorded ones. Raises as `add`.
+
+        Their mean ratio says nothing: it is 1 for any pair of distributions. So the mean of |log ratio| is limited.
+        """
+        apart = np.abs(np.asarray(trainer, np.float64) - np.asarray(recorded, np.float64))
+        with self._lock:
+            # What is not finite is no reason to go on.
+            self._ratios.append((float(np.nan_to_num(apart, nan=np.inf).sum()), apart.size))
+            self._judge({"log_ratio"} if len(self._ratios) == self._ratios.maxlen else set())
+
+    def numbers(self) -> dict[str, float]:
+        """Return the shares and the mean |log ratio| of the window, as far as there are any."""
+        with self._lock:
+            seen, ratios = [*self._seen], [*self._ratios]
+        found = {name: sum(row[n] for row in seen) / len(seen) for n, name in enumerate(_SHARES) if seen}
+        tokens = sum(count for _, count in ratios)
+        return found | ({"log_ratio": sum(total for total, _ in ratios) / tokens} if tokens else {})
+
+    def _judge(self, names: set[str]) -> None:
+        numbers = self.numbers()
+        for name in sorted(names & numbers.keys()):
+            limit = self._limits[name]
+            if limit is None or numbers[name] <= limit:
+                if self._action == "warn":
+                    self._passed.pop(name, None)
+            elif name not in self._passed:
+                self._passed[name] = f"{name} is {numbers[name]:.3g}, the limit is {limit:g}"
+                _log.warning("stop rule: %s", self._passed[name])
+        if self._passed and self._action == "halt":
+            raise TrainingStopped(
+                f"{'; '.join(self._passed.values())} (over the last {self._seen.maxlen}); look at the sessions with "
+                "`tokentape view`, and make a new StopRule to go on"
+            )

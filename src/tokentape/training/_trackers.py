@@ -1,0 +1,52 @@
+"""Numbers of a run for experiment trackers, through the trackers' own clients, without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+
+from tokentape.errors import InvalidRequest
+from tokentape.training._stop_rule import Tracker
+
+_PREFIX = "tokentape/"
+
+
+def wandb_tracker(directory: Path | str = ".", **options: str) -> Tracker:
+    """Return a function that logs numbers by name to the run of `wandb` that is open, such as the trainer's.
+
+    If none is, it opens one with `options` (`project`, `name`) in offline mode, in `directory`/wandb; `wandb sync`
+    uploads it. Raises `InvalidRequest` without the package.
+    """
+    try:
+        import wandb
+    except ModuleNotFoundError:
+        raise InvalidRequest("Weights & Biases needs its client; run: pip install 'tokentape[wandb]'") from None
+    shared = wandb.run is not None
+    run = wandb.run or wandb.init(mode="offline", dir=str(directory), **options)
+
+    def track(numbers: Mapping[str, float]) -> None:
+        # A run of the trainer's counts its own steps: the numbers go with its next one.
+        run.log({_PREFIX + name: value for name, value in numbers.items()}, commit=not shared)
+
+    return track
+
+
+def tensorboard_tracker(directory: Path | str) -> Tracker:
+    """Return a function that writes numbers by name to an event file in `directory`, one step per call.
+
+    Raises `InvalidRequest` without the package.
+    """
+    try:
+        from tensorboard.summary import Writer
+    except ModuleNotFoundError:
+        raise InvalidRequest("TensorBoard needs its package; run: pip install 'tokentape[tensorboard]'") from None
+    writer, steps = Writer(str(directory)), count()
+
+    def track(numbers: Mapping[str, float]) -> None:
+        step = next(steps)
+        for name, value in numbers.items():
+            writer.add_scalar(_PREFIX + name, value, step)
+        writer.flush()
+
+    return track
