@@ -45,6 +45,19 @@ def test_a_template_made_to_keep_reasoning_is_append_only() -> None:
     assert {found.append_only for found in fixed.continuations} == {"yes"}
 
 
+LINE_AFTER_TEXT = """{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}<|im_start|><think>{% if m.content %}{{ m.content }}
+{% endif %}{%- else -%}### {{ m.role }}: {{ m.content }}{%- endif -%}
+{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>{%- endif -%}"""
+
+
+def test_a_line_break_after_content_that_is_not_empty_refuses_no_template() -> None:
+    user = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(LINE_AFTER_TEXT))).continuation("user")
+    assert user is not None
+    assert user.strategy == "local"
+    assert user.append_only != "yes"
+
+
 def strategies(certificate: Certificate, *names: str) -> list[str]:
     found = [certificate.continuation(name) for name in names]
     return [one.strategy for one in found if one is not None]

@@ -172,7 +172,7 @@ class Continuations:
         if not full.startswith(prompt):
             return "what came before the turn is written differently once the conversation goes on"
         turn = full[len(prompt) : len(full) - len(after.text)]
-        if not spoken[len(prompt) :].startswith(turn):
+        if not full.endswith(after.text) or not spoken[len(prompt) :].startswith(turn):
             return "the turn is written differently once the conversation goes on"
         context = tokenizer.encode_marked(prompt).ids
         pieces = context + tokenizer.encode_after_control(turn).ids + tokenizer.encode_after_control(after.text).ids
