@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock, call
 
 import httpx2
 import pytest
 
 from tests.gateway.scripted import ScriptedEngine
+from tokentape._session.arrow import ExtraNames
 from tokentape.chat._renderer import Renderer
 from tokentape.client import Client
 from tokentape.gateway._app import create_app
@@ -15,6 +17,7 @@ from tokentape.gateway._client_headers import client_headers
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
+from tokentape.store._exporting import ExportCounts, exported
 from tokentape.training import assemble
 
 
@@ -43,6 +46,21 @@ def test_a_child_session_has_an_edge_to_its_parent_s_and_a_role(
     assert [one.role for one in found] == ["main", "subagent"]
     assert [one.session_id for one in assemble(found, roles=["main"]).samples] == ["ses_a"]
     assert [one.lineage for one in found] == [(), (edge,)]
+
+
+def test_an_export_loads_the_parent_of_many_sessions_once(
+    renderer: Renderer, store: SqliteStore, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(create_app(Turns(engine, renderer, store), model_id="m")) as url:
+        ask(url, "Count the files.", X_Session_Id="ses_a", X_Session_Affinity="ses_a")
+        for child in ("ses_b", "ses_c", "ses_d"):
+            ask(url, "Count them.", X_Session_Id=child, X_Session_Affinity=child, X_Parent_Session_Id="ses_a")
+        children = [store.load_session(one) for one in ("ses_b", "ses_c", "ses_d")]
+        load = Mock(side_effect=store.load_session)
+        monkeypatch.setattr(store, "load_session", load)
+        found = list(exported(children, ExtraNames(), None, ExportCounts(), store=store))
+        assert [one.role for one in found] == ["subagent"] * 3
+        assert load.mock_calls == [call("ses_a")]
 
 
 def test_what_says_nothing_beside_the_session_is_left_out_and_what_is_long_is_cut() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from random import Random
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +20,7 @@ from tests.session.lineage_traffic import KINDS, Scores, Traffic, scored, system
 from tokentape._session.flatten import trajectories
 from tokentape._session.lineage import lineage, parent_sessions, roles
 from tokentape._session.lineage_rules import RULES
+from tokentape._session.similarity import Runs, shingles
 from tokentape._session.tree import Session
 from tokentape.types import LineageEdge, SessionInfo
 
@@ -22,8 +28,8 @@ SEEDS = range(20)
 
 
 @cache
-def scores() -> Scores:
-    return scored(SEEDS)
+def scores(seeds: range = SEEDS) -> Scores:
+    return scored(seeds)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,8 +47,7 @@ def test_every_rule_is_needed(left_out: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tokentape._session.lineage.RULES", rules)
         worse = scored(range(4))
-    before = scored(range(4))
-    assert worse.misses.total() > before.misses.total()
+    assert worse.misses.total() > scores(range(4)).misses.total()
 
 
 def test_a_header_names_a_parent_in_another_session() -> None:
@@ -83,3 +88,88 @@ def test_edges_change_no_mask() -> None:
             np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
     assert [one.role for one in without] == ["main"] * len(without)
     assert [one.role for one in plain] == [""] * len(plain)
+
+
+def operations(t: Traffic) -> int:
+    """Return how many bytecodes of the lineage modules run to find the edges of a session."""
+    count = 0
+
+    def traced(frame: FrameType, what: str, _: Any) -> Any:
+        nonlocal count
+        count += what == "opcode"
+        if what == "call":
+            frame.f_trace_opcodes = ours = "tokentape/_session/" in frame.f_code.co_filename
+            frame.f_trace_lines = False
+            return traced if ours else None
+        return traced
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        lineage(t.session)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def roots(t: Traffic, number: int) -> None:
+    prompt = system(t.text(2))
+    for _ in range(number):
+        t.call([prompt, user(t.text(3))])
+
+
+def forks(t: Traffic, number: int) -> None:
+    _, history = t.begun(0)
+    for _ in range(number):
+        t.call([*history, user(t.text())])
+
+
+def side_calls_beside_a_long_branch(t: Traffic, number: int) -> None:
+    _, history = t.begun(0)
+    for _ in range(number):
+        t.call([*history, user(t.text())])
+        _, history = t.call([*history, user(t.text())])
+
+
+def subagents(t: Traffic, number: int) -> None:
+    _, history = t.begun(0)
+    for _ in range(number):
+        task = t.text(2)
+        _, history = t.call([*history, user(t.text())], reply=t.tool_call("Task", prompt=task))
+        _, inner = t.call([system(t.text(2)), user(task)], "subtools")
+        _, history = t.call(t.result(history, t.text() + str(inner[-1]["content"])))
+
+
+def titles_of_one_message(t: Traffic, number: int) -> None:
+    prompts, asked = [system(t.text(2)), system(t.text(2))], user(t.text())
+    for at in range(number):
+        t.call([prompts[at % 2], asked])
+
+
+@pytest.mark.parametrize("shape", [roots, forks, side_calls_beside_a_long_branch, subagents, titles_of_one_message])
+def test_four_times_the_branches_are_four_times_the_work(
+    shape: Callable[[Traffic, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokentape._session.lineage_branches.WINDOW", 4)
+    monkeypatch.setattr("tokentape._session.lineage_rules.WINDOW", 4)
+    counts = []
+    for number in (20, 80):
+        t = Traffic(Random(0))
+        shape(t, number)
+        counts.append(operations(t))
+    assert counts[1] < 4.6 * counts[0]
+
+
+def test_each_text_is_cut_into_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = Counter[str]()
+
+    def counted(text: str) -> Runs:
+        cut.update([text])
+        return shingles(text)
+
+    monkeypatch.setattr("tokentape._session.lineage_branches.shingles", counted)
+    t = Traffic(Random(0))
+    roots(t, 20)
+    lineage(t.session)
+    assert len(cut) > 20
+    assert cut.most_common(1)[0][1] == 1

@@ -46,13 +46,14 @@ def trajectories(
     """
     given = _Given(rewards, columns, payloads, events)
     by_turn = {} if edges is None else roles(session, edges)
+    edge_of = {edge.turn: edge for edge in edges or ()}
     trained: set[int] = set()
     out = []
     for leaf in session.leaves(unread=unread):
         path = session.path(leaf)
         one = _flatten(session, path, trained, given)
         if edges is not None:
-            mine = tuple(edge for edge in edges if edge.turn in one.turns)
+            mine = tuple(edge_of[turn.seq] for turn in path if turn.seq in edge_of)
             one = replace(one, role=by_turn[leaf], lineage=mine)
         out.append(one)
         trained.update(turn.seq for turn in path)

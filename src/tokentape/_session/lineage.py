@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tokentape._session.lineage_rules import RULES, Branches, client_of
+from tokentape._session.lineage_branches import Branches, Recorded, client_of
+from tokentape._session.lineage_rules import RULES
 from tokentape._session.tree import Session
 from tokentape.errors import InvalidRequest
 from tokentape.types import LineageEdge
@@ -16,12 +17,13 @@ from tokentape.types import LineageEdge
 ROLES = ("main", "subagent", "side_call")
 
 
-def lineage(session: Session, others: Iterable[Session] = ()) -> list[LineageEdge]:
+def lineage(session: Session, others: Iterable[Recorded] = ()) -> list[LineageEdge]:
     """Return the edges of the branches of `session`, in order of their first turns; at most one for each.
 
     `others` are sessions that headers name as parents.
     """
-    if len(session.turns) < 2 and not parent_sessions(session):
+    one_branch = len({turn.parent for turn in session.turns}) == len(session.turns)
+    if one_branch and not parent_sessions(session):
         return []
     branches = Branches(session, {one.info.session_id: one for one in others})
     found = (next(filter(None, (rule(branches, one) for rule in RULES)), None) for one in branches.all.values())

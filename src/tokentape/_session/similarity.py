@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+Runs = NDArray[np.uint64]
+"""A hash of each run of characters of a normalized text; of a shorter text one."""
+
 _RUN = 12
 """Characters."""
 
 _MOST = 40_000
 """Characters of a text that are looked at."""
+
+_FACTORS = np.array([pow(0x9E3779B97F4A7C15, at + 1, 1 << 64) for at in range(_RUN)], np.uint64)
 
 
 def normalized(text: str) -> str:
@@ -14,18 +26,52 @@ def normalized(text: str) -> str:
     return " ".join(text[:_MOST].split()).casefold()
 
 
-def shingles(text: str) -> frozenset[str]:
-    """Return all runs of characters of a normalized text."""
-    return frozenset(text[at : at + _RUN] for at in range(max(len(text) - _RUN + 1, 1)))
+def _runs(text: str) -> Runs:
+    codes = np.zeros(max(len(text), _RUN), np.uint64)
+    # No character is 0, so that a short text is not one with characters of that code at its end.
+    codes[: len(text)] = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64) + 1
+    runs: Runs = sliding_window_view(codes, _RUN) @ _FACTORS
+    return runs
 
 
-def quoted(text: str, runs: frozenset[str]) -> bool:
-    """Return whether half of the runs of `text` are among `runs`; of a long text 128 runs are looked up."""
-    places = range(0, max(len(text) - _RUN + 1, 1), max(len(text) // 128, 1))
-    return sum(text[at : at + _RUN] in runs for at in places) * 2 >= len(places)
+def shingles(text: str) -> Runs:
+    """Return all runs of a normalized text, sorted, each once."""
+    return np.unique(_runs(text))
 
 
-def similar(one: str, other: str) -> bool:
-    """Return whether two texts share a third of their runs."""
-    ours, theirs = shingles(one), shingles(other)
-    return 3 * len(ours & theirs) >= len(ours | theirs)
+def start(text: str) -> Runs:
+    """Return the first run of a text."""
+    return _runs(text[:_RUN])
+
+
+def probes(text: str) -> Runs:
+    """Return runs of a normalized text, of a long one about 128. A text with half of them in it quotes the text."""
+    return _runs(text)[:: max(len(text) // 128, 1)].copy()
+
+
+def _common(ours: Runs, theirs: Runs) -> Runs:
+    fewer, more = sorted((ours, theirs), key=len)
+    found: Runs = fewer[more[np.minimum(np.searchsorted(more, fewer), len(more) - 1)] == fewer] if len(fewer) else fewer
+    return found
+
+
+def similar(ours: Runs, theirs: Runs) -> bool:
+    """Return whether two texts share a third of their `shingles`."""
+    both = len(ours) + len(theirs)
+    return 4 * min(len(ours), len(theirs)) >= both and 4 * len(_common(ours, theirs)) >= both
+
+
+class TextIndex:
+    """Texts by some of their runs, to find those that another text has without a look at each."""
+
+    def __init__(self, texts: Mapping[int, Runs]) -> None:
+        self._numbers: dict[int, list[int]] = {}
+        for number, runs in texts.items():
+            for run in runs.tolist():
+                self._numbers.setdefault(run, []).append(number)
+        self._runs = np.array(sorted(self._numbers), np.uint64)
+
+    def found_in(self, runs: Runs) -> Counter[int]:
+        """Return for each text how many of its runs are among the `shingles` of another, if any."""
+        found = _common(self._runs, runs).tolist()
+        return Counter(number for run in found for number in self._numbers[run])

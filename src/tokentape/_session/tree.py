@@ -88,6 +88,8 @@ class Session:
         """The turn before this one with the same history; replies that differ in their reasoning only have the same."""
         self._same_reply: dict[int, int] = {}
         self._children: dict[int | None, list[int]] = {}
+        self._answered: set[tuple[int | None, str, bytes | None]] = set()
+        """By parent and setup the keys of the histories without their last replies."""
         self._numbered_history: list[bytes] = []
         """As `_history`, calls known by their place instead of their id, of the turns that were indexed so."""
         self._by_numbered: dict[bytes, list[int]] = {}
@@ -104,7 +106,7 @@ class Session:
             raise ValueError(f"turn {turn.seq} (parent {turn.parent}) can't follow {len(self.turns)} turns")
         start = None if turn.parent is None else self._history[turn.parent]
         reply = message_key(turn.reply)
-        key = chained(turn.setup, [*map(message_key, turn.messages), reply], start)[-1]
+        *sent, key = chained(turn.setup, [*map(message_key, turn.messages), reply], start)
         self.turns.append(turn)
         self._history.append(key)
         spoken = any(message.get("role") in ("system", "developer") for message in turn.messages)
@@ -116,6 +118,7 @@ class Session:
                 self._same_reply[turn.seq] = self._by_reply[reply]
             self._by_history[key] = self._by_reply[reply] = turn.seq
             self._children.setdefault(turn.parent, []).append(turn.seq)
+            self._answered.add((turn.parent, turn.setup, [start, *sent][-1]))
 
     def continuation(self, messages: Sequence[Message], setup: str) -> ContinuationPoint:
         """Find the deepest turn, under the same setup, whose messages are a prefix of `messages`.
@@ -258,15 +261,11 @@ class Session:
         `template_history`, it drops part of earlier turns and was asked to; `other_stop`, the turn before ended with
         another stop token than the template writes, and such a turn is not to be continued.
         """
-        children = self._children.get(parent, [])
-        if not children and (parent is not None or not self._by_history):
+        if not self._children.get(parent) and (parent is not None or not self._by_history):
             return None
         start = None if parent is None else self._history[parent]
-        key = history_keys(setup, messages, start)[-1:]
-        for seq in children:
-            turn = self.turns[seq]
-            if turn.setup == setup and history_keys(setup, turn.messages, start)[-1:] == key:
-                return "sibling"
+        if (parent, setup, [start, *history_keys(setup, messages, start)][-1]) in self._answered:
+            return "sibling"
         if parent is not None:
             return "branched"
         return "edited_history" if any(turn.setup == setup for turn in self.turns) else "new_setup"

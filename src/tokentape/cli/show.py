@@ -77,7 +77,7 @@ def _show(
 
     stored = store.load_session(session_id, per_token=as_json)
     session = stored.tree()
-    edges = lineage_of(store, stored)
+    edges = lineage_of(store.load_session, stored)
     branches = {one.leaf: one for one in stored.trajectories(unread=True, edges=edges)}
     if not branches:
         raise NotFound(f"session {session_id!r} has no turns yet")

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache, partial
 import numpy as np
 
 from tokentape._canonical import canonical_json, digest_of, json_in_order
-from tokentape._session.lineage_rules import CLIENT
+from tokentape._session.lineage_branches import CLIENT
 from tokentape._session.matching import call_ids, renamed_calls
 from tokentape._session.media import media_spans, path_media
 from tokentape._session.tree import NO_IDS, ContinuationPoint, LazyMessages, Session

@@ -186,7 +186,7 @@ def reward_view(reward: Reward) -> dict[str, Any]:
 def _tree(store: Store, session_id: str) -> dict[str, Any]:
     """Return a session's turns without text and ids, its leaves with their verdicts, and its aborted turns."""
     stored = store.load_session(session_id)
-    names, edges = store.extra_names([session_id]), lineage_of(store, stored)
+    names, edges = store.extra_names([session_id]), lineage_of(store.load_session, stored)
     return {
         **_info(stored.info),
         "turns": [_turn(turn) for turn in stored.turns],
@@ -244,7 +244,7 @@ def _trajectories(
     store: Store, session_id: str, leaf: int | None, verdicts: Collection[str] | None, *, unread: bool
 ) -> list[Trajectory]:
     stored = store.load_session(session_id, per_token=True)
-    found = stored.trajectories(unread=unread, edges=lineage_of(store, stored))
+    found = stored.trajectories(unread=unread, edges=lineage_of(store.load_session, stored))
     if leaf is not None:
         found = [one for one in found if one.leaf == leaf]
         if not found:

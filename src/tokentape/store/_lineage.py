@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tokentape._session.lineage import lineage, parent_sessions
 from tokentape.errors import NotFound
-from tokentape.store._base import Store
 from tokentape.store._reads import StoredSession
 from tokentape.types import LineageEdge
 
 
-def lineage_of(store: Store, stored: StoredSession) -> list[LineageEdge]:
-    """Return the edges of a session's branches. Parents that headers name have the same owner."""
-    session, others = stored.tree(), []
-    for session_id in sorted(parent_sessions(session)):
+def lineage_of(load: Callable[[str], StoredSession], stored: StoredSession) -> list[LineageEdge]:
+    """Return the edges of a session's branches. Parents that headers name are loaded, and have the same owner."""
+    others = []
+    for session_id in sorted(parent_sessions(stored.tree())):
         try:
-            other = store.load_session(session_id)
+            other = load(session_id)
         except NotFound:
             continue
         if other.info.owner == stored.info.owner:
-            others.append(other.tree())
-    return lineage(session, others)
+            others.append(other)
+    return lineage(stored.tree(), others)

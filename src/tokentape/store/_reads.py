@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -29,7 +30,7 @@ from tokentape.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredSession:
     """A session with everything recorded of it."""
 
@@ -50,6 +51,11 @@ class StoredSession:
     """In order of their turns; empty unless they were asked for."""
 
     def tree(self) -> Session:
+        """Return the session as a tree, the same one each time."""
+        return self._tree
+
+    @cached_property
+    def _tree(self) -> Session:
         return Session(self.info, self.turns, self.events)
 
     def trajectories(self, *, unread: bool = False, edges: Sequence[LineageEdge] | None = None) -> list[Trajectory]:

@@ -1,0 +1,199 @@
+"""The branches of a session, and what the rules of `lineage_rules` look up of them, each thing worked out once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from tokentape._session.matching import message_key
+from tokentape._session.similarity import Runs, TextIndex, normalized, probes, shingles, similar, start
+from tokentape._session.tree import Session
+from tokentape.types import Message, SessionInfo, Turn
+
+CLIENT = "client"
+"""The note of a turn, in `Turn.sampling`, with what the harness's headers said; see `gateway._client_headers`."""
+
+WINDOW = 256
+"""Turns before a branch that its texts are compared with."""
+
+
+class Recorded(Protocol):
+    """A session that headers may name as a parent's."""
+
+    @property
+    def info(self) -> SessionInfo: ...
+    @property
+    def turns(self) -> Sequence[Turn]: ...
+
+
+def client_of(turn: Turn) -> Mapping[str, Any]:
+    """Return what the headers of a turn said."""
+    found = turn.sampling.get(CLIENT)
+    return found if isinstance(found, dict) else {}
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return normalized(content) if isinstance(content, str) else ""
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the strings of a tool call's arguments."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _strings(one)
+
+
+def _arguments(turn: Turn) -> Iterator[str]:
+    """Yield the strings that a reply gave its tool calls, long enough to be a task."""
+    for call in turn.reply.get("tool_calls") or ():
+        arguments = (call.get("function") or {}).get("arguments")
+        try:
+            value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            continue
+        yield from (text for text in map(normalized, _strings(value)) if len(text) >= 12)
+
+
+class Branch:
+    """The first turn of a branch, with its new messages as texts."""
+
+    def __init__(self, turn: Turn, texts: Sequence[str], keys: Iterable[bytes], root: Branch | None) -> None:
+        self.turn, self.new, self.text = turn, texts, " ".join(texts)
+        self.keys = frozenset(keys)
+        by_role = [(one.get("role"), text) for one, text in zip(turn.messages, texts, strict=True)]
+        self.users = [text for role, text in by_role if role == "user"]
+        system = " ".join(text for role, text in by_role if role in ("system", "developer"))
+        self.system: str = root.system if root else system
+        self.user: str = root.user if root else next(filter(None, self.users), "")
+        """The first one that says something."""
+
+
+class Branches:
+    """The branches of a session."""
+
+    def __init__(self, session: Session, others: Mapping[str, Recorded]) -> None:
+        self.session, self.others, self.turns = session, others, session.turns
+        self.texts = [[_text(one) for one in turn.messages] for turn in self.turns]
+        self.replies = [_text(turn.reply) for turn in self.turns]
+        self.keys = [[*map(message_key, one.messages), message_key(one.reply)] for one in self.turns]
+        self.reply_keys = {self.keys[one.seq][-1]: one.seq for one in self.turns if one.finish_reason != "abort"}
+        self.children: dict[int | None, list[Turn]] = {}
+        self.root: list[int] = []
+        self.length: dict[int | None, int] = {None: 0}
+        """Messages of the path through a turn, its reply too."""
+        self.same: dict[int, Turn] = {}
+        """The newest turn before one that was sent the same."""
+        self.by_client: dict[Any, list[Turn]] = {}
+        """By the session that headers name."""
+        self.all: dict[int, Branch] = {}
+        sent: dict[Any, Turn] = {}
+        for turn in self.turns:
+            seq, parent = turn.seq, turn.parent
+            self.root.append(seq if parent is None else self.root[parent])
+            if parent is None or parent in self.children:
+                root = None if parent is None else self.branch_of(parent)
+                self.all[seq] = Branch(turn, self.texts[seq], self.keys[seq][:-1], root)
+            self.children.setdefault(parent, []).append(turn)
+            self.length[seq] = self.length[parent] + len(self.keys[seq])
+            request = parent, turn.setup, *self.keys[seq][:-1]
+            if request in sent:
+                self.same[seq] = sent[request]
+            sent[request] = turn
+            self.by_client.setdefault(client_of(turn).get("session"), []).append(turn)
+        self.last = list(range(len(self.turns)))
+        """Per turn the newest one of those that continue it."""
+        for turn in reversed(self.turns):
+            if turn.parent is not None:
+                self.last[turn.parent] = max(self.last[turn.parent], self.last[turn.seq])
+        self._arguments: dict[int, list[str]] = {}
+        # Of two texts for each turn that a branch is compared with: those of all might be large.
+        self._shingles = lru_cache(2 * WINDOW)(shingles)
+        self._quoted_in = lru_cache(8)(lambda text: self._replies.found_in(self._shingles(text)))
+        self.similar = lru_cache(2 * WINDOW)(lambda *texts: similar(*map(self._shingles, texts)))
+        """Whether two texts are about the same."""
+
+    def earlier(self, branch: Branch) -> Iterator[Turn]:
+        """Yield the turns before a branch that are not on its path, newest first."""
+        first, at = max(branch.turn.seq - WINDOW, 0), branch.turn.parent
+        for turn in reversed(self.turns[first : branch.turn.seq]):
+            if turn.seq == at:
+                at = turn.parent
+            else:
+                yield turn
+
+    def branch_of(self, seq: int) -> Branch:
+        """Return the root of a turn."""
+        return self.all[self.root[seq]]
+
+    def single(self, branch: Branch) -> bool:
+        """Return whether nothing continues the first turn of a branch."""
+        return not any(one.finish_reason != "abort" for one in self.children.get(branch.turn.seq, ()))
+
+    def path_keys(self, seq: int) -> list[bytes]:
+        """Return the keys of the messages of the path through a turn, its reply too."""
+        return [key for turn in self.session.path(seq) for key in self.keys[turn.seq]]
+
+    def arguments(self, turn: Turn) -> list[str]:
+        """Return the arguments of a turn's calls that may be a task; the turn may be another session's."""
+        if id(turn) not in self._arguments:
+            self._arguments[id(turn)] = list(_arguments(turn))
+        return self._arguments[id(turn)]
+
+    def quoted(self, seq: int, text: str) -> bool:
+        """Return whether a text quotes the reply of a turn."""
+        return self._quoted_in(text)[seq] * 2 >= len(self._probes[seq])
+
+    @cached_property
+    def _probes(self) -> Mapping[int, Runs]:
+        return {seq: probes(text) for seq, text in enumerate(self.replies)}
+
+    @cached_property
+    def _replies(self) -> TextIndex:
+        return TextIndex(self._probes)
+
+    @cached_property
+    def returned(self) -> Mapping[int, Turn]:
+        """By root the turn of an earlier branch, one that goes on, with a tool's result that has the root's last reply.
+
+        Of several with the same result the last one.
+        """
+        roots = ((one.turn.seq, self.replies[self.last[one.turn.seq]]) for one in self._roots())
+        last = {seq: text for seq, text in roots if len(text) >= 12}
+        index = TextIndex({seq: start(text) for seq, text in last.items()})
+        found: dict[int, tuple[str, Turn]] = {}
+        for turn in self.turns:
+            for message, text in zip(turn.messages, self.texts[turn.seq], strict=True):
+                if turn.parent is None or message.get("role") != "tool" or len(text) < 12:
+                    continue
+                for root in index.found_in(shingles(text)):
+                    named = self.root[turn.seq] < root < turn.seq and last[root] in text
+                    if named and found.setdefault(root, (text, turn))[0] == text:
+                        found[root] = text, turn
+        return {root: turn for root, (_, turn) in found.items()}
+
+    def named_in(self, branch: Branch) -> Iterator[Branch]:
+        """Yield the roots with a first message of the user that may be in the new messages of a branch."""
+        short = (one for one in branch.new if len(one) < 12)
+        runs = np.unique(np.concatenate([self._shingles(branch.text), *map(shingles, short)]))
+        yield from (self.all[seq] for seq in sorted(self._users.found_in(runs)))
+
+    @cached_property
+    def _users(self) -> TextIndex:
+        """The first messages of the user by root, of roots that the rules can't tell apart the first one."""
+        first: dict[Any, Branch] = {}
+        for one in self._roots():
+            calls = bool(one.turn.reply.get("tool_calls"))
+            first.setdefault((one.user, one.system, len(one.users), calls, self.single(one)), one)
+        return TextIndex({one.turn.seq: start(one.user) for one in first.values() if one.user})
+
+    def _roots(self) -> Iterator[Branch]:
+        return (one for one in self.all.values() if one.turn.parent is None)
