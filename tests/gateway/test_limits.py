@@ -21,6 +21,7 @@ from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE, until
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway import _http as http_module
+from tokentape.gateway import _limits as limits_module
 from tokentape.gateway import _session_cache as session_cache
 from tokentape.gateway._app import create_app
 from tokentape.gateway._keys import Keys
@@ -63,6 +64,57 @@ def ask(http: httpx2.Client, session_id: str, key: str | None = None, **more: An
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
+
+
+def stopped_clock(monkeypatch: pytest.MonkeyPatch, now: list[float]) -> None:
+    monkeypatch.setattr(limits_module, "time", SimpleNamespace(time=lambda: now[-1]))
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"), [("/v1/chat/completions", {"error"}), ("/v1/messages", {"type", "error", "request_id"})]
+)
+def test_calls_per_window_are_limited_for_each_key(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str, shape: set[str]
+) -> None:
+    now = [1_000_000_010.0]
+    stopped_clock(monkeypatch, now)
+    http = serve(Limits(calls_per_window=2, window_seconds=100.0), KEYS)
+
+    def called(key: str) -> httpx2.Response:
+        body = {"model": "m", "messages": [QUESTION], "max_tokens": 9}
+        return http.post(path, json=body, headers=bearer(key))
+
+    assert [called(A).status_code for _ in range(2)] == [200, 200]
+    refused = called(A)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "90")
+    assert refused.json().keys() <= shape
+    assert "2 calls per 100 s" in refused.json()["error"]["message"]
+    assert called(B).status_code == 200
+    # A clock that is set back gives nothing; the next window does.
+    now.append(999_999_000.0)
+    assert called(A).status_code == 429
+    now.append(1_000_000_101.0)
+    assert called(A).status_code == 200
+
+
+def test_tokens_per_window_count_prompts_and_replies_but_no_recorded_reply(
+    serve: Serve, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_clock(monkeypatch, [1_000_000_000.0])
+    http = serve()
+    usage = ask(http, "s").json()["usage"]
+    cost = usage["prompt_tokens"] + usage["completion_tokens"]
+    http = serve(Limits(tokens_per_window=cost + 1), KEYS)
+    body = {"messages": [QUESTION]}
+
+    def keyed(session_id: str, stream: bool = False) -> httpx2.Response:
+        headers = {**bearer(A), "idempotency-key": session_id}
+        return http.post(f"/sessions/{session_id}/v1/chat/completions", json=body | {"stream": stream}, headers=headers)
+
+    assert [keyed(name).status_code for name in ("t", "t", "t")] == [200] * 3
+    assert keyed("u", stream=True).status_code == 200
+    assert keyed("v").status_code == 429
+    assert "tokens per 3600 s" in keyed("v").json()["error"]["message"]
 
 
 PARTS = [{"type": "text", "text": "a"}]

@@ -62,7 +62,7 @@ def create_app(
     keys, drain, telemetry = keys or Keys(), drain or Drain(), turns.telemetry
     if allowed_hosts is None:
         allowed_hosts = [ANY] if keys else THIS_MACHINE
-    calls, anonymous = CallsPerKey(turns.limits.calls_per_key), AnonymousSessions(turns.store)
+    calls, anonymous = CallsPerKey(turns.limits), AnonymousSessions(turns.store)
     gateway = Gateway(turns, model_id, keys, calls, anonymous, drain)
     drain.abort = turns.abort_all
     _follow(turns, drain, model_id)

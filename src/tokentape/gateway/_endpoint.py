@@ -226,6 +226,7 @@ class Endpoint:
             response = json_response(self.dialect.error(error), error.status, error_headers(error))
             await response(scope, receive, send)
         finally:
+            gateway.calls.spend(line.key, line.tokens)
             if line.reply_id:
                 gateway.turns.unread.answered(line, complete=complete)
 
@@ -262,6 +263,7 @@ class Endpoint:
             assert isinstance(started, TurnStarted)
             line.engine_requests = started.engine_requests
             line.reply_id, line.replayed = started.reply_id, started.replayed
+            line.tokens = 0 if started.replayed else len(started.prompt_ids)
             encoder = decoded.encoder(started)
             if started.overridden:
                 headers["X-Tokentape-Overridden"] = pins.header(started.overridden)
@@ -269,7 +271,8 @@ class Endpoint:
                 headers["X-Tokentape-Replayed"] = "true"
             if not turn.stream:
                 choices = await _collect(events)
-                line.turns = [choice.done.turn.seq for choice in choices]
+                for choice in choices:
+                    line.done(choice.done.turn)
                 headers["X-Tokentape-Turn"] = ",".join(map(str, line.turns))
                 return Response(encode_json(encoder.whole(choices)), 200, headers, "application/json")
             # The status waits for the first tokens, so that whatever fails before them has its own status.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,13 @@ class Limits:
         3600.0, "Time after which an unused session leaves the memory. The store still has it."
     )
     calls_per_key: int = option(0, "Calls in flight per API key; 0 for no limit.", "--max-calls-per-key")
+    calls_per_window: int = option(0, "Calls per API key in a window; 0 for no limit.", "--max-calls-per-window")
+    tokens_per_window: int = option(
+        0, "Prompt and sampled tokens per API key in a window; 0 for no limit.", "--max-tokens-per-window"
+    )
+    window_seconds: float = option(
+        3600.0, "Length of the windows of these two limits.", "--limit-window-seconds", least=1
+    )
     pause_patience: float = 600.0
     """Seconds that a call waits while sampling is paused."""
     resumes: int = option(
@@ -70,19 +78,50 @@ class InFlightCounter:
 
 
 class CallsPerKey:
-    """Counts the calls in flight of each API key, at most `most`; 0 for no limit."""
+    """Counts the calls of each API key: those in flight, and with their tokens those of the window that is running.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    Windows begin at multiples of their length, in Unix time. All counts are of this process, and begin anew with it.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._in_flight: Counter[str] = Counter()
+        self._window = 0
         self._calls: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
 
     @contextmanager
     def track(self, owner: str) -> Iterator[None]:
-        """Count a call as long as the context lasts. Raises `LimitReached`."""
-        if self._most and self._calls[owner] >= self._most:
-            raise LimitReached(f"{self._most} calls are in flight with this key, which is the limit", retry_after=1.0)
+        """Count a call as long as the context lasts, and in its window. Raises `LimitReached`."""
+        self._begin_window()
+        most, per_window = self._limits.calls_per_key, self._limits.calls_per_window
+        if most and self._in_flight[owner] >= most:
+            raise LimitReached(f"{most} calls are in flight with this key, which is the limit", retry_after=1.0)
+        if per_window and self._calls[owner] >= per_window:
+            raise self._spent(f"{per_window} calls")
+        if self._limits.tokens_per_window and self._tokens[owner] >= self._limits.tokens_per_window:
+            raise self._spent(f"{self._limits.tokens_per_window} tokens")
         self._calls[owner] += 1
+        self._in_flight[owner] += 1
         try:
             yield
         finally:
-            self._calls[owner] -= 1
+            self._in_flight[owner] -= 1
+
+    def spend(self, owner: str, tokens: int) -> None:
+        """Count the tokens of a call that has ended."""
+        self._begin_window()
+        self._tokens[owner] += tokens
+
+    def _begin_window(self) -> None:
+        now = int(time.time() // self._limits.window_seconds)
+        # A clock that is set back does not begin a new one.
+        if now > self._window:
+            self._window = now
+            self._calls.clear()
+            self._tokens.clear()
+
+    def _spent(self, what: str) -> LimitReached:
+        seconds = self._limits.window_seconds
+        left = (self._window + 1) * seconds - time.time()
+        return LimitReached(f"this key has used its {what} per {seconds:g} s; more in {left:.0f} s", max(left, 1.0))
