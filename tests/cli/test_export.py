@@ -170,6 +170,23 @@ def test_atif_is_a_document_per_branch(run: Run, data_dir: Path, tmp_path: Path)
     assert [one["session_id"] for one in documents] == ["forked", "forked", "plain"]
 
 
+def test_atif_copies_only_what_an_earlier_document_has(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    for more, copied, trained in ((), 2, 20), (("--verdict", "forked:branched"), 0, 8):
+        done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "atif", "--json", *more)
+        documents = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+        (forked,) = (one for one in documents if one["trajectory_id"] == "forked/2")
+        assert sum("is_copied_context" in step for step in forked["steps"]) == copied
+        assert json.loads(done.stdout)["trained_tokens"] == trained
+
+
+def test_a_trainer_s_count_is_of_the_rows(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    given = "--format", "slime", "--session", "forked", "--verdict", "forked:branched", "--json"
+    counts = json.loads(run("export", data_dir, "-o", tmp_path / "t.jsonl", *given).stdout)
+    (row,) = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert counts["trained_tokens"] == sum(row["loss_mask"]) == 8
+    assert (counts["trajectories"], counts["tokens"]) == (1, len(row["tokens"]))
+
+
 def test_what_a_trainer_needs_and_nobody_gave_leaves_no_file(run: Run, data_dir: Path, tmp_path: Path) -> None:
     done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "skyrl")
     assert (done.exit_code, "session 'plain' has no reward" in done.stderr) == (1, True)

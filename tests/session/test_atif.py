@@ -31,7 +31,11 @@ SETUPS = {"setup": Setup((), {}, "2026-01-01", "")}
 
 def documents(*turns: Turn) -> list[dict[str, Any]]:
     session = Session(SessionInfo("s", 1.0, {"agent": "mine"}), turns)
-    return [atif_document(session, SETUPS, one) for one in trajectories(session)]
+    made, earlier = [], set[int]()
+    for one in trajectories(session):
+        made.append(atif_document(session, SETUPS, one, earlier))
+        earlier.update(one.turns)
+    return made
 
 
 def forked() -> list[dict[str, Any]]:
@@ -67,7 +71,16 @@ def test_a_step_has_the_exact_ids_of_its_call(renderer: Renderer, tmp_path: Path
     assert document["agent"]["tool_definitions"] == list(stored.setups[stored.turns[0].setup].tools)
 
 
-def test_steps_that_another_branch_trains_are_copied_context() -> None:
+def test_a_call_that_sampled_nothing_is_no_copy_and_its_weights_are_all_named() -> None:
+    empty = make_turn(0, None, [user("a")], said(""), completion=())
+    later = replace(make_turn(1, 0, [user("b")], said("c")), weight_changes=((1, "2"),))
+    (document,) = documents(empty, later)
+    assert not any("is_copied_context" in step for step in document["steps"])
+    about = document["steps"][-1]["metrics"]["extra"]
+    assert (about["weight_version"], about["weight_changes"]) == ("1", ((1, "2"),))
+
+
+def test_steps_that_an_earlier_document_has_are_copied_context() -> None:
     first, second = forked()
     assert not any("is_copied_context" in step for step in first["steps"])
     assert [step.get("is_copied_context", False) for step in second["steps"]] == [True, True, False, False]

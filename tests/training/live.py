@@ -42,13 +42,16 @@ class Ledger:
 
     renderer: Renderer = field(default_factory=lambda: Renderer.load(MODEL))
     version: int = 7
+    text: str | None = None
+    """What it samples in place of its sentences."""
     calls: list[Call] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """What was asked over HTTP."""
 
     def sample(self, prompt: Sequence[int], max_tokens: int, session: str) -> Call:
         number = len(self.calls)
-        ids = self.renderer.tokenizer.encode_plain(f"Reply {number} of {'many ' * (number % 4)}words.<|im_end|>")
+        text = self.text or f"Reply {number} of {'many ' * (number % 4)}words."
+        ids = self.renderer.tokenizer.encode_plain(text + "<|im_end|>")
         finish: FinishReason = "stop" if len(ids) <= max_tokens else "length"
         ids = ids[:max_tokens]
         # With no short decimal form, and exact in float32.

@@ -307,7 +307,7 @@ PYTHONS = [python for python in os.environ.get("TOKENTAPE_TRAINERS_PYTHON", "").
 def exported() -> dict[str, list[Any]]:
     samples = two_branches()
     proto = exports.verl_data_proto(samples, pad_id=0, vocab_size=100)
-    plain = {kind: {name: values.tolist() for name, values in arrays.items()} for kind, arrays in proto.items()}
+    plain = {kind: {name: one.tolist() for name, one in proto[kind].items()} for kind in ("tensors", "non_tensors")}
     data = [exports.tinker_datum(one) for one in samples]
     return {
         "tinker": [

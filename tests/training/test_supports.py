@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.training.test_trainers import sampled, two_turns
 from tokentape._supports import SUPPORTS, pack
 from tokentape.errors import InvalidRequest
-from tokentape.training import exports
+from tokentape.training import exports, packed, padded, renormalized_logprobs
 from tokentape.training._samples import Sample
 from tokentape.types import TokenRows
 
@@ -67,6 +68,23 @@ def test_logprobs_over_the_vocabulary_go_without_supports(meaning: Any) -> None:
     assert "rollout_top_p_token_ids" not in exports.slime_sample(sample, 0, 0)
     assert "sampling_mask" not in exports.prime_rl_training_sample(sample, "maths")
     assert "rollout_sample_support" not in exports.skyrl_generator_output([sample])
+
+
+@pytest.mark.parametrize("mode", ["scaled", "raw"])
+@pytest.mark.parametrize("collate", [padded, packed])
+def test_a_batch_never_has_supports_beside_logprobs_over_the_vocabulary(collate: Any, mode: str) -> None:
+    sample = with_supports(CUT, sampled(mode, top_p=0.9))
+    with pytest.raises(InvalidRequest, match=r"turn \d of session .* has supports, and logprobs over the whole vocab"):
+        collate([sample], pad_id=0, vocab_size=4000)
+    assert collate([sample], pad_id=0, vocab_size=4000, check_logprobs=False).payloads[SUPPORTS].known.sum() == 2
+    fitting = collate([with_supports(CUT, CUT)], pad_id=0, vocab_size=4000)
+    assert fitting.payloads[SUPPORTS].known.sum() == 2
+
+
+def test_a_support_that_was_too_large_is_not_taken_for_the_vocabulary() -> None:
+    rows = np.array([pack([1, 2], 9), pack([1, 2], 1)], object)
+    with pytest.raises(InvalidRequest, match="only its size is recorded"):
+        renormalized_logprobs(torch.zeros(2, 5), torch.tensor([1, 1]), rows)
 
 
 def test_a_trainer_that_takes_no_supports_refuses_truncated_logprobs() -> None:

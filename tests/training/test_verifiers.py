@@ -12,7 +12,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.training import live
+from tests.training.scripted_sessions import ASKED
 from tokentape.demo import MODEL
+from tokentape.demo.tasks import TOOLS
 from tokentape.errors import InvalidRequest
 from tokentape.testing._rows import Row
 from tokentape.training.verifiers import AgentHarness
@@ -116,6 +118,26 @@ def test_rewards_of_the_taskset_read_what_the_agent_read(ledger: live.Ledger) ->
     assert "Task 7." in question["content"]
     assert answer["content"] == "Reply 0 of words."
     assert trace.rewards == {}
+
+
+def test_calls_of_tools_are_those_that_the_agent_read(ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+
+    async def agent(base_url: str, api_key: str, task: Any) -> None:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            asked: Any = {"messages": [{"role": "user", "content": "How much?"}], "tools": TOOLS, "max_tokens": 100}
+            read.append((await client.chat.completions.create(model="policy", **asked)).choices[0].message)
+
+    ledger.text = ASKED.removesuffix("<|im_end|>")
+    monkeypatch.setattr(Harness, "agent", staticmethod(agent))
+    (trace,) = traces_of(ledger, 0)
+    (call,) = read[0].tool_calls
+    assert trace.nodes[1].message == {
+        "role": "assistant",
+        "content": read[0].content,
+        "reasoning_content": None,
+        "tool_calls": [{"id": call.id, "name": "lookup", "arguments": call.function.arguments}],
+    }
 
 
 def test_an_agent_that_raises_fails_its_rollout(ledger: live.Ledger) -> None:

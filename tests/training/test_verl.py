@@ -72,7 +72,12 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
 
 def loop_of(servers: Servers, *, use_v1: bool = True, **options: Any) -> AgentLoop:
     rollout = Config(
-        name="vllm", prompt_length=200, response_length=300, max_model_len=None, logprobs_mode="processed_logprobs"
+        name="vllm",
+        prompt_length=200,
+        response_length=300,
+        max_model_len=None,
+        logprobs_mode="processed_logprobs",
+        **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
     )
     config = Config(actor_rollout_ref=Config(rollout=rollout | options.pop("rollout", {}), model=Config()))
     config.actor_rollout_ref["rollout"] = Config(config.actor_rollout_ref.rollout)
@@ -141,10 +146,16 @@ def test_without_a_call_there_is_no_output_and_without_a_reward_verl_finds_it(se
     assert output.extra_fields["reward_extra_info"] == {}
 
 
-def test_greedy_validation_has_no_logprobs(servers: Servers) -> None:
-    (output,) = ran(loop_of(servers), 0, SAMPLING | {"temperature": 0})
+@pytest.mark.parametrize("setting", [{"temperature": 0}, {"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 20}])
+def test_validation_with_settings_of_its_own_has_no_logprobs(servers: Servers, setting: dict[str, float]) -> None:
+    (output,) = ran(loop_of(servers, rollout={"logprobs_mode": "raw_logprobs"}), 0, SAMPLING | setting)
     assert output.response_logprobs is None
     assert output.reward_score == 1.0
+
+
+def test_training_with_logprobs_that_verl_does_not_compute_is_refused(servers: Servers) -> None:
+    with pytest.raises(InvalidRequest, match="after truncation"):
+        ran(loop_of(servers, rollout={"top_p": 0.7}), 0, SAMPLING | {"top_p": 0.7})
 
 
 def test_the_old_trainer_gets_one_output(servers: Servers) -> None:

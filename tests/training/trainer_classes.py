@@ -119,7 +119,7 @@ def main() -> None:
         except ImportError:
             continue
     # Some of them print while they are imported.
-    print("\n" + json.dumps(told))
+    print("\n" + json.dumps(told, default=lambda array: array.tolist()))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ def verl() -> dict[str, Any]:
     agent_loop_tq.tq.async_kv_batch_put, agent_loop_tq.tq.async_kv_put = put_batch, put_one
     rollout = {"name": "vllm", "n": 5, "prompt_length": 200, "response_length": 300, "max_model_len": None}
     rollout |= {"logprobs_mode": "processed_logprobs", "full_determinism": False, "agent": {}}
+    rollout |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     config = OmegaConf.create(
         {"actor_rollout_ref": {"rollout": rollout, "model": {}}, "trainer": {"use_v1": True}, "data": {}}
     )

@@ -74,7 +74,8 @@ def verl(sessions: Sessions) -> Iterator[dict[str, Any]]:
             "logprobs": before + field["rollout_log_probs"].tolist(),
             "weight_versions": [str(least[n]), str(most[n])],
         }
-        yield row | ({"reward": float(field["rm_scores"].sum())} if "rm_scores" in set(field) else {})
+        names = list(field.keys())
+        yield row | ({"reward": float(field["rm_scores"].sum())} if "rm_scores" in names else {})
 
 
 def slime(sessions: Sessions) -> Iterator[dict[str, Any]]:

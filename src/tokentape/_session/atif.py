@@ -1,14 +1,14 @@
 """Branches as documents of ATIF 1.7, the trajectory format of Harbor: messages as steps, with the ids of each call.
 
 A turn's reply is a step of the agent, with `metrics` of what was sampled and from which prompt. A tool's result is an
-observation of the step that called it. Steps of a turn that another branch of the session trains are marked
-`is_copied_context`, as the format has it for what is not to be trained again.
+observation of the step that called it. Steps of a turn that an earlier document has are marked `is_copied_context`, as
+the format has it for what is not to be trained again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,22 +22,25 @@ from tokentape.types import Message, Setup, Trajectory, Turn
 _SOURCES = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
 
 
-def atif_document(session: Session, setups: Mapping[str, Setup], branch: Trajectory) -> dict[str, Any]:
+def atif_document(
+    session: Session, setups: Mapping[str, Setup], branch: Trajectory, earlier: Collection[int] = ()
+) -> dict[str, Any]:
     """Return the document of a branch, with `session_id` and `trajectory_id`, SESSION/LEAF.
 
-    The agent's `name` and `version` are the session's metadata `agent` and `agent_version`. The reward, the verdict and
-    the metadata are in `extra`. Raises `InvalidRequest` for a branch with images: the format names files.
+    `earlier` are the turns that documents of the session have that were written before. The agent's `name` and
+    `version` are the session's metadata `agent` and `agent_version`. The reward, the verdict and the metadata are in
+    `extra`. Raises `InvalidRequest` for a branch with images: the format names files.
     """
     if branch.media:
         raise InvalidRequest(f"session {branch.session_id!r} has images, for which ATIF has paths of files", "format")
     path, metadata = session.path(branch.leaf), branch.metadata
     steps: list[dict[str, Any]] = []
-    for turn, start, end in zip(path, branch.completion_starts.tolist(), branch.completion_ends.tolist(), strict=True):
+    for turn, start in zip(path, branch.completion_starts.tolist(), strict=True):
         before = len(steps)
         for message in turn.messages:
             _add(steps, message)
         steps.append({"source": "agent", **_said(turn.reply), **_sampled(turn, branch.token_ids[:start].tolist())})
-        if not branch.loss_mask[start:end].any():
+        if turn.seq in earlier:
             for step in steps[before:]:
                 step["is_copied_context"] = True
     metrics = [step["metrics"] for step in steps if "metrics" in step]
@@ -121,6 +124,7 @@ def _sampled(turn: Turn, prompt_ids: list[int]) -> dict[str, Any]:
                 "finish_reason": turn.finish_reason,
                 "engine": turn.engine,
                 "weight_version": turn.weight_version,
+                "weight_changes": turn.weight_changes,
             },
         },
     }

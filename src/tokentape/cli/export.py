@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,7 +81,8 @@ def export(
     token. May run beside a gateway. The file appears under its name once it is complete. Exits with 3 if it is empty.
 
     Masks don't depend on --verdict and --roles: what a branch that is left out trains, no other one does. For a trainer
-    they do, and all samples are held in memory: a row is a sample, and the first one that has a turn trains it.
+    and in ATIF they do: the first row that has a turn trains it. For a trainer a row is a sample, and all are held in
+    memory.
     """
     from rich.console import Console
 
@@ -123,15 +125,27 @@ def export(
             if file_format is Format.JSONL:
                 write_jsonl(found, file)
             elif file_format is Format.ATIF:
-                for one in found:
-                    assert now is not None
-                    document = atif_document(now.tree(), now.setups, one)
-                    file.write(json.dumps(document, allow_nan=False).encode() + b"\n")
+                trained = 0
+                for _, branches in groupby(found, lambda one: one.session_id):
+                    earlier: set[int] = set()
+                    for one in branches:
+                        assert now is not None
+                        document = atif_document(now.tree(), now.setups, one, earlier)
+                        file.write(json.dumps(document, allow_nan=False).encode() + b"\n")
+                        spans = zip(
+                            one.turns, one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True
+                        )
+                        trained += sum(end - start for turn, start, end in spans if turn not in earlier)
+                        earlier.update(one.turns)
+                counts.trained_tokens = trained
             elif file_format is Format.PARQUET:
                 write_parquet(found, file, extra)
             else:
-                samples = assemble(found, group=group).samples
-                write_trainer_rows(trainer_rows(file_format, samples), file, parquet=output.suffix == ".parquet")
+                made = assemble(found, group=group)
+                write_trainer_rows(trainer_rows(file_format, made.samples), file, parquet=output.suffix == ".parquet")
+                counts = ExportCounts(
+                    counts.sessions, made.report.samples, made.report.tokens, made.report.trained_tokens
+                )
     if as_json:
         typer.echo(json.dumps({"file": str(output), "format": file_format, **asdict(counts)}))
     else:

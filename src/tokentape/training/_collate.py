@@ -21,6 +21,7 @@ from tokentape._session.payloads import blank_rows
 from tokentape.errors import InvalidRequest
 from tokentape.training._columns import column_of
 from tokentape.training._samples import Sample
+from tokentape.training._supports import refuse_unlike_supports
 from tokentape.training._trainers import token_temperatures
 from tokentape.types import MediaSpan, TokenRows
 
@@ -52,8 +53,8 @@ class Batch:
     logprobs: npt.NDArray[np.float32]
     """What the token had when it was sampled, 0.0 elsewhere; NaN for a trained token that was not sampled here."""
     temperatures: npt.NDArray[np.float32]
-    """What to divide the logits by that predict the token, so that `log_softmax` is of the distribution that `logprobs`
-    are of; 1.0 where nothing is trained, NaN for a trained token where that is not known."""
+    """What to divide the logits by that predict the token, so that `log_softmax`, over its support where the batch has
+    one, is of the distribution that `logprobs` are of; 1.0 where nothing is trained, NaN where that is not known."""
     weight_versions: npt.NDArray[np.int32]
     """Which weights sampled the token: an index into `versions`; -1 for tokens that were not sampled."""
     versions: tuple[str, ...]
@@ -94,8 +95,8 @@ class Batch:
 
         `target_ids`, `loss_mask`, `logprobs`, `temperatures`, `weight_versions` and the columns. A policy's ratio to
         the one that sampled is `exp(log_softmax(logits[:, :-1] / temperatures).gather(target_ids) - logprobs)`, where
-        `loss_mask` is set. The first token of a sample never carries loss, so none is predicted from its neighbor in a
-        packed row.
+        `loss_mask` is set; with supports, `renormalized_logprobs` in place of `log_softmax`. The first token of a
+        sample never carries loss, so none is predicted from its neighbor in a packed row.
         """
         return {
             "target_ids": self.input_ids[:, 1:],
@@ -132,8 +133,8 @@ def padded(
 
     Raises `InvalidRequest` if there is no sample, for an id outside the vocabulary, for a sample longer than `length`
     (`assemble(..., max_length=...)` cuts or drops those), for one whose first token carries loss, for a trained token
-    without a value in a column, and for recorded logprobs that no `log_softmax(logits / temperature)` gives: see
-    `trainers.turn_temperatures`.
+    without a value in a column, for recorded logprobs that no `log_softmax(logits / temperature)` gives (see
+    `trainers.turn_temperatures`), and for logprobs over the whole vocabulary beside recorded supports.
     """
     _check(samples, pad_id, vocab_size)
     size = _row_length(max(len(sample.token_ids) for sample in samples), length, multiple)
@@ -219,6 +220,7 @@ def _check(samples: Sequence[Sample], pad_id: int, vocab_size: int) -> None:
 def _temperatures(sample: Sample, check: bool) -> npt.NDArray[np.float32]:
     # Ids that were not sampled have no logprobs.
     if check and not np.isnan(sample.logprobs[sample.loss_mask]).all():
+        refuse_unlike_supports(sample)
         return token_temperatures(sample)
     return np.where(sample.loss_mask, np.float32(np.nan), np.float32(1))
 

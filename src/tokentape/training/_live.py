@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -15,8 +17,10 @@ from tokentape.client import AsyncClient
 from tokentape.engines._base import Engine, SamplingParams
 from tokentape.errors import InvalidRequest
 from tokentape.gateway._serving import serving
+from tokentape.store import SqliteStore
 from tokentape.training._samples import AssemblyReport, MaxLength, Sample, Select, assemble
 from tokentape.training._stop_rule import StopRule
+from tokentape.types import Message
 
 T = TypeVar("T")
 
@@ -39,6 +43,8 @@ class Rollout:
     """What was left out."""
     error: Exception | None
     """What the agent raised."""
+    replies: Mapping[int, Message] = field(default_factory=dict)
+    """What the agent read, by turn."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class LiveGateway:
 
     client: AsyncClient
     renderer: Renderer
+    store: SqliteStore
+    """Its record, to read."""
     keeps: bool
     """Whether sessions stay in the record."""
 
@@ -82,15 +90,16 @@ class LiveGateway:
                     await session.reward(float(reward))
             except Exception as raised:
                 error = raised
-            trajectories = await session.trajectories()
+            stored = await asyncio.to_thread(self.store.load_session, session.session_id, per_token=True)
         finally:
             # Also where the trainer cancels the rollout.
             if not self.keeps:
                 await session.delete()
-        made = assemble(trajectories, select=select, max_length=max_length, group=lambda _: group)
+        made = assemble(stored.trajectories(), select=select, max_length=max_length, group=lambda _: group)
         if stop_rule is not None:
             stop_rule.add(made.samples)
-        return Rollout(session.session_id, tuple(made.samples), made.report, error)
+        replies = {turn.seq: turn.reply for turn in stored.turns}
+        return Rollout(session.session_id, tuple(made.samples), made.report, error, replies)
 
 
 _gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Future[LiveGateway]]] = WeakKeyDictionary()
@@ -127,17 +136,30 @@ async def _hold(
     """
     try:
         renderer = await asyncio.to_thread(Renderer.load, model_dir)
-        gateway = serving(make_engine(renderer), model_dir, directory=directory, renderer=renderer)
-        url = await asyncio.to_thread(gateway.__enter__)
+        gateway = _serving(make_engine(renderer), model_dir, directory, renderer)
+        url, store = await asyncio.to_thread(gateway.__enter__)
     except Exception as error:
         ready.set_exception(error)
         return
     try:
         async with AsyncClient(url, timeout=600.0) as client:
-            ready.set_result(LiveGateway(client, renderer, directory is not None))
+            ready.set_result(LiveGateway(client, renderer, store, directory is not None))
             await asyncio.Event().wait()
     finally:
         await asyncio.to_thread(gateway.__exit__, None, None, None)
+
+
+@contextmanager
+def _serving(
+    engine: Engine, model_dir: Path | str, directory: Path | str | None, renderer: Renderer
+) -> Iterator[tuple[str, SqliteStore]]:
+    with TemporaryDirectory() as temporary:
+        record = directory or temporary
+        with (
+            serving(engine, model_dir, directory=record, renderer=renderer) as url,
+            SqliteStore.open(record, read_only=True) as store,
+        ):
+            yield url, store
 
 
 def named(given: T | str) -> T:
@@ -155,3 +177,14 @@ def sampling_fields(params: SamplingParams, names: Collection[str]) -> dict[str,
     """Return the parameters of `names` as vLLM and SGLang take them, without stop strings and the session."""
     fields = {name: getattr(params, name) for name in names if name not in ("session_id", "stop_strings")}
     return fields | {"top_k": params.top_k or -1, "stop_token_ids": list(params.stop_token_ids)}
+
+
+def vllm_fields(params: SamplingParams, names: Collection[str]) -> dict[str, Any]:
+    """Return the sampling parameters of a call of vLLM's for ids and logprobs."""
+    own = {"max_tokens": params.max_tokens, "skip_special_tokens": False, "logprobs": 1}
+    return sampling_fields(params, names) | own
+
+
+def version_between(first: object, last: object) -> str | None:
+    """Return the version of a completion that began with one and ended with another, `7-8`: where is not known."""
+    return None if last is None else str(last) if first == last else f"{first}-{last}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tokentape._supports import SUPPORTS, is_known, kept_ids
+from tokentape._supports import SUPPORTS, is_known, kept_ids, too_many
 from tokentape.errors import InvalidRequest
 from tokentape.training._samples import Sample
 
@@ -34,9 +34,17 @@ def renormalized_logprobs(
     >>> renormalized_logprobs(logits[:, :-1], to_torch(after)["target_ids"], batch.payloads["supports"].rows[:, 1:])
     ...                                                                                   # doctest: +SKIP
 
-    Raises `InvalidRequest` for an id that is not in its support: the two do not belong together.
+    Raises `InvalidRequest` for an id that is not in its support: the two do not belong together. Also for a support of
+    which only the size is recorded.
     """
     import torch
+
+    if any(too_many(one) for one in supports.ravel()):
+        raise InvalidRequest(
+            "of a support only its size is recorded, since it was larger than `--supports`; expected its ids: leave "
+            "the token out, or record with a larger number",
+            "supports",
+        )
 
     scaled = logits.float() / torch.as_tensor(temperatures, device=logits.device).unsqueeze(-1)
     scaled, wanted = scaled.reshape(-1, logits.shape[-1]), ids.reshape(-1, 1)
@@ -58,6 +66,23 @@ def has_supports(sample: Sample, start: int, end: int) -> bool:
     """Return whether the support of each trained token from `start` to before `end` is recorded."""
     found = sample.payloads.get(SUPPORTS)
     return found is not None and all(is_known(one) for one in found.rows[start:end][sample.loss_mask[start:end]])
+
+
+def refuse_unlike_supports(sample: Sample) -> None:
+    """Raise `InvalidRequest` for supports of trained tokens with logprobs over the whole vocabulary: never to mix."""
+    found = sample.payloads.get(SUPPORTS)
+    if found is None:
+        return
+    turns = zip(sample.turns, sample.completion_starts, sample.completion_ends, sample.logprobs_of, strict=True)
+    for turn, start, end, recorded in turns:
+        rows = found.rows[start:end][sample.loss_mask[start:end]]
+        if recorded is not None and recorded.truncation is False and rows.any():
+            raise InvalidRequest(
+                f"turn {turn} of session {sample.session_id!r} has supports, and logprobs over the whole vocabulary; "
+                "expected both of one distribution: record with --logprobs-mode processed, or leave the supports out "
+                "with `replace(sample, payloads={})`",
+                "samples",
+            )
 
 
 def token_supports(sample: Sample) -> Kept | None:

@@ -51,10 +51,10 @@ TRAINERS: Mapping[str, Trainer] = {
         Trainer("slime", "624b824a8", "--rollout-temperature", supports=True),
         Trainer("Miles", "31f1ca961", "--rollout-temperature", supports=True),
         Trainer("prime-rl", "559b44772", None, supports=True, per_token=True),
-        Trainer("verifiers", "0.4.0", "temperature of the sampling arguments"),
-        Trainer("SkyRL", "12f1ad39", "generator.sampling_params.temperature", supports=True),
+        Trainer("verifiers", "0.4.1.dev86", "temperature of the sampling arguments"),
+        Trainer("SkyRL", "a9564572", "generator.sampling_params.temperature", supports=True),
         # Given top_k or top_p it truncates too; they have to stay neutral there.
-        Trainer("NeMo-RL", "0406a641", "policy.generation.temperature"),
+        Trainer("NeMo-RL", "7ea279ab", "policy.generation.temperature"),
         Trainer("Tinker", "0.38.0", None),
         Trainer("Agent Lightning", "0.3.0", "actor_rollout_ref.rollout.temperature"),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._function import FunctionEngine
 from tokentape.engines._replies import finish_reason_of
 from tokentape.errors import EngineContractError, InvalidRequest
-from tokentape.training._live import Agent, LiveGateway, Rollout, live_gateway, named, sampling_fields
+from tokentape.training._live import Agent, LiveGateway, Rollout, live_gateway, named, version_between, vllm_fields
 from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import skyrl_generator_output
 
@@ -35,8 +36,8 @@ _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "stop_token_ids
 class AgentGenerator:
     """A `GeneratorInterface` that runs agents. It derives from no class of SkyRL's.
 
-    If the agent of one rollout raises, takes longer than `seconds` or samples nothing, no rollout of that prompt is
-    trained, as in SkyRL's own Harbor generator. Sessions are recorded in `directory`, or not kept.
+    If the agent of one rollout raises, takes longer than `seconds`, samples nothing or gives no reward, no rollout of
+    that prompt is trained, as in SkyRL's own Harbor generator. Sessions are recorded in `directory`, or not kept.
     """
 
     def __init__(
@@ -111,8 +112,12 @@ class AgentGenerator:
             seconds=self._seconds,
             stop_rule=self._stop_rule,
         )
+        if rollout.error is None and any(one.reward is None for one in rollout.samples):
+            rollout = replace(
+                rollout, error=InvalidRequest(f"session {rollout.session_id!r} has no reward: return one")
+            )
         if rollout.error is not None:
-            _log.warning("the agent of %s raised; its prompt is not trained", name.instance_id, exc_info=rollout.error)
+            _log.warning("the agent of %s failed; its prompt is not trained", name.instance_id, exc_info=rollout.error)
         return rollout
 
     def _made(self, rollout: Rollout, *, scored: bool) -> dict[str, Any]:
@@ -137,15 +142,14 @@ class AgentGenerator:
 
     async def _sample(self, prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
         before = getattr(self._client, "weight_version", None)
-        own = {"max_tokens": params.max_tokens, "skip_special_tokens": False, "logprobs": 1}
-        sampling = sampling_fields(params, _SAMPLING) | own
-        asked = {"prompt_token_ids": [prompt_ids], "sampling_params": sampling, "session_ids": [params.session_id]}
+        asked = {"prompt_token_ids": [prompt_ids], "session_ids": [params.session_id]}
+        asked["sampling_params"] = vllm_fields(params, _SAMPLING)
         output = await self._client.generate(asked)
         (ids,), (reason,), logprobs = output["response_ids"], output["stop_reasons"], output["response_logprobs"]
         if logprobs is None or logprobs[0] is None:
             raise EngineContractError("SkyRL's engine returned no response_logprobs; they were asked for")
         after = getattr(self._client, "weight_version", None)
-        version = None if after is None else str(after) if before == after else f"{before}-{after}"
+        version = version_between(before, after)
         return SampleDelta(tuple(ids), tuple(logprobs[0]), finish_reason_of(reason), weight_version=version)
 
 

@@ -23,10 +23,11 @@ from tokentape.engines._base import SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines._function import FunctionEngine
 from tokentape.engines._replies import finish_reason_of
 from tokentape.errors import EngineContractError, InvalidRequest
-from tokentape.training._live import live_gateway, named, sampling_fields
+from tokentape.training._live import live_gateway, named, vllm_fields
 from tokentape.training._samples import Sample
 from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import verifiers_nodes
+from tokentape.types import Message
 
 __all__ = ["AgentHarness"]
 
@@ -93,8 +94,9 @@ class AgentHarness:
             raise rollout.error
         tokenizer, parts = gateway.renderer.tokenizer, rollout.samples
         nodes = verifiers_nodes(parts, lambda ids: read_text(tokenizer, ids), logprobs=ctx.client.type == "train")
-        for node in nodes:
-            node["message"] |= _reply(gateway.renderer, node["token_ids"]) if node["sampled"] else {}
+        # Nodes come in pairs, what a turn added and what it sampled, in this order of turns.
+        for node, turn in zip(nodes[1::2], dict.fromkeys(turn for one in parts for turn in one.turns), strict=True):
+            node["message"] |= _said(rollout.replies[turn])
         trace.nodes = [vf.MessageNode.model_validate(node) for node in nodes]
         trace.calls = [vf.ModelCall(model=ctx.model, **call) for call in _calls(parts)]
         if parts and parts[0].reward is not None:
@@ -105,11 +107,10 @@ class AgentHarness:
 async def _sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
     """Ask the server as `renderers.client.generate` does."""
     client, fixed = _clients[str(params.session_id)]
-    own = {"max_tokens": params.max_tokens, "skip_special_tokens": False, "logprobs": 1}
     answer = await client.post(
         f"{str(client.base_url).rstrip('/').removesuffix('/v1')}/inference/v1/generate",
         cast_to=dict[str, Any],
-        body={**fixed, "token_ids": prompt_ids, "sampling_params": sampling_fields(params, _SAMPLING) | own},
+        body={**fixed, "token_ids": prompt_ids, "sampling_params": vllm_fields(params, _SAMPLING)},
         # Turns with the same one go to the same server, which has their prefix.
         options={"headers": {"X-Session-ID": params.session_id}},
     )
@@ -137,12 +138,8 @@ def _calls(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     return [calls[turn] for turn in sorted(calls)]
 
 
-def _reply(renderer: Renderer, ids: list[int]) -> dict[str, Any]:
-    """Return what the message of a completion says, as the taskset's rewards read it."""
-    parser = renderer.parser(renderer.setup())
-    parser.feed(ids)
-    reply = parser.finish()[1]
-    calls = [
-        {"id": f"call_{n}", "name": one.name, "arguments": one.arguments} for n, one in enumerate(reply.tool_calls)
-    ]
-    return {"content": reply.content, "reasoning_content": reply.reasoning or None, "tool_calls": calls or None}
+def _said(reply: Message) -> dict[str, Any]:
+    """Return what a message says that the agent read, as the taskset's rewards read it."""
+    calls = [{"id": one["id"], **one["function"]} for one in reply.get("tool_calls") or ()]
+    given = {name: reply.get(name) for name in ("content", "reasoning_content")}
+    return given | {"tool_calls": calls or None}

@@ -19,10 +19,9 @@ from uuid import uuid4
 from tokentape._hub import find_model
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import UNKNOWN_MODE, SampleDelta, SamplingParams
-from tokentape.engines._distributions import GREEDY_BELOW
 from tokentape.engines._function import FunctionEngine
 from tokentape.errors import EngineContractError, InvalidRequest
-from tokentape.training._live import Agent, live_gateway, named, sampling_fields
+from tokentape.training._live import Agent, live_gateway, named, sampling_fields, version_between
 from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import verl_agent_loop_output
 from tokentape.types import FinishReason
@@ -81,8 +80,10 @@ class AgentLoop:
         )
         if rollout.error is not None:
             raise rollout.error
-        # Greedy sampling has no logprobs that verl could compute; it validates with it, and trains none of that.
-        scored = bool(sampling_params.get("logprobs")) and sampling_params.get("temperature", 1.0) >= GREEDY_BELOW
+        # verl doesn't say that it validates, or samples a baseline. It does both with settings of their own, trains
+        # none of that, and could not compute the logprobs.
+        trained = all(sampling_params.get(name) == self._rollout.get(name) for name in names[:3])
+        scored = bool(sampling_params.get("logprobs")) and trained
         limits = {"prompt_length": self._rollout.prompt_length, "response_length": self._rollout.response_length}
         fields = [verl_agent_loop_output(one, **limits, logprobs=scored) for one in rollout.samples]
         outputs = [AgentLoopOutput(**one) for one in fields]
@@ -118,13 +119,11 @@ class AgentLoop:
         ids = tuple(output.token_ids)
         if output.log_probs is None and ids:
             raise EngineContractError("verl's server returned no log_probs; they were asked for")
-        first, last = (output.extra_fields.get(name) for name in ("min_global_steps", "max_global_steps"))
         return SampleDelta(
             ids,
             tuple(output.log_probs or ()),
             _end(output.stop_reason, ids, params),
-            # Where weights changed on the way verl knows which there were, not where they changed.
-            weight_version=None if last is None else str(last) if first == last else f"{first}-{last}",
+            weight_version=version_between(*map(output.extra_fields.get, ("min_global_steps", "max_global_steps"))),
         )
 
 
