@@ -232,14 +232,16 @@ class Session:
 
     def context_after(self, seq: int) -> TokenIds:
         """The ids of the path from the root through turn `seq`'s completion, int32 [tokens]."""
-        if self._last_context is not None and self._last_context[0] == seq:
-            return self._last_context[1]
+        # Read once: a stored session's tree may be read in several threads.
+        last = self._last_context or (-1, NO_IDS)
+        if last[0] == seq:
+            return last[1]
         pieces: list[TokenIds] = []
         at: int | None = seq
         while at is not None:
             turn = self.turns[at]
-            if self._last_context is not None and self._last_context[0] == at:
-                pieces.append(self._last_context[1])
+            if last[0] == at:
+                pieces.append(last[1])
                 break
             pieces += [turn.completion_ids, turn.added_ids]
             at = turn.parent

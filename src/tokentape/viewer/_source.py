@@ -94,7 +94,7 @@ class StoreSource:
         # The version first: if the session grows in between, the next look finds another one and loads it again.
         _, version = self.version(session_id)
         stored = self._store.load_session(session_id, per_token=True)
-        edges = lineage_of(self._store, stored)
+        edges = lineage_of(self._store.load_session, stored)
         shown = tuple(stored.trajectories(unread=True, edges=edges))
         return SessionView(stored.info, version, _nodes(stored), shown, stored, tuple(edges))
 
