@@ -268,6 +268,15 @@ def test_what_opens_content_and_calls_alike_does_not_close_reasoning() -> None:
     assert (reply.reasoning, reply.content.strip()) == ("", "Yes.")
 
 
+PROMPTED_LAST = "{% set last = add_generation_prompt and messages[-1].role == 'assistant' %}"
+LEAVES_LAST_OUT = PROMPTED_LAST + "{% set messages = messages[:-1] if last else messages %}"
+
+
+def test_a_template_that_leaves_out_the_last_turn_before_a_prompt_is_certified_like_one_that_does_not() -> None:
+    """No request ends with an assistant's message."""
+    assert certificate_of(LEAVES_LAST_OUT + FRAMED).continuations == certificate_of(FRAMED).continuations
+
+
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_call_directly_behind_content_is_found_where_the_template_writes_it_so(step: int) -> None:
     text = 'Take {"a": 1} and {x}.{"name": "add", "arguments": {"a": 1}}<|im_end|>'

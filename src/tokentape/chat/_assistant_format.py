@@ -259,7 +259,11 @@ def _around(text: str, prompt: str, sentinel: str) -> tuple[str, str]:
 
 
 def _after(text: str, sentinel: str) -> str:
-    return text[text.rindex(sentinel) + len(sentinel) :]
+    _, found, after = text.rpartition(sentinel)
+    if not found:
+        # With a generation prompt, for one (Nemotron Nano 2).
+        raise TemplateRefused("the chat template leaves out an assistant turn that it writes in another conversation")
+    return after
 
 
 def _read_header(continued: str, base: str) -> str:
