@@ -10,7 +10,7 @@ import pytest
 
 from tests.audit.tokendiff.test_formats import SARIF
 from tokentape.audit._lock.comparing import RULES as LOCK_RULES
-from tokentape.audit._lock.comparing import LockChange, LockReport, lock_case
+from tokentape.audit._lock.comparing import LockChange, LockReport, lock_cases
 from tokentape.audit._report import CiCase, CiFinding, ci_report
 from tokentape.audit._skew.backends.base import BackendFacts
 from tokentape.audit._skew.findings import AuditReport, CorpusStatistics, Skew, SkewResult
@@ -40,8 +40,8 @@ LOCK = LockReport("a folder", 9, (LockChange("merges", "1 differs", "usually thi
     ("cases", "rules", "counts", "results"),
     [
         (audit_cases(AUDIT), RULES, ("3", "1"), [("merges", "error"), ("padding", "warning")]),
-        ([lock_case(LOCK)], LOCK_RULES, ("1", "1"), [("merges", "error")]),
-        ([CiCase("fine")], RULES, ("1", "0"), []),
+        (lock_cases(LOCK), LOCK_RULES, ("1", "1"), [("merges", "error")]),
+        ([CiCase("fine"), CiCase("left", skipped="why")], RULES, ("2", "0"), []),
     ],
 )
 def test_every_format_has_the_findings(
@@ -49,6 +49,9 @@ def test_every_format_has_the_findings(
 ) -> None:
     suite = ElementTree.fromstring(ci_report("junit", "tokentape x", "model", rules, cases))
     assert (suite.get("tests"), suite.get("failures")) == counts
+    assert (
+        suite.get("skipped") == str(len(suite.findall("testcase/skipped"))) == str(sum(bool(c.skipped) for c in cases))
+    )
     log = json.loads(ci_report("sarif", "tokentape x", "model", rules, cases))
     jsonschema.validate(log, SARIF)
     assert [(one["ruleId"], one["level"]) for one in log["runs"][0]["results"]] == results

@@ -56,7 +56,7 @@ class Rate:
     def interval(self) -> str:
         """The interval in percent, or why there is none."""
         if self.low is None or self.high is None:
-            return f"(no interval: {self.clusters} of the {ENOUGH} sessions that one needs)"
+            return f"(no interval: counted in {self.clusters} independent groups, and one needs {ENOUGH})"
         return f"[{self.low:.3%}, {self.high:.3%}]"
 
 

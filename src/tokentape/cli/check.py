@@ -54,7 +54,7 @@ def check(
     from rich.console import Console
 
     from tokentape.audit._lock import examine, read_lock
-    from tokentape.audit._lock.comparing import RULES, compare, lock_case
+    from tokentape.audit._lock.comparing import RULES, compare, lock_cases
     from tokentape.audit._lock.observing import observe_server
     from tokentape.audit._report import ci_report
     from tokentape.audit._report import escape_for_terminal as readable
@@ -77,7 +77,7 @@ def check(
     if as_json:
         print_json({"ok": ok, "reports": reports})
     elif file_format != "text":
-        cases = [lock_case(report) for report in reports]
+        cases = [case for report in reports for case in lock_cases(report)]
         typer.echo(ci_report(file_format, "tokentape check", str(lockfile), RULES, cases))
     else:
         for report in reports:

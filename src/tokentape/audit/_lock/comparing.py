@@ -6,19 +6,26 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from tokentape.audit._lock.components import BLOCK, LockedToken
+from tokentape.audit._loading_files import TEMPLATES, settings_apart, write_settings
+from tokentape.audit._lock.components import BLOCK, Components, LockedToken
 from tokentape.audit._lock.goldens import LockGolden
 from tokentape.audit._lock.lockfile import Lock
+from tokentape.audit._lock.merge_list import merges_apart, unpacked_merges
 from tokentape.audit._lock.observing import Observed
+from tokentape.audit._model_config import SAMPLED
 from tokentape.audit._report import CiCase, CiFinding
 from tokentape.audit._skew.report_text import first_difference
+from tokentape.errors import TokenizerUnusable
 
 _SHOWN = 5
 _SHOWN_OF_CERTIFICATE = 2
 _SHOWN_IDS = 8
 _LINE = 200
+_LEFT_OUT = "not compared: "
 
 CAUSES = {
     "normalizer": "the normalizer was dropped or replaced when the tokenizer was loaded or converted: accents, Hangul, "
@@ -36,6 +43,8 @@ CAUSES = {
     "end-of-sequence ids": "generation_config.json or eos_token differs: turns end elsewhere",
     "configuration": "config.json or generation_config.json is of other weights, or training code wrote it anew; or "
     "code saved a tokenizer with truncation or padding switched on",
+    "loading": "tokenizer_config.json, special_tokens_map.json or added_tokens.json is of another revision, or was "
+    "edited: code that loads the folder by transformers gets another tokenizer",
     "template": "the template was edited, replaced by a training template, or is another revision",
     "template kwargs": "the kwargs that conversations are rendered with are not those of the lock",
 }
@@ -94,17 +103,26 @@ class LockReport:
         return "\n".join(lines)
 
 
-def lock_case(report: LockReport) -> CiCase:
+def lock_cases(report: LockReport) -> list[CiCase]:
+    """Return what was compared, and what was not, for CI systems."""
     found = [CiFinding(one.what, "error", one.what, "\n".join(_lines(one))) for one in report.changes]
-    return CiCase(report.compared, found, str(report).splitlines()[0])
+    left = [note.removeprefix(_LEFT_OUT) for note in report.notes if note.startswith(_LEFT_OUT)]
+    skipped = [CiCase(f"{report.compared}: {why.partition(':')[0]}", skipped=why) for why in left]
+    return [CiCase(report.compared, found, str(report).splitlines()[0]), *skipped]
 
 
 def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], *, strict: bool = False) -> LockReport:
     """Compare what was observed with a lock. `strict` makes a changed library version, or file, a change."""
     changes = list(_changed_parts(lock, observed, template_kwargs))
-    notes = [f"not compared: {what}" for what in observed.not_compared]
+    notes = [f"{_LEFT_OUT}{what}" for what in observed.not_compared]
     if lock.components.configuration is None:
         notes.append("not compared: config.json, truncation and padding, which this older lock does not hold")
+    if lock.components.loading is None:
+        notes.append("not compared: files that transformers reads beside tokenizer.json, which this older lock lacks")
+    elif observed.components is not None and observed.components.loading is not None:
+        found, note = _loading(lock.components, observed.components, Path(observed.name))
+        changes += found
+        notes += note
     moved = list(_versions(lock, observed))
     notices = [*moved, *(_files(lock, observed) if not changes else ())]
     changes += _certificate(lock, observed, moved)
@@ -129,7 +147,8 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
     if new.vocabulary != old.vocabulary:
         yield _named("vocabulary", _block_change("id", old.vocabulary, new.vocabulary))
     if new.merges != old.merges:
-        yield _named("merges", _block_change("merge", old.merges, new.merges))
+        named = _merges_apart(lock.components, observed)
+        yield _named("merges", named or _block_change("merge", old.merges, new.merges))
     tokens = [{token.id: token for token in each.added_tokens} for each in (old, new)]
     changes = [_token_change(i, tokens[0].get(i), tokens[1].get(i)) for i in sorted(tokens[0] | tokens[1])]
     if any(changes):
@@ -143,10 +162,37 @@ def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str,
     if old.configuration is not None and new.configuration is not None:
         for key in sorted({*old.configuration, *new.configuration}):
             before, after = old.configuration.get(key), new.configuration.get(key)
-            if before != after:
+            if before != after and (old.loading is not None or not key.endswith(SAMPLED)):  # older locks lack these
                 yield _named("configuration", f"{key} was {_short(before)}, is {_short(after)}")
     if new.template_sha256 != old.template_sha256:
         yield _named("template", _template_change(old.template, new.template))
+
+
+def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockChange], list[str]]:
+    """Return changes of the files beside tokenizer.json, or notes if transformers makes the same tokenizer of them."""
+    was, now = dict(old.loading or {}), dict(new.loading or {})
+    templates = [each.pop(TEMPLATES, {}) for each in (was, now)]
+    changes = [
+        _named("template", f"the one named {name} {_came(templates[0].get(name), templates[1].get(name))}")
+        for name in sorted({*templates[0], *templates[1]})
+        if templates[0].get(name) != templates[1].get(name)
+    ]
+    if was == now:
+        return changes, []
+    from tokentape.audit._skew.auditor import loaded_findings
+
+    said = settings_apart(was, now, "{} was {}, is {}")
+    with TemporaryDirectory() as locked:
+        try:
+            write_settings(was, old.special_tokens, Path(locked), folder)
+            found, note = loaded_findings(Path(locked), folder, said)
+        except TokenizerUnusable as error:
+            return [*changes, _named("loading", f"{said}; {error}")], []
+    return [*changes, *(_named("loading", one.cause) for one in found)], [note] if note else []
+
+
+def _came(was: object, now: object) -> str:
+    return "is new" if was is None else "is gone" if now is None else "is another text"
 
 
 def _first_few(found: Sequence[str], most: int) -> str:
@@ -190,6 +236,18 @@ def _block_change(what: str, was: Sequence[str], now: Sequence[str]) -> str:
         f"{changed} of {max(len(was), len(now))} blocks of {BLOCK} {what}s differ, the first from {what} "
         f"{at * BLOCK} to {(at + 1) * BLOCK - 1}"
     )
+
+
+def _merges_apart(old: Components, observed: Observed) -> str:
+    """Return which merges changed; empty if that can't be known."""
+    new = observed.components
+    if not (old.merge_list and new and new.merge_list and observed.source and old.vocabulary == new.vocabulary):
+        return ""
+    vocab = json.loads(observed.source())["model"]["vocab"]
+    try:
+        return merges_apart(unpacked_merges(old.merge_list, vocab), unpacked_merges(new.merge_list, vocab))
+    except ValueError:
+        return ""
 
 
 def _token_change(token_id: int, was: LockedToken | None, now: LockedToken | None) -> str:
@@ -275,7 +333,7 @@ def _files(lock: Lock, observed: Observed) -> Iterator[str]:
     was, now = lock.components.files, observed.components.files
     for name in sorted({*was, *now}):
         if was.get(name) != now.get(name):
-            word = "is gone" if name not in now else "is new" if name not in was else "has other bytes"
+            word = _came(was.get(name), now.get(name)).replace("is another text", "has other bytes")
             yield f"{name} {word}, but nothing in it that was looked at changed"
 
 

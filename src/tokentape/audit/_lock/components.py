@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
+from tokentape.audit._loading_files import TEMPLATES, Settings, loading_settings, named_templates
+from tokentape.audit._lock.merge_list import packed_merges
 from tokentape.audit._model_config import model_configuration
 from tokentape.chat._renderer import Renderer
 
@@ -69,12 +71,20 @@ class Components:
     """Of the template and its variant for tools."""
     configuration: Mapping[str, Any] | None = None
     """What `model_configuration` reads, truncation and padding; None if not known, as in locks of older versions."""
+    merge_list: str | None = None
+    """The merges, see `packed_merges`; None if not known, or as above."""
+    loading: Settings | None = None
+    """What transformers reads beside tokenizer.json, see `loading_settings`, and digests of templates by other names;
+    None as above."""
 
 
 def components_of(renderer: Renderer, folder: Path) -> Components:
     """Return the parts of a model folder. `renderer` was loaded from it."""
     tokenizer, template = renderer.tokenizer, renderer.template
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    spec = json.loads(files["tokenizer.json"])
+    lengths = {name: spec[name] for name in ("truncation", "padding") if spec.get(name) is not None}
+    templates = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in named_templates(folder).items()}
     return Components(
         files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
         **spec_parts(files["tokenizer.json"].decode()),
@@ -82,14 +92,9 @@ def components_of(renderer: Renderer, folder: Path) -> Components:
         eos_ids=tuple(sorted(tokenizer.eos_ids)),
         template=tuple(template.source.splitlines()),
         template_sha256=template.sha256,
-        configuration=_configuration(folder, files["tokenizer.json"]),
+        configuration={**(model_configuration(folder) or {}), **lengths},
+        loading={**loading_settings(folder, spec), **({TEMPLATES: templates} if templates else {})},
     )
-
-
-def _configuration(folder: Path, source: bytes) -> dict[str, Any]:
-    spec = json.loads(source)
-    lengths = {name: spec[name] for name in ("truncation", "padding") if spec.get(name) is not None}
-    return {**(model_configuration(folder) or {}), **lengths}
 
 
 def spec_parts(source: str) -> dict[str, Any]:
@@ -109,10 +114,12 @@ def spec_parts(source: str) -> dict[str, Any]:
     if steps["decoder"] is not None and steps["decoder"]["type"] == "ByteLevel":
         # Its flags do nothing, and libraries write them one way or another.
         steps["decoder"] = {"type": "ByteLevel"}
+    pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges]
     return {
         "steps": {**steps, "model": _step(model)},
         "vocabulary": tuple(_digests(_entries(vocab))),
-        "merges": tuple(_digests(merge if isinstance(merge, str) else " ".join(merge) for merge in merges)),
+        "merges": tuple(_digests(map(" ".join, pairs))),
+        "merge_list": packed_merges(vocab, pairs) if isinstance(vocab, Mapping) else None,
         "added_tokens": tuple(
             LockedToken(token["id"], token["content"], " ".join(flag for flag in _FLAGS if token.get(flag)))
             for token in added

@@ -33,7 +33,7 @@ LIBRARIES = ("tokentape", "tokenizers", "jinja2", "transformers")
 _OPEN = 2
 """Levels of the JSON that are written on several lines."""
 
-_OPENED = ("files", "steps", "added_tokens", "special_tokens", "template", "configuration")
+_OPENED = ("files", "steps", "added_tokens", "special_tokens", "template", "configuration", "loading")
 """Deeper parts that are written on several lines."""
 
 
@@ -54,8 +54,9 @@ class Lock:
     def to_text(self) -> str:
         """Return the lockfile, the same bytes for the same lock."""
         fields = {"format": FORMAT, **asdict(self), "goldens": [_written_golden(golden) for golden in self.goldens]}
-        if self.components.configuration is None:  # as older versions wrote it
-            del fields["components"]["configuration"]
+        for name in ("configuration", "merge_list", "loading"):
+            if fields["components"][name] is None:  # as older versions wrote it
+                del fields["components"][name]
         return _laid_out(fields) + "\n"
 
 

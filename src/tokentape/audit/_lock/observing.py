@@ -34,13 +34,15 @@ class Observed:
     """Observations to compare with a lock."""
 
     name: str
-    """What was observed, for people."""
+    """What was observed, for people; the path of a folder."""
     ids: Mapping[str, tuple[int, ...] | None]
     """Ids by name of the golden, without those that could not be asked for; None where the template refuses."""
     versions: Mapping[str, str]
     """Versions of the libraries; empty for a server."""
     components: Components | None = None
     certificate: Mapping[str, Any] | None = None
+    source: Callable[[], str | bytes] | None = None
+    """Returns the tokenizer.json, if there is one."""
     not_compared: tuple[str, ...] = ()
     """What could not be observed, and why."""
 
@@ -56,6 +58,7 @@ def observe_folder(
         versions=versions(),
         components=components_of(renderer, Path(folder)),
         certificate=certified(load_or_certify(renderer, template_kwargs)),
+        source=(Path(folder) / "tokenizer.json").read_bytes,
     )
 
 
@@ -81,10 +84,11 @@ def observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> O
             source = variants["tool_use" if golden.tools and "tool_use" in variants else "default"]
             found[golden.name] = _live_chat_ids(tokenizer, source, lock.date, template_kwargs, golden)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    components = None
+    components, source = None, None
     if backend is None or not hasattr(backend, "to_str"):
         not_compared.append("parts: it is not one of the `tokenizers` library")
     else:
+        source = backend.to_str
         compiled = ChatTemplate(variants["default"], variants.get("tool_use"))
         named = {key: getattr(tokenizer, key, None) for key in lock.components.special_tokens}
         components = Components(
@@ -96,7 +100,12 @@ def observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> O
             template_sha256=compiled.sha256,
         )
     return Observed(
-        f"the {type(tokenizer).__name__} given", found, versions(), components, not_compared=tuple(not_compared)
+        f"the {type(tokenizer).__name__} given",
+        found,
+        versions(),
+        components,
+        not_compared=tuple(not_compared),
+        source=source,
     )
 
 

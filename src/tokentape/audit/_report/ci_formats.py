@@ -33,15 +33,20 @@ class CiCase:
     """Where it is in the file that was checked."""
     details: Sequence[str] | None = None
     """Lines for JUnit, if not the texts of the findings."""
+    skipped: str = ""
+    """Why it was not checked."""
 
 
 def junit(tool: str, cases: Iterable[CiCase]) -> str:
-    """Return JUnit XML: a test case per case, failed if it has an error, with what was found as text."""
+    """Return JUnit XML: a test case per case, failed if it has an error, or skipped, with what was found."""
     suite = ElementTree.Element("testsuite", name=tool)
-    tests = failures = 0
+    tests = failures = skipped = 0
     for one in cases:
         tests += 1
         case = ElementTree.SubElement(suite, "testcase", classname=tool.replace(" ", "."), name=shown(one.name))
+        if one.skipped:
+            skipped += 1
+            ElementTree.SubElement(case, "skipped", message=shown(one.skipped))
         if not one.findings:
             continue
         lines = [shown(line) for line in one.details or [finding.text for finding in one.findings]]
@@ -52,7 +57,7 @@ def junit(tool: str, cases: Iterable[CiCase]) -> str:
             ElementTree.SubElement(case, "failure", message=shown(said), type="tokens").text = "\n".join(lines)
         else:
             ElementTree.SubElement(case, "system-out").text = "\n".join([shown(said), *lines])
-    for name, value in (("tests", tests), ("failures", failures), ("errors", 0)):
+    for name, value in (("tests", tests), ("failures", failures), ("errors", 0), ("skipped", skipped)):
         suite.set(name, str(value))
     ElementTree.indent(suite)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from tokentape.audit._loading_files import SAME_SETTINGS, settings_apart
 from tokentape.audit._skew import battery
 from tokentape.audit._skew.backends import open_backend
 from tokentape.audit._skew.backends.base import Ability, Backend, SkewChat
@@ -39,6 +40,7 @@ from tokentape.audit._skew.text_probes import (
     explain_texts,
     special_texts,
 )
+from tokentape.errors import TokenizerUnusable
 
 CompareCorpus: TypeAlias = Callable[
     [Backend, Backend, Sequence[Path], int | None, Callable[[str], None]], tuple[CorpusStatistics, list[Differing]]
@@ -97,6 +99,7 @@ def audit(
         if stable:
             run.conversations(list(conversations_of(corpus_files([Path(path) for path in corpus]))) if corpus else ())
         run.findings += part_findings(run.a, run.b, run.causes, run.findings)
+        run.loading()
         run.findings += configuration_findings(run.a.facts, run.b.facts)
         run.notes += fact_notes(run.a.facts, run.b.facts, run.findings)
         statistics = run.corpus([Path(path) for path in corpus], workers, compare) if corpus and stable else None
@@ -111,6 +114,30 @@ def audit(
             corpus=statistics,
             uncovered=tuple(run.uncovered()),
         )
+
+
+def loaded_findings(
+    a: Path, b: Path, said: str, progress: Callable[[str], None] = lambda _: None
+) -> tuple[list[Skew], str]:
+    """Return how the tokenizers differ that transformers makes of two folders, or a note that they are the same.
+
+    `said` says in words in what the files beside tokenizer.json differ. Raises `TokenizerUnusable` if it takes one
+    folder only, or is not installed.
+    """
+    from tokentape.audit._skew.backends.auto import AutoBackend, same_tokenizer
+
+    progress("loading both folders by transformers")
+    one, other = (AutoBackend(str(folder), str(folder), BackendOptions()) for folder in (a, b))
+    run = _Run(one, other, progress)
+    by = f"transformers {run.a.facts.versions['transformers']}"
+    if same_tokenizer(one, other):
+        return [], f"{said}: {by} makes the same tokenizer of both"
+    run.texts()
+    run.decoding()
+    run.findings += fact_findings(run.a.facts, run.b.facts, run.causes.differing, run.findings)
+    run.findings += part_findings(run.a, run.b, run.causes, run.findings, templates=False)
+    found = [replace(x, cause=f"loaded by {by}, {x.cause} ({said})", fix=SAME_SETTINGS) for x in run.findings]
+    return found, "" if found else f"{said}: {by} makes tokenizers of both that agree on everything that was tried"
 
 
 def _without(texts: Sequence[str], tokens: Collection[str]) -> list[str]:
@@ -210,6 +237,21 @@ class _Run:
         self._add(*explain_texts(self.a, self.b, self.causes, differing, "corpus", self.progress))
         return replace(statistics, conversations=self.own[0], differing_conversations=self.own[1])
 
+    def loading(self) -> None:
+        """Compare what transformers makes of two folders whose other files may make it another tokenizer."""
+        ours, theirs = self.a.facts.loading, self.b.facts.loading
+        if ours is None or theirs is None or ours == theirs:
+            return
+        said = settings_apart(ours, theirs)
+        a, b = (Path((side.reopened_as or "").removeprefix("json:")) for side in (self.a, self.b))
+        try:
+            found, note = loaded_findings(a, b, said, self.progress)
+        except TokenizerUnusable as error:
+            found, note = [Skew("unknown", "facts", f"{said}, and {error}", SAME_SETTINGS, 1)], ""
+        known = {one.cause for one in self.findings}
+        self.findings += [one for one in found if not any(cause in one.cause for cause in known)]
+        self.notes += [note] if note else []
+
     def uncovered(self) -> Iterator[str]:
         """Yield what was not compared, and could differ."""
         yield "images, audio and other content parts"
@@ -219,6 +261,8 @@ class _Run:
         for letter, side in (("A", self.a), ("B", self.b)):
             if side.facts.spec is None:
                 yield f"the tokenizer's parts in {letter}, {side.facts.kind}: it was compared by inputs alone"
+            elif side.facts.loading and (self.a.facts.loading is None or self.b.facts.loading is None):
+                yield f"what transformers makes of the other files in {letter}: for that, name it auto:PATH"
         if self.a.facts.spec is None and self.b.facts.spec is None:
             yield "the vocabulary: neither side says what its tokens are"
         if not self.tried.get("masks"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
 
@@ -102,6 +102,8 @@ def chat_findings(
             )
     differing.sort(key=lambda one: one.size)
     findings, found.left = explain(differing, _MOST_EXAMINED, compared.examine, progress)
+    if len(differing) == found.tried and {one.manner for one in differing} in ({"A refuses"}, {"B refuses"}):
+        findings = [replace(one, severity="skew") for one in findings]  # it can't be used at all
     found.findings += [*findings, *masked.values()]
     marks = [("mask" in side.facts.abilities) for side in (a, b)]
     if marks[0] != marks[1] and not any("server" in side.facts.kind for side in (a, b)):

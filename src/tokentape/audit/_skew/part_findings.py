@@ -10,7 +10,7 @@ import jinja2
 
 from tokentape.audit._model_config import ROWS
 from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts
-from tokentape.audit._skew.backends.spec import makes_masks, without_marks
+from tokentape.audit._skew.backends.spec import without_marks
 from tokentape.audit._skew.causes import TextCauses, unlike_tokens
 from tokentape.audit._skew.findings import Skew, SkewResult
 from tokentape.audit._skew.part_texts import token_texts
@@ -23,8 +23,10 @@ _ABILITY: Mapping[str, Ability] = {"post_processor": "special"}
 _UNSEEN = "no input that was tried shows it"
 
 
-def part_findings(a: Backend, b: Backend, causes: TextCauses, found: Collection[Skew]) -> list[Skew]:
-    """Return parts of tokenizer.json and templates that differ and are in none of the findings yet."""
+def part_findings(
+    a: Backend, b: Backend, causes: TextCauses, found: Collection[Skew], *, templates: bool = True
+) -> list[Skew]:
+    """Return parts of tokenizer.json, and `templates`, that differ and are in none of the findings yet."""
     kinds = {one.kind for one in found if one.severity == "skew"}
     findings = [
         Skew(PARTS[part], "facts", f"{causes.words(part)}; {_UNSEEN}", _TRAINED, 1)
@@ -32,7 +34,7 @@ def part_findings(a: Backend, b: Backend, causes: TextCauses, found: Collection[
         if PARTS[part] not in kinds
         and all(_ABILITY.get(part, "decode") in side.facts.abilities for side in (a, b))  # else it was not to be tried
     ]
-    if not any(one.probe == "render" and one.severity == "skew" for one in found):
+    if templates and not any(one.probe == "render" and one.severity == "skew" for one in found):
         findings += _templates(a.facts, b.facts)
     return findings
 
@@ -44,40 +46,49 @@ def added_token_texts(a: BackendFacts, b: BackendFacts) -> list[str]:
 
 def _templates(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     pairs = {"chat template": (a.template, b.template), "template for tools": (a.tool_template, b.tool_template)}
+    if a.templates is not None and b.templates is not None:
+        named = sorted({*a.templates, *b.templates})
+        pairs |= {f"chat template named {name}": (a.templates.get(name), b.templates.get(name)) for name in named}
     for name, (one, other) in pairs.items():
-        if name == "template for tools" and (one is None) != (other is None):
-            one, other = one or a.template, other or b.template
-        if one is None or other is None or _same_template(one, other):
+        if name == "template for tools":
+            one, other = (one or a.template, other or b.template) if one or other else (None, None)
+        if one is None and other is None:
             continue
-        cause = f"the {name} is another text in A and B; no conversation that was tried shows it"
+        if one is None or other is None:
+            if not _may_have_template(a if one is None else b):
+                continue
+            cause = f"{'A' if other is None else 'B'} has a {name} and {'B' if other is None else 'A'} has none"
+        elif _same_template(one, other):
+            continue
+        else:
+            cause = f"the {name} is another text in A and B; no conversation that was tried shows it"
         yield Skew("template", "facts", cause, _TRAINED, 1)
 
 
-def _same_template(one: str, other: str) -> bool:
-    """Return True if two templates are the same program: they differ in comments and the like at most.
+def _may_have_template(facts: BackendFacts) -> bool:
+    return facts.loading is not None or facts.kind.startswith(("AutoTokenizer", "GGUF"))
 
-    If only one marks what carries loss, white space beside the marks is not compared; a caution is about the marks.
-    """
+
+def _same_template(one: str, other: str) -> bool:
+    """Return True if two templates are the same program: they differ in comments and marks of loss at most."""
     if one == other:
         return True
-    loosely = makes_masks(one) != makes_masks(other)
     try:
-        return _program(one, loosely=loosely) == _program(other, loosely=loosely)
+        return _program(one) == _program(other)
     except jinja2.TemplateError:
         return False
 
 
-def _program(source: str, *, loosely: bool) -> jinja2.nodes.Template:
-    tree = parse_template(without_marks(source) if loosely else source)
+def _program(source: str) -> jinja2.nodes.Template:
+    tree = parse_template(without_marks(source))
     for output in tree.find_all(jinja2.nodes.Output):
         joined: list[jinja2.nodes.Expr] = []
         for node in output.nodes:
             if isinstance(node, jinja2.nodes.TemplateData):
-                data = node.data.strip() if loosely else node.data
                 if joined and isinstance(joined[-1], jinja2.nodes.TemplateData):
-                    joined[-1] = jinja2.nodes.TemplateData(joined[-1].data + data)
-                elif data:
-                    joined.append(jinja2.nodes.TemplateData(data))
+                    joined[-1] = jinja2.nodes.TemplateData(joined[-1].data + node.data)
+                elif node.data:
+                    joined.append(jinja2.nodes.TemplateData(node.data))
             else:
                 joined.append(node)
         output.nodes = joined
@@ -94,11 +105,10 @@ def _ids(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
         return
     for key in sorted({*a.configuration, *b.configuration} - {ROWS}):
         one, other = a.configuration.get(key), b.configuration.get(key)
-        ends = key.endswith(" eos_token_id")
-        if one == other or (not ends and None in (one, other)):
+        ends = key.endswith((" eos_token_id", " stop_strings"))
+        if one == other or (key.endswith("_token_id") and not ends and None in (one, other)):
             continue
-        said = f"{key} is {_listed(one)} in A and {_listed(other)} in B"
-        cause = f"{said}: turns end at other ids" if ends else said
+        cause = f"{key} is {_listed(one)} in A and {_listed(other)} in B" + (": turns end elsewhere" if ends else "")
         yield Skew("stop ids" if ends else "special tokens", "facts", cause, _TRAINED, 1)
 
 

@@ -59,7 +59,7 @@ def audit_cases(report: AuditReport) -> list[CiCase]:
         found = [_ci_finding(one) for one in report.findings if one.probe == probe]
         tried = f"{report.tried[probe]} " if probe in report.tried else ""
         cases.append(CiCase(f"{tried}{_TRIED[probe]}", found))
-    return cases
+    return cases + [CiCase(f"not tried: {_TRIED[probe]}", skipped=why) for probe, why in report.skipped.items()]
 
 
 def _ci_finding(one: Skew) -> CiFinding:

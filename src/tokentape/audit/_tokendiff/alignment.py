@@ -71,7 +71,7 @@ def anchored_blocks(one: Sequence[Hashable], other: Sequence[Hashable], most: in
         return found
     blocks: list[Block] = []
     at = other_at = 0
-    for x, y in [*_anchors(one, other), (len(one), len(other))]:
+    for x, y in [*anchors(one, other), (len(one), len(other))]:
         between = common_blocks(one[at:x], other[other_at:y], most) or []
         blocks += [(at + start, other_at + other_start, length) for start, other_start, length in between]
         blocks.append((x, y, int(x < len(one))))
@@ -117,7 +117,7 @@ def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
         yield last
 
 
-def _anchors(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[int, int]]:
+def anchors(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[int, int]]:
     """Return the longest chain of places, growing in both, of elements that occur once in each sequence."""
     places, other_places = (
         {element: n for n, element in enumerate(side) if many[element] == 1}

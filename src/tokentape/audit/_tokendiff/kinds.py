@@ -31,6 +31,9 @@ Stretch: TypeAlias = tuple[int, int]
 _REASONING = re.compile(r"think|reason|thought|channel\|>analysis", re.IGNORECASE)
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _OBJECT_ENDS = 4
+_DICTIONARY = re.compile(r"\{\s*['\"}]")
+_READ_AGAIN = 20
+"""How many times the length of a text is read at most for objects that are none, such as braces that never close."""
 
 
 class Region:
@@ -120,33 +123,35 @@ def _reasoning_of(region: Region, own: bytes, other: Region) -> bool:
 
 
 def _objects(text: str) -> Iterator[tuple[int, int, Any]]:
-    at = text.find("{")
-    while at >= 0:
-        found = _object_at(text, at)
+    at, left = text.find("{"), _READ_AGAIN * len(text)
+    while at >= 0 and left > 0:
+        found, read = _object_at(text, at)
         if found is not None:
             yield at, found[1], found[0]
+        else:
+            left -= read
         at = text.find("{", at + 1 if found is None else found[1])
 
 
-def _object_at(text: str, at: int) -> tuple[Any, int] | None:
-    """Return the object that begins at `at` and where it ends."""
+def _object_at(text: str, at: int) -> tuple[tuple[Any, int] | None, int]:
+    """Return the object that begins at `at` and where it ends, or None, and how many characters were read for it."""
     try:
-        found: tuple[Any, int] = json.JSONDecoder().raw_decode(text, at)
-        return found
-    except ValueError:
-        pass
+        return json.JSONDecoder().raw_decode(text, at), 0
+    except (ValueError, RecursionError) as error:
+        read = error.pos - at if isinstance(error, json.JSONDecodeError) else len(text)
     # A template that writes a dictionary with `str` gives Python's spelling. Only the last few closing braces are
     # tried, since text has many others.
-    end = len(text)
+    end = len(text) if _DICTIONARY.match(text, at) else at
     for _ in range(_OBJECT_ENDS):
         end = text.rfind("}", at, end)
         if end < 0:
             break
+        read += end - at
         try:
-            return ast.literal_eval(text[at : end + 1]), end + 1
+            return (ast.literal_eval(text[at : end + 1]), end + 1), read
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
-    return None
+    return None, read
 
 
 def _same_value(one: Any, other: Any) -> str | None:

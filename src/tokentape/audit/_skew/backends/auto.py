@@ -13,7 +13,6 @@ from tokentape.audit._model_config import model_configuration
 from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts, BackendToken, Rendering, SkewChat
 from tokentape.audit._skew.backends.spec import BackendOptions, added_of, hashes, makes_masks
 from tokentape.chat._template import plain_message, read_source
-from tokentape.chat._tokenizer_files import named_special_tokens
 from tokentape.errors import TemplateRefused, TokenizerUnusable
 
 _FLAGS = ("content", "special", "lstrip", "rstrip", "normalized", "single_word")
@@ -43,10 +42,11 @@ class AutoBackend(Backend):
         variants = tokenizer.chat_template
         variants = variants if isinstance(variants, dict) else {"default": variants}
         template = variants.get("default")
+        named = {key: one for key, one in variants.items() if key not in ("default", "tool_use")}
         abilities: set[Ability] = {"special", "decode", "controls"}
         if template is not None:
             abilities |= {"render", "mask"} if makes_masks(template) and spec is not None else {"render"}
-        special_tokens = named_special_tokens({k: str(v) for k, v in tokenizer.special_tokens_map.items()})
+        special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         decoder = {} if spec is not None else tokenizer.added_tokens_decoder
         listed = [BackendToken(number, *(getattr(one, flag) for flag in _FLAGS)) for number, one in decoder.items()]
         self.facts = BackendFacts(
@@ -60,6 +60,7 @@ class AutoBackend(Backend):
             vocab_size=len(tokenizer),
             template=template,
             tool_template=variants.get("tool_use"),
+            templates=None if options.template is not None else named,
             configuration=model_configuration(Path(path)),
             template_variables={**special_tokens, **options.kwargs},
             special_tokens=special_tokens,
@@ -98,6 +99,15 @@ class AutoBackend(Backend):
     def token(self, token_id: int) -> str | None:
         found: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         return found
+
+
+def same_tokenizer(a: AutoBackend, b: AutoBackend) -> bool:
+    """Return True if transformers made the same tokenizer of two folders: the same parts and the same switches."""
+    one, other = ({**(side.facts.spec or {}), "truncation": None, "padding": None} for side in (a, b))
+    names = ("special_tokens", "cleans_up", "vocab_size")
+    switches = [[getattr(side.facts, name) for name in names] for side in (a, b)]
+    splits = [side._tokenizer.split_special_tokens for side in (a, b)]
+    return a.facts.spec is not None and one == other and switches[0] == switches[1] and splits[0] == splits[1]
 
 
 class SlowBackend(AutoBackend):

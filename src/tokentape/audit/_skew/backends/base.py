@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from tokentape.audit._loading_files import Settings
 from tokentape.errors import TemplateRefused
 from tokentape.types import Message, Tool
 
@@ -73,8 +74,12 @@ class BackendFacts:
     """Source of the chat template."""
     tool_template: str | None = None
     """Source of its `tool_use` variant, which writes conversations with tools."""
+    templates: Mapping[str, str] | None = None
+    """Sources of its other variants by name; None if unknown, or if the user gave a template."""
     configuration: Mapping[str, Any] | None = None
     """Ids and embedding rows of config.json and generation_config.json, see `model_configuration`."""
+    loading: Settings | None = None
+    """What transformers reads beside tokenizer.json, see `loading_settings`; None for what is not such a folder."""
     date: str | None = None
     """The date that templates are shown here, ISO 8601; None is today."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)

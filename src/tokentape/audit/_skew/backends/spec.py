@@ -19,6 +19,7 @@ from typing import Any
 
 import tokenizers
 
+from tokentape.audit._loading_files import loading_settings, named_templates
 from tokentape.audit._model_config import model_configuration
 from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts, BackendToken, Rendering, SkewChat
 from tokentape.chat._template import ChatTemplate, plain_message, read_source
@@ -88,7 +89,7 @@ class SpecBackend(TemplateBackend):
         options: BackendOptions | None = None,
         files: Mapping[str, str] | None = None,
         notes: Sequence[str] = (),
-        configuration: Mapping[str, Any] | None = None,
+        folder: Path | None = None,
         reopened_as: str | None = None,
     ) -> None:
         self._tokenizer = load_spec(spec, source)
@@ -115,7 +116,9 @@ class SpecBackend(TemplateBackend):
             vocab_size=vocab_size,
             template=template.source if template else None,
             tool_template=template.tool_use_source if template else None,
-            configuration=configuration,
+            templates=named_templates(folder) if folder and self._options.template is None else None,
+            configuration=model_configuration(folder) if folder else None,
+            loading=loading_settings(folder, spec) if folder else None,
             date=self._options.date,
             template_variables={**special_tokens, **self._options.kwargs},
             special_tokens=special_tokens,
@@ -171,7 +174,7 @@ def open_json(name: str, path: str | Path, options: BackendOptions) -> SpecBacke
         options=options,
         files=hashes(folder) if path.is_dir() else {file.name: hash_file(file)},
         notes=notes,
-        configuration=model_configuration(folder) if path.is_dir() else None,
+        folder=folder if path.is_dir() else None,
         reopened_as=f"json:{path}",
     )
 

@@ -1,0 +1,127 @@
+"""Files beside tokenizer.json: what transformers makes another tokenizer of is a finding, the rest is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.audit.skew.cases import TINY, base
+from tokentape.audit._skew.auditor import audit
+from tokentape.audit._skew.backends import auto
+from tokentape.audit._skew.findings import AuditReport
+from tokentape.audit._skew.part_findings import _same_template
+from tokentape.audit._skew.report_text import audit_cases
+from tokentape.demo import MODEL
+from tokentape.errors import TokenizerUnusable
+
+CONFIG, LEGACY, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+TOKEN = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": False}
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> tuple[Path, Path]:
+    """Two folders with the demo's tokenizer and without templates, which an audit compares fast."""
+    found = tmp_path / "a", tmp_path / "b"
+    for folder in found:
+        folder.mkdir()
+        for name in ("tokenizer.json", CONFIG):
+            shutil.copy(MODEL / name, folder / name)
+    return found
+
+
+def put(folder: Path, file: str, **settings: Any) -> None:
+    path = folder / file
+    path.parent.mkdir(exist_ok=True)
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path.write_text(json.dumps({**before, **settings}), encoding="utf-8")
+
+
+def skews(report: AuditReport) -> list[tuple[str, Any]]:
+    return [(one.kind, one.example) for one in report.findings if one.severity == "skew"]
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "kind", "example"),
+    [
+        (CONFIG, {"added_tokens_decoder": {"5000": {"content": "hello", **TOKEN}}}, "added token", "hello"),
+        (CONFIG, {"extra_special_tokens": ["price"]}, "added token", " price"),
+        (CONFIG, {"split_special_tokens": True}, "library", "<|im_end|>"),
+        (LEGACY, {"eos_token": "<|endoftext|>"}, "special tokens", None),
+        (ADDED, {"price": 5000}, "added token", " price"),
+    ],
+)
+def test_another_tokenizer_by_transformers_is_skew(
+    sides: tuple[Path, Path], file: str, settings: dict[str, Any], kind: str, example: str | None
+) -> None:
+    put(sides[1], file, **settings)
+    report = audit(*sides)
+    assert skews(report) == [(kind, example)]
+    assert all(f"{file} {key} is not set in A" in report.findings[0].cause for key in settings)
+
+
+def test_settings_that_transformers_does_not_take_are_a_note(sides: tuple[Path, Path]) -> None:
+    put(sides[0], CONFIG, add_bos_token=True, padding_side="left")
+    report = audit(*sides)
+    assert not report.findings
+    assert "add_bos_token is true in A and not set in B" in report.notes[-1]
+
+
+def test_what_repeats_tokenizer_json_is_not_even_loaded(
+    sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = json.loads((sides[0] / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    decoder = {str(one["id"]): {key: one[key] for key in one if key != "id"} for one in added}
+    put(sides[0], CONFIG, added_tokens_decoder=decoder, additional_special_tokens=["<|im_start|>"])
+    monkeypatch.setattr(auto, "AutoBackend", None)
+    report = audit(*sides)
+    assert (report.findings, report.notes) == ((), ())
+
+
+def test_without_transformers_unlike_settings_are_not_called_the_same(
+    sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*given: object) -> None:
+        raise TokenizerUnusable("transformers is not installed")
+
+    put(sides[0], CONFIG, extra_special_tokens=["price"])
+    monkeypatch.setattr(auto, "AutoBackend", missing)
+    report = audit(*sides)
+    assert skews(report) == [("unknown", None)]
+    assert "transformers is not installed" in report.findings[0].cause
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_template_on_one_side_only_is_skew_and_no_pass(sides: tuple[Path, Path], flipped: bool) -> None:
+    (sides[0] / "chat_template.jinja").write_text(base(TINY).template or "", encoding="utf-8")
+    report = audit(*(reversed(sides) if flipped else sides))
+    assert [(one.kind, one.cause[2:]) for one in report.findings] == [
+        ("template", f"has a chat template and {'A' if flipped else 'B'} has none")
+    ]
+    assert [one.name for one in audit_cases(report) if one.skipped] == ["not tried: conversations"]
+
+
+def test_templates_by_other_names_are_compared(sides: tuple[Path, Path]) -> None:
+    for number, folder in enumerate(sides):
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "rag.jinja").write_text(f"{{{{ messages }}}}{number}", encoding="utf-8")
+    assert "named rag is another text" in audit(*sides).findings[0].cause
+
+
+@pytest.mark.parametrize("key", ["stop_strings", "suppress_tokens"])
+def test_what_ends_turns_and_is_never_sampled_is_compared(sides: tuple[Path, Path], key: str) -> None:
+    put(sides[0], "generation_config.json", eos_token_id=1)
+    put(sides[1], "generation_config.json", eos_token_id=1, **{key: [7]})
+    (found,) = audit(*sides).findings
+    assert found.cause.startswith(f"generation_config.json {key} is not set in A and 7 in B")
+
+
+def test_marks_of_loss_hide_no_difference_of_text() -> None:
+    plain = "{% for m in messages %}a\n\n{{ m.content }}{% endfor %}"
+    marked = "{% for m in messages %}a\n\n{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert _same_template(plain, marked)
+    assert not _same_template(plain, marked.replace("\n\n", "\n"))
+    assert not _same_template(plain, marked.replace("{% endgeneration %}", "\n\n{% endgeneration %}"))
