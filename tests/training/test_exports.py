@@ -140,6 +140,7 @@ def test_verl_s_batch_has_prompts_on_the_left_and_responses_on_the_right() -> No
     assert tensors["rm_scores"].tolist() == [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]]
     assert tensors["advantages"].tolist() == [[0.5, 0.5, 0, 0.5, 0.5], [0, 0, 0, 0.5, 0]]
     assert made["non_tensors"]["uid"].tolist() == ["7", "7"]
+    assert made["non_tensors"]["batch_key"].tolist() == ["7_0_0", "7_0_1"]
 
 
 def test_slime_gets_response_lengths_and_masks_of_the_response() -> None:
@@ -306,7 +307,8 @@ PYTHONS = [python for python in os.environ.get("TOKENTAPE_TRAINERS_PYTHON", "").
 
 def exported() -> dict[str, list[Any]]:
     samples = two_branches()
-    proto = exports.verl_data_proto(samples, pad_id=0, vocab_size=100)
+    other = replace(samples[0], session_id="t", reward=0.0)
+    proto = exports.verl_data_proto([*samples, other], pad_id=0, vocab_size=100)
     plain = {kind: {name: one.tolist() for name, one in proto[kind].items()} for kind in ("tensors", "non_tensors")}
     data = [exports.tinker_datum(one) for one in samples]
     return {
@@ -377,7 +379,10 @@ def test_verl_takes_outputs_and_batches() -> None:
     assert second["responses"] == [3, 4, 8, 9]
     assert second["response_mask"] == [0, 0, 0, 1]
     assert first["rm_scores"] == [0, 0, 0, 0, 1]
-    assert batch == {"rows": 2, "uid": ["7", "7"]}
+    assert (batch["rows"], batch["uid"]) == (3, ["7"] * 3)
+    # Two sessions, with rewards 1 and 0: verl divides by the standard deviation of a sample.
+    assert batch["advantages"] == pytest.approx([0.5**0.5, 0.5**0.5, -(0.5**0.5)], abs=1e-5)
+    assert batch["of_every_sample"] != pytest.approx(batch["advantages"], abs=0.1)
 
 
 @pytest.mark.differential

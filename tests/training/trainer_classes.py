@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -86,6 +87,8 @@ def verl(exported: list[Any]) -> list[Any]:
     import torch
     from verl import DataProto
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
     *outputs, proto = exported
     out: list[Any] = []
@@ -96,6 +99,12 @@ def verl(exported: list[Any]) -> list[Any]:
     names = {name: np.array(values, object) for name, values in proto["non_tensors"].items()}
     batch = DataProto.from_dict(tensors=tensors, non_tensors=names)
     out.append({"rows": len(batch), "uid": batch.non_tensor_batch["uid"].tolist()})
+    batch.batch["token_level_rewards"] = batch.batch["rm_scores"]
+    keys = batch.non_tensor_batch["batch_key"].tolist()
+    by_session = partial(compute_advantage_for_multi_trajectories, batch_keys=keys)
+    for name, computes in {"advantages": by_session, "of_every_sample": compute_advantage}.items():
+        values, mask = computes(batch, adv_estimator="grpo").batch["advantages"], batch.batch["response_mask"].bool()
+        out[-1][name] = [row[trained][0].item() for row, trained in zip(values, mask, strict=True)]
     return out
 
 

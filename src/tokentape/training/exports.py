@@ -45,7 +45,7 @@ def trl_rollouts(samples: Sequence[Sample]) -> dict[str, Any]:
         "prompt_ids": [sample.token_ids[:at].tolist() for sample, at in zip(samples, splits, strict=True)],
         "completion_ids": [sample.token_ids[at:].tolist() for sample, at in zip(samples, splits, strict=True)],
         "logprobs": [sample.logprobs[at:].tolist() for sample, at in zip(samples, splits, strict=True)],
-        "env_mask": [_ints(sample.loss_mask[at:]) for sample, at in zip(samples, splits, strict=True)],
+        "env_mask": [sample.loss_mask[at:].astype(int).tolist() for sample, at in zip(samples, splits, strict=True)],
     }
 
 
@@ -75,7 +75,7 @@ def verl_agent_loop_output(
     fields = {
         "prompt_ids": sample.token_ids[:at].tolist(),
         "response_ids": sample.token_ids[at:end].tolist(),
-        "response_mask": _ints(sample.loss_mask[at:end]),
+        "response_mask": sample.loss_mask[at:end].astype(int).tolist(),
         "response_logprobs": sample.logprobs[at:end].tolist() if logprobs else None,
         "reward_score": sample.reward,
         "num_turns": len(sample.turns),
@@ -115,8 +115,8 @@ def verl_data_proto(
 
     Both are padded to the longest, or to `prompt_length` and `response_length`, with a longer response cut and a longer
     prompt refused. `rm_scores` has the reward at the last token of the response; `uid` is the group, which GRPO's
-    advantages go by; `meta_info` has the temperature that logits are divided by. verl's GRPO counts every sample of a
-    `uid`, a session of several samples more than once.
+    advantages go by; `meta_info` has the temperature that logits are divided by. verl's `compute_advantage` counts
+    every sample of a `uid`; its `compute_advantage_for_multi_trajectories`, given `batch_key`, every session once.
 
     Raises `InvalidRequest` for a sample without reward; with a column of `advantages` there are no `rm_scores` then.
     """
@@ -143,7 +143,11 @@ def verl_data_proto(
         "response_mask": both(np.int64, 0, lambda sample: sample.loss_mask)[:, wide:],
         "rollout_log_probs": both(np.float32, 0, lambda sample: sample.logprobs)[:, wide:],
     }
-    names = {"uid": np.array([sample.group or sample.session_id for sample in samples], object)}
+    uids = [sample.group or sample.session_id for sample in samples]
+    # As verl's keys of a prompt, a session and an output.
+    numbers = {name: n for n, name in enumerate(dict.fromkeys(sample.session_id for sample in samples))}
+    keys = [f"{uids[n]}_{numbers[sample.session_id]}_{n}" for n, sample in enumerate(samples)]
+    names = {"uid": np.array(uids, object), "batch_key": np.array(keys, object)}
     if "advantages" in batch.columns:
         tensors["advantages"] = both(np.float32, 0, lambda sample: sample.columns["advantages"])[:, wide:]
     if "advantages" not in batch.columns or all(sample.reward is not None for sample in samples):
@@ -187,7 +191,7 @@ def slime_sample(
         "response": "" if decode is None else decode(response),
         "response_length": len(response),
         "reward": sample.reward,
-        "loss_mask": _ints(sample.loss_mask[at:]),
+        "loss_mask": sample.loss_mask[at:].astype(int).tolist(),
         "rollout_log_probs": sample.logprobs[at:].tolist() if logprobs else None,
         "weight_versions": [version for _, _, version in sample.weight_spans],
         "status": "truncated" if sample.truncated else "completed",
@@ -297,23 +301,22 @@ def skyrl_generator_output(
             "samples of a session have to follow each other: their last one is its last step", "samples"
         )
     repetitions: dict[str, dict[str, int]] = {}
-    for sample in samples:
-        of_group = repetitions.setdefault(sample.group or sample.session_id, {})
-        of_group.setdefault(sample.session_id, len(of_group))
+    groups = [sample.group or sample.session_id for sample in samples]
+    for group, session in zip(groups, sessions, strict=True):
+        repetitions.setdefault(group, {}).setdefault(session, len(repetitions[group]))
     return {
         "prompt_token_ids": [sample.token_ids[:at].tolist() for sample, at in pairs],
         "response_ids": [sample.token_ids[at:].tolist() for sample, at in pairs],
         "rewards": rewards,
-        "loss_masks": [_ints(sample.loss_mask[at:]) for sample, at in pairs],
+        "loss_masks": [sample.loss_mask[at:].astype(int).tolist() for sample, at in pairs],
         "stop_reasons": None
         if any(sample.truncated is None for sample in samples)
         else [sample.finish_reasons[-1] for sample in samples],
         "rollout_metrics": None,
         "rollout_logprobs": [sample.logprobs[at:].tolist() for sample, at in pairs] if logprobs else None,
         "trajectory_ids": [
-            trajectory_id(instance_id=name, repetition_id=repetitions[name][sample.session_id])
-            for sample in samples
-            for name in [sample.group or sample.session_id]
+            trajectory_id(instance_id=group, repetition_id=repetitions[group][session])
+            for group, session in zip(groups, sessions, strict=True)
         ],
         "is_last_step": last,
         **(skyrl_fields(samples, splits) if logprobs else {}),
@@ -445,7 +448,3 @@ def _split(sample: Sample) -> int:
     """Return the index where the response begins: that of the first token that is sampled or trained."""
     sampled = np.flatnonzero((sample.provenance == Provenance.SAMPLED) | sample.loss_mask)
     return int(sampled[0])
-
-
-def _ints(mask: Any) -> list[int]:
-    return [int(one) for one in mask.tolist()]
