@@ -7,10 +7,11 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx2
 import pytest
@@ -42,6 +43,8 @@ from tokentape.store import SqliteStore
 from tokentape.store import _schema as schema
 from tokentape.store import _sqlite as sqlite_store
 from tokentape.types import TokenIds
+
+ServeTiny: TypeAlias = Callable[[Path], AbstractContextManager[tuple[str, SqliteStore]]]
 
 
 class SharedEngine:
@@ -220,6 +223,20 @@ def engine(_opened_engine: tuple[TransformersEngine, list[FinishedSample]]) -> S
 def store(tmp_path: Path) -> Iterator[SqliteStore]:
     with SqliteStore.open(tmp_path / "data") as store:
         yield store
+
+
+@pytest.fixture(scope="session")
+def serve_tiny(_opened_engine: tuple[TransformersEngine, list[FinishedSample]], renderer: Renderer) -> ServeTiny:
+    """Serves the tiny model and records in a directory, for records that several tests read."""
+
+    @contextmanager
+    def serve(directory: Path) -> Iterator[tuple[str, SqliteStore]]:
+        with ExitStack() as opened:
+            store = opened.enter_context(SqliteStore.open(directory))
+            turns = Turns(SharedEngine(*_opened_engine), renderer, store)
+            yield opened.enter_context(running(create_app(turns, model_id="tiny"))), store
+
+    return serve
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ def test_each_address_is_a_replica(urls: tuple[str, ...], names: list[str], monk
     assert asyncio.run(open_configured(config, renderer, check=False)) == names
 
 
+@pytest.mark.usefixtures("quick_models")
 def test_what_takes_seconds_is_logged_before_it_begins(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -69,6 +69,7 @@ def cause(found: Mismatch) -> Attribution:
     return only
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
 def test_nothing_is_named_where_the_record_is_what_it_says(
     plain: list[Trajectory], model: Any, temperature: float
@@ -102,13 +103,14 @@ def test_a_temperature_that_the_record_does_not_say(
     assert f"temperature {temperature}" in found.detail
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("temperature", [0.6, 1.4])
 def test_a_temperature_that_the_record_says_wrongly(plain: list[Trajectory], model: Any, temperature: float) -> None:
     found = cause(compared(recorded(plain, model, RAW, heated(temperature)), model))
     assert (found.causes, found.expected) == (("temperature",), f"temperature {temperature}")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("top", [TOP, SERVER_TOP])
 @pytest.mark.parametrize("rule", [CUT, Rule(1.0, top_p=0.93)], ids=str)
 def test_a_truncation_that_is_not_told(cut: list[Trajectory], model: Any, rule: Rule, top: int) -> None:
@@ -117,6 +119,7 @@ def test_a_truncation_that_is_not_told(cut: list[Trajectory], model: Any, rule: 
     assert found.causes == ("truncation",)
 
 
+@pytest.mark.slow
 def test_both_at_once(model_dir: Path, renderer: Renderer, model: Any) -> None:
     rule = Rule(1.4, top_p=0.9)
     wrong = recorded(sampled(model_dir, renderer, rule), model, rule, OWN)
@@ -126,6 +129,7 @@ def test_both_at_once(model_dir: Path, renderer: Renderer, model: Any) -> None:
     assert "too few alternatives" in few.detail
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [0.01, 0.3])
 def test_other_weights(plain: list[Trajectory], model: Any, size: float) -> None:
     assert cause(compared(recorded(plain, perturbed(model, size), RAW, OWN), model)).causes == ("weights",)
@@ -155,6 +159,7 @@ def test_other_ids_in_front_of_some_completions(plain: list[Trajectory], model: 
     assert cause(compared(unknown, model)).causes == ("ids", "weights")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
 def test_rounding_of_bfloat16_is_no_cause_and_a_temperature_is(
     plain: list[Trajectory], model: Any, temperature: float
@@ -167,6 +172,7 @@ def test_rounding_of_bfloat16_is_no_cause_and_a_temperature_is(
         assert cause(compared(wrong, model, precision="bfloat16")).causes == ("temperature",)
 
 
+@pytest.mark.slow
 def test_ids_and_weights_are_told_apart_in_bfloat16(plain: list[Trajectory], model: Any) -> None:
     rounded = copy.deepcopy(model).to(torch.bfloat16)
     change = changed_id(lambda one: int(one.completion_starts[0]) + 10)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from openai import OpenAI
 
 import tokentape
 from tests.audit.planted import forward, load
+from tests.conftest import ServeTiny
 from tests.test_client import talk
 from tokentape.audit._scoring import Recorded, ScoreReport, open_and_score, recorded_sessions, score_sessions
 from tokentape.engines._base import EngineInfo
@@ -58,13 +60,26 @@ def go_on(base_url: str, store: SqliteStore, session_id: str, turns: int) -> Non
         agent.chat.completions.create(model="any", messages=[*history, question], max_tokens=12, seed=0)
 
 
-@pytest.fixture
-def recorded(gateway_url: str, store: SqliteStore) -> SqliteStore:
+@pytest.fixture(scope="module")
+def made(serve_tiny: ServeTiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three sessions of three turns each; `b` has a second branch from its second turn on."""
-    with tokentape.Client(gateway_url) as client:
+    directory = tmp_path_factory.mktemp("made")
+    with serve_tiny(directory) as (url, store), tokentape.Client(url) as client:
         for name in "abc":
             talk(client.session(name).base_url, turns=3)
         go_on(client.session("b").base_url, store, "b", 1)
+    return directory
+
+
+@pytest.fixture
+def store(made: Path, tmp_path: Path) -> Iterator[SqliteStore]:
+    shutil.copytree(made, tmp_path / "data")
+    with SqliteStore.open(tmp_path / "data") as store:
+        yield store
+
+
+@pytest.fixture
+def recorded(store: SqliteStore) -> SqliteStore:
     return store
 
 

@@ -135,7 +135,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "template", [QWEN3, CODER, GLM, LLAMA, MISTRAL_V3, MISTRAL_V13, DEEPSEEK_V31, GPT_OSS, MINIMAX]
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.chat.conftest import call, load_certificate, load_renderer, load_tokenizer, result, setup_for
+from tests.chat.conftest import call, load_renderer, load_tokenizer, result, setup_for
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._certificate import Certificate
 from tokentape.chat._certification import certify
@@ -19,9 +19,16 @@ pytestmark = pytest.mark.usefixtures("source")
 QWEN3 = "qwen3/templates/Qwen3.jinja"
 
 
-def test_what_a_template_leaves_out_of_a_turn_is_not_called_read_back() -> None:
+def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Certify these continuations alone: each takes a tenth of a second."""
+    monkeypatch.setattr(grammar, "NAMES", names)
+
+
+def test_what_a_template_leaves_out_of_a_turn_is_not_called_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
+
     def details(name: str) -> dict[str, str]:
-        return {check.name: check.detail for check in load_certificate(name).parsing if check.holds is None}
+        return {check.name: check.detail for check in certify(load_renderer(name)).parsing if check.holds is None}
 
     assert details("qwen2_5/templates/Qwen2.5-Instruct.jinja")["reasoning"] == "the template leaves out the reasoning"
     assert details("gpt_oss/templates/gpt-oss.jinja") == {
@@ -31,18 +38,21 @@ def test_what_a_template_leaves_out_of_a_turn_is_not_called_read_back() -> None:
     assert "call" in details("llama3/templates/Llama-3-Instruct.jinja")
 
 
-def test_a_template_that_drops_old_reasoning_shows_where() -> None:
-    user = load_certificate(QWEN3).continuation("user")
+def test_a_template_that_drops_old_reasoning_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "user")
+    certificate = certify(load_renderer(QWEN3))
+    user = certificate.continuation("user")
     assert user is not None
     assert (user.strategy, user.append_only) == ("local", "no")
     assert user.counterexample[-1]["role"] == "user"
     assert "written differently" in user.reason
-    assert "reasoning of turns before a user message" in load_certificate(QWEN3).dropped
+    assert "reasoning of turns before a user message" in certificate.dropped
 
 
-def test_a_template_made_to_keep_reasoning_is_append_only() -> None:
-    fixed = load_certificate("qwen3/templates/fixed-trl-qwen3_training.jinja")
-    assert {found.append_only for found in fixed.continuations} == {"yes"}
+def test_a_template_made_to_keep_reasoning_is_append_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "user", "tool", "tools+user", "user/no-tools/no-system")
+    fixed = certify(load_renderer("qwen3/templates/fixed-trl-qwen3_training.jinja"))
+    assert [found.append_only for found in fixed.continuations] == ["yes"] * 4
 
 
 LINE_AFTER_TEXT = """{%- for m in messages -%}
@@ -63,39 +73,44 @@ def strategies(certificate: Certificate, *names: str) -> list[str]:
     return [one.strategy for one in found if one is not None]
 
 
-def test_a_template_that_moves_tools_or_system_text_forks_where_there_are_any() -> None:
+def test_a_template_that_moves_tools_or_system_text_forks_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("user", "user/no-tools", "user/no-tools/no-system")
-    assert strategies(load_certificate("mistral_nemo/templates/v3.jinja"), *names) == ["fork", "fork", "local"]
-    assert strategies(load_certificate("mistral_nemo/templates/v11.jinja"), *names) == ["fork", "local", "local"]
+    only(monkeypatch, *names)
+    for template, expected in ("v3", ["fork", "fork", "local"]), ("v11", ["fork", "local", "local"]):
+        assert strategies(certify(load_renderer(f"mistral_nemo/templates/{template}.jinja")), *names) == expected
 
 
-def test_a_message_that_a_template_writes_before_the_turn_forks() -> None:
+def test_a_message_that_a_template_writes_before_the_turn_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek collects all system messages at the start: what such a tail appends would leave them out."""
+    only(monkeypatch, "system+user")
     for name in ("deepseek_v3/templates/DeepSeek-V3-Dec2024.jinja", "deepseek_v31/templates/DeepSeek-V3.1.jinja"):
-        system = load_certificate(name).continuation("system+user")
+        system = certify(load_renderer(name)).continuation("system+user")
         assert system is not None
         assert (system.strategy, system.append_only) == ("fork", "no")
         assert "before the turn" in system.reason
 
 
-def test_what_depends_on_what_came_before_the_call_is_contextual() -> None:
-    tool = load_certificate("deepseek_v3/templates/DeepSeek-V3-Dec2024.jinja").continuation("tool")
+def test_what_depends_on_what_came_before_the_call_is_contextual(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "tool")
+    tool = certify(load_renderer("deepseek_v3/templates/DeepSeek-V3-Dec2024.jinja")).continuation("tool")
     assert tool is not None
     assert tool.strategy == "contextual"
 
 
-def test_the_clock_is_noticed() -> None:
-    assert load_certificate("gpt_oss/templates/gpt-oss.jinja").date_dependent
-    assert not load_certificate(QWEN3).date_dependent
+def test_the_clock_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
+    assert certify(load_renderer("gpt_oss/templates/gpt-oss.jinja")).date_dependent
+    assert not certify(load_renderer(QWEN3)).date_dependent
 
 
-def test_an_unknown_continuation_is_tried_out() -> None:
+def test_an_unknown_continuation_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
     renderer = load_renderer(QWEN3)
-    setup = setup_for(renderer)
+    setup, certificate = setup_for(renderer), certify(renderer)
     new = [grammar.NEXT, {"role": "assistant", "content": "x"}, grammar.NEXT]
-    assert load_certificate(QWEN3).continuation(continuation_name(new)) is None
+    assert certificate.continuation(continuation_name(new)) is None
     reply = {"role": "assistant", "content": "y"}
-    assert choose(renderer, load_certificate(QWEN3), reply, new, setup, [grammar.QUESTION]) == "local"
+    assert choose(renderer, certificate, reply, new, setup, [grammar.QUESTION]) == "local"
 
 
 CLOSES_OLD_CALLS = """{%- set ns = namespace(results=false, calling=false) -%}{%- for m in messages -%}
@@ -106,7 +121,8 @@ CLOSES_OLD_CALLS = """{%- set ns = namespace(results=false, calling=false) -%}{%
 {{ '<|im_end|>\\n' }}{%- endfor -%}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"""
 
 
-def test_a_call_that_is_not_answered_is_tried_out() -> None:
+def test_a_call_that_is_not_answered_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "user", "tool", "tools")
     # DeepSeek V3's template, too, closes such a call in another way once there was a tool's result.
     renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(CLOSES_OLD_CALLS))
     certificate, setup = certify(renderer), setup_for(renderer)
@@ -126,9 +142,13 @@ COUNTS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {% if messages | length > 17 %}Briefly: {% endif %}{%- endif -%}"""
 
 
-def test_a_template_that_counts_messages_is_tried_beyond_the_number_it_counts_to() -> None:
+def test_a_template_that_counts_messages_is_tried_beyond_the_number_it_counts_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = "user", "user/no-tools/no-system"
+    only(monkeypatch, *names)
     certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(COUNTS)))
-    for name in ("user", "user/no-tools/no-system"):
+    for name in names:
         found = certificate.continuation(name)
         assert found is not None
         assert (found.strategy, found.append_only) == ("contextual", "no")
@@ -139,65 +159,72 @@ NUMBERED = """{%- for m in messages -%}<|im_start|>{{ m.role }} {{ loop.index }}
 {% endfor -%}"""
 
 
-def test_a_turn_that_is_read_back_as_the_first_one_only_is_not_called_read_back() -> None:
+def test_a_turn_that_is_read_back_as_the_first_one_only_is_not_called_read_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    only(monkeypatch)
     checks = {check.name: check for check in certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(NUMBERED))).parsing}
     assert checks["content"].holds is False
     assert "<|im_start|>assistant 4" in checks["content"].detail
 
 
-def test_no_tools_and_no_system_message_choose_their_own_rows() -> None:
+def test_no_tools_and_no_system_message_choose_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "user", "user/no-tools", "user/no-tools/no-system")
     name = "mistral_nemo/templates/v3.jinja"
     renderer = load_renderer(name)
+    certificate = certify(renderer)
     answer, question = grammar.TURNS["content"], grammar.QUESTION
 
     def chosen(history: list[Any], **kwargs: Any) -> str:
-        return choose(renderer, load_certificate(name), answer, [grammar.NEXT], setup_for(renderer, **kwargs), history)
+        return choose(renderer, certificate, answer, [grammar.NEXT], setup_for(renderer, **kwargs), history)
 
     assert chosen([question]) == "fork"
     assert chosen([grammar.SYSTEM, question], tools=()) == "fork"
     assert chosen([question], tools=()) == "local"
 
 
-def test_what_is_tried_out_forks_where_tools_or_history_come_up_again() -> None:
+def test_what_is_tried_out_forks_where_tools_or_history_come_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "user", "user/no-tools", "user/no-tools/no-system")
     name = "mistral_nemo/templates/v3.jinja"
     renderer = load_renderer(name)
+    certificate = certify(renderer)
     answer, question = grammar.TURNS["content"], grammar.QUESTION
     new = [grammar.NEXT, {"role": "assistant", "content": "x"}, grammar.NEXT]
 
     def tried(history: list[Any], **kwargs: Any) -> str:
-        return choose(renderer, load_certificate(name), answer, new, setup_for(renderer, **kwargs), history)
+        return choose(renderer, certificate, answer, new, setup_for(renderer, **kwargs), history)
 
     assert tried([question]) == "fork"
     assert tried([{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, question], tools=()) == "fork"
     assert tried([question], tools=()) == "local"
 
 
-def test_what_is_tried_out_forks_where_a_message_goes_to_the_front() -> None:
+def test_what_is_tried_out_forks_where_a_message_goes_to_the_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
     name = "deepseek_v31/templates/DeepSeek-V3.1.jinja"
     renderer = load_renderer(name)
     system = {"role": "system", "content": "Now in French."}
     new = [grammar.NEXT, system, grammar.NEXT]
     history = [grammar.QUESTION]
-    assert (
-        choose(renderer, load_certificate(name), grammar.TURNS["content"], new, setup_for(renderer), history) == "fork"
-    )
+    assert choose(renderer, certify(renderer), grammar.TURNS["content"], new, setup_for(renderer), history) == "fork"
 
 
-def test_what_is_tried_out_and_never_reaches_the_model_is_refused() -> None:
+def test_what_is_tried_out_and_never_reaches_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
     renderer = load_renderer(QWEN3)
+    certificate = certify(renderer)
     new = [grammar.NEXT, {"role": "developer", "content": "Now in French."}]
     with pytest.raises(TemplateRefused, match="developer"):
-        choose(
-            renderer, load_certificate(QWEN3), grammar.TURNS["content"], new, setup_for(renderer), [grammar.QUESTION]
-        )
+        choose(renderer, certificate, grammar.TURNS["content"], new, setup_for(renderer), [grammar.QUESTION])
 
 
-def test_a_refused_continuation_says_why() -> None:
+def test_a_refused_continuation_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "tools")
     name = "llama3/templates/Llama-3.1-3.3-Instruct.jinja"
     renderer = load_renderer(name)
     results = [grammar.result(1, "a"), grammar.result(2, "b")]
     with pytest.raises(TemplateRefused, match=r"single tool-calls|one call at most"):
-        choose(renderer, load_certificate(name), grammar.TURNS["parallel calls"], results, setup_for(renderer), [])
+        choose(renderer, certify(renderer), grammar.TURNS["parallel calls"], results, setup_for(renderer), [])
 
 
 UNSEEN = """{%- for m in messages -%}

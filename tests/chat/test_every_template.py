@@ -49,7 +49,7 @@ def test_render_equals_transformers(template: str, name: str) -> None:
         check_rendering(load_renderer(template), name)
 
 
-@pytest.mark.sampled(50)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("template", SMALL_TEMPLATES)
 @pytest.mark.parametrize("kind", make_tokenizers.KINDS)
 def test_render_equals_transformers_with_a_vocabulary_of_each_kind(template: str, kind: str) -> None:

@@ -77,7 +77,7 @@ def check_equal(source: str, messages: list[dict[str, Any]], tools: list[dict[st
     assert rendered == expected
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("given", INPUTS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_large_input_renders_as_by_transformers(template: str, given: str) -> None:
@@ -98,6 +98,7 @@ def test_expressions_take_long_texts(source: str) -> None:
     check_equal(source, conversation(3, 200_000, calls=False), [])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "source",
     [

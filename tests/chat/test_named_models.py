@@ -40,11 +40,13 @@ def kinds(source: str, folder: Path, count: int = 12) -> dict[str, int]:
     return {kind: sum(one.kind == kind for one in found) for kind in {one.kind for one in found}}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("source", [SWITCH, FRAMED])
 def test_nothing_is_found_where_nothing_is_wrong(source: str, tmp_path: Path) -> None:
     assert kinds(source, tmp_path, 40) == {}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("product", "kind"), [(AlwaysLocal, "false local"), (OneWrongToken, "wrong bridge")])
 def test_a_planted_fault_is_found(
     product: type[Product], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -53,6 +55,7 @@ def test_a_planted_fault_is_found(
     assert kind in kinds(SWITCH, tmp_path, 40)
 
 
+@pytest.mark.slow
 def test_a_model_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     model = tmp_path / "models" / "mine"
     model.mkdir(parents=True)

@@ -25,7 +25,7 @@ FAST = (
 """Of the call syntaxes that the generator composes, those that `make test` tries."""
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("pair", [pair for pair in pairs() if pair.name.startswith("small/")], ids=lambda p: p.name)
 def test_nothing_is_lost_and_nothing_fails(pair: Pair) -> None:
     assert run(pair, 0, 24, "1") == {}

@@ -45,7 +45,7 @@ def expressions(call: str, count: int) -> list[str]:
     return made
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", CALLS)
 def test_no_call_takes_longer_than_the_limit(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MOST_SECONDS", 0.05)

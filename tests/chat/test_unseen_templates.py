@@ -219,6 +219,7 @@ def parsed(renderer: Renderer, text: str, step: int = 0, tools: tuple[Any, ...] 
     return parser.finish()[1]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", ALL)
 def test_every_turn_that_a_template_writes_is_read_back(name: str) -> None:
     found = readings_of(ALL[name])
@@ -248,6 +249,7 @@ def test_turns_read_back_the_same_token_by_token(name: str) -> None:
         assert "".join(delta.content for delta in [*told, rest]) == reply.content
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["FRAMED", "ALWAYS_PROMPTED"])
 def test_reasoning_closes_in_front_of_what_opens_the_content(name: str) -> None:
     renderer = renderer_of(ALL[name])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import typer.main
 
 import tokentape
 from tests.cli.conftest import Run
+from tests.processes import Command
 from tokentape.cli import app
 from tokentape.errors import StoreError
 
@@ -66,14 +66,13 @@ def test_the_help_has_every_command_once_and_in_a_group(run: Run) -> None:
     assert sorted(listed) == sorted(commands)
 
 
-def test_the_shell_can_complete_commands_and_options() -> None:
+def test_the_shell_can_complete_commands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     for typed, expected in (("tokentape ser", "serve"), ("tokentape serve --engine-u", "--engine-url")):
         completing = {"_TOKENTAPE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-        code = "from tokentape.cli import main; main()"
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **completing}, check=False
-        )
-        assert expected in done.stdout.split(), done.stderr
+        for name, value in completing.items():
+            monkeypatch.setenv(name, value)
+        with Command([]) as process:
+            assert expected in process.stdout.read().split(), process.stderr.read()
 
 
 def test_every_report_has_json() -> None:

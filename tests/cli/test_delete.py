@@ -37,6 +37,7 @@ def names(directory: Path) -> list[str]:
         return list(store.session_ids())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("conditions", "selected"),
     [

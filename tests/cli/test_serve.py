@@ -4,8 +4,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from tests.cli.conftest import Run
 from tests.engines import fake_vllm
 from tests.engines.stand_in import LanguageModel, StandIn
+from tests.processes import Command
 from tests.waiting import PATIENCE
 from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
@@ -27,11 +26,9 @@ HELLO = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_t
 
 
 @contextmanager
-def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(*arguments: object) -> Iterator[tuple[Command, str]]:
     """`tokentape serve` in a process of its own, and the URL that it says it serves at."""
-    command = [sys.executable, "-m", "tokentape", "serve", *map(str, arguments), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
+    with Command(["serve", *arguments, "--port", 0]) as process:
         try:
             said = ""
             for line in process.stderr:
@@ -69,6 +66,7 @@ def test_the_embedded_engine_is_served_recorded_and_stopped_by_an_interrupt(
     }
 
 
+@pytest.mark.slow  # as with two servers
 def test_a_vllm_server_can_sample(model_dir: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     with (
@@ -79,12 +77,11 @@ def test_a_vllm_server_can_sample(model_dir: Path, tmp_path: Path) -> None:
     assert recorded(data, "s") == fake_vllm.SAMPLED
 
 
-def test_a_vllm_server_that_is_not_there_is_named(model_dir: Path, tmp_path: Path) -> None:
+def test_a_vllm_server_that_is_not_there_is_named(run: Run, model_dir: Path, tmp_path: Path) -> None:
     # Port 9 is "discard", which nobody serves.
     engine = ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9"]
-    command = [sys.executable, "-m", "tokentape", "serve", model_dir, *engine, "--data", tmp_path, "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    done = run("serve", model_dir, *engine, "--data", tmp_path, "--port", 0)
+    assert done.exit_code == 1
     assert "refuses connections" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -130,7 +127,6 @@ def test_keys_limits_and_logs_come_from_the_file(model_dir: Path, tmp_path: Path
         ]
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
-        assert process.stderr is not None
         lines = [json.loads(line) for line in process.stderr.read().splitlines()]
     assert [answer.status_code for answer in answers] == [401, 413, 200]
     assert [line["status"] for line in lines if line["logger"] == "tokentape.access"] == [401, 413, 200]

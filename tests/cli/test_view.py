@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +10,8 @@ from pathlib import Path
 import httpx2
 
 from tests.cli.conftest import Record, Run
+from tests.processes import Command
 from tests.records import make_chain
-from tests.waiting import PATIENCE
 from tokentape._session.flatten import trajectories
 from tokentape._session.jsonl import write_jsonl
 from tokentape._session.tree import Session
@@ -23,11 +21,9 @@ HELLO = [(Provenance.USER, "hello"), (Provenance.SAMPLED, "hi<|im_end|>")]
 
 
 @contextmanager
-def viewing(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def viewing(*arguments: object) -> Iterator[tuple[Command, str]]:
     """`tokentape view` in a process of its own, and the one line that it prints."""
-    command = [sys.executable, "-m", "tokentape", "view", *map(str, arguments), "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    with Command(["view", *arguments, "--no-browser"]) as process:
         try:
             yield process, process.stdout.readline().strip()
         finally:
@@ -49,7 +45,7 @@ def test_a_data_directory_is_shown_on_this_machine_until_an_interrupt(record: Re
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
         assert httpx2.post(f"{url}/api/sessions").status_code == 405
         process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) == 0
+        assert process.wait() == 0
 
 
 def test_a_file_is_shown_with_the_tokenizer_that_is_named(tmp_path: Path, model_dir: Path) -> None:
@@ -60,7 +56,6 @@ def test_a_file_is_shown_with_the_tokenizer_that_is_named(tmp_path: Path, model_
     with viewing(path) as (process, url):
         assert httpx2.get(f"{url}/api/about").json()["text"] is False
         process.kill()
-        assert process.stderr is not None
         assert "showing ids only; name a model folder with --tokenizer" in process.stderr.read()
 
 

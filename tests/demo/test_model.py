@@ -142,10 +142,11 @@ def test_template_drops_reasoning_once_the_user_speaks_again(render: Render) -> 
     assert "R" not in render([*turn, {"role": "user", "content": "V"}])
 
 
-def test_model_solves_heldout_tasks_greedily(evaluate: ModuleType) -> None:
-    tasks = sample_tasks(seed=1, n=20, split="heldout")
+@pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_model_solves_heldout_tasks_greedily(evaluate: ModuleType, count: int) -> None:
+    tasks = sample_tasks(seed=1, n=count, split="heldout")
     rollouts = evaluate.roll_out(FOLDER, tasks, temperature=0.0)
-    assert sum(is_solved(rollout.task, rollout.final_text or "") for rollout in rollouts) >= 19
+    assert sum(is_solved(rollout.task, rollout.final_text or "") for rollout in rollouts) >= count - 1
 
 
 @pytest.mark.slow

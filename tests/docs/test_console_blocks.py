@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -38,26 +40,34 @@ def unmarked(text: str) -> list[str]:
     ]
 
 
+@cache
+def commands() -> dict[str, Any]:
+    """Our commands by name."""
+    return typer.main.get_command(app).commands  # type: ignore[attr-defined, no-any-return]
+
+
+@cache
+def options(name: str, command: Any) -> set[str]:
+    with command.make_context(name, [], resilient_parsing=True) as context:
+        return {option for one in command.get_params(context) for option in (*one.opts, *one.secondary_opts)}
+
+
 def unknown(text: str) -> list[str]:
     """The commands and options of ours that there are not."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     found = []
     for _, block in blocks(text):
         for line in re.findall(r"^ *\$ (?:\S*/)?tokentape (.*)", block.replace("\\\n", " "), re.MULTILINE):
             name, *words = [word for word in shlex.split(line, comments=True) if word != "--debug"]
-            command = commands.get(name)
+            command = commands().get(name)
             if command is not None and hasattr(command, "commands"):
                 command = command.commands.get(words[0]) if words else None
             if command is None:
                 found.append(line)
                 continue
-            also = ["serve"] if name in ("doctor", "config") else []
-            with command.make_context(name, [], resilient_parsing=True) as context:
-                options = {option for one in command.get_params(context) for option in (*one.opts, *one.secondary_opts)}
-            for other in also:
-                with commands[other].make_context(other, [], resilient_parsing=True) as context:
-                    options |= {option for one in commands[other].get_params(context) for option in one.opts}
-            found += [f"{name} {word}" for word in words if word.startswith("-") and word.split("=")[0] not in options]
+            known = options(name, command)
+            if name in ("doctor", "config"):
+                known = known | options("serve", commands()["serve"])
+            found += [f"{name} {word}" for word in words if word.startswith("-") and word.split("=")[0] not in known]
     return found
 
 

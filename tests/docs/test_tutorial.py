@@ -39,11 +39,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_agent_runs_and_its_samples_are_there(folder: Path, gateway_url: str) -> None:
+def test_the_agent_runs_its_samples_are_there_and_its_check_passes(
+    folder: Path, gateway_url: str, model_dir: Path
+) -> None:
     code = blocks()
     assert run(code["run.py"], gateway_url).strip()
     printed = run(code["samples.py"], gateway_url)
     assert re.fullmatch(r"(exact|closed) [01]\.0 \d+ tokens, \d+ of them sampled\n", printed)
+    with tokentape.Client(gateway_url) as client:
+        write_parquet(client.session("first").trajectories(), folder / "rollouts.parquet")
+    command = code["check"].removeprefix("$ tokentape ")
+    command = command.replace("path/to/model", str(model_dir)).replace("runs/serve", "rollouts.parquet")
+    done = CliRunner().invoke(app, shlex.split(command))
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.slow
@@ -57,13 +65,3 @@ def test_grpo_trains_and_records_its_rollouts(folder: Path, monkeypatch: pytest.
 
 def test_all_python_of_the_tutorial_is_executed() -> None:
     assert PAGE.read_text("utf-8").count("```python") == len([name for name in blocks() if name.endswith(".py")])
-
-
-def test_the_check_of_the_tutorial_takes_what_is_given(folder: Path, gateway_url: str, model_dir: Path) -> None:
-    command = blocks()["check"].removeprefix("$ tokentape ")
-    run(blocks()["run.py"], gateway_url)
-    with tokentape.Client(gateway_url) as client:
-        write_parquet(client.session("first").trajectories(), folder / "rollouts.parquet")
-    command = command.replace("path/to/model", str(model_dir)).replace("runs/serve", "rollouts.parquet")
-    done = CliRunner().invoke(app, shlex.split(command))
-    assert done.exit_code == 0, done.output

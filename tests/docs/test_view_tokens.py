@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx2
@@ -17,7 +15,7 @@ from tests.cli.conftest import (
     Record,
     record,  # noqa: F401
 )
-from tests.waiting import PATIENCE
+from tests.processes import Command
 from tokentape._session.arrow import write_parquet
 from tokentape.cli import app
 from tokentape.store import SqliteStore
@@ -53,17 +51,16 @@ def arguments(name: str) -> list[str]:
     return ["s" if one == "SESSION" else one for one in rest]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["store", "file"])
 def test_the_commands_show_the_page(name: str) -> None:
-    command = [sys.executable, "-m", "tokentape", *arguments(name), "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with Command([*arguments(name), "--no-browser"]) as process:
         try:
-            assert process.stdout is not None
             url = process.stdout.readline().strip()
             assert httpx2.get(f"{url}/api/about").json()["text"] is True
             assert httpx2.get(f"{url}/api/sessions").json()["total"] == 1
             process.send_signal(signal.SIGINT)
-            assert process.wait(PATIENCE) == 0
+            assert process.wait() == 0
         finally:
             process.kill()
 

@@ -124,14 +124,22 @@ def test_more_than_was_asked_for_is_not_read(pause: float) -> None:
 
 
 def test_a_reply_that_comes_between_two_requests_is_not_read() -> None:
+    answered, sent = asyncio.Event(), asyncio.Event()
+
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(TOLD)
-        await asyncio.sleep(0.1)
+        await answered.wait()
         writer.write(TOLD.replace(b"hi", b"no"))
+        await writer.drain()
+        sent.set()
 
     async def use(client: HttpClient, peer: Peer) -> tuple[bytes, bytes, int]:
         first = await get(client)
-        await asyncio.sleep(0.3)
+        answered.set()
+        await sent.wait()
+        # What was sent is there: the loop reads it in one of the next rounds.
+        for _ in range(10):
+            await asyncio.sleep(0)
         return first, await get(client), peer.connections
 
     assert call(script, use) == (b"hi", b"hi", 2)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.waiting import until
 
 from tokentape.engines._base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines._pool import EnginePool
@@ -60,11 +61,7 @@ async def opened(*replicas: Replica, recheck_seconds: float = 60.0) -> EnginePoo
 
 
 async def until_available(pool: EnginePool, *names: str) -> None:
-    for _ in range(500):
-        if all(pool.available[name] for name in names):
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"{names} did not come back")
+    await asyncio.to_thread(until, lambda: all(pool.available[name] for name in names))
 
 
 async def call(pool: EnginePool, session_id: str | None) -> list[SampleDelta]:

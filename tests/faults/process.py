@@ -22,6 +22,7 @@ from openai import OpenAI
 from tests.faults.conftest import QUESTION, say
 from tests.faults.invariant import Told
 from tests.faults.upstream import Upstream
+from tests.processes import Command
 from tests.waiting import PATIENCE
 
 needs_strace = pytest.mark.skipif(
@@ -41,7 +42,7 @@ def serve_command(model: Path, upstream: Upstream, record: str | Path, *more: st
 class Served:
     """A running gateway and what it has said on stderr."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Command
     url: str = ""
     pid: int = 0
     """Of the gateway itself, where something stands in front of it."""
@@ -69,21 +70,24 @@ class Served:
 @contextmanager
 def serving(command: Sequence[str], *, prefix: Sequence[str] = ()) -> Iterator[Served]:
     """Run a gateway until the context ends; it is killed then if it still lives."""
-    process = subprocess.Popen(
-        [*prefix, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process: subprocess.Popen[str] | Command
+    if prefix or "--workers" in command:
+        process = subprocess.Popen(
+            [*prefix, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+    else:
+        process = Command(command[3:])
     served = Served(process)
     reader = threading.Thread(target=served.read, daemon=True)
     reader.start()
-    try:
-        assert served.ready.wait(PATIENCE)
-        yield served
-    finally:
-        served.signal(signal.SIGKILL)
-        process.wait(PATIENCE)
-        reader.join(PATIENCE)
-        assert process.stderr is not None
-        process.stderr.close()
+    with process:
+        try:
+            assert served.ready.wait(PATIENCE)
+            yield served
+        finally:
+            served.signal(signal.SIGKILL)
+            process.kill()
+            reader.join(PATIENCE)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from tests.faults.conftest import QUESTION, Gateway, Serve, goes_on
 from tests.faults.invariant import Told, invariant
 from tests.faults.process import Agent, needs_strace, serve_command, serving, talk_all
 from tests.faults.upstream import Plan, Upstream
+from tests.processes import Command
 from tests.store.test_faults import limit_pages  # noqa: F401 - a fixture
 from tests.waiting import PATIENCE
 from tokentape.store import verify
@@ -232,8 +233,9 @@ def test_second_process_on_a_data_directory(gateway: Gateway, model_dir: Path, u
     """Row 6: it refuses to start and names the process that is there, which goes on."""
     gateway.ask()
     command = serve_command(model_dir, upstream, gateway.directory)
-    second = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    with Command(command[3:]) as second:
+        said = second.stderr.read()
     assert second.returncode != 0
-    assert f"process {os.getpid()}" in " ".join(second.stderr.split())
+    assert f"process {os.getpid()}" in " ".join(said.split())
     gateway.ask(session="t")
     gateway.check()

@@ -92,6 +92,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_body_that_is_hostile_json(gateway: Gateway, upstream: Upstream, name: str) -> None:
     """Row 20: 400 with the reason, and the session goes on."""

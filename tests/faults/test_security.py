@@ -7,7 +7,6 @@ import logging
 import shutil
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,10 +24,13 @@ from tests.chat.conftest import slow_unless
 from tests.faults.conftest import QUESTION, Gateway, Serve
 from tests.faults.process import serve_command, serving
 from tests.faults.upstream import Plan, Upstream
+from tests.processes import Command
 from tests.searching import examples
 from tests.waiting import PATIENCE
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway._keys import Keys
+
+pytestmark = pytest.mark.usefixtures("quick_models")
 
 ATTACKS = {
     "class walk": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -83,9 +85,10 @@ def test_model_folder_that_wants_to_run_code(model_dir: Path, upstream: Upstream
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'PWNED')!r}, 'w')")
     command = [*serve_command(folder, upstream, tmp_path / "data"), "--engine-api-key", "k" * 16]
     if where == "tokenizer_config.json":
-        refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        with Command(command[3:]) as refused:
+            said = refused.stderr.read()
         assert refused.returncode != 0
-        assert "auto_map" in refused.stderr
+        assert "auto_map" in said
     else:
         # What the model itself would run is the engine's affair: nothing of it is read here.
         Renderer.load(folder)

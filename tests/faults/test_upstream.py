@@ -45,6 +45,7 @@ def test_engine_that_refuses_connections(gateway: Gateway, upstream: Upstream, s
     assert goes_on(gateway, history).seq == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("then", ["reset", "close", "end"])
 @pytest.mark.parametrize("events", [0, 3])
 def test_stream_that_breaks_off(gateway: Gateway, upstream: Upstream, then: Any, events: int) -> None:
@@ -87,6 +88,7 @@ def test_whole_reply_that_breaks_off(gateway: Gateway, upstream: Upstream, then:
     assert goes_on(gateway, history).seq == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("stage", "events", "stream"),
     [("first_token", 0, True), ("between_tokens", 3, True), ("total", 0, False), ("total", 3, True)],
@@ -134,6 +136,7 @@ WRONG: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @STREAM
 @pytest.mark.parametrize("name", WRONG)
 def test_reply_that_breaks_the_contract(gateway: Gateway, upstream: Upstream, name: str, stream: bool) -> None:

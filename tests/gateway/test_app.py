@@ -94,6 +94,7 @@ def test_client_that_leaves_within_its_body_is_no_bug(gateway_url: str, caplog: 
     assert "unexpected" not in caplog.text
 
 
+@pytest.mark.usefixtures("quick_models")
 def test_the_certificate_is_there_before_the_first_request(
     renderer: Renderer, store: SqliteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

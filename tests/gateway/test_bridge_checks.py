@@ -260,6 +260,7 @@ def wrong_late(renderer: Renderer) -> Renderer:
     return edited(renderer, result, f"{{{{- ' LATE' if {LATE} else '' -}}}}{result}")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["all", "sample"])
 def test_a_certificate_wrong_for_one_tool_on_a_late_turn_is_caught(
     renderer: Renderer, tmp_path: Path, policy: CheckBridges, caplog: pytest.LogCaptureFixture
@@ -313,6 +314,7 @@ COUNTED = "{{- '<|im_start|>user ' + (messages | length | string) + '\\n' +"
 MEASURED = "{{- '<|im_start|>user ' + (messages[loop.index0 - 1].content | length | string) + '\\n' +"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("new", "goes_on"), [(COUNTED, "contextual"), (MEASURED, "fork")])
 def test_a_template_changed_between_certify_and_serve_is_caught(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: str, goes_on: str

@@ -247,6 +247,7 @@ def test_every_post_path_is_fuzzed(quick: httpx2.Client) -> None:
     assert told <= fuzzed | below
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("path", BODIES)
 @given(data=st.data(), stream=st.booleans())
 @settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])

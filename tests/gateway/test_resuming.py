@@ -229,7 +229,7 @@ ASKED = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("sampling", ASKED.values(), ids=ASKED)
 def test_a_completion_aborted_anywhere_is_the_uninterrupted_one(

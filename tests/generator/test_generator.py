@@ -41,7 +41,7 @@ def test_a_seed_makes_the_same_case_template_tokenizer_and_conversations() -> No
     assert made[0] == made[1]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", [name for name in TEMPLATE if name != "keyword"])
 def test_every_option_of_a_template_renders_something_else(feature: str, tmp_path: Path) -> None:
     texts = []
@@ -65,6 +65,7 @@ def _rendered(reference: Reference, one: object) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", TOKENIZER)
 def test_every_option_of_a_tokenizer_makes_other_files(feature: str, tmp_path: Path) -> None:
     files = []
@@ -109,6 +110,7 @@ def test_a_finding_is_reduced_to_the_options_that_it_needs() -> None:
     assert not Cause("fault", ("numbering=never",), 1, 1, "").explains("fault", case.cause)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
     expected = run(5, 2, 1, whole, processes=1)

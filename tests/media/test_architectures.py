@@ -60,6 +60,7 @@ def alone(model: Any, processor: QwenImageProcessor, prompt: list[int], pictures
         return model(input_ids=ids, **given).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_rows_with_and_without_images_share_a_batch(architecture: str, tmp_path: Path, model_dir: Path) -> None:
     from transformers import AutoModelForImageTextToText
@@ -84,6 +85,7 @@ def test_rows_with_and_without_images_share_a_batch(architecture: str, tmp_path:
         assert_rounding_apart(model, forward, out, logprobs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_the_next_turn_with_the_same_image_computes_only_what_is_new(
     architecture: str, tmp_path: Path, model_dir: Path

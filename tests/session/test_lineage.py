@@ -40,6 +40,7 @@ def test_edges_are_found_and_right(kind: str) -> None:
     assert found.recall(kind) >= 0.9, found.misses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", [one.__name__ for one in RULES])
 def test_every_rule_is_needed(left_out: str) -> None:
     """Without one of the rules some edges are missed or wrong, so the labeled set can tell."""

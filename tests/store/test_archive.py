@@ -149,7 +149,7 @@ def test_what_was_recorded_after_the_snapshot_is_kept(
         assert len(read.load_session("a").turns) == 3
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", range(12))
 def test_cut_off_anywhere_it_goes_on(store: Store, target: str, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """The process dies at the write of a file after so many, or before the deletion."""
@@ -274,6 +274,7 @@ def test_a_stray_file_is_left_alone(store: Store, tmp_path: Path) -> None:
         assert names(read) == ["a", "b"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("content", ["{}", "[]", "1", '{"schema_version": 4, "sessions": 1, "files": {}}'])
 def test_a_manifest_of_something_else_is_found(store: Store, tmp_path: Path, content: str) -> None:
     target = tmp_path / "archive"

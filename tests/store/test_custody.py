@@ -214,6 +214,7 @@ def test_a_dropped_session_is_gone_and_stays_gone(custody: Snapshots, store: Sto
     assert verify(place.location).ok
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "later", [CHAIN[2], Reward("a", 0, 1.0, 1.0), TurnColumn("a", 0, "values", np.zeros(4, np.float32), 1.0)]
 )

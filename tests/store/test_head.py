@@ -261,6 +261,7 @@ MORE = {
 TAMPERINGS = TRIAL | MORE
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", TAMPERINGS)
 def test_tampering_is_named_against_the_head_though_all_digests_fit(directory: Path, name: str) -> None:
     statements, expected = TAMPERINGS[name]
@@ -272,6 +273,7 @@ def test_tampering_is_named_against_the_head_though_all_digests_fit(directory: P
     assert any(expected in one for one in findings(directory)), findings(directory)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", TRIAL)
 def test_tampering_of_the_trial_is_found_without_new_digests_too(directory: Path, name: str) -> None:
     statements, _ = TRIAL[name]
@@ -331,6 +333,7 @@ def more(store: Store, snapshots: bool) -> None:
     run(store.write(SessionInfo("0", 4.0)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("snapshots", [False, True])
 def test_a_record_that_grew_since_the_head_passes_and_what_is_new_is_counted(
     place: Place, tmp_path: Path, snapshots: bool

@@ -110,6 +110,7 @@ def test_a_later_schema_reads_the_same(directory: Path, monkeypatch: pytest.Monk
     assert verify(directory).ok
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "read"), [("t.parquet", read_parquet), ("t.jsonl", read_jsonl)])
 def test_exports_have_the_same_arrays(opened: Path, tmp_path: Path, name: str, read: Callable[[Path], Any]) -> None:
     done = CliRunner().invoke(app, ["export", str(opened), "-o", str(tmp_path / name)])
@@ -195,7 +196,7 @@ FLIPS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("table", "column"), FLIPS)
 def test_a_flipped_byte_in_the_record_is_found(directory: Path, table: str, column: str) -> None:
     connection = sqlite3.connect(directory / "tokentape.db")
@@ -212,7 +213,7 @@ def test_a_flipped_byte_in_the_record_is_found(directory: Path, table: str, colu
     assert differences(expected()["sessions"], found)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "change",
     [
@@ -244,7 +245,7 @@ def set_dtype(array: Any) -> None:
     array["dtype"] = "<i8"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [set_value, set_digest, set_dtype])
 @pytest.mark.parametrize("name", ["token_ids", "logprobs", "provenance", "completion_ends", "turn_rewards"])
 def test_a_change_to_what_is_expected_is_found(directory: Path, name: str, change: Callable[[Any], None]) -> None:

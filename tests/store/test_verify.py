@@ -89,6 +89,7 @@ def test_verification_changes_nothing(directory: Path) -> None:
     assert (directory / "tokentape.db").read_bytes() == before
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "change",
     [
@@ -217,6 +218,7 @@ def test_a_flipped_bit_in_a_blob_is_found_and_named(directory: Path) -> None:
     assert where(verify(directory).findings) == [("b", 1)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("change", "found"),
     [

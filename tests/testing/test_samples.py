@@ -283,6 +283,7 @@ def test_a_data_path_that_trains_nothing_fails() -> None:
     assert all([one.kind for one in found] == ["not trained"] for found in report.goldens.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "broken",
     [

@@ -43,7 +43,7 @@ def report(name: str) -> ConformanceReport:
     return check_samples(PATHS[name])
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "golden"),
     [
@@ -66,6 +66,7 @@ def test_golden_sessions_reach_the_loss(name: str, golden: str) -> None:
     assert found == []
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_planted_error_goes_unnoticed(name: str) -> None:
     planted = report(name).planted
@@ -130,6 +131,7 @@ def logprobs_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "_sample", moved)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("plant", "name", "golden", "kind"),
     [

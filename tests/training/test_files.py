@@ -35,6 +35,7 @@ def one_sample(**changes: Any) -> Sample:
     return replace(sample, **changes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=examples(30))
 @given(drawn=st.lists(st.tuples(drawn_trajectories(), st.none() | st.text("ab\u00e9", max_size=3)), max_size=4))

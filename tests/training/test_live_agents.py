@@ -61,6 +61,7 @@ def checked(calls: list[live.Call], rows: list[Any]) -> None:
     assert live.findings_of(live.golden_of(calls, {calls[0].session: 1.0}), rows) == set()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("agent", AGENTS)
 def test_in_verl(servers: test_verl.Servers, monkeypatch: pytest.MonkeyPatch, agent: Callable[..., Any]) -> None:
     monkeypatch.setattr(live, "agent", agent)
@@ -68,6 +69,7 @@ def test_in_verl(servers: test_verl.Servers, monkeypatch: pytest.MonkeyPatch, ag
     checked(servers.ledger.calls, [test_verl.row_of(output)])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("agent", AGENTS)
 def test_in_slime(router: test_slime.Router, monkeypatch: pytest.MonkeyPatch, agent: Callable[..., Any]) -> None:
     monkeypatch.setattr(live, "agent", agent)
@@ -75,6 +77,7 @@ def test_in_slime(router: test_slime.Router, monkeypatch: pytest.MonkeyPatch, ag
     checked(router.ledger.calls, [test_slime.row_of(sample)])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("agent", AGENTS)
 def test_in_skyrl(engines: live.SkyRlClient, monkeypatch: pytest.MonkeyPatch, agent: Callable[..., Any]) -> None:
     monkeypatch.setattr(live, "agent", agent)
@@ -82,6 +85,7 @@ def test_in_skyrl(engines: live.SkyRlClient, monkeypatch: pytest.MonkeyPatch, ag
     checked(engines.ledger.calls, rows)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("agent", AGENTS)
 def test_in_verifiers(ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch, agent: Callable[..., Any]) -> None:
     monkeypatch.setattr(live, "agent", agent)

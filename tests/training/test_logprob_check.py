@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tokentape
+from tests.conftest import ServeTiny
 from tests.test_client import talk
 from tokentape.audit._numbers import K3_CLAMP, logprob_numbers
 from tokentape.audit._tokendiff import retokenized
@@ -48,10 +49,10 @@ def tokenizer(renderer: Renderer) -> Tokenizer:
     return renderer.tokenizer
 
 
-@pytest.fixture
-def recorded(gateway_url: str) -> list[Trajectory]:
+@pytest.fixture(scope="module")
+def recorded(serve_tiny: ServeTiny, tmp_path_factory: pytest.TempPathFactory) -> list[Trajectory]:
     """Two sessions that an agent had with the tiny model through the gateway."""
-    with tokentape.Client(gateway_url) as client:
+    with serve_tiny(tmp_path_factory.mktemp("recorded")) as (url, _), tokentape.Client(url) as client:
         for name in ("a", "b"):
             talk(client.session(name).base_url)
         return [one for session in client.sessions() for one in client.session(session.session_id).trajectories()]

@@ -57,6 +57,7 @@ def other_flags(spec: dict[str, Any]) -> None:
     next(token for token in spec["added_tokens"] if token["content"] == "<|im_end|>")["rstrip"] = True
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("touch", "part", "changes_ids", "changes_text"),
     [

@@ -180,6 +180,7 @@ def test_marks_of_a_template_can_be_ignored() -> None:
     assert marked == found + "\n"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_without_its_marks_a_template_trains_the_same_up_to_what_follows_the_end(name: str) -> None:
     renderer = load_renderer(MARKED[0])

@@ -72,6 +72,7 @@ def test_newest_sessions_come_first_with_what_was_counted(stored: StoreSource) -
     }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
@@ -125,6 +126,7 @@ def test_a_file_lists_what_a_store_does_of_sessions_with_trajectories(filed: Fil
     assert one.info.metadata == {"task": "Sums"}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [

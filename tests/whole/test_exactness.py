@@ -99,6 +99,7 @@ def ints(values: Any) -> bytes:
     return np.asarray(values, np.int32).tobytes()
 
 
+@pytest.mark.slow
 def test_recorded_logprobs_are_those_of_a_forward_pass(
     gateway_url: str, model_dir: Any, renderer: Renderer, store: SqliteStore
 ) -> None:

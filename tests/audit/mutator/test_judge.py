@@ -37,6 +37,7 @@ def _finding(kind: Kind, example: str | None) -> Skew:
     return Skew(kind, "encode", "planted", "none", 1, example=example)
 
 
+@pytest.mark.slow
 def test_an_audit_that_names_the_right_part_has_no_complaint(base: Base) -> None:
     verdict = _judged(base, NO_NORMALIZER)
     assert verdict.skewed
@@ -44,6 +45,7 @@ def test_an_audit_that_names_the_right_part_has_no_complaint(base: Base) -> None
     assert verdict.complaints == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -57,6 +59,7 @@ def test_an_audit_that_always_says_clean_is_caught(base: Base, change: Change, c
     assert complaint in _judged(base, change, _says()).complaints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["copied", *map(slow_unless, ("wrapped", "offsets"))])
 def test_an_audit_that_always_says_skewed_is_caught(base: Base, name: str) -> None:
     made = REWRITINGS[name](base.model, random.Random(1))
@@ -65,6 +68,7 @@ def test_an_audit_that_always_says_skewed_is_caught(base: Base, name: str) -> No
     assert f"false alarm: {name}" in verdict.complaints
 
 
+@pytest.mark.slow
 def test_an_audit_that_refuses_a_healthy_folder_is_caught(base: Base) -> None:
     def refuse(a: str | Backend, b: str | Backend) -> AuditReport:
         raise TokenizerUnusable("planted")
@@ -79,11 +83,13 @@ def test_a_cause_that_does_not_hold_when_undone_is_caught(base: Base, kind: Kind
     assert verdict.complaints == [f"cause does not hold: {kind} for normalizer"]
 
 
+@pytest.mark.slow
 def test_an_input_on_which_the_sides_agree_is_caught(base: Base) -> None:
     verdict = _judged(base, NO_NORMALIZER, _says(_finding("normalizer", "plain")))
     assert verdict.complaints == ["input shows no difference: normalizer for normalizer"]
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_differs_without_a_text_is_caught(base: Base) -> None:
     swap = Change(TOKENIZER, "swap", ("model", "vocab"), ["Ġthe", "Ġa"])
     verdict = _judged(base, swap, _says(_finding("vocabulary", None)))
@@ -102,12 +108,14 @@ def test_a_check_that_always_passes_is_caught(base: Base, monkeypatch: pytest.Mo
     assert _judged(base, NO_NORMALIZER, check=True).complaints == ["check passes: normalizer: ids"]
 
 
+@pytest.mark.slow
 def test_a_check_that_never_passes_is_caught(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "examine", lambda lock, given: SimpleNamespace(ok=False))
     verdict = judge_harmless(base, "copied", base.model, _says())
     assert verdict.complaints == ["check alarms: copied"]
 
 
+@pytest.mark.slow
 def test_two_changes_are_undone_together(base: Base) -> None:
     changes = [NO_NORMALIZER, Change(TOKENIZER, "set", ("added_tokens", 3, "lstrip"), True)]
     verdict = judge_mutant(base, apply(base.model, changes), changes, check=False)

@@ -27,7 +27,7 @@ def _set(*path: str, value: Any, file: str = TOKENIZER) -> Change:
     return Change(file, "set", path, value)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("changes", "what"),
     [

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -58,13 +59,19 @@ def test_a_case_that_loops_is_a_complaint(base: Base, monkeypatch: pytest.Monkey
     assert runner.isolated(base, 5, 1)["complaints"] == ["case takes too long"]
 
 
-@pytest.mark.parametrize("skewed", [False, True, pytest.param(None, marks=pytest.mark.slow)])
-def test_an_exit_code_that_is_not_what_the_report_says_is_a_complaint(
-    base: Base, monkeypatch: pytest.MonkeyPatch, skewed: bool | None
-) -> None:
+def test_two_folders_with_the_same_files_exit_with_0(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "last", base.folder)
-    said = runner._by_command(base, skewed)
-    assert said == ([] if skewed is False else [f"exit code: 0 where skewed is {skewed}"])
+    assert runner._by_command(base, False) == []
+
+
+@pytest.mark.parametrize(("skewed", "wrong"), [(False, (1, 2, -9)), (True, (0, 2, -9)), (None, (0,))])
+def test_an_exit_code_that_is_not_what_the_report_says_is_a_complaint(
+    base: Base, monkeypatch: pytest.MonkeyPatch, skewed: bool | None, wrong: tuple[int, ...]
+) -> None:
+    for code in (0, 1, 2, -9):
+        monkeypatch.setattr(runner.subprocess, "run", lambda *_, code=code, **__: CompletedProcess([], code))
+        expected = [f"exit code: {code} where skewed is {skewed}"] if code in wrong else []
+        assert runner._by_command(base, skewed) == expected
 
 
 def test_the_summary_counts_what_the_audit_missed() -> None:

@@ -81,6 +81,7 @@ def test_a_gguf_with_the_right_split_is_clean(unnormalized: Any, tmp_path: Path)
     assert skews(audit(unnormalized, write_gguf(tmp_path / "tiny.gguf", pre="qwen2"))) == {}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pre", [None, "gpt-2"])
 def test_a_gguf_with_no_split_or_another_one_is_found(unnormalized: Any, tmp_path: Path, pre: str | None) -> None:
     """Row 8: the name of the pre-tokenizer is missing from the GGUF."""

@@ -11,6 +11,7 @@ from tokentape.audit._skew.backends import open_backend
 from tokentape.errors import EngineError, InvalidRequest
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
 def test_a_server_with_the_same_tokenizer_and_template_is_clean(kind: str) -> None:
     with serving(kind, healthy(TINY)) as url:

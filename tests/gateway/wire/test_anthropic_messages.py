@@ -146,6 +146,7 @@ def test_stream_equals_non_stream(client: Anthropic, sampling: dict[str, Any]) -
     assert (last.token_ids, last.logprobs) == (whole.token_ids, whole.logprobs)  # type: ignore[attr-defined]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_real_model_works_through_tasks_with_tools(
     client: Anthropic, engine: SharedEngine, store: SqliteStore, stream: bool
@@ -171,6 +172,7 @@ def test_real_model_works_through_tasks_with_tools(
     assert any(isinstance(message["content"], list) and message["role"] == "user" for message in messages)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_runner_of_the_client_works_through_a_task(client: Anthropic, store: SqliteStore, stream: bool) -> None:
     (task,) = sample_tasks(seed=4, n=1, split="heldout")

@@ -134,6 +134,7 @@ def alike(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("stream", "reasoning"),
     [(True, True), (False, False), *(pytest.param(one, not one, marks=pytest.mark.slow) for one in (True, False))],

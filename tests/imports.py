@@ -1,0 +1,23 @@
+"""What one new process has loaded after it imported the parts of Tokentape that are to load little."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+
+CODE = """
+import sys
+# `openai` and `httpx` are not declared, so importing them would fail for users.
+sys.modules.update(dict.fromkeys(("openai", "httpx")))
+import tokentape, tokentape.cli, tokentape.engines._transformers, tokentape.gateway._app, tokentape.ray
+[getattr(tokentape, name) for name in tokentape.__all__]
+print(*[name for name, module in sys.modules.items() if module is not None])
+"""
+
+
+@cache
+def loaded() -> frozenset[str]:
+    """Return the names of all modules of that process."""
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    return frozenset(done.stdout.split())
