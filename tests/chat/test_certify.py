@@ -68,6 +68,20 @@ def test_a_line_break_after_content_that_is_not_empty_refuses_no_template() -> N
     assert user.append_only != "yes"
 
 
+TOLD_NOT_TO_THINK = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content }}
+{%- for t in m.tool_calls or [] -%}<tool_call>{{ t.function | tojson }}</tool_call>{%- endfor -%}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% if '/quick' in messages[0].content %}<think></think>{% endif %}{%- endif -%}"""
+
+
+def test_reasoning_after_a_prompt_that_closes_it_is_not_append_only() -> None:
+    certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(TOLD_NOT_TO_THINK)))
+    found = certificate.continuation("tool")
+    assert found is not None
+    assert found.append_only == "no"
+
+
 def strategies(certificate: Certificate, *names: str) -> list[str]:
     found = [certificate.continuation(name) for name in names]
     return [one.strategy for one in found if one is not None]

@@ -113,6 +113,7 @@ class Continuations:
         replies, new = grammar.CONTINUATIONS[name.partition("/")[0]]
         reply, depends = replies[0], False
         speaking = reply if reply["content"] else {**reply, "content": "An answerword."}
+        thinking = {**reply, "reasoning_content": "A thoughtword."}
         rewritten: tuple[str, tuple[Message, ...]] | None = None
         for words in self._renderer.template.compared_strings:
             said = {**reply, "content": words}
@@ -123,12 +124,12 @@ class Continuations:
                     suffix = self._suffix(reply, new, history)
                     depends = depends or suffix != self._suffix(reply, new)
                     depends = depends or self._suffix(speaking, new, history) != self._suffix(said, new, history)
-                    full = self._marked((*history, reply, *new), generate=True)
-                    reason = self._rewrites(history, reply, full, suffix) if rewritten is None else None
+                    for turn in (reply, thinking) if rewritten is None else ():
+                        full = self._marked((*history, turn, *new), generate=True)
+                        reason = self._rewrites(history, turn, full, suffix)
+                        rewritten = (reason, (*history, turn, *new)) if reason is not None else rewritten
                 except TemplateRefused:
                     continue
-                if reason is not None:
-                    rewritten = reason, (*history, reply, *new)
                 if depends and rewritten is not None:
                     return depends, rewritten
         return depends, rewritten
