@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from tests.chat.conftest import REAL_TEMPLATES, SMALL_TEMPLATES, model_path
+from tests.chat.conftest import REAL_TEMPLATES, SMALL_TEMPLATES, model_path, slow_unless
 from tests.chat.oracle import rendered_by_transformers
 from tests.data import REAL
 from tokentape.chat._template import ChatTemplate, _with_parts, plain_message, read_source
@@ -58,6 +58,7 @@ INPUTS = {
     "100 tools with deep schemas": (conversation(1, 100), tools(100, 3)),
     "300 tools": (conversation(1, 100), tools(300, 1)),
     "3,000 messages": (conversation(1500, 400, calls=False), []),
+    "4,002 messages": (conversation(1000, 10), []),
     "1,000 messages": (conversation(250, 800), []),
     "1,000 messages with tools": (conversation(250, 100), tools(20, 1)),
 }
@@ -78,7 +79,7 @@ def check_equal(source: str, messages: list[dict[str, Any]], tools: list[dict[st
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("given", INPUTS)
+@pytest.mark.parametrize("given", [slow_unless(one, *(INPUTS.keys() - {"4,002 messages"})) for one in INPUTS])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_large_input_renders_as_by_transformers(template: str, given: str) -> None:
     check_equal(read_source(TEMPLATES[template]), *INPUTS[given])

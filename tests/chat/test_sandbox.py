@@ -28,6 +28,9 @@ DEEP_LIST = (
 """Forty objects that are reached in 2^40 ways."""
 
 DEEP_TUPLE = "{% set ns = namespace(x=()) %}{% for i in range(40) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}"
+COLLIDING = "range(0, (2 ** 61 - 1) * 99999, 2 ** 61 - 1)"
+"""Numbers of the same hash: a set or a dict compares each with all others."""
+
 GROWING = "{% set ns = namespace(l=[]) %}" + EACH
 
 
@@ -76,7 +79,10 @@ def _render(source: str, messages: list[dict[str, str]]) -> str:
         "{% set l = [{'a': 1}] * 100000 %}" + EACH + "{{ l | sort(attribute='a') | length }}{% endfor %}",
         "{{ ('a' * 3000000) | trim('b' * 3000000 ~ 'a') }}",
         "{% set s = '1' * 20000000 %}" + EACH + "{% set x = s.isdigit() %}{% endfor %}",
-        "{{ dict.fromkeys(range(0, (2 ** 61 - 1) * 99999, 2 ** 61 - 1)) }}",
+        f"{{{{ dict.fromkeys({COLLIDING}) }}}}",
+        f"{{{{ {COLLIDING} | unique | list | length }}}}",
+        f"{{% set p = {COLLIDING} | batch(1) | map('sum') | batch(1) | map('batch', 2, 0) | map('first') | list %}}"
+        "{% set ns = namespace(p) %}",
         "{{ range(99999) | map('round', -99999) | list }}",
         "{% set n = 7 ** 20000 %}" + EACH + "{% set x = n // (n // 5 ** 10000) %}" * 100 + "{% endfor %}",
         "{% set l = [range(100) | list] * 100000 %}" + EACH + "{% set x = l | tojson(indent=1) %}{% endfor %}",
@@ -125,7 +131,6 @@ HUGE = [
     "{% set s = 'a' * 60000 %}{{ (s | list) | join(s) }}",
     "{% set s = ('a' * 100000) | safe %}{{ s.replace('a', '<' * 100000) }}",
     "{{ ('a\\t' * 100000).expandtabs(90000) }}",
-    "{% set s = 'a' * 1000000 %}{{ s.translate({97: s}) }}",
     "{{ 'a'.encode() * 4000000000 }}",
     "{{ (1).to_bytes(4000000000, 'big') }}",
     BIG + "{{ '%s%s%s%s%s%s%s%s%s%s%s%s' % (s, s, s, s, s, s, s, s, s, s, s, s) }}",
@@ -152,13 +157,16 @@ HUGE = [
     BIG + GROWING + "{% set ns.l = ns.l + [s[1:]] %}{% endfor %}",
     GROWING + "{% set ns.l = ns.l + ['a' * 60000000] %}{% endfor %}",
     "{{ range(99999) | map('batch', 100000, 0) | map('list') | list }}",
-    "{{ dict.fromkeys(range(99999), 'a' * 100000) }}",
+    "{{ dict.fromkeys(range(99999) | map('string'), 'a' * 100000) }}",
     "{{ ([1] * 1000) | batch(100000, 'a' * 100000) | list }}",
     "{{ [{}] * 100000 | map(attribute='x', default='a' * 100000) | list }}",
     "{% set ns = namespace(s='a' * 60000000) %}{{ [ns] * 1000 }}",
     "{% set ns = namespace(s='a' * 60000000) %}{{ '{0.s}{0.s}{0.s}{0.s}{0.s}'.format(ns) }}",
     BIG + "{% macro m(n) %}{% set t = s[n:] %}{% if n %}{{ m(n - 1) }}{% endif %}{{ t }}{% endmacro %}{{ m(99) }}",
     "{% set ns = namespace(x=2) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x % 7 }}",
+    "{{ [namespace(s='A' * 1000000)] * 1000 | sort(attribute='s') | length }}",
+    "{{ [cycler('A' * 1000000)] * 1000 | unique(attribute='current') | list | length }}",
+    "{{ [{}] * 1000 | groupby('s', default='A' * 1000000) | length }}",
     "{{ ('f' * 60000000) | int(0, 16) // ('f' * 30000000) | int(0, 16) }}",
 ]
 COSTLY = "{{ ('a\\n' * 30000000).splitlines() }}", "{{ dict.fromkeys(range(99999), 'a' * 100000) }}"
@@ -190,7 +198,9 @@ def test_what_would_be_huge_is_refused(source: str) -> None:
     "source",
     [
         GROWING + "{% set ns.l = [ns.l, [1] | batch(100000, 0) | list] %}{% endfor %}",
-        "{% set d = dict.fromkeys(range(100000)) %}" + GROWING + "{% set ns.l = [ns.l, d.copy()] %}{% endfor %}",
+        "{% set d = dict.fromkeys(range(100000) | map('string')) %}"
+        + GROWING
+        + "{% set ns.l = [ns.l, d.copy()] %}{% endfor %}",
     ],
     ids=["batch", "copy"],
 )
@@ -247,7 +257,7 @@ INDENTED = '{\n"k": [\n1\n]\n}{"a": 2, "b": 1}'
         ("{% set n = namespace(a=none) %}{{ n.a }}{{ n.b is defined }}{{ n.b }}{{ n.b | default('x') }}", "NoneFalsex"),
         ("{{ 'a b' | wordcount }}{{ 'a b/c' | urlencode }}", "2a%20b/c"),
         ("{% autoescape false %}{{ '<' }}{% endautoescape %}{{ [[1], [2]] | sum(start=[]) }}", "<[1, 2]"),
-        ("{{ 'ab'.translate({97: 'x', 98: none}) }}{{ 'a\\tb'.expandtabs(4) }}", "xa   b"),
+        ("{{ 'a\\tb'.expandtabs(4) }}{{ 'ab' | reverse }}", "a   bba"),
         ("{{ '100000: %s' % 'x' }}{{ '100000{:>2}'.format(3) }}{{ '%%100000' % () }}", "100000: x100000 3%100000"),
         ("{{ 1.5 * 90000000 }}{{ 'a' | truncate(200000) }}{{ 'x' | int(900000) }}", "135000000.0a900000"),
         ("{{ 'abc'.find('c', -200000) }}{{ '%(a)5s' % {'a': 'b'} }}{{ '%-*d|' % (3, 1) }}", "2    b1  |"),
@@ -259,15 +269,30 @@ def test_what_templates_do_is_as_ever(source: str, text: str) -> None:
     assert render(source) == text
 
 
+@pytest.mark.parametrize("name", ["float", "int", "reverse"])
+def test_a_long_text_is_no_list_to_filters_that_read_it_as_one(name: str) -> None:
+    source = "{{ messages[0].content | " + name + " | string | length }}"
+    assert _render(source, [{"role": "user", "content": "1" * 2_000_000}])
+
+
 def test_a_long_conversation_is_no_bomb() -> None:
     messages = [{"role": "user", "content": "hi"}] * 20_000
     source = "{% for m in messages %}{% for k in m %}{% endfor %}{{ m.role }}{% endfor %}"
     assert len(_render(source, messages)) == 80_000
 
 
+@pytest.mark.parametrize("given", ["dict(pairs)", "dict.fromkeys(range(65))", "dict(x=dict.fromkeys(range(65))).x"])
+def test_a_dict_with_many_keys_that_are_no_text_is_refused(given: str) -> None:
+    pairs = "{% set pairs = range(65) | batch(1) | map('batch', 2, 0) | map('first') | list %}"
+    with pytest.raises(REFUSED, match="more than 64 keys that are no text"):
+        render(pairs + "{% set d = " + given + " %}")
+    assert render(pairs.replace("65", "64") + "{{ " + given.replace("65", "64") + " | length }}") == "64"
+
+
 @pytest.mark.parametrize(
     "source",
     [
+        "{{ {" + ", ".join(f"{key}: 0" for key in range(65)) + "} }}",
         "{{ '%s' | urlize }}",
         "{% autoescape true %}x{% endautoescape %}",
         "{{ 'a b' | pprint }}",
@@ -311,6 +336,14 @@ def test_whole_numbers_of_a_caller_are_written() -> None:
     template = ChatTemplate("{{ n }}{{ n + 1 }}{{ n | tojson }}")
     rendered = template.render(USER, tools=[], add_generation_prompt=True, date="2026-01-01", variables={"n": number})
     assert rendered == f"{number}{number + 1}{number}"
+
+
+def test_each_message_is_worth_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MOST_SECONDS", 0.02)
+    all_for_each = "{% for m in messages %}{% for n in messages %}{{ n.role[:1] }}{% endfor %}{% endfor %}"
+    assert len(_render(all_for_each, USER * 400)) == 400 * 400
+    with pytest.raises(TemplateRefused, match=r"more than 0\.0[234] seconds"):
+        _render("{% if messages[0].content == 'hi' %}" + ENDLESS + "{% endif %}", USER)
 
 
 def test_the_limits_grow_with_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:

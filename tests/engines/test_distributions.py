@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tokentape.engines._base import SamplingParams
+from tokentape.engines._base import BEFORE_GRAMMAR, OVER_SUPPORTS, SamplingParams
 from tokentape.engines._distributions import logprobs_of, sampled_from
 from tokentape.types import TokenDistribution
 
@@ -73,8 +73,16 @@ def test_equal_temperatures_have_one_spelling() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_grammar_is_in_the_logprobs_of_vllm_and_sglang_and_not_in_the_model_s_own(mode: str) -> None:
+def test_a_grammar_is_in_the_logprobs_unless_the_engine_declares_them_to_be_from_before_it(mode: str) -> None:
     held = replace(PLAIN, json_schema="{}")
-    for engine in ("vllm 0.32.0", "sglang 0.5.23"):
-        assert logprobs_of(f"{engine} {mode}", held) == sampled_from(held)
-    assert logprobs_of("llamacpp b1 raw_logprobs", held) == NONE
+    assert logprobs_of(f"llamacpp 1 {mode}", held) == sampled_from(held)
+    raw = logprobs_of(f"vllm 1 {mode} {BEFORE_GRAMMAR}", held)
+    assert raw == (sampled_from(held) if mode == "processed_logprobs" else NONE)
+
+
+def test_logprobs_over_supports_are_those_of_engines_that_declare_them() -> None:
+    cut = replace(PLAIN, temperature=0.6, top_k=3)
+    assert logprobs_of(f"e 1 scaled_logprobs {OVER_SUPPORTS}", cut, supports=True) == sampled_from(cut)
+    scaled = replace(NONE, temperature=0.6)
+    assert logprobs_of(f"e 1 scaled_logprobs {OVER_SUPPORTS}", cut) == scaled
+    assert logprobs_of("sglang 1 scaled_logprobs", cut, supports=True) == scaled

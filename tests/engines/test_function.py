@@ -6,13 +6,16 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.waiting import PATIENCE
 
-from tokentape.engines import FunctionEngine, SampleDelta, SamplingParams
+from tokentape._supports import pack
+from tokentape.engines import FunctionEngine, SampleDelta, SamplingParams, WeightSpan
+from tokentape.engines._base import Payload
 from tokentape.errors import (
     EngineContractError,
     EngineError,
@@ -23,6 +26,8 @@ from tokentape.errors import (
 )
 
 PARAMS = SamplingParams(max_tokens=4, stop_token_ids=(2,))
+WITH_SUPPORTS = replace(PARAMS, top_k=2, supports=64)
+KEPT = pack([3, 5], 64)
 PROMPT = np.array([5, 6], dtype=np.int32)
 
 
@@ -68,11 +73,29 @@ def test_a_completion_ends_as_its_ids_or_the_function_say(returned: Any, reason:
         (([3] * 5, [-1.0] * 5), "expected at most 4"),
         (SampleDelta((3,), (-0.5,)), "expected stop, length or abort"),
         (SampleDelta((3, 9), (-0.5, -0.5), "stop", 4), "stopped, but not at one of the stop ids"),
+        (SampleDelta((3,), (-0.5,), "abort", weight_spans=(WeightSpan("1", 0, 2),)), "do not cover the 1 tokens"),
+        (SampleDelta((3,), (-0.5,), "abort", supports=(KEPT, KEPT)), "2 supports for 1 ids"),
+        (SampleDelta((4,), (-0.5,), "abort", supports=(KEPT,)), "id 4, which is not among the 2 ids"),
+        (SampleDelta((3,), (-0.5,), "abort", supports=(pack([3, 10], 64),)), "the vocabulary is 0 to 9"),
+        (SampleDelta((3,), (-0.5,), "abort", supports=(b"kept",)), "what is no support"),
     ],
 )
 def test_what_can_not_be_recorded_is_refused(returned: Any, said: str) -> None:
     with pytest.raises(EngineContractError, match=said):
-        asyncio.run(sampled(engine_of(returned)))
+        asyncio.run(
+            sampled(engine_of(returned, sampling=frozenset({"top_k", "supports", "stop_token_ids"})), WITH_SUPPORTS)
+        )
+
+
+def test_supports_and_payloads_are_passed_on_only_if_they_were_asked_for() -> None:
+    spans = (WeightSpan("1", 0, 1), WeightSpan("2", 1, 2))
+    rows = (Payload("routed_experts", 0, np.zeros((3, 2))),)
+    returned = SampleDelta((3, 7), (-0.5, -0.5), "abort", weight_spans=spans, supports=(KEPT, b""), payloads=rows)
+    engine = engine_of(returned, sampling=frozenset({"top_k", "supports", "payloads_from", "stop_token_ids"}))
+    asked = asyncio.run(sampled(engine, replace(WITH_SUPPORTS, payloads_from=0)))
+    assert (asked.supports, asked.weight_spans, asked.payloads) == ((KEPT, b""), spans, rows)
+    unasked = asyncio.run(sampled(engine, replace(WITH_SUPPORTS, supports=0)))
+    assert (unasked.supports, unasked.payloads) == ((), ())
 
 
 @pytest.mark.parametrize(

@@ -370,6 +370,49 @@ def test_a_mask_comes_with_the_logprobs_over_it(server: FakeServer, stream: bool
     assert [value for delta in deltas for value in delta.logprobs] == OVER_MASKS
 
 
+def test_alternatives_are_over_the_mask_too(server: FakeServer) -> None:
+    model = np.random.default_rng(0).normal(size=(3, VOCAB_SIZE)) * 2
+    model -= np.log(np.exp(model).sum(-1, keepdims=True))
+    likeliest = np.argsort(-model)[:, :5].tolist()
+    masks, sampled = (
+        [row[:kept] for row, kept in zip(likeliest, (3, 1, 2), strict=True)],
+        [likeliest[0][2], likeliest[1][0], likeliest[2][1]],
+    )
+    over = [
+        {one: float(model[at, one] - np.log(np.exp(model[at, mask]).sum())) for one in mask}
+        for at, mask in enumerate(masks)
+    ]
+    server.reset(answers(**OFFERS_EVERYTHING))
+
+    def change(sent: Events) -> None:
+        sent[-1]["output_ids"] = sampled
+        sent[-1]["meta_info"] |= {
+            "output_token_logprobs": [[model[at, one], one, None] for at, one in enumerate(sampled)],
+            "output_top_logprobs": [[[model[at, one], one, None] for one in row] for at, row in enumerate(likeliest)],
+            "output_token_sampling_mask": masks,
+            "output_token_sampling_logprobs": [row[one] for row, one in zip(over, sampled, strict=True)],
+        }
+
+    asked = replace(PARAMS, top_k=40, supports=64, top_logprobs=5)
+    (delta,) = sample(server, asked, answer=tampered(change), stream=False)
+    for top, expected in zip(delta.top_logprobs, over, strict=True):
+        assert dict(top) == pytest.approx(expected)
+    assert [list(dict(top)) for top in delta.top_logprobs] == masks
+
+
+def test_no_alternatives_are_asked_for_with_a_mask_where_they_are_from_before_temperature(server: FakeServer) -> None:
+    plain = {
+        **answers(**OFFERS_EVERYTHING),
+        "/generate": lambda body: generate(body | {"sampling_params": body["sampling_params"] | {"temperature": 1.0}}),
+    }
+    server.reset(plain)
+    deltas = sample(server, replace(PARAMS, top_k=40, supports=64, top_logprobs=2))
+    assert server.asked[-1][1]["top_logprobs_num"] == 0
+    assert not any(delta.top_logprobs for delta in deltas)
+    sample(server, replace(PARAMS, top_k=40, top_logprobs=2))
+    assert server.asked[-1][1]["top_logprobs_num"] == 2
+
+
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 51}, {"top_k": 40, "temperature": 0.0}])
 def test_no_mask_is_asked_for_where_the_server_would_refuse_the_call(server: FakeServer, params: Any) -> None:
     server.reset(answers(**OFFERS_EVERYTHING))

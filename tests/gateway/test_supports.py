@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 from tokentape._supports import SUPPORTS, kept_ids, pack
+from tokentape.chat._parse import ReplyDelta
 from tokentape.chat._renderer import Renderer
-from tokentape.engines._base import Engine, SamplingParams
+from tokentape.engines._base import Engine, SampleDelta, SamplingParams
 from tokentape.errors import InvalidRequest
+from tokentape.gateway._choices import Choice
 from tokentape.gateway._events import TurnDone, TurnRequest
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore, StoredSession, verify
@@ -107,6 +110,16 @@ def test_truncation_without_all_supports_shows_in_the_verdict(
     assert sample.verdict.endswith(", supports not known")
     with pytest.raises(InvalidRequest, match="--supports"):
         exports.slime_sample(sample, 0, 0)
+
+
+def test_tokens_without_a_support_have_no_bytes_once_one_is_reported_and_nothing_before() -> None:
+    reader: Any = SimpleNamespace(feed=lambda ids: ReplyDelta())
+    choice = Choice(0, TRUNCATED, reader)
+    found = []
+    for supports in ((), (b"a", b"b"), ()):
+        choice.append(SampleDelta((1, 2), (-1.0, -1.0), supports=supports))
+        found.append([*choice.supports])
+    assert found == [[], [b"", b"", b"a", b"b"], [b"", b"", b"a", b"b", b"", b""]]
 
 
 def test_nothing_is_said_of_supports_without_truncation(engine: Engine, renderer: Renderer, store: SqliteStore) -> None:

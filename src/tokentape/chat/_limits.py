@@ -2,7 +2,7 @@
 
 Operations count what they look through, which decides when the clock is read. No single operation is given enough to
 run for long, so that the limit of time holds wherever a template spends it. What is made counts for as long as anything
-refers to it. Both limits grow with the conversation.
+refers to it. Both limits grow with the conversation, that of time with its messages too.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from contextvars import ContextVar
 from typing import Any
 
 import jinja2
+from jinja2.runtime import LoopContext
+from jinja2.utils import Cycler, Joiner, Namespace
 
 MOST_SECONDS = 2.0
 """CPU time of one rendering; conversations take hundredths."""
 
 PER_SECOND = 2**21
 """Characters of a conversation that are worth another second."""
+
+MESSAGES_PER_SECOND = 200
+"""The same for messages: some templates look through all of them for each."""
 
 MOST_CHARACTERS = 2**26
 """Length of any value that an expression makes, written as text, and of the whole text. All at once: twice that."""
@@ -30,6 +35,9 @@ PER_CHARACTER = 8
 
 MOST_ITEMS = 2**20
 """Length of any list that an expression makes."""
+
+MOST_OTHER_KEYS = 64
+"""Keys of a dict that are no text. They can be chosen for the same hash: then each is compared with all others."""
 
 MOST_NUMBER = 100_000
 """Largest width or precision that a filter or a method takes."""
@@ -50,6 +58,9 @@ _UNTIL_SWEEP = 2**22
 """Characters made, at least, between two looks at what of them is still there."""
 
 _VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
+_HOLDERS = (Namespace, LoopContext, Cycler, Joiner)
+"""What holds values that nothing counts while it is in a list."""
+
 _current: ContextVar[Usage]
 
 
@@ -64,10 +75,11 @@ _UNUSED = _references((object(),))
 class Usage:
     """Counts what one rendering of `given` uses. Methods raise `jinja2.TemplateError` when it is too much."""
 
-    __slots__ = ("_end", "_given", "_known", "_longest", "_until_clock", "_until_sweep")
+    __slots__ = ("_begin", "_end", "_given", "_known", "_longest", "_until_clock", "_until_sweep")
 
-    def __init__(self, given: Any = None) -> None:
-        self._end = time.thread_time() + MOST_SECONDS
+    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
+        self._begin = time.thread_time()
+        self._end = self._begin + MOST_SECONDS
         self._given = given
         self._longest = MOST_CHARACTERS
         self._until_clock = _UNTIL_CLOCK
@@ -86,7 +98,7 @@ class Usage:
             if time.thread_time() > self._end:
                 self._grow()
                 if time.thread_time() > self._end:
-                    raise TimeOver(f"it runs for more than {MOST_SECONDS} seconds")
+                    raise TimeOver(f"it runs for more than {round(self._end - self._begin, 2)} seconds")
 
     def _grow(self) -> None:
         """Raise the limits by what the conversation is worth. That is counted only when they are reached."""
@@ -94,7 +106,7 @@ class Usage:
         if given is not None:
             end, self._end = self._end, float("inf")
             weight = self._weigh(given)
-            self._end = end + weight / PER_SECOND
+            self._end = end + weight / PER_SECOND + len(given["messages"]) / MESSAGES_PER_SECOND
             self._longest += PER_CHARACTER * weight
 
     def room(self, characters: int) -> None:
@@ -138,7 +150,7 @@ class Usage:
 
         Counts as looking through it.
         """
-        weight = len(value) if type(value) is str else self._weigh(value)
+        weight = len(value) if type(value) is str else 24 if isinstance(value, _HOLDERS) else self._weigh(value)
         self.look(weight)
         return weight
 
@@ -146,6 +158,9 @@ class Usage:
         kind = type(value)
         if kind is str or isinstance(value, str):
             return len(value)
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
         if kind is bool or value is None:
             return 5
         if isinstance(value, int):
@@ -154,11 +169,10 @@ class Usage:
             return 8 * len(value)
         if isinstance(value, _VIEWS):
             return self._contents(value.mapping)
+        if isinstance(value, _HOLDERS):
+            raise jinja2.TemplateError("it puts a namespace, a loop, a cycler or a joiner in a list")
         if not isinstance(value, list | tuple | dict):
             return 24
-        known = self._known.get(id(value))
-        if known is not None:
-            return known[1]
         weight = self._contents(value)
         self.look(64 * len(value))
         self._hold(value, weight, 8 * len(value) + OBJECT)
@@ -186,6 +200,8 @@ class Usage:
             self._hold(value, len(value), len(value) + OBJECT)
         elif isinstance(value, list | tuple | dict):
             self.items(len(value))
+            if isinstance(value, dict) and len(value) > MOST_OTHER_KEYS:
+                self.keys(sum(not isinstance(key, str) for key in value))
             self.room(self._weigh(value))
         elif isinstance(value, int):
             self.bits(value.bit_length())
@@ -196,15 +212,20 @@ class Usage:
             yield self.made(value)
 
     def each(self, values: Iterable[Any]) -> Generator[Any]:
-        """Yield values, reading the clock from time to time."""
-        for value in values:
-            self.look(OBJECT)
+        """Yield values, or the pairs of a dict, reading the clock from time to time."""
+        for value in values.items() if isinstance(values, Mapping) else values:
+            self.look(OBJECT + self._weigh(value))
             yield value
 
     def items(self, items: int) -> None:
         """Refuse a list that would be too long."""
         if items > MOST_ITEMS:
             raise jinja2.TemplateError(f"it makes a list longer than {MOST_ITEMS}")
+
+    def keys(self, others: int) -> None:
+        """Refuse a dict with too many keys that are no text."""
+        if others > MOST_OTHER_KEYS:
+            raise jinja2.TemplateError(f"it makes a dict with more than {MOST_OTHER_KEYS} keys that are no text")
 
     def bits(self, bits: int) -> None:
         """Refuse a whole number of more than `MOST_BITS`."""
@@ -243,7 +264,7 @@ class TimeOver(jinja2.TemplateError):
 
 
 @contextmanager
-def limited(given: Any = None) -> Iterator[None]:
+def limited(given: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Count what is done within as one rendering of `given`."""
     token = _current.set(Usage(given))
     try:

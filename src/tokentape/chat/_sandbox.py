@@ -18,7 +18,7 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-from tokentape.chat._limits import OBJECT, usage
+from tokentape.chat._limits import MOST_OTHER_KEYS, OBJECT, usage
 from tokentape.chat._template_filters import (
     limited_filters,
     limited_tests,
@@ -29,7 +29,7 @@ from tokentape.chat._template_filters import (
 )
 
 _METHODS: Mapping[type, frozenset[str]] = {
-    str: frozenset(name for name in dir(str) if not name.startswith("_")) - {"encode"},
+    str: frozenset(name for name in dir(str) if not name.startswith("_")) - {"encode", "maketrans", "translate"},
     dict: frozenset({"copy", "get", "items", "keys", "values"}),
     list: frozenset({"copy", "count", "index"}),
     tuple: frozenset({"count", "grouper", "index", "list"}),
@@ -40,12 +40,17 @@ _METHODS: Mapping[type, frozenset[str]] = {
 
 _SMALL = 2**64
 _DATA = frozenset({str, int, bool, float, list, dict})
+_FIXED = frozenset({int, bool, type(None)})
+"""What a comparison takes a few microseconds for at most."""
 _OF_DICTS = frozenset(dir(dict))
 _OF_STRINGS = _METHODS[str] - {"format", "format_map"}
 _OF_LOOPS = frozenset({"first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"})
 
 
 class _Namespace(Namespace):
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as jinja2 has it: `self` is a name that a template may give
+        Namespace.__init__(args[0], *map(usage().each, args[1:]), **kwargs)
+
     def __repr__(self) -> str:
         # It can hold any amount, and is the only thing that a template can change after it was weighed.
         raise jinja2.TemplateError("it writes a namespace")
@@ -178,6 +183,8 @@ class _Counting(NodeTransformer):
         return node
 
     def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> Any:  # noqa: N802
+        if isinstance(node, nodes.Dict) and sum(not _is_text(one.key) for one in node.items) > MOST_OTHER_KEYS:
+            raise jinja2.TemplateSyntaxError(f"more than {MOST_OTHER_KEYS} keys of a dict are no text", node.lineno)
         self.generic_visit(node)
         return node if getattr(node, "ctx", "load") == "store" else _filtered(node, "made")
 
@@ -192,6 +199,10 @@ class _Counting(NodeTransformer):
         return node
 
     visit_Macro = visit_CallBlock = visit_Block = visit_For  # noqa: N815
+
+
+def _is_text(node: nodes.Expr) -> bool:
+    return isinstance(node, nodes.Const) and isinstance(node.value, str)
 
 
 def _filtered(node: Any, name: str) -> Any:
@@ -220,7 +231,8 @@ def _made(context: Context, value: Any) -> Any:
 
 @pass_context
 def _seen(context: Context, value: Any) -> Any:
-    usage().weigh(value)
+    if type(value) not in _FIXED:
+        usage().weigh(value)
     return value
 
 

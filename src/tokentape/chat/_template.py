@@ -220,7 +220,7 @@ class _Dict:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*(one if isinstance(one, Mapping) else usage().each(one) for one in args), **kwargs)
+        return dict(*map(usage().each, args), **kwargs)
 
     def fromkeys(self, keys: Any, *value: Any) -> dict[Any, Any]:
         return dict.fromkeys(usage().each(keys), *value)

@@ -27,6 +27,10 @@ _TEXT_FILTERS = (
     *("capitalize", "center", "e", "escape", "forceescape", "lower", "safe", "string", "title", "trim", "truncate"),
     *("upper", "urlencode"),
 )
+_WHOLE = ("filesizeformat", "float", "int", "reverse")
+"""Filters that do not make a list of the characters of a text."""
+_BY_KEY = ("groupby", "sort", "unique")
+"""Filters that keep a key of each item, a copy if it is text."""
 _IN_PIECES = ("title", "urlencode")
 """Filters that make a list of the words or characters of a text."""
 _WITH_WIDTHS = frozenset({"batch", "center", "expandtabs", "ljust", "rjust", "round", "slice", "zfill"})
@@ -73,7 +77,7 @@ def _limited_filter(name: str, unlimited: jinja2.Environment) -> Callable[..., A
     @wraps(unlimited.filters[name], assigned=("__name__", "__doc__"), updated=())
     def limited(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         use = usage()
-        weight = use.weigh(value)
+        weight, longest = use.weigh(value), 0
         if args or kwargs:
             given = (*args, *kwargs.values())
             if name in _WITH_WIDTHS:
@@ -87,8 +91,12 @@ def _limited_filter(name: str, unlimited: jinja2.Environment) -> Callable[..., A
             raise jinja2.TemplateError(f"it makes pieces of a text longer than {_MOST_IN_PIECES}")
         if name in _TEXT_FILTERS:
             use.fits((6 if isinstance(value, str) else ESCAPED) * weight)
-        else:
+        elif name not in _WHOLE or not isinstance(value, str):
             use.sized(value)
+        if name in _BY_KEY:
+            items = use.made(list(value))
+            use.fits(longest * len(items))
+            value = use.each(items)
         made = unlimited.call_filter(name, value, args, kwargs, context)
         return use.counted(made) if isinstance(made, Iterator) else use.made(made)
 
@@ -251,9 +259,6 @@ def string_arguments(text: str, name: str, args: tuple[Any, ...], kwargs: dict[s
         use.fits(2 * (len(text) + (times if count < 0 else min(times, count)) * len(new)))
     elif name == "expandtabs":
         use.fits(len(text) + text.count("\t") * max([8, *(one for one in given if isinstance(one, int))]))
-    elif name == "translate" and args:
-        table = args[0].values() if isinstance(args[0], dict) else args[0]
-        use.fits(len(text) * max((len(one) for one in table if isinstance(one, str)), default=1))
     longest = max(map(use.weigh, given), default=0)
     if name in _NOT_FROM_THE_START:
         _refuse_comparisons(len(text), longest)

@@ -241,6 +241,12 @@ class MediaEngine(Engine, Protocol):
 UNVERIFIED = "model-unverified"
 """A capability of an engine that is not known to serve the expected model; see `GuardedEngine`."""
 
+OVER_SUPPORTS = "logprobs-over-supports"
+"""A capability of an engine that reports log-probabilities over the supports, where it reports these."""
+
+BEFORE_GRAMMAR = "logprobs-before-grammar"
+"""A capability of an engine that computes log-probabilities before it rules out what would not follow a grammar."""
+
 CAPTURED = "captured"
 """The last word of `SampleDelta.engine` if the server rendered the context."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokentape.engines._base import UNKNOWN_MODE, SamplingParams
+from tokentape.engines._base import BEFORE_GRAMMAR, OVER_SUPPORTS, UNKNOWN_MODE, SamplingParams
 from tokentape.types import TokenDistribution
 
 GREEDY_BELOW = 1e-5
@@ -46,18 +46,18 @@ def mode_of(engine: str) -> str:
 def logprobs_of(engine: str, params: SamplingParams, *, supports: bool = False) -> TokenDistribution | None:
     """Return the distribution that the log-probabilities of an engine belong to.
 
-    `engine` is as `str(EngineInfo)`, which names the mode. None where that is not known.
+    `engine` is as `str(EngineInfo)`, which names the mode and the capabilities. None where the mode is not known.
     Engines have no log-probabilities of greedy sampling: they report those at temperature 1. `supports` says that it
-    reported which ids truncation kept: then SGLang also reports the log-probabilities over these.
+    reported which ids truncation kept.
 
     >>> logprobs_of("vllm 0.32.0 raw_logprobs", SamplingParams(max_tokens=8, temperature=0.6))
     TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)
     """
     known = sampled_from(params)
     temperature = known.temperature or 1.0
-    # vLLM and SGLang rule tokens out before they compute any logprobs; llama.cpp computes them from the model's logits.
-    grammar = known.grammar and not engine.startswith("llamacpp ")
-    match "processed_logprobs" if supports and engine.startswith("sglang ") else mode_of(engine):
+    declared = engine.split()
+    grammar = known.grammar and BEFORE_GRAMMAR not in declared
+    match "processed_logprobs" if supports and OVER_SUPPORTS in declared else mode_of(engine):
         case "raw_logprobs":
             return TokenDistribution(False, 1.0, False, grammar)
         case "penalised_logprobs":

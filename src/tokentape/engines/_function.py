@@ -114,7 +114,7 @@ class FunctionEngine:
     def _checked(self, sampled: Sampled, params: SamplingParams) -> SampleDelta:
         """Return what the function returned, with its end. Raises `EngineContractError` for what can't be recorded."""
         # An engine inside the function may end at ids of its own, and a function need not say at which.
-        completion = ReceivedTokens(params, self.info.vocab_size, own_stops=True)
+        completion = ReceivedTokens(replace(params, supports=0), self.info.vocab_size, own_stops=True)
         if isinstance(sampled, SampleDelta):
             given, reason = sampled, finish_reason_of(sampled.finish_reason)
         else:
@@ -128,6 +128,9 @@ class FunctionEngine:
             token_ids=checked.token_ids,
             logprobs=checked.logprobs,
             top_logprobs=checked.top_logprobs,
+            supports=completion.check_supports(given.token_ids, given.supports) if params.supports else (),
+            weight_spans=completion.spans(given.weight_spans) if given.weight_spans else (),
+            payloads=given.payloads if params.payloads_from is not None else (),
             finish_reason=reason,
             stop=completion.stop(reason, stop),
         )

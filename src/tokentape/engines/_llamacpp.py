@@ -21,7 +21,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from tokentape.engines._base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines._base import BEFORE_GRAMMAR, DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import served_cards
 from tokentape.engines._remote import RemoteEngine
@@ -81,6 +81,7 @@ class LlamaCppEngine(RemoteEngine):
             max_context=props.default_generation_settings.n_ctx,
             logprobs_mode="raw_logprobs",
             sampling=DISTRIBUTION - _UNLIKE | {"json_schema"},
+            capabilities=(BEFORE_GRAMMAR,),
             prompt_penalties=frozenset({"repetition_penalty"}),
         )
         engine = cls(http, info, slots=props.total_slots, plain_id=plain[-1] if plain else 0)

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from tokentape._supports import pack
+from tokentape._supports import kept_ids, pack
 from tokentape.engines._base import SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines._status_errors import UNREADABLE, safe_name, status_error
 from tokentape.errors import EngineContractError, EngineError, InvalidRequest, TokentapeError, TooLarge
@@ -183,12 +183,28 @@ class ReceivedTokens:
         if len(kept) != len(ids):
             raise EngineContractError(f"the engine returned {len(kept)} sampling masks for {len(ids)} ids")
         for token_id, mask in zip(ids, kept, strict=True):
-            if token_id not in mask:
-                raise EngineContractError(
-                    f"the engine sampled id {token_id}, which is not among the {len(mask)} ids of its sampling mask"
-                )
-            self.check_ids(mask)
+            self._check_support(token_id, mask)
         return tuple([pack(mask, self._params.supports) for mask in kept])
+
+    def check_supports(self, ids: Sequence[int], supports: Sequence[bytes]) -> tuple[bytes, ...]:
+        """Return packed supports, one per id or none at all, if each holds its id."""
+        if supports and len(supports) != len(ids):
+            raise EngineContractError(f"the engine returned {len(supports)} supports for {len(ids)} ids")
+        for token_id, support in zip(ids, supports, strict=False):
+            try:
+                kept = kept_ids(support)
+            except ValueError as error:
+                raise EngineContractError(f"the engine returned what is no support: {error}") from None
+            if kept is not None:
+                self._check_support(token_id, kept.tolist())
+        return tuple(supports)
+
+    def _check_support(self, token_id: int, kept: Sequence[int]) -> None:
+        if token_id not in kept:
+            raise EngineContractError(
+                f"the engine sampled id {token_id}, which is not among the {len(kept)} ids of its sampling mask"
+            )
+        self.check_ids(kept)
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise unless all are in the vocabulary."""
@@ -217,7 +233,7 @@ class ReceivedTokens:
             "the engine stopped, but not at one of the stop ids and strings asked for, or not with that id last"
         )
 
-    def spans(self, reported: Sequence[ReportedSpan]) -> tuple[WeightSpan, ...]:
+    def spans(self, reported: Sequence[ReportedSpan | WeightSpan]) -> tuple[WeightSpan, ...]:
         """Return the spans of weights, which must cover the completion."""
         spans = tuple(WeightSpan(span.version, span.start, span.end) for span in reported if span.end > span.start)
         edges = [0, *(span.end for span in spans)]

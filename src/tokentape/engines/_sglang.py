@@ -19,7 +19,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from tokentape.engines._base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines._base import DISTRIBUTION, OVER_SUPPORTS, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines._distributions import truncates
 from tokentape.engines._http import HttpClient, attempt
 from tokentape.engines._identity import served_cards
@@ -83,6 +83,7 @@ class SglangEngine(RemoteEngine):
             max_context=card.max_model_len,
             logprobs_mode="scaled_logprobs",
             sampling=_honored(server),
+            capabilities=(OVER_SUPPORTS,) if server.sampling_mask_max_tokens > 0 else (),
         )
         engine = cls(
             http,
@@ -104,6 +105,9 @@ class SglangEngine(RemoteEngine):
         if not (truncates(params) and 0 < params.top_k <= self._most_kept):
             # The server would refuse the call: it bounds sampling masks by top_k.
             params = replace(params, supports=0)
+        elif params.supports and self._info.logprobs_mode != "scaled_logprobs":
+            # Only after temperature do its alternatives differ by one constant from those over the mask.
+            params = replace(params, top_logprobs=0)
         rid = unique_id(request_id)
         prompt = msgspec.json.encode(np.asarray(prompt_ids).tolist())
         # It refuses more tokens than the context holds, where others would end with `length`.

@@ -11,6 +11,7 @@ import numpy as np
 
 from tokentape.engines._base import Payload, SampleDelta, SamplingParams
 from tokentape.engines._replies import (
+    Alternatives,
     EngineReply,
     Failure,
     ReceivedTokens,
@@ -134,6 +135,9 @@ class SglangReply(EngineReply):
             # Those over the mask: what the tokens were sampled with.
             logprobs = list(over_masks[begin:end])
         delta = self._completion.delta(reported, logprobs, top, masks[begin:end])
+        if supports and top:
+            rows = zip(delta.top_logprobs, masks[begin:end], entries[begin:end], delta.logprobs, strict=True)
+            delta = replace(delta, top_logprobs=tuple([_over_mask(*row) for row in rows]))
         self._ids += reported
         if meta.finish_reason is not None and (meta.finish_reason.type != "abort" or meta.prompt_tokens is not None):
             self._completion.check_counts(meta.prompt_tokens or 0, self.prompt_tokens, meta.completion_tokens)
@@ -190,3 +194,16 @@ class SglangReply(EngineReply):
                 f"the engine returned {flat.size} routed experts; expected the same number for each of {tokens} tokens"
             )
         return (Payload("routed_experts", start, flat.reshape(tokens, -1)),)
+
+
+def _over_mask(top: Alternatives, mask: list[int], sampled: _Entry, over_mask: float) -> Alternatives:
+    """Return the alternatives over the mask; the server reports them, and the sampled id, over the whole vocabulary.
+
+    `over_mask` is the log-probability of the sampled id over the mask: those of all in it differ by as much.
+    """
+    whole, token_id, _ = sampled
+    if whole is None:
+        raise EngineContractError("the engine reported alternatives for a token without its log-probability")
+    return tuple([(other, logprob + over_mask - whole) for other, logprob in top if other in mask]) or (
+        (token_id, over_mask),
+    )

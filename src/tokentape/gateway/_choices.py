@@ -47,7 +47,7 @@ class Choice:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     supports: list[bytes] = field(default_factory=list)
-    """One per id."""
+    """One per id; none at all until one is reported."""
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
     engines: list[str | None] = field(default_factory=lambda: [None])
@@ -78,7 +78,9 @@ class Choice:
         self.ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.top_logprobs += delta.top_logprobs
-        self.supports += delta.supports or (b"",) * len(delta.token_ids)
+        if delta.supports or self.supports:
+            without = len(self.ids) - len(self.supports) - len(delta.supports)
+            self.supports += [b""] * without + [*delta.supports]
         self.engines[-1] = delta.engine or self.engines[-1]
         self.finish_reason = delta.finish_reason
         self.stop = delta.stop

@@ -254,7 +254,7 @@ def usage(prompt_ids: TokenIds, choices: Sequence[TurnDone], tokenizer: Tokenize
 
 
 def reasoning_tokens(turn: Turn, tokenizer: Tokenizer) -> int:
-    """Return how many sampled tokens spell the reasoning of a reply; 0 if it is in several places."""
+    """Return how many sampled tokens spell the reasoning of a reply, where it stands first; 0 if it is in pieces."""
     reasoning = reasoning_of(turn.reply).encode("utf-8", "surrogatepass")
     if not reasoning:
         return 0
