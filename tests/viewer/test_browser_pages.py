@@ -403,7 +403,7 @@ def of_file(filed: Path) -> Iterator[tuple[str, Trajectory]]:
 
 def test_without_a_tokenizer_the_ids_are_shown(page: Page, of_file: tuple[str, Trajectory], shot: Shot) -> None:
     url, one = of_file
-    page.goto(f"{url}/view#/session/shop")
+    page.goto(f"{url}/view#/session/shop/view/tokens")
     page.wait_for_selector(".row [data-i]")
     shot(page, "ids-only")
     shown = page.locator(".row [data-i]").all_inner_texts()

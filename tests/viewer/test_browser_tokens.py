@@ -40,7 +40,7 @@ def recorded(site: Site, session_id: str, leaf: int | None = None) -> Trajectory
 
 
 def opened(page: Page, site: Site, path: str) -> None:
-    page.goto(site.at(path))
+    page.goto(site.at(path if "/view/" in path else f"{path}/view/tokens"))
     page.wait_for_selector(".row [data-i], .sides, .empty")
 
 
@@ -107,7 +107,7 @@ def test_keys_choose_tokens_and_the_address_follows(page: Page, site: Site) -> N
     page.keyboard.press("ArrowLeft")
     assert chosen(page) == 11
     leaf = recorded(site, "shop").leaf
-    until(page, f"location.hash === '#/session/shop/leaf/{leaf}/token/11'")
+    until(page, f"location.hash === '#/session/shop/leaf/{leaf}/token/11/view/tokens'")
     assert facts(page)["offset"].startswith("token 11 ")
     assert page.evaluate("document.activeElement.dataset.i") == "11"
     page.keyboard.press("Shift+ArrowRight")
@@ -150,7 +150,7 @@ def test_ids_are_copied_as_a_python_list(page: Page, site: Site) -> None:
     page.get_by_role("button", name="Copy link").click()
     until(page, "document.getElementById('said').textContent.includes('link')")
     link = page.evaluate("navigator.clipboard.readText()")
-    assert link == site.at(f"/session/shop/leaf/{recorded(site, 'shop').leaf}/token/3")
+    assert link == site.at(f"/session/shop/leaf/{recorded(site, 'shop').leaf}/token/3/view/tokens")
 
 
 def test_differences_are_marked_with_their_class_and_reached_by_keys(page: Page, site: Site, shot: Shot) -> None:

@@ -32,10 +32,12 @@ API = [
     "/view/api/about",
     "/view/api/overview",
     "/view/api/measures?ids=s",
+    "/view/api/run",
     "/view/api/sessions",
     "/view/api/sessions/s",
     "/view/api/sessions/s/leaves/1",
     "/view/api/sessions/s/leaves/1/comparison",
+    "/view/api/sessions/s/turns/1/alternatives",
 ]
 
 
@@ -135,7 +137,7 @@ def test_a_session_is_shown_as_a_tree(http: httpx2.Client) -> None:
 
 
 def test_an_unchanged_session_is_not_sent_again(http: httpx2.Client) -> None:
-    for path in API[4:]:
+    for path in API[5:]:
         first = http.get(path)
         again = http.get(path, headers={"if-none-match": first.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
@@ -227,15 +229,16 @@ def test_a_key_sees_its_own_sessions_and_an_admin_all(keyed: httpx2.Client) -> N
     ):
         headers = {"authorization": f"Bearer {key}"}
         assert keyed.get("/view/api/sessions", headers=headers).json()["total"] == count
-        assert {keyed.get(path, headers=headers).status_code for path in API[4:]} == {status}
+        assert {keyed.get(path, headers=headers).status_code for path in API[5:]} == {status}
         assert bool(keyed.get("/view/api/measures?ids=s", headers=headers).json()["measures"]) == bool(count)
+        assert keyed.get("/view/api/run", headers=headers).json()["of"] == count
         by_drift = keyed.get("/view/api/sessions?sort=drift", headers=headers).json()
         assert len(by_drift["sessions"]) == by_drift["measured"] == count
 
 
 def test_unknown_and_foreign_sessions_look_the_same(keyed: httpx2.Client) -> None:
     headers = {"authorization": f"Bearer {BOB}"}
-    for path in API[4:]:
+    for path in API[5:]:
         foreign = keyed.get(path, headers=headers)
         unknown = keyed.get(path.replace("/s", "/t", 2).replace("/tessions", "/sessions"), headers=headers)
         assert foreign.status_code == unknown.status_code == 404

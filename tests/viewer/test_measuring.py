@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.records import SETUP, make_turn
+from tests.viewer.runs import SESSIONS, record_run
 from tokentape.audit._drift.meter import measure_drift
 from tokentape.audit._id_rows import store_rows
 from tokentape.audit._numbers import NumbersTally, logprob_numbers
@@ -16,54 +16,15 @@ from tokentape.chat._renderer import Renderer
 from tokentape.store import SqliteStore
 from tokentape.store._listing import Listing
 from tokentape.training import assemble
-from tokentape.types import Reward, SessionInfo, Turn, TurnColumn
 from tokentape.viewer._comparing import RecordReader
 from tokentape.viewer._measuring import Measures, SessionMeasures, WeightsTally
 from tokentape.viewer._source import StoreSource
 
-SESSIONS = 12
-WORDS = ("Let", "me", "look", "up", "what", "pears", "cost", "here")
-
 
 @pytest.fixture
 def measures(store: SqliteStore, renderer: Renderer) -> Measures:
-    """Of sessions with drift, forks, aborts, truncation, rewards and a trainer's logprobs, by three weights."""
-    asyncio.run(_fill(store, renderer))
+    asyncio.run(record_run(store, renderer))
     return Measures(StoreSource(store, "store"), RecordReader(renderer.tokenizer, renderer))
-
-
-async def _fill(store: SqliteStore, renderer: Renderer) -> None:
-    encode, rng = renderer.tokenizer.encode_plain, np.random.default_rng(3)
-    await store.write(SETUP)
-    for n in range(SESSIONS):
-        name = f"s{n:02}"
-        turns: list[Turn] = []
-        for seq in range(3):
-            words = [word for word in WORDS if rng.random() < 0.8] or ["No"]
-            ids = [i for word in words for part in ([word] if rng.random() < 0.7 else word) for i in encode(part)]
-            changes: dict[str, Any] = {"weight_version": f"step-{(n + seq) // 5}"}
-            if seq == 1 and n % 4 == 1:
-                changes |= {"finish_reason": "abort", "abort_cause": "client_left", "stop": None}
-            elif seq == 2 and n % 3 == 0:
-                changes |= {"finish_reason": "length", "stop": None}
-            if seq == 2 and n % 4 == 1:
-                changes |= {"fork": "sibling"}
-            parent = None if seq == 0 else turns[0 if n % 4 == 1 else seq - 1]
-            logprobs = -rng.exponential(1.0, len(ids)).astype(np.float32)
-            more: dict[str, Any] = {
-                "completion_ids": np.array(ids, np.int32),
-                "logprobs": logprobs,
-                "created_at": 100.0 * n + 7 * seq,
-            }
-            added: dict[str, Any] = {"added_ids": np.array(encode("hi"), np.int32)}
-            added["added_provenance"] = np.full(len(added["added_ids"]), 4, np.uint8)
-            turns.append(make_turn(name, seq, parent, **added, **more, **changes))
-        columns = [
-            TurnColumn(name, one.seq, "trainer_logprobs", one.logprobs + np.float32(0.1 * (one.seq + n % 3)), 1.0)
-            for one in turns[: n % 4]
-        ]
-        rewards = [Reward(name, None, float(n % 2), 9.0)] if n % 5 else []
-        await store.write(SessionInfo(name, 1.0 + n, {"task": f"t{n % 4}"}), *turns, *columns, *rewards)
 
 
 def all_of(measures: Measures, store: SqliteStore) -> dict[str, SessionMeasures]:

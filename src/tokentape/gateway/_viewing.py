@@ -14,7 +14,7 @@ from tokentape.gateway._metrics import Metrics
 from tokentape.gateway._openapi import WHOLE_NUMBER, ApiRoute
 from tokentape.viewer._binary import MEDIA_TYPE as PACKED
 from tokentape.viewer._comparing import AGAINST, RecordReader
-from tokentape.viewer._routes import API, LEAF, LISTING_QUERY, PAGE, SESSION, Viewer, Visitor
+from tokentape.viewer._routes import ALTERNATIVES, API, LEAF, LISTING_QUERY, PAGE, SESSION, Viewer, Visitor
 from tokentape.viewer._routes import routes as viewer_routes
 from tokentape.viewer._source import StoreSource
 
@@ -28,9 +28,14 @@ _DESCRIBED: dict[str, dict[str, Any]] = {
         "summary": "Measure the verdicts, roles, weights and drift of sessions",
         "query": {"ids": {"type": "string"}},
     },
+    API + "/run": {
+        "summary": "Figures of the sessions of a list over the versions of the weights, and groups",
+        "query": {**LISTING_QUERY, "group": {"type": "string"}},
+    },
     API + "/sessions": {"summary": "Search, filter and sort sessions", "query": LISTING_QUERY},
     SESSION: {"summary": "A session's tree of turns and its leaves"},
     LEAF: {"summary": "A trajectory as packed arrays", "media": (PACKED,), "query": {"from": WHOLE_NUMBER}},
+    ALTERNATIVES: {"summary": "What else was likely at each sampled token of a turn, where it was asked for"},
     LEAF + "/comparison": {
         "summary": "A trajectory next to what re-tokenizing or rendering it again gives, as packed arrays",
         "media": (PACKED,),

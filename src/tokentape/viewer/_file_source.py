@@ -91,7 +91,9 @@ class FileSource:
         """Return the trajectories of a session and the tree of their turns. Raises `NotFound`."""
         self.version(session_id)
         trajectories = tuple(self._read(session_id, line) for line in self._lines[session_id])
-        return SessionView(self._info(session_id), "file", self._nodes(session_id, trajectories), trajectories)
+        edges = {edge.turn: edge for one in trajectories for edge in one.lineage}
+        nodes = self._nodes(session_id, trajectories)
+        return SessionView(self._info(session_id), "file", nodes, trajectories, edges=tuple(edges.values()))
 
     def _all(self) -> Iterator[tuple[int, Trajectory]]:
         if not self._parquet:
@@ -164,6 +166,7 @@ class FileSource:
                         sampled_tokens=line.own_tokens[n][1],
                         weight_version=one.weight_versions[n],
                         fork=_cause(line.verdict) if seq == new else None,
+                        finish_reason=one.finish_reasons[n],
                         reward=None if reward != reward else reward,
                     )
         return tuple(nodes[seq] for seq in sorted(nodes))

@@ -26,7 +26,8 @@ from tokentape.viewer import _views as views
 from tokentape.viewer._binary import MEDIA_TYPE
 from tokentape.viewer._comparing import AGAINST, RecordReader, against, comparison
 from tokentape.viewer._file_source import ViewerSource
-from tokentape.viewer._measuring import Measures
+from tokentape.viewer._measuring import Measures, SessionMeasures
+from tokentape.viewer._run import run_of
 from tokentape.viewer._source import SessionView
 from tokentape.viewer._static_files import SECURITY, static_file
 
@@ -34,6 +35,7 @@ PAGE = "/view"
 API = "/view/api"
 SESSION = API + "/sessions/{session_id}"
 LEAF = SESSION + "/leaves/{leaf}"
+ALTERNATIVES = SESSION + "/turns/{turn}/alternatives"
 
 MAX_PAGE = 500
 MAX_MEASURED = 50
@@ -42,7 +44,7 @@ MAX_MEASURED = 50
 MAX_COMPARED = 10_000
 """So many sessions, the newest, are measured to be filtered by it or to be summed up."""
 
-MEASURING_SECONDS = 1.0
+MEASURING_SECONDS = 0.5
 """Time that a request takes to measure them; it says how many are measured, and is sent again."""
 
 LISTING_QUERY: Mapping[str, Any] = {
@@ -145,6 +147,20 @@ def routes(viewer: Viewer) -> list[Route]:
 
         return _json(await asyncio.to_thread(found))
 
+    async def run(request: Request) -> Response:
+        visitor = viewer.visit(request)
+        wanted, query = _listing(request, visitor), request.query_params
+        values = viewer.overview() if viewer.overview is not None and visitor.metrics else {}
+
+        def found() -> dict[str, Any]:
+            versions = source.versions(replace(wanted, offset=0, limit=MAX_COMPARED))
+            measured = measures.measured(versions, MEASURING_SECONDS)
+            progress = {"measured": len(measured), "of": len(versions), "most": MAX_COMPARED, "cache": _cache(values)}
+            chosen = _chosen(measured, query.get("verdict", ""), query.get("role", ""))
+            return progress | run_of(chosen, query.get("group", ""), aborts_recorded=source.grows)
+
+        return _json(await asyncio.to_thread(found))
+
     async def measure(request: Request) -> Response:
         visitor = viewer.visit(request)
         ids = {one for one in request.query_params.get("ids", "").split(",") if one and "\0" not in one}
@@ -183,6 +199,14 @@ def routes(viewer: Viewer) -> list[Route]:
         data = await asyncio.to_thread(views.trajectory, view, shown, reader.tokenizer, start)
         return _binary(data, view.version)
 
+    async def alternatives(request: Request) -> Response:
+        view, turn = await seen(request), request.path_params["turn"]
+        if isinstance(view, Response):
+            return view
+        if turn not in {str(node.seq) for node in view.turns}:
+            raise NotFound(f"session {view.info.session_id!r} has no turn {turn[:40]!r}")
+        return _json({"alternatives": views.alternatives(view, int(turn), reader.tokenizer)}, view.version)
+
     async def compared(request: Request) -> Response:
         side = request.query_params.get("with", AGAINST[0])
         if side not in AGAINST:
@@ -207,11 +231,13 @@ def routes(viewer: Viewer) -> list[Route]:
         Route(PAGE + "/static/{name}", static, methods=["GET"]),
         Route(API + "/about", about, methods=["GET"]),
         Route(API + "/overview", overview, methods=["GET"]),
+        Route(API + "/run", run, methods=["GET"]),
         Route(API + "/measures", measure, methods=["GET"]),
         Route(API + "/sessions", sessions, methods=["GET"]),
         Route(SESSION, session, methods=["GET"]),
         Route(LEAF, leaf, methods=["GET"]),
         Route(LEAF + "/comparison", compared, methods=["GET"]),
+        Route(ALTERNATIVES, alternatives, methods=["GET"]),
     ]
 
 
@@ -285,12 +311,7 @@ def _measured_page(
     """Return a page of the sessions that are measured, of the newest `MAX_COMPARED`, by their measures."""
     versions = source.versions(replace(wanted, offset=0, limit=MAX_COMPARED))
     measured = measures.measured(versions, MEASURING_SECONDS)
-    chosen = [
-        session_id
-        for session_id, one in measured.items()
-        if (not verdict or any(verdict in _words(of_leaf) for of_leaf in one.verdicts))
-        and (not role or role in one.roles)
-    ]
+    chosen = [one.info.session_id for one in _chosen(measured, verdict, role)]
     if by_drift:
         changed = {one: (measured[one].drift or {}).get("changed_tokens", -1) for one in chosen}
         chosen.sort(key=lambda one: changed[one], reverse=wanted.descending)
@@ -302,6 +323,24 @@ def _measured_page(
         found, total = page.sessions, page.total
     progress = {"measured": len(measured), "of": len(versions)}
     return {"total": total, "sessions": _lines(source, measures, found), **progress}
+
+
+def _chosen(measured: Mapping[str, SessionMeasures], verdict: str, role: str) -> list[SessionMeasures]:
+    """Return the sessions with a branch of this verdict and one of this role; empty stands for any."""
+    return [
+        one
+        for one in measured.values()
+        if (not verdict or any(verdict in _words(of_leaf) for of_leaf in one.verdicts))
+        and (not role or role in one.roles)
+    ]
+
+
+def _cache(values: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the tokens of prompts that a gateway sent, and those that its engine had cached."""
+    names = {"prompt_tokens": "tokentape_prompt_tokens_total", "cached_tokens": "tokentape_cached_prompt_tokens_total"}
+    if not all(values.get(name) for name in names.values()):
+        return None
+    return {short: sum(one["value"] for one in values[name]) for short, name in names.items()}
 
 
 def _words(verdict: str) -> list[str]:

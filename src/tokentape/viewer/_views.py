@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape.chat._tokenizer import Tokenizer
+from tokentape.errors import InvalidRequest
 from tokentape.store._listing import SessionSummary
 from tokentape.types import Provenance, Trajectory
 from tokentape.viewer._binary import pack
@@ -51,10 +52,35 @@ def tree(view: SessionView) -> dict[str, Any]:
                 "sampled_tokens": int((one.provenance == Provenance.SAMPLED).sum()),
                 "trained_tokens": int(one.loss_mask.sum()),
                 "reward": one.reward,
+                "role": one.role,
                 "path": one.turns,
             }
             for one in view.trajectories
         ],
+        "lineage": [asdict(edge) for edge in view.edges],
+    }
+
+
+def alternatives(view: SessionView, turn: int, tokenizer: Tokenizer | None) -> list[Any] | None:
+    """Return per sampled token of a turn what else was likely, as [id, logprob, text]; None if it is not recorded."""
+
+    def text(token_id: int) -> str | None:
+        try:
+            return None if tokenizer is None else tokenizer.token_bytes(token_id).decode("utf-8", "backslashreplace")
+        except InvalidRequest:
+            return None
+
+    tops = _recorded_alternatives(view).get(turn)
+    return tops and [[[one, logprob, text(one)] for one, logprob in of_token] for of_token in tops]
+
+
+def _recorded_alternatives(view: SessionView) -> dict[int, Any]:
+    answers = () if view.stored is None else view.stored.answers
+    return {
+        turn: tops
+        for answer in answers
+        for turn, tops in zip(answer.turns, answer.top_logprobs or ((),) * len(answer.turns), strict=True)
+        if tops
     }
 
 
@@ -98,7 +124,7 @@ def trajectory(view: SessionView, shown: Trajectory, tokenizer: Tokenizer | None
 
 
 def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
-    nodes = {node.seq: node for node in view.turns}
+    nodes, recorded_alternatives = {node.seq: node for node in view.turns}, _recorded_alternatives(view)
     children: dict[int | None, list[TurnNode]] = {}
     for node in view.turns:
         children.setdefault(node.parent, []).append(node)
@@ -126,6 +152,7 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
                 "sampled_from": sampled and asdict(sampled),
                 "logprobs_of": recorded and asdict(recorded),
                 "created_at": node.created_at,
+                "alternatives": seq in recorded_alternatives,
                 "reward": None if math.isnan(reward) else reward,
                 "trained": bool(shown.loss_mask[completion_start:end].any()),
                 "mean_logprob": mean_logprob if math.isfinite(mean_logprob) else None,

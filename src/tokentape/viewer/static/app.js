@@ -5,6 +5,7 @@ import { fill, h, say } from "./dom.js";
 import { bindKeys, listen, toggleHelp } from "./keys.js";
 import { showList } from "./list.js";
 import { showOverview } from "./overview.js";
+import { showRun } from "./run.js";
 import { showSession } from "./session.js";
 
 const main = document.getElementById("main");
@@ -36,11 +37,11 @@ function drawTop() {
     document.getElementById("top"),
     h("a", { class: "brand", href: "#/sessions" }, h("span", { class: "logo", "aria-hidden": "true" }), "Tokentape"),
     about && h("span", { class: "source", title: `Tokentape ${about.version}` }, about.name),
-    about && h("nav", { "aria-label": "Views" }, link("sessions", "Sessions"), about.overview && link("overview", "Overview")),
+    about && h("nav", { "aria-label": "Views" }, link("sessions", "Sessions"), !about.only_session && link("run", "Run"), about.overview && link("overview", "Overview")),
     h("span", { class: "space" }),
     about && !about.text && h("span", { class: "note", title: about.why_no_text }, "ids only"),
     hasKey() && h("button", { class: "quiet", onclick: signOut }, "Sign out"),
-    h("button", { class: "quiet", onclick: nextTheme, title: "Theme (t)" }, `Theme: ${theme}`),
+    h("button", { class: "quiet", onclick: nextTheme, title: "Theme (t)" }, h("span", { class: "word" }, "Theme: "), theme),
     h("button", { class: "quiet", onclick: toggleHelp, title: "Keys (?)", "aria-label": "Keys" }, "?"),
   );
 }
@@ -113,6 +114,7 @@ async function show() {
     const view = { main, about, parts, query: new URLSearchParams(query), signal: stop.signal, failed };
     leave = () => stop.abort();
     if (parts[0] === "session" && parts[1]) await showSession(view);
+    else if (parts[0] === "run") await showRun(view);
     else if (parts[0] === "overview") await showOverview(view);
     else await showList(view);
   } catch (error) {
@@ -124,7 +126,7 @@ const stored = localStorage.getItem("tokentape.theme");
 if (THEMES.includes(stored) && stored !== "system") document.documentElement.dataset.theme = stored;
 
 const go = (hash) => () => (location.hash = hash);
-listen({ "?": toggleHelp, t: nextTheme, "g s": go("#/sessions"), "g o": go("#/overview") });
+listen({ "?": toggleHelp, t: nextTheme, "g s": go("#/sessions"), "g r": go("#/run"), "g o": go("#/overview") });
 addEventListener("hashchange", show);
 drawTop();
 show();

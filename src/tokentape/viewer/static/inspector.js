@@ -11,12 +11,21 @@ export function pythonList(ids) {
   return `[${Array.from(ids).join(", ")}]`;
 }
 
+/** What else was likely: null if it is not recorded, undefined while it is asked for. */
+function alternativesOf(recorded, within, id) {
+  if (recorded === undefined) return "…";
+  if (!recorded?.[within]) return h("span", { class: "dim" }, "not recorded");
+  const line = ([other, logprob, text]) =>
+    h("tr", { class: other === id ? "own" : "" }, h("td", {}, h("bdi", { class: "tokentext" }, text === null ? "" : visible(text) || "∅")), h("td", {}, h("code", {}, other)), h("td", { class: "number" }, real(Math.exp(logprob))));
+  return h("table", { class: "alternatives" }, h("caption", { class: "offscreen" }, "Alternatives: text, id, probability"), h("tbody", {}, ...recorded[within].map(line)));
+}
+
 /**
  * @param {HTMLElement} place
  * @param {import("./model.js").Trajectory} trajectory
  * @param {{i: number, from: number, to: number, pinned: boolean}} at
  * @param {{class: string, name: string, meaning: string, other: string, otherIds: number[]} | null} drift
- * @param {{permalink: () => string}} page
+ * @param {{permalink: () => string, alternatives: (turn: any) => any[] | null | undefined}} page
  */
 export function inspect(place, trajectory, at, drift, page) {
   const { i, from, to, pinned } = at;
@@ -41,6 +50,7 @@ export function inspect(place, trajectory, at, drift, page) {
     const logprob = trajectory.logprobs[i];
     fact("logprob", real(logprob), h("span", { class: "dim" }, ` p = ${real(Math.exp(logprob))}`));
     fact("weights", trajectory.weightOf(i) ?? "–");
+    fact("alternatives", alternativesOf(page.alternatives(turn), within, trajectory.ids[i]));
   }
   for (const { name, values } of trajectory.columns) fact(name, real(values[i]));
   if (trajectory.marks[i] & CONTROL) fact("control", "a control token");

@@ -8,6 +8,7 @@ let bound = new Map();
 const ALWAYS = [
   [["?"], "this list"],
   [["g", "s"], "all sessions"],
+  [["g", "r"], "run"],
   [["g", "o"], "overview"],
   [["t"], "theme: as the system, light, dark"],
 ];

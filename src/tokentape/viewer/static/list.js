@@ -80,6 +80,7 @@ class ListPage {
     this.heads = h("tr");
     this.chips = h("span", { class: "chips" });
     this.columns = h("div", { class: "menubox" });
+    this.asRun = h("a", {}, "these as a run");
     fill(
       this.view.main,
       h(
@@ -91,6 +92,7 @@ class ListPage {
           h("h1", {}, "Sessions"),
           this.total,
           h("span", { class: "space" }),
+          !this.view.about.exported && !this.view.about.only_session && this.asRun,
           h("details", { class: "menu" }, h("summary", {}, "Columns"), this.columns),
         ),
         this.view.about.exported ? h("div") : this.#filters(),
@@ -214,15 +216,19 @@ class ListPage {
     history.replaceState(null, "", `#/sessions?${query}`);
   }
 
-  async #load() {
+  /** What the server is asked for, without the page. */
+  #query() {
     const { page, keys, from, to, ...rest } = this.wanted;
-    const asked = (this.asked = (this.asked ?? 0) + 1);
     // From the first moment of a day to before the first of the next, where the reader is.
     const day = (text, more) => text && new Date(`${text}T00:00`).setDate(new Date(`${text}T00:00`).getDate() + more) / 1000;
+    return { ...rest, since: day(from, 0), until: day(to, 1) };
+  }
+
+  async #load() {
+    const asked = (this.asked = (this.asked ?? 0) + 1);
     let found;
     try {
-      const query = { ...rest, since: day(from, 0), until: day(to, 1), offset: this.#page * PAGE, limit: PAGE };
-      found = await getJson("sessions", query, this.view.signal);
+      found = await getJson("sessions", { ...this.#query(), offset: this.#page * PAGE, limit: PAGE }, this.view.signal);
     } catch (error) {
       if (error instanceof Refused && error.status === 400) {
         this.total.textContent = error.message;
@@ -266,6 +272,7 @@ class ListPage {
     this.total.textContent =
       `${counted(total, "session")}${filtered ? " found" : ""}` +
       (of === undefined ? "" : measured < of ? `, among ${count(measured)} of ${count(of)} measured so far` : `, among the ${count(of)} newest`);
+    this.asRun.href = `#/run?${new URLSearchParams(Object.entries(this.#query()).filter(([name, value]) => value && !["sort", "order"].includes(name)))}`;
     const keys = this.#shownKeys();
     fill(this.heads, ...COLUMNS.map((column) => this.#head(column)), ...keys.map((key) => h("th", { scope: "col", class: "key" }, h("bdi", {}, key))));
     const focused = document.activeElement?.closest?.("tr")?.dataset.id;

@@ -1,25 +1,32 @@
 // The recorded trajectory as rows of tokens: a heading per turn, a row per run of one writer, lanes under each token.
 
 import { count, h, real } from "./dom.js";
-import { blocks } from "./model.js";
+import { blocks, lastAtMost } from "./model.js";
 import { Pane, laneClasses, plainText, tokenElements, visible } from "./tokens.js";
 import { CAUSES } from "./tree.js";
 
 const LINE = 31;
 const LETTER = 8.6;
+/** What a conversation folds: template, system, tool. */
+const FOLDED = new Set([2, 3, 5]);
+/** Tokens of folded text that are read for its preview. */
+const PREVIEW = 60;
 
 export class RecordView {
   /**
    * @param {HTMLElement} place scrolls
    * @param {import("./model.js").Trajectory} trajectory
    * @param {{turnLink: (turn: number) => string}} page
+   * @param {boolean} folding whether what was not said is folded
    */
-  constructor(place, trajectory, page) {
+  constructor(place, trajectory, page, folding) {
     this.place = place;
     this.page = page;
     this.comparison = null;
     this.selection = null;
     this.pane = new Pane(place, (block) => this.#drawn(block), (block) => this.#plain(block));
+    this.folding = folding;
+    this.folds = [];
     this.sections = [];
     this.#take(trajectory);
     this.#append(0);
@@ -43,15 +50,35 @@ export class RecordView {
   select(selection) {
     const before = this.selection;
     this.selection = selection;
-    const changed = new Set();
-    for (const one of [before, selection]) {
-      if (!one) continue;
-      for (let n = this.pane.blockOf(one.from); n >= 0 && n < this.pane.blocks.length && this.pane.blocks[n].start < one.to; n++) changed.add(n);
+    for (const block of this.pane.drawn) {
+      if (![before, selection].some((one) => one && block.start < one.to && block.end > one.from)) continue;
+      for (const element of block.element.querySelectorAll("[data-i]")) this.#mark(element, Number(element.dataset.i));
     }
-    for (const n of changed) {
-      if (!this.pane.drawn.has(n)) continue;
-      for (const element of this.pane.elements[n].querySelectorAll("[data-i]")) this.#mark(element, Number(element.dataset.i));
-    }
+  }
+
+  /** Unfold what a token is in. */
+  open(i) {
+    const fold = this.#foldOf(i);
+    if (fold) this.#toggle(fold);
+  }
+
+  /** The token that is shown after or before a token. */
+  next(i, by) {
+    const fold = this.#foldOf(i + by);
+    return fold ? (by > 0 ? fold.end : fold.start - 1) : i + by;
+  }
+
+  /** Bring a token into view, or what it is folded into. */
+  reveal(i) {
+    const fold = this.#foldOf(i);
+    if (fold) fold.element.scrollIntoView({ block: "center" });
+    else this.pane.reveal(i);
+  }
+
+  /** Position in the path of the turn at the top of the view. */
+  turnInView() {
+    const { top } = this.place.getBoundingClientRect();
+    return Math.max(0, lastAtMost(this.sections, top + 60, (section) => section.getBoundingClientRect().top));
   }
 
   close() {
@@ -64,15 +91,15 @@ export class RecordView {
   }
 
   #append(fromTurn) {
-    const width = Math.max(this.place.clientWidth - 150, 300);
     const sections = new Map();
-    for (const block of blocks(this.trajectory.pieces(fromTurn))) {
-      if (!sections.has(block.turn)) {
-        const section = h("section", { class: "turn", "data-turn": this.trajectory.about.turns[block.turn].seq });
-        section.append(this.#head(block.turn));
-        sections.set(block.turn, section);
+    for (const { turn, folded, pieces } of this.#runs(this.trajectory.pieces(fromTurn))) {
+      if (!sections.has(turn)) {
+        const section = h("section", { class: "turn", "data-turn": this.trajectory.about.turns[turn].seq });
+        section.append(this.#head(turn));
+        sections.set(turn, section);
       }
-      this.pane.add(sections.get(block.turn), block, this.#height(block, width));
+      if (folded) sections.get(turn).append(this.#fold(pieces));
+      else this.#addBlocks(sections.get(turn), pieces);
     }
     for (let n = fromTurn; n < this.trajectory.about.turns.length; n++) {
       const section = sections.get(n) ?? h("section", { class: "turn" }, this.#head(n));
@@ -80,6 +107,56 @@ export class RecordView {
       this.sections.push(section);
       this.place.append(section);
     }
+  }
+
+  #addBlocks(parent, pieces) {
+    const width = Math.max(this.place.clientWidth - 150, 300);
+    const made = blocks(pieces);
+    for (const block of made) this.pane.add(parent, block, this.#height(block, width));
+    return made;
+  }
+
+  /** Neighbouring pieces of a turn that are folded into one, or that are shown. */
+  #runs(pieces) {
+    const runs = [];
+    for (const piece of pieces) {
+      const folded = this.folding && FOLDED.has(piece.code);
+      const last = runs.at(-1);
+      if (last && last.turn === piece.turn && last.folded === folded) last.pieces.push(piece);
+      else runs.push({ turn: piece.turn, folded, pieces: [piece] });
+    }
+    return runs;
+  }
+
+  #fold(pieces) {
+    const [{ start }, { end }] = [pieces[0], pieces.at(-1)];
+    const writers = [...new Set(pieces.map((one) => this.trajectory.provenanceName(one.start)))];
+    // What somebody wrote says more than the template around it.
+    const said = pieces.find((one) => one.code !== 2) ?? pieces[0];
+    const preview = visible(this.trajectory.string(said.start, Math.min(said.end, said.start + PREVIEW)));
+    const button = h(
+      "button",
+      { "aria-expanded": "false", onclick: () => this.#toggle(fold) },
+      h("span", { class: "foldname" }, writers.join(", ")),
+      h("span", { class: "offset" }, `${count(end - start)}`),
+      h("bdi", { class: "preview" }, preview.slice(0, 240)),
+    );
+    const fold = { start, end, pieces, shown: null, element: h("div", { class: `fold p${said.code}` }, button) };
+    this.folds.push(fold);
+    return fold.element;
+  }
+
+  #toggle(fold) {
+    const button = fold.element.firstChild;
+    if (fold.shown) for (const block of fold.shown) this.pane.remove(block);
+    fold.shown = fold.shown ? null : this.#addBlocks(fold.element, fold.pieces);
+    button.setAttribute("aria-expanded", String(fold.shown !== null));
+  }
+
+  /** What a token is folded into, null if it is shown. */
+  #foldOf(i) {
+    const fold = this.folds[lastAtMost(this.folds, i, (one) => one.start)];
+    return fold && i < fold.end && !fold.shown ? fold : null;
   }
 
   #height(block, width) {

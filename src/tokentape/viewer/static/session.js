@@ -1,14 +1,17 @@
 // One session: its tree, one of its trajectories, and what is known of each token.
 
-import { Refused, getIfNew, getPacked, sessionPath } from "./api.js";
+import { Refused, getIfNew, getJson, getPacked, sessionPath } from "./api.js";
 import { Comparison, drawComparison } from "./compare.js";
 import { copy, count, counted, fill, h, real, say, when } from "./dom.js";
+import { Finder } from "./finder.js";
 import { inspect, pythonList } from "./inspector.js";
 import { bindKeys } from "./keys.js";
+import { legend } from "./legend.js";
+import { neighbour } from "./list.js";
 import { Minimap } from "./minimap.js";
-import { Trajectory } from "./model.js";
+import { SAMPLED, Trajectory } from "./model.js";
 import { RecordView } from "./record.js";
-import { drawTree, verdictBadge } from "./tree.js";
+import { drawTree, markTurn, verdictBadge } from "./tree.js";
 
 const OFTEN = 1500;
 const SELDOM = 10000;
@@ -17,12 +20,14 @@ const QUIET = 60000;
 
 const SIDES = { retokenized: "text tokenized again", rerendered: "messages rendered again" };
 
+const MODES = { conversation: "Conversation", tokens: "Tokens", beside: "Side by side" };
+
 /** `#/session/ID/leaf/3/token/17/with/rerendered/view/beside` and parts of it. */
 function parse(parts) {
   const found = { id: parts[1] };
   for (let n = 2; n + 1 < parts.length; n += 2) found[parts[n]] = parts[n + 1];
   const number = (text) => (/^\d{1,15}$/.test(text ?? "") ? Number(text) : null);
-  return { id: found.id, leaf: number(found.leaf), turn: number(found.turn), token: number(found.token), side: found.with, beside: found.view === "beside" };
+  return { id: found.id, leaf: number(found.leaf), turn: number(found.turn), token: number(found.token), side: found.with, mode: found.view };
 }
 
 export async function showSession(view) {
@@ -37,11 +42,16 @@ class SessionPage {
     this.address = address;
     this.id = address.id;
     this.side = view.about.against.includes(address.side) ? address.side : (view.about.against[0] ?? null);
-    this.beside = address.beside && this.side !== null;
+    this.mode = address.mode in MODES && (address.mode !== "beside" || this.side !== null) ? address.mode : "conversation";
     this.following = false;
+    this.alternatives = new Map();
     this.selection = null;
     this.comparisons = new Map();
     document.title = `${this.id} · Tokentape`;
+  }
+
+  get beside() {
+    return this.mode === "beside";
   }
 
   async open() {
@@ -57,7 +67,7 @@ class SessionPage {
     this.view.signal.addEventListener("abort", () => this.#close());
   }
 
-  /** The leaf that an address means: it itself, one behind the turn that it names, else the newest. */
+  /** The leaf that an address means: it itself, one behind the turn that it names, else the newest, main ones first. */
   #leafOf({ leaf, turn }) {
     const { leaves } = this.tree;
     if (!leaves.length) return null;
@@ -67,7 +77,8 @@ class SessionPage {
       if (found === undefined) throw new Refused(404, `Session ${this.id} has no leaf ${leaf}.`);
       return found;
     }
-    return (turn === null ? undefined : behind(turn)) ?? leaves.at(-1).turn;
+    const main = leaves.filter((one) => !one.role || one.role === "main");
+    return (turn === null ? undefined : behind(turn)) ?? (main.at(-1) ?? leaves.at(-1)).turn;
   }
 
   #frame() {
@@ -80,9 +91,15 @@ class SessionPage {
       inspector: h("aside", { class: "inspector", "aria-label": "Token" }),
     };
     const { head, tree, tools, pane, map, inspector } = this.parts;
-    const middle = h("div", { class: "middle" }, tools, h("div", { class: "reading" }, pane, map));
+    this.finder = new Finder({
+      trajectory: () => this.trajectory,
+      at: () => this.selection?.i ?? -1,
+      choose: (i) => this.#chooseInRecord(i),
+      toTurn: (seq) => this.#toTurnNumber(seq),
+    });
+    const middle = h("div", { class: "middle" }, h("div", { class: "toolbar" }, tools, this.finder.element), legend(), h("div", { class: "reading" }, pane, map));
     fill(this.view.main, h("div", { class: "session" }, head, tree, middle, inspector));
-    this.minimap = new Minimap(map, (i) => this.record && !this.beside && this.record.pane.reveal(i));
+    this.minimap = new Minimap(map, (i) => this.record?.reveal(i));
     this.resized = new ResizeObserver(() => this.#drawMap());
     this.resized.observe(map);
     this.scheme = matchMedia("(prefers-color-scheme: dark)");
@@ -94,7 +111,10 @@ class SessionPage {
     pane.addEventListener("mouseover", (event) => this.#pointed(event));
     pane.addEventListener("mouseleave", () => this.#inspect());
     pane.addEventListener("focusin", (event) => this.#focused(event));
-    pane.addEventListener("scroll", () => (this.following = this.live && pane.scrollTop + pane.clientHeight > pane.scrollHeight - 80));
+    pane.addEventListener("scroll", () => {
+      this.following = this.live && pane.scrollTop + pane.clientHeight > pane.scrollHeight - 80;
+      this.looking ??= requestAnimationFrame(() => this.#markTurn());
+    });
     bindKeys(this.#keys());
   }
 
@@ -112,7 +132,23 @@ class SessionPage {
     const { token, turn } = this.address;
     if (token !== null && token < this.trajectory.length) this.choose(token);
     else if (turn !== null) this.#toTurn(this.trajectory.about.turns.findIndex((one) => one.seq === turn));
+    else if (this.mode === "conversation") this.#toFirstSampled();
     await this.#compare();
+  }
+
+  /** Where the model speaks first, unless that is in view. */
+  #toFirstSampled() {
+    const i = this.trajectory.provenance.indexOf(SAMPLED);
+    const element = i < 0 ? null : this.record.pane.element(i);
+    if (element && !inSight(element, this.parts.pane)) this.record.reveal(i);
+  }
+
+  #markTurn() {
+    this.looking = null;
+    const turn = this.record && this.trajectory.about.turns[this.record.turnInView()];
+    if (!turn) return;
+    markTurn(this.parts.tree, turn.seq);
+    this.finder.inView(turn.seq);
   }
 
   /** Draw the trajectory, as a record or beside another. */
@@ -124,7 +160,7 @@ class SessionPage {
     this.parts.pane.classList.toggle("beside", this.beside);
     const comparison = this.comparisons.get(this.side);
     if (!this.beside) {
-      this.record = new RecordView(this.parts.pane, this.trajectory, { turnLink: (turn) => this.#link({ turn }) });
+      this.record = new RecordView(this.parts.pane, this.trajectory, { turnLink: (turn) => this.#link({ turn }) }, this.mode === "conversation");
       this.record.setComparison(comparison ?? null);
       if (this.selection) this.record.select(this.selection);
     } else if (comparison) {
@@ -179,19 +215,33 @@ class SessionPage {
       h("h1", {}, tree.session_id),
       leaf && h("span", { class: "dim" }, `branch to turn ${leaf.turn}`),
       leaf && verdictBadge(leaf.verdict),
+      leaf?.role && leaf.role !== "main" && h("span", { class: "badge", title: "by lineage" }, leaf.role.replace("_", " ")),
       leaf && h("span", { class: "badge" }, leaf.reward === null ? "no reward" : `reward ${real(leaf.reward)}`),
       h("span", { class: "dim" }, facts.join(" · ")),
       metadata !== "{}" && h("span", { class: "metadata", title: metadata }, metadata),
       h("span", { class: "space" }),
-      this.view.about.grows && h("span", { class: "live", title: "turns appear as they are recorded" }, h("span", { class: "dot", "aria-hidden": "true" }), "live"),
+      h("button", { class: "quiet", onclick: () => this.#toNeighbour(-1), title: "Session before (K)", "aria-label": "Session before" }, "‹"),
+      h("button", { class: "quiet", onclick: () => this.#toNeighbour(1), title: "Next session (J)", "aria-label": "Next session" }, "›"),
+      this.#isLive() && h("span", { class: "live", title: "turns appear as they are recorded" }, h("span", { class: "dot", "aria-hidden": "true" }), "live"),
     );
+  }
+
+  /** Whether a turn was recorded within the last minute. */
+  #isLive() {
+    return this.view.about.grows && 1000 * (this.tree.turns.at(-1)?.created_at ?? 0) > Date.now() - QUIET;
+  }
+
+  async #toNeighbour(by) {
+    const next = await neighbour(this.id, by, this.view.signal);
+    if (next === undefined) say(`No ${by > 0 ? "more" : "earlier"} session in the list as it was shown last`);
+    else location.hash = `#/session/${encodeURIComponent(next)}`;
   }
 
   #drawTools() {
     const comparison = this.comparisons.get(this.side);
     const sides = this.view.about.against;
-    const tab = (beside, text) =>
-      h("button", { "aria-pressed": String(this.beside === beside), onclick: () => this.#setBeside(beside), disabled: beside && !sides.length }, text);
+    const tab = ([mode, text]) =>
+      h("button", { "aria-pressed": String(this.mode === mode), onclick: () => this.#setMode(mode), disabled: mode === "beside" && !sides.length }, text);
     const select = h(
       "select",
       { id: "side", onchange: (event) => this.#setSide(event.target.value) },
@@ -199,16 +249,22 @@ class SessionPage {
     );
     fill(
       this.parts.tools,
-      h("div", { class: "segmented", role: "group", "aria-label": "View" }, tab(false, "Record"), tab(true, "Side by side")),
+      h("button", { class: "totree", "aria-expanded": "false", onclick: () => this.#showTree() }, "Turns"),
+      h("div", { class: "segmented", role: "group", "aria-label": "View" }, ...Object.entries(MODES).map(tab)),
       sides.length && h("label", { for: "side" }, "drift against"),
       sides.length && select,
       comparison && h("span", { class: comparison.changes.length ? "driftcount" : "dim", title: [...comparison.classes().map(([name, times]) => `${name} ${times}`), counted(comparison.about.changed_tokens, "token")].join(", ") }, comparison.changes.length ? `≠ ${counted(comparison.changes.length, "difference")}` : "no drift"),
       comparison?.changes.length > 0 && h("button", { class: "quiet", onclick: () => this.#toChange(-1), title: "Previous (p)", "aria-label": "Previous difference" }, "↑"),
       comparison?.changes.length > 0 && h("button", { class: "quiet", onclick: () => this.#toChange(1), title: "Next (n)", "aria-label": "Next difference" }, "↓"),
       !this.beside && this.problem && h("span", { class: "dim" }, this.problem),
-      h("span", { class: "space" }),
-      legend(),
     );
+  }
+
+  /** The tree of a narrow window, over the tokens. */
+  #showTree(shown = !this.parts.tree.classList.contains("shown")) {
+    this.parts.tree.classList.toggle("shown", shown);
+    this.parts.tools.querySelector(".totree")?.setAttribute("aria-expanded", String(shown));
+    if (shown) this.parts.tree.querySelector("[aria-current], a")?.focus();
   }
 
   #drawTree() {
@@ -217,6 +273,7 @@ class SessionPage {
       const keeps = leaf.some((one) => one.turn === this.leaf) ? this.leaf : leaf.at(-1)?.turn;
       return keeps === undefined ? `#/session/${encodeURIComponent(this.id)}` : this.#link({ leaf: keeps, turn: turn.seq });
     });
+    this.#markTurn();
   }
 
   #drawMap() {
@@ -235,7 +292,23 @@ class SessionPage {
     const change = comparison?.changeAt(i);
     inspect(inspector, this.trajectory, at, change ? comparison.told(change) : null, {
       permalink: () => new URL(this.#link({ token: i }), location.href).href,
+      alternatives: (turn) => this.#alternatives(turn),
     });
+  }
+
+  /** The alternatives per token of a turn: asked for when they are first needed. */
+  #alternatives({ seq, alternatives }) {
+    if (!alternatives) return null;
+    if (!this.alternatives.has(seq)) {
+      this.alternatives.set(seq, undefined);
+      getJson(sessionPath(this.id, "turns", seq, "alternatives"), {}, this.view.signal)
+        .then((found) => {
+          this.alternatives.set(seq, found.alternatives);
+          this.#inspect();
+        })
+        .catch((error) => error.name !== "AbortError" && this.view.failed(error));
+    }
+    return this.alternatives.get(seq);
   }
 
   // Choosing tokens.
@@ -247,6 +320,7 @@ class SessionPage {
     const anchor = extend && this.selection ? this.selection.anchor : i;
     this.selection = { i, anchor, from: Math.min(i, anchor), to: Math.max(i, anchor) + 1 };
     if (this.record) {
+      this.record.open(i);
       const known = this.record.pane.drawnElement(i);
       const element = known ?? this.record.pane.element(i);
       this.record.select(this.selection);
@@ -267,6 +341,7 @@ class SessionPage {
   }
 
   #clear() {
+    this.#showTree(false);
     this.selection = null;
     this.record?.select(null);
     this.#tell();
@@ -292,7 +367,7 @@ class SessionPage {
   }
 
   #step(by) {
-    return (event) => this.choose(this.selection ? this.selection.i + by : this.#firstSeen(), { extend: event.shiftKey });
+    return (event) => this.choose(this.selection ? (this.record?.next(this.selection.i, by) ?? this.selection.i + by) : this.#firstSeen(), { extend: event.shiftKey });
   }
 
   /** The token of the next line that is about below. */
@@ -306,7 +381,7 @@ class SessionPage {
       const here = from.getClientRects()[0];
       let best = this.selection.i;
       let line = null;
-      for (let i = this.selection.i + by, steps = 0; i >= 0 && i < this.trajectory.length && steps < 600; i += by, steps++) {
+      for (let i = this.record.next(this.selection.i, by), steps = 0; i >= 0 && i < this.trajectory.length && steps < 600; i = this.record.next(i, by), steps++) {
         const rect = this.record.pane.element(i)?.getClientRects()[0];
         if (!rect || Math.abs(rect.top - here.top) < 8) continue;
         line ??= rect.top;
@@ -320,8 +395,8 @@ class SessionPage {
 
   #firstSeen() {
     const { top } = this.parts.pane.getBoundingClientRect();
-    for (const n of [...(this.record?.pane.drawn ?? [])].sort((a, b) => a - b)) {
-      for (const element of this.record.pane.elements[n].querySelectorAll("[data-i]")) {
+    for (const block of [...(this.record?.pane.drawn ?? [])].sort((a, b) => a.start - b.start)) {
+      for (const element of block.element.querySelectorAll("[data-i]")) {
         if (element.getBoundingClientRect().top >= top) return Number(element.dataset.i);
       }
     }
@@ -331,6 +406,20 @@ class SessionPage {
   #toTurn(n) {
     const turn = this.trajectory.about.turns[n];
     if (turn) this.choose(turn.start);
+  }
+
+  /** Go to a turn by its number, on whatever branch it is. */
+  #toTurnNumber(seq) {
+    const n = this.trajectory?.about.turns.findIndex((one) => one.seq === seq) ?? -1;
+    const leaf = this.tree.leaves.find((one) => one.path.includes(seq));
+    if (n >= 0) this.#chooseInRecord(this.trajectory.about.turns[n].start);
+    else if (leaf) location.hash = this.#link({ leaf: leaf.turn, turn: seq });
+    else say(`There is no turn ${seq} on a branch`);
+  }
+
+  #chooseInRecord(i) {
+    if (this.beside) this.#setMode("conversation");
+    this.choose(i);
   }
 
   #toNext(places, by, what) {
@@ -359,12 +448,14 @@ class SessionPage {
     this.choose(Number(next.dataset.start), { quiet: true });
   }
 
-  #setBeside(beside) {
-    if (beside === this.beside || (beside && this.side === null)) return;
-    this.beside = beside;
+  #setMode(mode) {
+    if (mode === this.mode || (mode === "beside" && this.side === null)) return;
+    const turn = this.record?.turnInView() ?? 0;
+    this.mode = mode;
     this.#tell();
     this.#show();
-    if (!beside && this.selection) this.choose(this.selection.i);
+    if (this.record && this.selection) this.choose(this.selection.i);
+    else this.record?.sections[turn]?.scrollIntoView();
     this.#compare();
   }
 
@@ -382,7 +473,7 @@ class SessionPage {
     if (turn !== null) parts.push("turn", turn);
     if (token !== null && token !== undefined) parts.push("token", token);
     if (this.side && this.side !== this.view.about.against[0]) parts.push("with", this.side);
-    if (this.beside) parts.push("view", "beside");
+    if (this.mode !== "conversation") parts.push("view", this.mode);
     return `#/${parts.map(encodeURIComponent).join("/")}`;
   }
 
@@ -414,6 +505,10 @@ class SessionPage {
         [["Escape"], "choose none", () => this.#clear()],
       ]),
       of("Places", [
+        [["/"], "find text", () => this.finder.field.focus()],
+        [["g t"], "go to a turn", () => this.finder.turn.focus()],
+        [["J"], "next session", () => this.#toNeighbour(1)],
+        [["K"], "session before", () => this.#toNeighbour(-1)],
         [["n"], "next difference", () => this.#toChange(1)],
         [["p"], "difference before", () => this.#toChange(-1)],
         [["]"], "next turn", turnStep(1)],
@@ -424,7 +519,9 @@ class SessionPage {
         [["W"], "change of weights before", () => this.#toNext(weights(), -1, "change of weights")],
       ]),
       of("Views", [
-        [["s"], "side by side, or the record", () => this.#setBeside(!this.beside)],
+        [["s"], "side by side, or the conversation", () => this.#setMode(this.beside ? "conversation" : "beside")],
+        [["v"], "every token, or the conversation", () => this.#setMode(this.mode === "conversation" ? "tokens" : "conversation")],
+        [["o"], "the turns, in a narrow window", () => this.#showTree()],
         [["d"], "drift against the other", () => this.#otherSide()],
         [["c"], "copy the chosen ids, or all", ids],
         [["y"], "copy the link", () => copy(new URL(this.#link({ token: this.selection?.i }), location.href).href, "the link")],
@@ -503,6 +600,7 @@ class SessionPage {
   #close() {
     clearTimeout(this.timer);
     clearTimeout(this.telling);
+    cancelAnimationFrame(this.looking);
     this.record?.close();
     this.resized.disconnect();
     this.themed.disconnect();
@@ -514,21 +612,4 @@ function inSight(element, pane) {
   const one = element.getBoundingClientRect();
   const all = pane.getBoundingClientRect();
   return one.top >= all.top + 40 && one.bottom <= all.bottom - 20;
-}
-
-function legend() {
-  return h(
-    "details",
-    { class: "legend" },
-    h("summary", {}, "Lanes"),
-    h(
-      "div",
-      { class: "legendbox" },
-      h("p", {}, h("span", { class: "t p1 m l0" }, "trained"), " a bar above: the loss trains this token"),
-      h("p", {}, ...[0, 2, 4, 7].map((step) => h("span", { class: `t p1 m l${step}` }, step === 7 ? "≤ -7" : `-${step}`)), " a bar below: the logprob in nats, higher is less likely"),
-      h("p", {}, h("span", { class: "t p2" }, "template"), h("span", { class: "t p3" }, "system"), h("span", { class: "t p4" }, "user"), h("span", { class: "t p5" }, "tool"), h("span", { class: "t p6" }, "assistant"), h("span", { class: "t p7" }, "close"), " the line at the foot: who wrote it, as the margin says"),
-      h("p", {}, h("span", { class: "t p1 m d" }, "differs"), " other ids, or other text, in what it is compared with"),
-      h("p", {}, h("span", { class: "t p2 control" }, "<|control|>"), " a control token; ", h("span", { class: "t p4 letters" }, "<|letters|>"), " letters that only spell one"),
-    ),
-  );
 }

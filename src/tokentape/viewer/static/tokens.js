@@ -2,7 +2,7 @@
 // becomes an element per token when it comes near.
 
 import { h } from "./dom.js";
-import { CONTROL, LETTERS, SAMPLED, UNKNOWN, surprise } from "./model.js";
+import { CONTROL, LETTERS, SAMPLED, UNKNOWN, lastAtMost, surprise } from "./model.js";
 
 /** Characters that steer what is around them, or can't be seen. Joiners are part of how scripts and emoji are written. */
 const UNSEEN = /(?![\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/u;
@@ -141,57 +141,51 @@ export class Pane {
     this.draw = draw;
     this.plain = plain;
     this.blocks = [];
-    this.elements = [];
     this.drawn = new Set();
     this.observer = new IntersectionObserver((seen) => this.#moved(seen), { root: scroller, rootMargin: "1600px 0px" });
   }
 
-  /** Add a block to an element of the pane. */
+  /** Add a block to an element of the pane; blocks are in the order of their tokens. */
   add(parent, block, height) {
     const element = h("div", { class: "block" });
     element.style.setProperty("contain-intrinsic-size", `auto ${Math.round(height)}px`);
-    element.dataset.block = this.blocks.length;
     element.append(this.plain(block));
-    this.blocks.push(block);
-    this.elements.push(element);
+    element.block = block;
+    block.element = element;
+    this.blocks.splice(lastAtMost(this.blocks, block.start, (one) => one.start) + 1, 0, block);
     parent.append(element);
     this.observer.observe(element);
-    return element;
   }
 
-  /** Draw a block again, if it is drawn: something of its tokens has changed. */
-  redraw(n) {
-    if (this.drawn.has(n)) this.elements[n].replaceChildren(this.draw(this.blocks[n]));
+  /** Take a block away again. */
+  remove(block) {
+    this.observer.unobserve(block.element);
+    this.drawn.delete(block);
+    this.blocks.splice(this.blocks.indexOf(block), 1);
+    block.element.remove();
   }
 
   redrawAll() {
-    for (const n of this.drawn) this.redraw(n);
+    for (const block of this.drawn) block.element.replaceChildren(this.draw(block));
   }
 
-  /** The element of a token, drawn if need be. */
+  /** The element of a token, drawn if need be; null in what is folded. */
   element(i) {
-    const n = this.blockOf(i);
-    if (n < 0) return null;
-    this.#show(n);
-    return this.elements[n].querySelector(`[data-i="${i}"]`);
+    const block = this.blockOf(i);
+    if (!block) return null;
+    this.#show(block);
+    return block.element.querySelector(`[data-i="${i}"]`);
   }
 
   /** The element of a token if it is drawn. */
   drawnElement(i) {
-    const n = this.blockOf(i);
-    return n >= 0 && this.drawn.has(n) ? this.elements[n].querySelector(`[data-i="${i}"]`) : null;
+    const block = this.blockOf(i);
+    return block && this.drawn.has(block) ? block.element.querySelector(`[data-i="${i}"]`) : null;
   }
 
   blockOf(i) {
-    let low = 0;
-    let high = this.blocks.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.blocks[middle].start <= i) low = middle + 1;
-      else high = middle;
-    }
-    const n = low - 1;
-    return n >= 0 && i < this.blocks[n].end ? n : -1;
+    const block = this.blocks[lastAtMost(this.blocks, i, (one) => one.start)];
+    return block && i < block.end ? block : null;
   }
 
   /** Bring a token into the middle of the view. */
@@ -209,20 +203,20 @@ export class Pane {
     this.observer.disconnect();
   }
 
-  #show(n) {
-    if (this.drawn.has(n)) return;
-    this.drawn.add(n);
-    this.elements[n].replaceChildren(this.draw(this.blocks[n]));
+  #show(block) {
+    if (this.drawn.has(block)) return;
+    this.drawn.add(block);
+    block.element.replaceChildren(this.draw(block));
   }
 
   #moved(seen) {
     for (const { target, isIntersecting } of seen) {
-      const n = Number(target.dataset.block);
+      const { block } = target;
       if (isIntersecting) {
-        this.#show(n);
-      } else if (this.drawn.has(n) && !target.contains(document.activeElement)) {
-        this.drawn.delete(n);
-        target.replaceChildren(this.plain(this.blocks[n]));
+        this.#show(block);
+      } else if (this.drawn.has(block) && !target.contains(document.activeElement)) {
+        this.drawn.delete(block);
+        target.replaceChildren(this.plain(block));
       }
     }
   }

@@ -22,6 +22,16 @@ export function drawTree(place, tree, chosen, address) {
   }
   const path = new Set(tree.leaves.find((leaf) => leaf.turn === chosen)?.path ?? []);
   const leaves = new Map(tree.leaves.map((leaf) => [leaf.turn, leaf]));
+  const edges = tree.lineage ?? [];
+
+  /** Where a branch comes from, by lineage. */
+  function origin(edge) {
+    const other = edge.parent_session !== tree.session_id;
+    const turn = edge.parent === null ? "" : `turn ${edge.parent}`;
+    const text = [edge.kind.replace("_", " "), "of", other ? edge.parent_session : "", turn || (other ? "" : "another turn")].filter(Boolean).join(" ");
+    const href = other ? `#/session/${encodeURIComponent(edge.parent_session)}${turn && `/turn/${edge.parent}`}` : edge.parent !== null && address({ seq: edge.parent });
+    return h("a", { class: "origin", href: href || null, title: `${edge.evidence}; confidence ${real(edge.confidence)}` }, `⤷ ${text}`);
+  }
 
   /** The list that begins with a turn and goes on with what continues it; forks are lists within. */
   function branch(first) {
@@ -30,7 +40,7 @@ export function drawTree(place, tree, chosen, address) {
       const next = children.get(turn.seq) ?? [];
       const onward = next.find((one) => one.fork === null && one.finish_reason !== "abort") ?? next.find((one) => one.fork === null);
       const forks = next.filter((one) => one !== onward);
-      items.push(h("li", {}, line(turn), ...forks.map((fork) => branch(fork))));
+      items.push(h("li", {}, line(turn), ...edges.filter((edge) => edge.turn === turn.seq).map(origin), ...forks.map((fork) => branch(fork))));
       turn = onward;
     }
     return h("ol", {}, ...items);
@@ -43,8 +53,8 @@ export function drawTree(place, tree, chosen, address) {
       "a",
       {
         href: address(turn),
-        class: `turnline${path.has(turn.seq) ? " onpath" : ""}${aborted ? " aborted" : ""}`,
-        "aria-current": turn.seq === chosen ? "true" : null,
+        class: `turnline${turn.seq === chosen ? " leaf" : ""}${path.has(turn.seq) ? " onpath" : ""}${aborted ? " aborted" : ""}`,
+        "data-turn": turn.seq,
         title: [
           `turn ${turn.seq}: ${count(turn.added_tokens)} added, ${count(turn.sampled_tokens)} sampled`,
           turn.finish_reason && `ended by ${turn.abort_cause ? `abort, ${turn.abort_cause}` : turn.finish_reason}`,
@@ -55,10 +65,11 @@ export function drawTree(place, tree, chosen, address) {
       },
       h("span", { class: "node", "aria-hidden": "true" }, aborted ? "✕" : leaf ? "◉" : "○"),
       h("span", { class: "seq" }, `turn ${turn.seq}`),
-      h("span", { class: "sizes" }, `+${count(turn.added_tokens)} ⟶ ${count(turn.sampled_tokens)}`),
+      h("span", { class: "sizes", title: "tokens added, tokens sampled" }, `+${count(turn.added_tokens)} ⟶ ${count(turn.sampled_tokens)}`),
       turn.fork && h("span", { class: "badge fork", title: CAUSES[turn.fork] ?? "" }, `↳ ${turn.fork}`),
       aborted && h("span", { class: "badge bad" }, `aborted: ${turn.abort_cause ?? "unknown"}`),
       turn.finish_reason === "length" && h("span", { class: "badge warn" }, "length"),
+      turn.resumes?.length > 0 && h("span", { class: "badge warn", title: turn.resumes.join(", ") }, `resumed ${turn.resumes.length}×`),
       turn.reward !== null && turn.reward !== undefined && h("span", { class: "badge" }, `reward ${real(turn.reward)}`),
     );
   }
@@ -74,6 +85,16 @@ export function drawTree(place, tree, chosen, address) {
     h("p", { class: "dim" }, summary.join(" · ")),
     ...(children.get(null) ?? []).map((root) => branch(root)),
   );
+}
+
+/** Mark the turn in view, and keep it in view in the tree too. */
+export function markTurn(place, seq) {
+  const line = place.querySelector(`.turnline[data-turn="${seq}"]`);
+  const before = place.querySelector("[aria-current]");
+  if (line === before) return;
+  before?.removeAttribute("aria-current");
+  line?.setAttribute("aria-current", "location");
+  line?.scrollIntoView({ block: "nearest" });
 }
 
 /** A verdict as a badge. */

@@ -1,0 +1,246 @@
+// A run: its figures over the versions of the weights, and its groups, as it goes on.
+
+import { Refused, getJson } from "./api.js";
+import { chart, strip } from "./chart.js";
+import { count, counted, fill, h, real, when } from "./dom.js";
+import { bindKeys } from "./keys.js";
+
+const EVERY = 4000;
+const FILTERS = ["search", "metadata", "verdict", "role", "weights", "fork", "reward_min", "reward_max", "since", "until"];
+
+const percent = (share) => (share === null ? "not recorded" : `${real(100 * share)} %`);
+const or = (value, text = real) => (value === null ? "not recorded" : text(value));
+
+export async function showRun(view) {
+  const page = new RunPage(view);
+  await page.open();
+}
+
+class RunPage {
+  constructor(view) {
+    this.view = view;
+    this.filters = Object.fromEntries(FILTERS.map((name) => [name, view.query.get(name) ?? ""]).filter(([, value]) => value));
+    this.group = view.query.get("group") ?? "";
+    this.sorted = ["", 1];
+    this.at = null;
+    document.title = "Run · Tokentape";
+  }
+
+  async open() {
+    this.parts = { head: h("div", { class: "listhead" }, h("h1", {}, "Run"), h("p", { class: "dim" }, "Measuring sessions…")), charts: h("div", { class: "cards" }), groups: h("section", { class: "groups" }), table: h("details", { class: "menu figures" }) };
+    const { head, charts, groups, table } = this.parts;
+    fill(this.view.main, h("div", { class: "overview run", tabindex: "0", role: "region", "aria-label": "Run" }, head, charts, groups, table));
+    charts.addEventListener("pointermove", (event) => this.#pointed(event));
+    charts.addEventListener("pointerleave", () => this.#point(null));
+    charts.addEventListener("click", (event) => event.target.closest("svg") && this.#toSessions());
+    bindKeys([
+      {
+        title: "Run",
+        keys: [
+          [["ArrowRight", "l"], "next weights", () => this.#step(1)],
+          [["ArrowLeft", "h"], "weights before", () => this.#step(-1)],
+          [["Enter"], "sessions with turns of these weights", () => this.#toSessions()],
+          [["Escape"], "the newest weights", () => this.#point(null)],
+        ],
+      },
+    ]);
+    this.view.signal.addEventListener("abort", () => clearTimeout(this.timer));
+    await this.#look();
+  }
+
+  async #look() {
+    if (this.view.signal.aborted) return;
+    let pause = EVERY;
+    try {
+      if (document.visibilityState === "visible") {
+        const begun = performance.now();
+        const found = await getJson("run", { ...this.filters, group: this.group }, this.view.signal);
+        const unchanged = JSON.stringify(found) === JSON.stringify(this.found);
+        this.found = found;
+        if (!unchanged) this.#draw();
+        pause = found.measured < found.of ? 100 : Math.max(EVERY, 10 * (performance.now() - begun));
+      }
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      if (!this.found || !(error instanceof Refused) || error.status === 401) throw error;
+    }
+    if (this.view.about.grows || pause < EVERY) this.timer = setTimeout(() => this.#look().catch(this.view.failed), pause);
+  }
+
+  #draw() {
+    const { found } = this;
+    this.#drawHead(found);
+    this.#drawCharts(found.weights, found.cache);
+    this.#drawGroups(found);
+    this.#drawTable(found.weights);
+    this.#point(this.at);
+  }
+
+  #drawHead({ measured, of, most, weights }) {
+    const all = `${of === most ? "the newest " : ""}${counted(of, "session")}`;
+    const progress = measured < of ? `${count(measured)} of ${all} measured so far` : all;
+    const filters = Object.entries(this.filters).flatMap(([name, value]) => value.split("\n").map((one) => (name === "metadata" ? one : `${name.replace("_", " ")} ${one}`)));
+    this.told = h("span", { class: "dim", "aria-live": "polite" });
+    fill(
+      this.parts.head,
+      h("h1", {}, "Run"),
+      h("p", { class: "dim" }, `${progress} · ${counted(weights.length, "version")} of the weights`),
+      ...filters.map((text) => h("span", { class: "badge" }, h("bdi", {}, text))),
+      filters.length > 0 && h("a", { href: "#/run" }, "all sessions"),
+      h("a", { href: `#/sessions?${new URLSearchParams(this.filters)}` }, "list"),
+      h("span", { class: "space" }),
+      this.told,
+    );
+  }
+
+  #drawCharts(weights, cache) {
+    const of = (name) => weights.map((one) => one[name]);
+    const rate = (name, cause) => weights.map((one) => (one[name] === null || !one.turns ? null : (100 * (cause ? (one[name][cause] ?? 0) : total(one[name]))) / one.turns));
+    const causes = [...new Set(weights.flatMap((one) => Object.keys(one.forks)))].sort();
+    const mean = of("mean");
+    const spread = (by) => weights.map((one) => (one.mean === null ? null : one.mean + by * one.sd));
+    this.charts = [
+      chart("Reward", [{ values: mean, low: spread(-1), high: spread(1) }], { about: "Mean of the sessions that these weights began, and one standard deviation.", none: "No session has a reward." }),
+      chart("Sampled tokens per session", [{ values: of("length") }], { about: "Mean of the sessions that these weights began.", none: "No turn is recorded." }),
+      chart("Drift", [{ values: of("drift") }], { text: percent, about: "Sampled tokens that tokenizing their text again would change.", none: "There is no tokenizer to measure it with." }),
+      chart("Importance ratio", [{ name: "mean", values: of("ratio") }, { name: "effective share", values: of("ess") }], { about: "exp(trainer's logprob - recorded logprob) per token, and the effective sample size.", none: "Annotate turns with a column `trainer_logprobs`." }),
+      chart("Forks per 100 turns", causes.length ? causes.map((cause) => ({ name: cause, values: rate("forks", cause) })) : [{ values: rate("forks") }], { about: "By cause.", none: "No turn is recorded." }),
+      chart("Truncated turns", [{ values: of("truncated") }], { text: percent, about: "Of the turns that were not aborted, those that ended by their token budget.", none: "Why turns ended is not recorded." }),
+      chart("Aborts and resumes per 100 turns", [{ name: "aborted", values: rate("aborts") }, { name: "resumed", values: rate("resumes") }], { about: "Turns that were aborted, and calls that continued one.", none: "Files of trajectories do not have aborted turns." }),
+      chart("Sampled tokens per second", [{ values: of("tokens_per_second") }], { about: "From the first turn of these weights to the last one, of all sessions together.", none: "It takes two turns with times." }),
+    ];
+    fill(this.parts.charts, ...this.charts.map((one) => one.element), cacheCard(cache));
+  }
+
+  #drawGroups({ group, groups, groups_total: total, keys }) {
+    const rewards = groups.flatMap((one) => one.rewards);
+    const [least, most] = [Math.min(...rewards), Math.max(...rewards)];
+    const select = h(
+      "select",
+      { id: "group", onchange: (event) => this.#setGroup(event.target.value) },
+      ...(group in keys ? [] : [h("option", { value: group, selected: true }, group || "choose a key")]),
+      ...Object.entries(keys).map(([key, values]) => h("option", { value: key, selected: key === group }, `${key} (${counted(values, "value")})`)),
+    );
+    const [by, order] = this.sorted;
+    const shown = by ? groups.toSorted((a, b) => order * ((a[by] ?? Infinity) - (b[by] ?? Infinity))) : groups;
+    const heads = [["", "Group"], ["sessions", "Sessions"], ["mean", "Mean reward"], ["sd", "Spread"], ["", "Rewards"], ["length", "Sampled per session"], ["drift", "Drift"], ["", "Weights"]];
+    const head = ([key, text]) =>
+      h("th", { scope: "col", "aria-sort": key && key === by ? (order > 0 ? "ascending" : "descending") : null }, key ? h("button", { class: "sort", onclick: () => this.#sort(key) }, `${text}${key === by ? (order > 0 ? " ↑" : " ↓") : ""}`) : text);
+    const collapsed = groups.filter((one) => one.rewarded > 1 && one.sd === 0).length;
+    fill(
+      this.parts.groups,
+      h(
+        "div",
+        { class: "listhead" },
+        h("h2", {}, "Groups"),
+        h("label", { for: "group", class: "dim" }, "by"),
+        select,
+        group && h("span", { class: "dim" }, `${counted(total, "group")}${total > groups.length ? `, the ${count(groups.length)} newest` : ""}`),
+        collapsed > 0 && h("span", { class: "badge warn", title: "all rewards are equal: every advantage is 0" }, `${count(collapsed)} without spread`),
+      ),
+      groups.length > 0 &&
+        h(
+          "div",
+          { class: "tablebox", tabindex: "0", role: "region", "aria-label": "Groups" },
+          h("table", {}, h("thead", {}, h("tr", {}, ...heads.map(head))), h("tbody", {}, ...shown.map((one) => this.#groupLine(one, least, most)))),
+        ),
+    );
+  }
+
+  #groupLine(one, least, most) {
+    const pairs = [...(this.filters.metadata ?? "").split("\n").filter(Boolean), `${this.found.group}=${one.value}`];
+    const query = new URLSearchParams({ ...this.filters, metadata: pairs.join("\n") });
+    const number = (...content) => h("td", { class: "number" }, ...content);
+    return h(
+      "tr",
+      {},
+      h("td", { class: "key" }, h("a", { href: `#/sessions?${query}` }, h("bdi", {}, one.value.length > 80 ? `${one.value.slice(0, 80)}…` : one.value || "(empty)"))),
+      number(count(one.sessions), one.rewarded < one.sessions && h("span", { class: "dim" }, ` (${one.rewarded} rewarded)`)),
+      number(or(one.mean)),
+      number(one.rewarded > 1 && one.sd === 0 ? h("span", { class: "badge warn" }, "0") : or(one.sd)),
+      h("td", {}, strip(one.rewards, least, most)),
+      number(or(one.length)),
+      number(percent(one.drift)),
+      h("td", { class: "weights" }, h("bdi", {}, [...new Set(one.weights)].join(" … ") || "–")),
+    );
+  }
+
+  #drawTable(weights) {
+    const columns = [["sessions", count], ["rewarded", count], ["mean", real], ["sd", real], ["length", real], ["turns", count], ["sampled_tokens", count], ["drift", percent], ["ratio", real], ["k3", real], ["ess", percent], ["forks", total], ["truncated", percent], ["aborts", total], ["resumes", total], ["tokens_per_second", real], ["first_at", when]];
+    const open = this.parts.table.open;
+    fill(
+      this.parts.table,
+      h("summary", {}, "All figures as a table"),
+      h(
+        "div",
+        { class: "tablebox", tabindex: "0", role: "region", "aria-label": "Figures" },
+        h(
+          "table",
+          {},
+          h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "weights"), ...columns.map(([name]) => h("th", { scope: "col" }, name.replaceAll("_", " "))))),
+          h("tbody", {}, ...weights.toReversed().map((one) => h("tr", {}, h("td", { class: "weights" }, h("a", { href: this.#sessionsOf(one) }, h("bdi", {}, one.weights))), ...columns.map(([name, text]) => h("td", { class: "number" }, or(one[name], text)))))),
+        ),
+      ),
+    );
+    this.parts.table.open = open;
+  }
+
+  #sessionsOf({ weights }) {
+    return `#/sessions?${new URLSearchParams({ ...this.filters, weights })}`;
+  }
+
+  #toSessions() {
+    const { weights } = this.found;
+    if (weights.length) location.hash = this.#sessionsOf(weights[this.at ?? weights.length - 1]);
+  }
+
+  #sort(key) {
+    this.sorted = [key, this.sorted[0] === key ? -this.sorted[1] : 1];
+    this.#drawGroups(this.found);
+  }
+
+  #setGroup(key) {
+    this.group = key;
+    history.replaceState(null, "", `#/run?${new URLSearchParams({ ...this.filters, group: key })}`);
+    clearTimeout(this.timer);
+    this.#look().catch(this.view.failed);
+  }
+
+  #step(by) {
+    const last = this.found.weights.length - 1;
+    this.#point(Math.max(0, Math.min(last, (this.at ?? last + (by < 0 ? 1 : 0)) + by)));
+  }
+
+  #pointed(event) {
+    const image = event.target.closest("svg");
+    if (!image) return;
+    const { left, width } = image.getBoundingClientRect();
+    const last = this.found.weights.length - 1;
+    this.#point(Math.max(0, Math.min(last, Math.round(((event.clientX - left) / width) * last))));
+  }
+
+  /** Show the figures of one version in all charts; null for the newest. */
+  #point(at) {
+    const { weights } = this.found;
+    if (!weights.length) return;
+    this.at = at === null ? null : Math.min(at, weights.length - 1);
+    const here = this.at ?? weights.length - 1;
+    for (const one of this.charts) one.show(here, this.at !== null);
+    const { weights: version, first_at: first, turns } = weights[here];
+    fill(this.told, h("bdi", {}, `weights ${version}`), ` · ${counted(turns, "turn")}${first ? ` · from ${when(first)}` : ""}`);
+  }
+}
+
+const total = (counts) => Object.values(counts).reduce((sum, value) => sum + value, 0);
+
+/** Cache hits are counted by the gateway and not per turn. */
+function cacheCard(cache) {
+  const share = cache && cache.prompt_tokens > 0 && cache.cached_tokens > 0 ? cache.cached_tokens / cache.prompt_tokens : null;
+  return h(
+    "section",
+    { class: "card chart" },
+    h("h2", {}, "Cache hits"),
+    h("p", { class: share === null ? "figure none" : "figure" }, percent(share)),
+    h("p", { class: "dim about" }, share === null ? "Turns do not record them. A gateway counts what its engine tells." : `Of ${count(cache.prompt_tokens)} prompt tokens since this gateway started, whatever the weights.`),
+  );
+}

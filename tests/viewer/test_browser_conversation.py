@@ -1,0 +1,179 @@
+"""The conversation in a real browser: what is folded, the ways through it, its tree, alternatives and lineage."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.viewer.conftest import Site, until
+from tests.viewer.test_browser_tokens import ALL_TOKENS, chosen, facts, recorded
+from tokentape.chat._renderer import Renderer
+from tokentape.types import Provenance
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.browser
+
+IN_VIEW = """(i) => {
+  const [token, pane] = [`[data-i="${i}"]`, ".pane"].map((one) => document.querySelector(one)?.getBoundingClientRect());
+  return Boolean(token && token.top >= pane.top && token.bottom <= pane.bottom);
+}"""
+
+
+def opened(page: Page, site: Site, path: str) -> None:
+    page.goto(site.at(path))
+    page.wait_for_selector(".row [data-i], .fold")
+
+
+def writers(page: Page) -> set[str]:
+    """The writers of the tokens that are on the page."""
+    return set(page.locator(".row .who .name").all_text_contents()) - {"⋮"}
+
+
+@pytest.mark.parametrize("session_id", ["shop", "huge"])
+def test_it_starts_where_the_model_speaks(page: Page, site: Site, session_id: str) -> None:
+    first = int(recorded(site, session_id).completion_starts[0])
+    opened(page, site, f"/session/{session_id}")
+    until(page, f"({IN_VIEW})({first})")
+    assert page.locator(".row .at").count() == 0
+    assert writers(page) <= {"user", "sampled", "assistant", "close"}
+
+
+def test_what_is_folded_unfolds_to_every_token(page: Page, site: Site) -> None:
+    one = recorded(site, "shop")
+    opened(page, site, "/session/shop")
+    first = page.locator(".fold > button").first
+    assert "template, system" in first.inner_text()
+    first.click()
+    assert {"template", "system"} <= writers(page)
+    first.click()
+    assert not {"template", "system"} & writers(page)
+    for button in page.locator(".fold > button").all():
+        button.click()
+    seen: list[Any] = page.evaluate(ALL_TOKENS)
+    assert [i for i, *_ in seen] == list(range(len(one.token_ids)))
+
+
+def test_keys_step_over_what_is_folded(page: Page, site: Site) -> None:
+    one = recorded(site, "shop")
+    last = int(one.completion_ends[0]) - 1
+    shown = next(i for i in range(last + 1, len(one.token_ids)) if one.provenance[i] not in (2, 3, 5))
+    opened(page, site, f"/session/shop/token/{last}")
+    page.keyboard.press("ArrowRight")
+    assert chosen(page) == shown
+    page.keyboard.press("ArrowLeft")
+    assert chosen(page) == last
+
+
+def test_text_is_found_also_where_it_is_folded(page: Page, site: Site, renderer: Renderer) -> None:
+    one = recorded(site, "shop")
+    pieces = [renderer.tokenizer.token_bytes(token) for token in one.token_ids.tolist()]
+    text, word = b"".join(pieces).lower(), b"price"
+    ends = [len(b"".join(pieces[: n + 1])) for n in range(len(pieces))]
+    places = [n for n in range(len(text)) if text.startswith(word, n)]
+    tokens = list(dict.fromkeys(next(i for i, end in enumerate(ends) if end > place) for place in places))
+    assert len(tokens) > 2
+    opened(page, site, "/session/shop")
+    page.keyboard.press("/")
+    page.keyboard.type("PRICE")
+    for n in (0, 1):
+        page.locator("#find").press("Enter")
+        assert chosen(page) == tokens[n]
+        until(page, f"({IN_VIEW})({tokens[n]})")
+        assert page.locator(".finder").inner_text().startswith(f"{n + 1} of {len(tokens)}")
+    page.locator("#find").press("Shift+Enter")
+    page.locator("#find").press("Shift+Enter")
+    assert chosen(page) == tokens[-1]
+    page.locator("#find").fill("no such words")
+    page.locator("#find").press("Enter")
+    page.get_by_text("Not found").wait_for()
+
+
+def test_turns_and_sessions_are_gone_to(page: Page, site: Site) -> None:
+    one = recorded(site, "shop")
+    opened(page, site, "/session/shop")
+    page.keyboard.press("g")
+    page.keyboard.press("t")
+    page.keyboard.type(str(one.turns[1]))
+    page.keyboard.press("Enter")
+    assert chosen(page) == one.completion_ends[0]
+    # A turn of another branch.
+    opened(page, site, "/session/forked/leaf/1")
+    page.locator("#toturn").fill("3")
+    page.locator("#toturn").press("Enter")
+    until(page, "document.querySelector('.sessionhead').textContent.includes('branch to turn 3')")
+    page.goto(site.at("/sessions?search=small-00&sort=session&order=asc"))
+    until(page, "document.querySelectorAll('td.session a').length === 10")
+    page.locator("td.session a").nth(3).click()
+    page.wait_for_selector(".row [data-i]")
+    for key, name in (("J", "small-004"), ("K", "small-003"), ("K", "small-002")):
+        page.keyboard.press(key)
+        until(page, f"document.title === '{name} · Tokentape'")
+        page.wait_for_selector(".row [data-i]")
+
+
+def test_the_tree_follows_the_turn_in_view(page: Page, site: Site) -> None:
+    page.set_viewport_size({"width": 1000, "height": 300})
+    one = recorded(site, "shop")
+    opened(page, site, "/session/shop/turn/0")
+    current = "document.querySelector('.turnline[aria-current]').dataset.turn"
+    until(page, f"{current} === '0'")
+    page.locator(".pane").evaluate("(pane) => pane.scrollTo(0, pane.scrollHeight)")
+    until(page, f"{current} === '{one.turns[-1]}'")
+    assert page.locator("#toturn").get_attribute("placeholder") == str(one.turns[-1])
+
+
+def test_a_narrow_window_has_the_tree_too(browser: Browser, site: Site) -> None:
+    with browser.new_context(viewport={"width": 420, "height": 900}) as context:
+        page = context.new_page()
+        opened(page, site, "/session/forked/leaf/1")
+        assert not page.locator(".tree").is_visible()
+        page.get_by_role("button", name="Turns").click()
+        page.locator(".turnline[data-turn='3']").click()
+        until(page, "document.querySelector('.sessionhead').textContent.includes('branch to turn 3')")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_alternatives_are_shown_where_they_were_asked_for(page: Page, site: Site) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 8,
+        "temperature": 1,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
+    reply = site.http.post("/sessions/tops/v1/chat/completions", json=body).json()
+    told = reply["choices"][0]["logprobs"]["content"]
+    one = recorded(site, "tops")
+    start = int(one.completion_starts[0])
+    opened(page, site, f"/session/tops/token/{start + 1}")
+    rows = page.locator(".alternatives tr")
+    rows.first.wait_for()
+    assert rows.count() == 3
+    for row, alternative in zip(rows.all(), told[1]["top_logprobs"], strict=True):
+        cells = row.locator("td").all_inner_texts()
+        assert float(cells[2]) == pytest.approx(math.exp(alternative["logprob"]), rel=1e-3)
+    opened(page, site, f"/session/shop/token/{int(recorded(site, 'shop').completion_starts[0])}")
+    assert facts(page)["alternatives"] == "not recorded"
+    site.http.delete("/sessions/tops")
+
+
+def test_lineage_is_in_the_tree(page: Page, site: Site) -> None:
+    edges = site.http.get("/view/api/sessions/forked").json()["lineage"]
+    assert edges
+    opened(page, site, "/session/forked")
+    for edge in edges:
+        origin = page.locator(f".turnline[data-turn='{edge['turn']}'] + .origin")
+        parent = "another turn" if edge["parent"] is None else f"turn {edge['parent']}"
+        assert origin.inner_text() == f"⤷ {edge['kind']} of {parent}"
+        assert edge["evidence"] in (origin.get_attribute("title") or "")
+
+
+def test_all_writers_are_in_the_legend(page: Page, site: Site) -> None:
+    opened(page, site, "/session/shop")
+    told = page.locator(".legend").inner_text()
+    for code in Provenance:
+        assert code is Provenance.MEDIA or code.name.lower() in told

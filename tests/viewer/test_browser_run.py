@@ -1,0 +1,144 @@
+"""The page of a run in a real browser: its figures, what is not recorded, its groups, the ways to sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.records import make_turn
+from tests.viewer.conftest import until
+from tests.viewer.runs import SESSIONS, record_run
+from tests.viewer.test_browser_pages import serious
+from tokentape.chat._renderer import Renderer
+from tokentape.gateway._serve import running
+from tokentape.store import SqliteStore
+from tokentape.types import SessionInfo
+from tokentape.viewer._app import create_app
+from tokentape.viewer._comparing import RecordReader
+from tokentape.viewer._routes import Viewer
+from tokentape.viewer._source import StoreSource
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.browser
+
+HOSTILE = "<img src=x onerror=alert(1)>\u202e"
+
+
+@pytest.fixture(scope="module")
+def recorded(renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SqliteStore]:
+    with SqliteStore.open(tmp_path_factory.mktemp("run")) as store:
+        asyncio.run(record_run(store, renderer))
+        yield store
+
+
+@pytest.fixture(scope="module")
+def site(recorded: SqliteStore, renderer: Renderer) -> Iterator[str]:
+    """A page of the run; the browser of this module comes after it."""
+    viewer = Viewer(StoreSource(recorded, "run"), RecordReader(renderer.tokenizer, renderer))
+    with running(create_app(viewer)) as url:
+        yield url
+
+
+def figures(page: Page) -> dict[str, str]:
+    found: dict[str, str] = page.evaluate(
+        """() => Object.fromEntries([...document.querySelectorAll(".chart")]
+            .map((one) => [one.querySelector("h2").textContent, one.querySelector(".figure").textContent]))"""
+    )
+    return found
+
+
+def opened(page: Page, site: str, query: str = "") -> None:
+    page.goto(f"{site}/view#/run{query}")
+    page.wait_for_selector(".chart")
+    until(page, "!document.querySelector('.listhead').textContent.includes('so far')")
+
+
+def run_beside(work: Coroutine[Any, Any, None]) -> None:
+    """Run it in another thread: the driver of the browser has the event loop of this one."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, work).result()
+
+
+def told(page: Page, site: str, query: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = page.request.get(f"{site}/view/api/run{query}").json()
+    return found
+
+
+def test_each_version_is_pointed_at_by_keys_and_leads_to_its_sessions(
+    page: Page, site: str, shot: Callable[[Page, str], None]
+) -> None:
+    opened(page, site)
+    versions = told(page, site)["weights"]
+    for one in [versions[-1], *reversed(versions)]:
+        shown = figures(page)
+        assert float(shown["Drift"].split()[0]) == pytest.approx(100 * one["drift"], rel=1e-3)
+        assert float(shown["Sampled tokens per session"]) == pytest.approx(one["length"], rel=1e-3)
+        assert float(shown["Truncated turns"].split()[0]) == pytest.approx(100 * one["truncated"], rel=1e-3)
+        forks = 100 * sum(one["forks"].values()) / one["turns"]
+        assert float(shown["Forks per 100 turns"].split()[0]) == pytest.approx(forks, rel=1e-3)
+        assert f"weights {one['weights']} · {one['turns']} turns" in page.locator(".listhead").first.inner_text()
+        page.keyboard.press("ArrowLeft")
+    shot(page, "run")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("td.session a")
+    assert f"weights={versions[0]['weights']}" in page.url
+
+
+def test_groups_are_those_of_a_key_and_lead_to_their_sessions(page: Page, site: str) -> None:
+    opened(page, site)
+    lines = page.locator(".groups tbody tr")
+    groups = told(page, site)["groups"]
+    assert lines.count() == len(groups) == 4
+    for line, one in zip(lines.all(), groups, strict=True):
+        cells = line.locator("td").all_inner_texts()
+        assert cells[0] == one["value"]
+        assert cells[3] == ("not recorded" if one["sd"] is None else f"{one['sd']:.4g}")
+        assert line.locator("circle").count() == len(one["rewards"])
+    page.get_by_role("button", name="Spread").click()
+    spreads = [float(text) for text in page.locator(".groups tbody td:nth-child(4)").all_inner_texts()]
+    assert spreads == sorted(spreads)
+    page.locator(".groups tbody a").first.click()
+    page.wait_for_selector("td.session a")
+    assert page.locator("td.session a").count() == SESSIONS // 4
+
+
+def test_what_is_not_recorded_is_said_to_be(page: Page, site: str) -> None:
+    opened(page, site, "?weights=step-0&metadata=task%3Dt0")
+    shown = figures(page)
+    assert shown["Cache hits"] == "not recorded"
+    assert shown["Importance ratio"] == "not recorded"
+
+
+def test_the_run_goes_on_with_what_is_recorded(
+    page: Page, site: str, recorded: SqliteStore, renderer: Renderer
+) -> None:
+    opened(page, site, "?search=later")
+    page.get_by_text("0 sessions").wait_for()
+    turn = make_turn("later", 0, weight_version=HOSTILE, created_at=1e6)
+    run_beside(recorded.write(SessionInfo("later", 1e6, {"task": HOSTILE}), turn))
+    page.locator(".groups tbody tr").wait_for()
+    assert page.locator(".groups tbody bdi").first.inner_text() == HOSTILE
+    assert page.locator("main img").count() == 0
+    run_beside(recorded.delete_session("later"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_of_it_is_out_of_reach(page: Page, site: str, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python, which has axe-core")
+    page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    opened(page, site)
+    page.locator(".figures summary").click()
+    assert serious(page, axe) == []
+
+
+def test_a_narrow_window_has_the_run_too(browser: Browser, site: str) -> None:
+    with browser.new_context(viewport={"width": 420, "height": 900}) as context:
+        page = context.new_page()
+        opened(page, site)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -1,0 +1,137 @@
+"""The figures of a run against slow references: loops over the record, `measure_drift`, GRPO's advantages."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.records import SETUP, make_turn
+from tests.viewer.runs import SESSIONS, record_run
+from tokentape._session.arrow import write_parquet
+from tokentape.audit._drift.meter import measure_drift
+from tokentape.audit._id_rows import store_rows
+from tokentape.chat._renderer import Renderer
+from tokentape.store import SqliteStore
+from tokentape.store._listing import Listing
+from tokentape.training import assemble, group_advantages
+from tokentape.types import SessionInfo
+from tokentape.viewer._comparing import RecordReader
+from tokentape.viewer._file_source import FileSource, ViewerSource
+from tokentape.viewer._measuring import Measures
+from tokentape.viewer._run import run_of
+from tokentape.viewer._source import StoreSource
+
+
+def summed(source: ViewerSource, renderer: Renderer | None = None, group: str = "", **more: Any) -> dict[str, Any]:
+    reader = RecordReader() if renderer is None else RecordReader(renderer.tokenizer, renderer)
+    found = Measures(source, reader).measured(source.versions(Listing(limit=1000)))
+    return run_of(list(found.values()), group, **more)
+
+
+def by_version(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {one["weights"]: one for one in run["weights"]}
+
+
+@pytest.fixture
+def run(store: SqliteStore, renderer: Renderer) -> dict[str, Any]:
+    asyncio.run(record_run(store, renderer))
+    return summed(StoreSource(store, ""), renderer)
+
+
+def test_weights_are_in_the_order_of_their_first_turns(run: dict[str, Any], store: SqliteStore) -> None:
+    first: dict[str, float] = {}
+    for turn in sorted((turn for one in store.iter_sessions() for turn in one.turns), key=lambda turn: turn.created_at):
+        first.setdefault(turn.weight_version, turn.created_at)
+    assert [(one["weights"], one["first_at"]) for one in run["weights"]] == list(first.items())
+    assert len(first) == 3
+
+
+def test_figures_of_turns_are_those_of_the_record(run: dict[str, Any], store: SqliteStore, renderer: Renderer) -> None:
+    turns = [turn for stored in store.iter_sessions() for turn in stored.turns]
+    strata = measure_drift(store_rows(store), renderer.tokenizer).strata
+    drift = {one.value: one.tokens.share for one in strata if one.dimension == "weights"}
+    for version, told in by_version(run).items():
+        mine = sorted((turn for turn in turns if turn.weight_version == version), key=lambda turn: turn.created_at)
+        ended = [turn for turn in mine if turn.finish_reason != "abort"]
+        assert told["drift"] == pytest.approx(drift[version])
+        assert told["truncated"] == sum(turn.finish_reason == "length" for turn in ended) / len(ended)
+        assert sum(told["forks"].values()) == sum(turn.fork is not None for turn in mine)
+        assert sum(told["aborts"].values()) == len(mine) - len(ended)
+        assert told["resumes"] == {}
+        seconds = mine[-1].created_at - mine[0].created_at
+        tokens = sum(len(turn.completion_ids) for turn in mine[1:])
+        assert told["tokens_per_second"] == pytest.approx(tokens / seconds)
+
+
+def test_ratios_are_exp_of_the_differences(run: dict[str, Any], store: SqliteStore) -> None:
+    apart: dict[str, list[float]] = {}
+    for stored in store.iter_sessions(per_token=True):
+        for one in stored.trajectories():
+            for i in np.flatnonzero(one.loss_mask & np.isfinite(one.columns.get("trainer_logprobs", np.nan))):
+                version = next(name for start, end, name in one.weight_spans if start <= i < end)
+                difference = float(one.columns["trainer_logprobs"][i]) - float(one.logprobs[i])
+                apart.setdefault(version, []).append(difference)
+    for version, told in by_version(run).items():
+        assert told["ratio_tokens"] == len(apart[version])
+        assert told["ratio"] == pytest.approx(np.exp(apart[version]).mean())
+
+
+def test_rewards_and_lengths_are_of_the_sessions_that_weights_began(run: dict[str, Any], store: SqliteStore) -> None:
+    sessions = list(store.iter_sessions())
+    rewards = {one.session_id: one.reward for stored in sessions for one in stored.trajectories()}
+    for version, told in by_version(run).items():
+        mine = [stored for stored in sessions if stored.turns[0].weight_version == version]
+        given = [rewards[one.info.session_id] for one in mine]
+        values = [one for one in given if one is not None]
+        assert (told["sessions"], told["rewarded"]) == (len(mine), len(values))
+        assert told["mean"] == (pytest.approx(np.mean(values)) if values else None)
+        lengths = [sum(len(turn.completion_ids) for turn in one.turns) for one in mine]
+        assert told["length"] == (pytest.approx(np.mean(lengths)) if mine else None)
+
+
+def test_groups_have_the_mean_and_spread_that_advantages_are_made_with(run: dict[str, Any], store: SqliteStore) -> None:
+    exported = [one for stored in store.iter_sessions() for one in stored.trajectories() if one.reward is not None]
+    samples = group_advantages(assemble(exported, group="task").samples)
+    assert run["group"] == "task"
+    assert run["keys"] == {"task": 4}
+    groups = {one["value"]: one for one in run["groups"]}
+    assert sum(one["sessions"] for one in groups.values()) == SESSIONS
+    spreads = set()
+    for sample in samples:
+        told = groups[str(sample.group)]
+        expected = (sample.reward - told["mean"]) / (told["sd"] + 1e-6)
+        spreads.add(told["sd"])
+        assert sample.columns["advantages"][sample.loss_mask] == pytest.approx(expected, abs=1e-4)
+    assert len(samples) > 4
+
+
+def test_what_is_not_recorded_is_none(store: SqliteStore, tmp_path: Path, renderer: Renderer) -> None:
+    asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, make_turn("s", 0, fork=None)))
+    run = summed(StoreSource(store, ""))
+    (told,) = run["weights"]
+    for name in ("mean", "sd", "drift", "ratio", "k3", "ess", "tokens_per_second"):
+        assert told[name] is None
+    assert (told["rewarded"], told["ratio_tokens"], told["truncated"]) == (0, 0, 0.0)
+    assert run["groups"] == []
+    write_parquet(store.load_session("s").trajectories(), tmp_path / "one.parquet")
+    (told,) = summed(FileSource(tmp_path / "one.parquet"), aborts_recorded=False)["weights"]
+    for name in ("aborts", "resumes", "first_at", "tokens_per_second"):
+        assert told[name] is None
+    assert told["truncated"] == 0.0
+
+
+def test_a_file_says_what_the_record_says(store: SqliteStore, tmp_path: Path, renderer: Renderer) -> None:
+    asyncio.run(record_run(store, renderer))
+    write_parquet(
+        [one for stored in store.iter_sessions(per_token=True) for one in stored.trajectories()],
+        tmp_path / "all.parquet",
+    )
+    recorded = by_version(summed(StoreSource(store, ""), renderer))
+    filed = by_version(summed(FileSource(tmp_path / "all.parquet"), renderer))
+    for version, told in filed.items():
+        for name in ("drift", "ratio", "k3", "sessions", "mean", "sd"):
+            assert told[name] == pytest.approx(recorded[version][name])
