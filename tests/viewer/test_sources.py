@@ -166,7 +166,7 @@ def test_a_file_shows_what_nobody_sampled(store: SqliteStore, tmp_path: Path) ->
 
 def test_a_file_shows_the_tree_that_its_paths_make(filed: FileSource, store: SqliteStore) -> None:
     expected = StoreSource(store, "").load("forked").turns
-    unknown = dict.fromkeys(("finish_reason", "stop", "abort_cause", "engine", "created_at", "digest"))
+    unknown = dict.fromkeys(("stop", "abort_cause", "engine", "created_at", "digest"))
     assert filed.load("forked").turns == tuple(replace(node, **unknown) for node in expected)
 
 
