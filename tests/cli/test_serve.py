@@ -82,7 +82,8 @@ def test_a_vllm_server_that_is_not_there_is_named(run: Run, model_dir: Path, tmp
     engine = ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9"]
     done = run("serve", model_dir, *engine, "--data", tmp_path, "--port", 0)
     assert done.exit_code == 1
-    assert "refuses connections" in done.stderr
+    assert done.stderr.count("refuses connections") == 1
+    assert done.stderr.splitlines()[-1].startswith("error: the engine refuses connections")
     assert "Traceback" not in done.stderr
 
 

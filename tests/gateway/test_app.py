@@ -12,7 +12,7 @@ import pytest
 from tests.gateway.scripted import ScriptedEngine
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
-from tokentape.errors import EngineUnavailable, StoreError, TokentapeError
+from tokentape.errors import EngineUnavailable, StoreError, TemplateRefused
 from tokentape.gateway._app import create_app
 from tokentape.gateway._limits import Limits
 from tokentape.gateway._serve import running
@@ -107,7 +107,7 @@ def test_a_template_without_a_certificate_is_not_served(renderer: Renderer, stor
     refusing = Renderer(renderer.tokenizer, ChatTemplate("{{ raise_exception('never') }}"))
     engine = ScriptedEngine(refusing, [])
     with (
-        pytest.raises(TokentapeError, match="could not start"),
+        pytest.raises(TemplateRefused, match="never"),
         running(create_app(Turns(engine, refusing, store), model_id="m")),
     ):
         pass

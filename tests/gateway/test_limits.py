@@ -141,6 +141,18 @@ def test_too_many_messages_are_refused_before_they_are_read(
     assert gateway.post(path, json={"model": "m", **body(30)}).status_code == 200
 
 
+def test_messages_that_were_read_before_count_as_those_that_were_not(
+    serve: Serve, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_module, "MAX_ENTRIES", 30)
+    gateway = serve()
+    codes = [
+        gateway.post("/sessions/s/v1/chat/completions", json={"messages": [QUESTION] * count}).status_code
+        for count in (10, 20, 31, 30)
+    ]
+    assert codes == [200, 200, 413, 200]
+
+
 PATHS = [
     ("GET", "/v1/models", None),
     ("POST", "/v1/chat/completions", {"messages": [QUESTION]}),

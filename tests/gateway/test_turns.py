@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from tokentape.chat._splice import History, StopMismatch
 from tokentape.engines._base import SamplingParams
 from tokentape.errors import EngineError, InvalidRequest
 from tokentape.gateway._events import TurnDone, TurnRequest
+from tokentape.gateway._prompts import PromptBuilder
 from tokentape.gateway._telemetry import Telemetry
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
@@ -106,6 +108,19 @@ def test_an_edited_history_keeps_the_exact_ids_of_what_was_sampled(renderer: Ren
     spliced = second.added_ids[second.added_provenance == Provenance.ASSISTANT]
     assert spliced.tolist() == first.completion_ids.tolist()
     assert talk.engine.asked[1][0] == second.added_ids.tolist()
+
+
+def test_replies_are_looked_up_once_for_an_edited_history(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = Talk(renderer, tmp_path, [ONE, TWO, ONE])
+    (first,) = talk.say(user("a"))
+    (second,) = talk.say(user("a"), first.reply, user("b"))
+    looked_up = Mock(side_effect=PromptBuilder._sampled_replies)
+    monkeypatch.setattr(PromptBuilder, "_sampled_replies", lambda *given: looked_up(*given))
+    (third,) = talk.say(user("a"), first.reply, user("b, edited"), second.reply, user("c"))
+    assert third.added_provenance.tolist().count(Provenance.ASSISTANT) >= len(second.completion_ids)
+    assert looked_up.call_count == 1
 
 
 def test_a_cut_short_reply_is_spliced_and_closed(renderer: Renderer, tmp_path: Path) -> None:

@@ -19,14 +19,19 @@ from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE, until
 from tokentape.chat._renderer import Renderer
 from tokentape.client import Client
+from tokentape.errors import StoreError
+from tokentape.gateway._access import RequestLog
 from tokentape.gateway._app import create_app
 from tokentape.gateway._events import TurnStarted
 from tokentape.gateway._http import EventStream
 from tokentape.gateway._in_flight_call import InFlightCall
+from tokentape.gateway._limits import Limits
 from tokentape.gateway._serve import running
+from tokentape.gateway._session_cache import SessionCache
 from tokentape.gateway._turns import Turns
+from tokentape.gateway._unread import UnreadMarks
 from tokentape.store import Record, SqliteStore
-from tokentape.types import Turn
+from tokentape.types import Event, Turn
 
 HI = "hi there you<|im_end|>"
 USER: Any = {"role": "user", "content": "hi"}
@@ -37,8 +42,11 @@ class SlowStore(SqliteStore):
 
     go_on: threading.Event
     commits: threading.Event
+    takes_marks = True
 
     async def write(self, *records: Record) -> None:
+        if not self.takes_marks and any(isinstance(one, Event) for one in records):
+            raise StoreError("full")
         if any(isinstance(one, Turn) for one in records):
             self.commits.set()
             while not self.go_on.is_set():  # noqa: ASYNC110
@@ -152,6 +160,36 @@ def test_a_branch_ends_before_an_unread_turn_and_can_get_its_reward(served: Serv
     assert (branch.turns, branch.verdict) == ((0,), "exact")
     session.reward(0.5, leaf=branch.leaf)
     assert session.trajectories()[0].reward == 0.5
+
+
+def test_a_mark_that_could_not_be_written_is_written_with_the_next_reply(served: Served) -> None:
+    served.store.takes_marks = False
+    served.stream("s", 4)
+    assert served.store.load_session("s").events == ()
+    served.store.takes_marks = True
+    served.stream("t", None)
+    until(lambda: bool(served.store.load_session("s").events) and not served.turns.unread._writing)
+    assert served.client.session("s").trajectories() == []
+    assert served.store.load_session("t").events == ()
+
+
+def test_a_retry_of_a_reply_that_was_read_before_a_restart_marks_nothing(served: Served) -> None:
+    served.stream("read", None)
+    served.stream("left", 4)
+
+    async def restarted() -> None:
+        cache = SessionCache(served.store, Limits())
+        marks = UnreadMarks(served.store, cache, served.turns.telemetry.metrics)
+        for name in ("read", "left"):
+            await cache.get(name, None)
+            line = RequestLog()
+            line.session_id, line.reply_id = name, served.store.load_session(name).answers[0].reply_id
+            marks.answered(line, complete=False)
+        await marks.written()
+
+    asyncio.run(restarted())
+    assert served.store.load_session("read").events == ()
+    assert len(served.store.load_session("left").events) == 1
 
 
 def test_a_retry_that_gets_the_reply_takes_the_mark_back(served: Served) -> None:

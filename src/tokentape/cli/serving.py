@@ -178,10 +178,5 @@ class _Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._app is None:
-            try:
-                self._app = await open_app(self._config, self._renderer, self._store, self._drain)
-            except TokentapeError as error:
-                await receive()
-                await send({"type": "lifespan.startup.failed", "message": str(error)})
-                return
+            self._app = await open_app(self._config, self._renderer, self._store, self._drain)
         await self._app(scope, receive, send)

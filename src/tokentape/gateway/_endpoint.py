@@ -237,9 +237,9 @@ class Endpoint:
         lazy = self.dialect.read_messages is not None and session_id is not None and not turns.takes_images
         body = RequestBody(data, turns.prefixes(session_id or "", caller.owner) if lazy else ())
         parsed = parse_json(body.unread)
-        check_count(parsed)
+        count = check_count(parsed, body.prefix.span.count if body.prefix else 0)
         # Before the digest of the whole body, so that each byte is hashed once.
-        span = body.span() if lazy else None
+        span = body.span(count) if lazy else None
         session_id = address(request, caller, self.dialect.session_of(parsed))
         attempt = _attempt(request, self.dialect.path, body, anonymous=session_id is None)
         line.session_id = session_id or await self.gateway.anonymous.session_id(caller.owner, attempt)

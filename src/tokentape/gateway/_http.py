@@ -118,19 +118,24 @@ def check_depth(value: Any, param: str) -> None:
     raise InvalidRequest(f"{param} nests deeper than {MAX_DEPTH} levels", param)
 
 
-def check_count(body: Any) -> None:
-    """Raise `TooLarge` if messages, system or tools have over `MAX_ENTRIES` entries, those of all lists counted."""
-    for name in ("messages", "input", "system", "tools"):
-        count, left = 0, [body.get(name) if isinstance(body, dict) else None]
+def check_count(body: Any, before: int = 0) -> int:
+    """Return how many entries the messages have, those of all lists counted, `before` of which were read earlier.
+
+    Raises `TooLarge` if messages, system or tools have over `MAX_ENTRIES`.
+    """
+    counts = {"messages": before, "input": 0, "system": 0, "tools": 0}
+    for name in counts:
+        left = [body.get(name) if isinstance(body, dict) else None]
         while left:
             value = left.pop()
             if isinstance(value, list):
-                count += len(value)
+                counts[name] += len(value)
                 left += value
             elif isinstance(value, dict):
                 left += value.values()
-            if count > MAX_ENTRIES:
+            if counts[name] > MAX_ENTRIES:
                 raise TooLarge(f"{name} has over {MAX_ENTRIES} entries and parts; join short ones")
+    return counts["messages"]
 
 
 encode_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode

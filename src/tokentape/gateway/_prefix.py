@@ -27,6 +27,8 @@ class MessagesSpan:
     """Bytes up to the end of the last message."""
     digest: bytes
     """SHA-256 of the first `end` bytes."""
+    count: int = 0
+    """Of the messages and their parts; see `check_count`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class RequestBody:
             return self.data
         return self.data[: self.prefix.span.head] + self.data[comma + 1 :]
 
-    def span(self) -> MessagesSpan | None:
+    def span(self, count: int = 0) -> MessagesSpan | None:
         unread = self.unread
         try:
             messages = memoryview(msgspec.json.decode(unread, type=_Messages).messages)
@@ -77,7 +79,7 @@ class RequestBody:
             if start + 1 != self.prefix.span.head:
                 return None
             end += len(self.data) - len(unread)
-        return MessagesSpan(start + 1, end, self._digest(end))
+        return MessagesSpan(start + 1, end, self._digest(end), count)
 
     def digest(self, path: str) -> str:
         """Return the hex SHA-256 of the path, a NUL and the SHA-256 of the body: the identity of a call."""

@@ -247,9 +247,9 @@ class PromptBuilder:
             ids = np.concatenate([context_ids, added.ids])
             return Prompt(setup, parent, new, context_ids, added, ids, None, request.sampling, bridge=bridge)
 
-        def fork(cause: str, *, unless_continued: bool = False) -> Prompt:
+        def fork(cause: str, *, unless_continued: bool = False, replies: Mapping[int, Turn] | None = None) -> Prompt:
             """Render all messages, with the sampled ids in their places; a new branch unless it continues the turn."""
-            added = self._rendered(session, setup, request.messages, parent)
+            added = self._rendered(session, setup, request.messages, parent, replies)
             length = len(context_ids)
             if unless_continued and np.array_equal(added.ids[:length], context_ids):
                 return prompt(PromptTokens(added.ids[length:], added.provenance[length:]))
@@ -267,7 +267,7 @@ class PromptBuilder:
             replies = self._sampled_replies(session, setup, request.messages)
             if any(at >= len(request.messages) - len(new) for at in replies):
                 # A reply of this session after an edit: a bridge would encode its text, a rendering splices its ids.
-                return fork("edited_history", unless_continued=True)
+                return fork("edited_history", unless_continued=True, replies=replies)
         bridge = self._bridge(request, found, parent, setup)
         if bridge.strategy == "fork":
             return fork("template_rewrites")
@@ -297,13 +297,18 @@ class PromptBuilder:
         )
 
     def _rendered(
-        self, session: Session, setup: Setup, messages: Sequence[Message], parent: Turn | None = None
+        self,
+        session: Session,
+        setup: Setup,
+        messages: Sequence[Message],
+        parent: Turn | None = None,
+        replies: Mapping[int, Turn] | None = None,
     ) -> PromptTokens:
         """Render from the start, with the exact ids of what this session sampled.
 
-        `parent` is the turn whose messages begin these, if there is one.
+        `parent` is the turn whose messages begin these, if there is one; `replies` are `_sampled_replies`, if known.
         """
-        replies = self._sampled_replies(session, setup, messages)
+        replies = dict(self._sampled_replies(session, setup, messages) if replies is None else replies)
         at = 0
         for turn in [] if parent is None else session.path(parent.seq):
             # Two turns may have said the same in other ids; here it is known which one was meant.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway._deadlines import BODY_SECONDS, HEADER_SECONDS, DeadlineConfig
@@ -44,7 +44,7 @@ def serve(
     """
     with listener or _listen(host, port, has_keys) as listener:
         ready = None if on_ready is None else lambda: on_ready(url_of(listener))
-        server = _Server(_config(app, header_seconds, body_seconds), ready, drain)
+        server = _Server(app, header_seconds, body_seconds, ready, drain)
         server.run(sockets=[listener])
     server.refuse_unstarted()
 
@@ -58,7 +58,7 @@ def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> Iterator
     """
     with _listen(host, port, has_keys=False) as listener:
         answered = threading.Event()
-        server = _Server(_config(app, HEADER_SECONDS, BODY_SECONDS), answered.set)
+        server = _Server(app, HEADER_SECONDS, BODY_SECONDS, answered.set)
 
         def run() -> None:
             try:
@@ -80,10 +80,36 @@ def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> Iterator
 class _Server(uvicorn.Server):
     """A uvicorn server that tells when it is ready, drains, and returns when a signal has stopped it."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None] | None, drain: Drain | None = None) -> None:
-        super().__init__(config)
+    def __init__(
+        self,
+        app: ASGIApp,
+        header_seconds: float,
+        body_seconds: float,
+        on_ready: Callable[[], None] | None,
+        drain: Drain | None = None,
+    ) -> None:
+        super().__init__(_config(self._starting, header_seconds, body_seconds))
+        self._app = app
+        self._failure = TokentapeError("the gateway could not start; see its log")
         self._on_ready = on_ready
         self._drain = drain
+
+    async def _starting(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as the application does; if it does not start, keep why for the caller in place of the log."""
+        if scope["type"] != "lifespan":
+            return await self._app(scope, receive, send)
+
+        async def send_on(message: Message) -> None:
+            if message["type"] != "lifespan.startup.failed":
+                await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        except TokentapeError as error:
+            if self.started:
+                raise
+            self._failure = error
+            await send({"type": "lifespan.startup.failed"})
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -117,7 +143,7 @@ class _Server(uvicorn.Server):
     def refuse_unstarted(self) -> None:
         """Raise `TokentapeError` if the application did not start."""
         if not self.started:
-            raise TokentapeError("the gateway could not start; see its log")
+            raise self._failure
 
 
 def _config(app: ASGIApp, header_seconds: float, body_seconds: float) -> uvicorn.Config:
@@ -128,6 +154,7 @@ def _config(app: ASGIApp, header_seconds: float, body_seconds: float) -> uvicorn
         loop="auto",
         ws="none",
         lifespan="on",
+        interface="asgi3",
         access_log=False,
         proxy_headers=False,
         server_header=False,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -68,6 +68,13 @@ class OpenSession:
         self._answers[answer.reply_id] = answer
         if len(self._answers) > _KEPT_ANSWERS:
             self.delivered.discard(self._answers.popitem(last=False)[0])
+
+    def remember_recorded(self, answers: Iterable[RecordedReply]) -> None:
+        """Keep answers that were read from the record. Those not marked as unread were read, or may be elsewhere."""
+        for answer in answers:
+            self.remember(answer)
+            if self.session.unread.isdisjoint(answer.turns):
+                self.delivered.add(answer.reply_id)
 
     def remember_prefix(self, prefix: ParsedPrefix) -> None:
         """Keep the beginning of a request for later ones that begin with it."""
@@ -219,8 +226,7 @@ class SessionCache:
             session.add(turn)
         session.unread |= unread_turns(newer.events)
         opened.setups |= newer.setups.keys()
-        for answer in newer.answers:
-            opened.remember(answer)
+        opened.remember_recorded(newer.answers)
         self._loaded(opened, newer, False)
         return True
 
@@ -276,8 +282,7 @@ class SessionCache:
             return None
         self._make_room(stored.info.owner)
         opened = OpenSession(stored.tree(), stored=True, setups={turn.setup for turn in stored.turns})
-        for answer in stored.answers:
-            opened.remember(answer)
+        opened.remember_recorded(stored.answers)
         self._loaded(opened, stored, True)
         return self._open.setdefault(session_id, opened)
 

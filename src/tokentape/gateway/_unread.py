@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 
 from tokentape._session.tree import UNREAD
-from tokentape.errors import TokentapeError
+from tokentape.errors import StoreError, TokentapeError
 from tokentape.gateway._access import RequestLog
 from tokentape.gateway._metrics import Metrics
 from tokentape.gateway._session_cache import OpenSession, SessionCache
@@ -30,6 +29,10 @@ class UnreadMarks:
         self._sessions = sessions
         self._metrics = metrics
         self._writing: set[asyncio.Task[None]] = set()
+        self._lock = asyncio.Lock()
+        self._due: dict[tuple[str, int], Event] = {}
+        """By session and turn the newest marks that are not recorded. One that the store fails to write is tried again
+        with the next reply, and at the end."""
 
     def answered(self, line: RequestLog, *, complete: bool) -> None:
         """Note that a client was sent all of a reply, or left before."""
@@ -51,22 +54,34 @@ class UnreadMarks:
         answer, unread = opened.answer_named(reply_id), reply_id not in opened.delivered
         marked = opened.session.unread
         turns = () if answer is None else tuple(seq for seq in answer.turns if (seq in marked) != unread)
-        if not turns:
-            return
         marked.symmetric_difference_update(turns)
         if unread:
             self._metrics.unread.inc(len(turns))
-        events = [Event(opened.session_id, seq, UNREAD, {"unread": unread}, time.time()) for seq in turns]
-        task = asyncio.get_running_loop().create_task(self._write(events))
-        self._writing.add(task)
-        task.add_done_callback(self._writing.discard)
+        for seq in turns:
+            event = Event(opened.session_id, seq, UNREAD, {"unread": unread}, time.time())
+            self._due[opened.session_id, seq] = event
+        self._start()
 
     async def written(self) -> None:
-        """Return when all marks are in the record."""
+        """Return when all marks are in the record, or were tried once more."""
+        self._start()
         await asyncio.gather(*self._writing)
 
-    async def _write(self, events: Sequence[Event]) -> None:
-        try:
-            await self._store.write(*events)
-        except TokentapeError as error:
-            _log.warning("it could not be recorded whether a reply was read (%s)", error.code)
+    def _start(self) -> None:
+        if self._due:
+            task = asyncio.get_running_loop().create_task(self._write())
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+
+    async def _write(self) -> None:
+        async with self._lock:
+            due, self._due = self._due, {}
+            for key, event in due.items():
+                try:
+                    await self._store.write(event)
+                except StoreError as error:
+                    _log.warning("it could not be recorded yet whether a reply was read (%s)", error.code)
+                    self._due.setdefault(key, event)
+                except TokentapeError as error:
+                    # The session was deleted.
+                    _log.warning("it could not be recorded whether a reply was read (%s)", error.code)
