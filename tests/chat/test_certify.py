@@ -82,6 +82,18 @@ def test_reasoning_after_a_prompt_that_closes_it_is_not_append_only() -> None:
     assert found.append_only == "no"
 
 
+LOOKS_AHEAD = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.role == 'tool' and loop.nextitem.role == 'user' %}{% endif %}{{ m.content }}
+{%- for t in m.tool_calls or [] -%}<tool_call>{{ t.function | tojson }}</tool_call>{%- endfor -%}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_a_template_that_fails_on_prompts_after_results_is_certified_for_the_rest() -> None:
+    certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(LOOKS_AHEAD)))
+    assert strategies(certificate, "user", "tool", "tool+user") == ["local", "refused", "local"]
+
+
 def strategies(certificate: Certificate, *names: str) -> list[str]:
     found = [certificate.continuation(name) for name in names]
     return [one.strategy for one in found if one is not None]

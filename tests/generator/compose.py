@@ -338,7 +338,7 @@ def compose(case: Case) -> Template:
             else (lambda role: f"<｜{role.capitalize()}｜>")
         )
         found |= dict.fromkeys(map(form, names))
-    if on["header"] == "inst":
+    if on["header"] == "inst" and on["numbering"] == "none":
         found |= dict.fromkeys(f"[{role}]" for role in ("SYSTEM", "USER", "ASSISTANT", "TOOL"))
     if on["header"] == "model_turn":
         found |= {"<start_of_turn>": None}

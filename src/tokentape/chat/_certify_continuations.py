@@ -35,6 +35,8 @@ class Continuations:
         ends: dict[str, None] = {}
         for history, reply, new in grammar.conversations(name, self._renderer.template.highest_compared):
             try:
+                # The prompt of the turn: without it, no model said this.
+                self._marked(history, generate=True)
                 full = self._marked((*history, reply, *new), generate=True)
                 found, suffix = self._strategy(history, reply, new)
             except TemplateRefused as error:
