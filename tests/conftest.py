@@ -107,8 +107,10 @@ def _create_all(connection: Connection, **options: Any) -> None:
     if connection.dialect is not _first_engine.dialect:
         MetaData.create_all(schema.metadata, connection, **options)
         return
+    cursor = connection.connection.cursor()
     for statement in _tables():
-        connection.exec_driver_sql(statement)
+        cursor.execute(statement)
+    cursor.close()
 
 
 schema.metadata.create_all = _create_all

@@ -99,7 +99,7 @@ def test_expressions_take_long_texts(source: str) -> None:
     check_equal(source, conversation(3, 200_000, calls=False), [])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "source",
     [

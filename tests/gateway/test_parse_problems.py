@@ -24,6 +24,8 @@ from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
 from tokentape.types import Setup
 
+pytestmark = pytest.mark.usefixtures("quick_models")
+
 TEXT = "<think>\nhm\n</think>\n\nWell, break it.<|im_end|>"
 CONTENT = TEXT.removesuffix("<|im_end|>")
 PROBLEM = "IndexError in test_parse_problems.py"

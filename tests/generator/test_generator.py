@@ -125,6 +125,7 @@ def without_time(result: dict[str, object]) -> dict[str, object]:
     return {key: value for key, value in result.items() if key != "seconds"}
 
 
+@pytest.mark.slow
 def test_some_cases_are_examined() -> None:
     for index in (0, 2):
         assert examine(case_of(2, index), 4).counts

@@ -16,6 +16,11 @@ from tokentape.store._commit import Work
 from tokentape.store._snapshots import Selection, Snapshot, Snapshots
 from tokentape.types import Reward, SessionInfo, TurnColumn
 
+# What custody does is the same code on each: the contract of stores is tested on both.
+pytestmark = pytest.mark.parametrize(
+    "places", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True
+)
+
 CHAIN = make_chain("a", 3)
 
 

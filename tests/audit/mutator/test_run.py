@@ -50,6 +50,7 @@ def test_a_case_that_does_not_end_is_a_complaint(base: Base, monkeypatch: pytest
     assert runner.isolated(base, 5, 0.1)["complaints"] == ["case takes too long"]
 
 
+@pytest.mark.slow
 def test_a_case_that_loops_is_a_complaint(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     def loop(base: Base, seed: int) -> None:
         while True:
