@@ -27,6 +27,7 @@ PAGES = {
             "tokentape.training.slime",
             "tokentape.training.skyrl",
             "tokentape.training.verifiers",
+            "tokentape.training.tinker",
         ),
         ("tokentape.training.exports",),
     ),

@@ -23,6 +23,7 @@ FACES = {
         "tokentape.training.slime",
         "tokentape.training.skyrl",
         "tokentape.training.verifiers",
+        "tokentape.training.tinker",
     ),
 }
 """Packages that list their public names in `__all__`."""

@@ -6,9 +6,11 @@ What adapters hand to a trainer is compared with what the engine itself noted do
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -150,6 +152,25 @@ class SkyRlClient:
         (prompt,), (session,) = batch["prompt_token_ids"], batch["session_ids"]
         call = self.ledger.sample(prompt, batch["sampling_params"]["max_tokens"], session)
         return {"response_ids": [call.ids], "response_logprobs": [call.logprobs], "stop_reasons": [call.finish]}
+
+
+class TinkerClient:
+    """`SamplingClient.sample` as tinker-cookbook 0.6.1 calls it.
+
+    It hears of no session, so the task's number in the prompt names it.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    async def sample(self, prompt: Any, num_samples: int, sampling_params: Any) -> Any:
+        ids = prompt.to_ints()
+        found = re.search(r"Task (\d+)", self.ledger.renderer.tokenizer.decode(ids))
+        assert found is not None
+        call = self.ledger.sample(ids, sampling_params.max_tokens, found[1])
+        about = {"stop_reason": call.finish, "sequence_id": None}
+        one = SimpleNamespace(tokens=call.ids, logprobs=call.logprobs, **about)
+        return SimpleNamespace(sequences=[one], prompt_cache_hit_tokens=0)
 
 
 def one_at_a_time() -> Any:

@@ -45,6 +45,7 @@ def ran(trainer: str) -> Any:
         ("miles", "aborted"),
         ("skyrl", "error"),
         ("verifiers", "HarnessError"),
+        ("tinker", "skipped"),
     ],
 )
 def test_what_the_trainer_makes_of_live_agents_is_what_its_engine_sampled(trainer: str, failed: str) -> None:

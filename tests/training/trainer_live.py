@@ -364,7 +364,63 @@ def verifiers() -> dict[str, Any]:
     return {"rows": rows, "rewards": rewards, "failed": traces[5].last_error.type}
 
 
-TRAINERS = {"verl": verl, "slime": slime, "miles": miles, "skyrl": skyrl, "verifiers": verifiers}
+def tinker() -> dict[str, Any]:
+    """The cookbook's rollouts of groups, its advantages and its data; only Tinker's sampling client is replaced."""
+    from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages
+    from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
+    from tinker_cookbook.rl.rollouts import do_group_rollout_and_filter_constant_reward
+    from tinker_cookbook.rl.types import EnvGroupBuilder
+
+    from tokentape.training.tinker import AgentRollouts
+
+    class Rollouts(AgentRollouts, RolloutStrategy):
+        agent = "tests.training.trainer_live.by_number"
+        model_dir, max_context = MODEL, 500
+
+    class Tasks(EnvGroupBuilder):
+        def __init__(self, *numbers: int) -> None:
+            self.numbers = numbers
+
+        async def make_envs(self) -> Any:
+            return [SimpleNamespace(number=n) for n in self.numbers]
+
+    async def groups() -> list[Any]:
+        asked = {"max_tokens": 80, "temperature": 1.0, "do_remove_constant_reward_groups": True}
+        return [
+            await do_group_rollout_and_filter_constant_reward(
+                live.TinkerClient(live.LEDGER[-1]), Tasks(*numbers), **asked, strategy=Rollouts()
+            )
+            for numbers in (range(5), [5, 7])
+        ]
+
+    group, failed = asyncio.run(groups())
+    assert group.get_total_rewards() == [*live.REWARDS]
+    (advantages,) = compute_advantages([group])
+    centered = [reward - sum(live.REWARDS) / 5 for reward in live.REWARDS]
+    assert max(abs(one - other) for one, other in zip(advantages.tolist(), centered, strict=True)) < 1e-6
+    rows = []
+    for datum, about in zip(*assemble_training_data([group], [advantages]), strict=True):
+        inputs = {name: values.to_torch().tolist() for name, values in datum.loss_fn_inputs.items()}
+        number = about["traj_idx"]
+        rows.append(
+            Row(
+                [datum.model_input.to_ints()[0], *inputs["target_tokens"]],
+                [0.0, *inputs["mask"]],
+                [0.0, *inputs["logprobs"]],
+                reward=live.REWARDS[number],
+                truncated=group.trajectories_G[number].stop_reason == "max_tokens",
+            )
+        )
+    rewards = {str(n): reward for n, reward in enumerate(live.REWARDS)}
+    return {"rows": rows, "rewards": rewards, "failed": "skipped" if failed is None else "trained"}
+
+
+async def by_number(base_url: str, api_key: str, task: Any) -> float | None:
+    async with LOCK:
+        return await live.agent(base_url, api_key, task)
+
+
+TRAINERS = {"verl": verl, "slime": slime, "miles": miles, "skyrl": skyrl, "verifiers": verifiers, "tinker": tinker}
 
 
 def main() -> None:

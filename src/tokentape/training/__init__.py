@@ -1,6 +1,6 @@
 """Samples and batches of recorded sessions for trainers.
 
-`exports` has a function per trainer; `trl`, `verl`, `slime` and `skyrl` run agents live.
+`exports` has a function per trainer; `trl`, `verl`, `slime`, `skyrl`, `verifiers` and `tinker` run agents live.
 """
 
 from __future__ import annotations

@@ -1,0 +1,114 @@
+"""Tinker cookbook: agents as a strategy of its rollouts, with its sampling client. For tinker-cookbook 0.6.1.
+
+    class Rollouts(AgentRollouts, RolloutStrategy):
+        agent = staticmethod(agent)         # async def agent(base_url, api_key, task) -> float | None
+        model_dir = "path/to/model"         # tokenizer and chat template of the model that is trained
+        max_context = 32768
+
+    Config(..., rollout_error_tolerance=Rollouts())
+
+`task` has the attributes of an environment, of any class, that `EnvGroupBuilder.make_envs` makes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, ClassVar
+from uuid import uuid4
+
+from tokentape.chat._renderer import Renderer
+from tokentape.engines._base import SampleDelta, SamplingParams
+from tokentape.engines._function import FunctionEngine
+from tokentape.errors import InvalidRequest
+from tokentape.training._live import Rollout, live_gateway, named
+from tokentape.training._trainers import temperature
+from tokentape.training.exports import agent_lightning_triplets
+
+__all__ = ["AgentRollouts"]
+
+_policies: dict[str, Any] = {}
+"""By session the completer that samples it."""
+
+
+class AgentRollouts:
+    """What a strategy derives from before the cookbook's own class. An agent runs for each environment of a group.
+
+    A rollout is one trajectory, a transition per turn; where branches part, the cookbook begins another datum. If an
+    agent raises, takes longer than `seconds` or samples nothing, the group is skipped. Sessions are recorded in
+    `directory`, or not kept.
+    """
+
+    catches_group_errors = True
+    agent: ClassVar[Any]
+    """An `Agent`, as a static method, or `package.module.name` of one. If it returns None, the reward is 0."""
+    model_dir: ClassVar[Path | str]
+    max_context: ClassVar[int]
+    seconds: ClassVar[float | None] = None
+    directory: ClassVar[Path | str | None] = None
+
+    async def execute(self, env_group_builder: Any, policy: Any) -> Any:
+        """Run the agents of a group and return a `RolloutResult`."""
+        from tinker_cookbook.rl.rollout_strategy import RolloutResult
+
+        gateway = await live_gateway(self.model_dir, self._engine, directory=self.directory)
+        envs = {uuid4().hex: env for env in await env_group_builder.make_envs()}
+        _policies.update(dict.fromkeys(envs, policy))
+        about: dict[str, Any] = {"group": uuid4().hex, "seconds": self.seconds}
+        about |= {"pin": {"temperature": policy.temperature}, "default": {"max_tokens": policy.max_tokens}}
+        agent = named(self.agent)
+        runs = [gateway.run(agent, vars(env), session_id=name, **about) for name, env in envs.items()]
+        try:
+            made = [_trajectory(one) for one in await asyncio.gather(*runs)]
+        finally:
+            for name in envs:
+                del _policies[name]
+        return RolloutResult(trajectories=made, envs=[*envs.values()], errors=[])
+
+    def _engine(self, renderer: Renderer) -> FunctionEngine:
+        return FunctionEngine(
+            _sample,
+            vocab_size=renderer.tokenizer.vocab_size,
+            max_context=self.max_context,
+            # At temperature 1, the only one that is trained, all modes are the same.
+            logprobs_mode="processed_logprobs",
+            sampling=frozenset({"temperature", "stop_token_ids", "session_id"}),
+            name="tinker",
+        )
+
+
+async def _sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
+    from tinker import ModelInput
+
+    policy, stop = _policies[str(params.session_id)], list(params.stop_token_ids)
+    sampled = await policy(ModelInput.from_ints(prompt_ids), stop, max_tokens=params.max_tokens)
+    return SampleDelta(tuple(sampled.tokens), tuple(sampled.logprobs), sampled.stop_reason)
+
+
+def _trajectory(rollout: Rollout) -> Any:
+    """Return a `Trajectory` with the reward at its last transition. Raises what the agent raised."""
+    from tinker import ModelInput
+    from tinker_cookbook.completers import TokensWithLogprobs
+    from tinker_cookbook.rl.types import StopReason, Trajectory, Transition
+
+    if rollout.error is not None:
+        raise rollout.error
+    if not rollout.samples:
+        raise InvalidRequest(f"the agent of session {rollout.session_id!r} sampled nothing: expected a call")
+    temperature(rollout.samples, "tinker")
+    transitions = [
+        Transition(
+            ob=ModelInput.from_ints(one["prompt"]["token_ids"]),
+            ac=TokensWithLogprobs(one["response"]["token_ids"], one["response"]["logprobs"]),
+            reward=0.0,
+            episode_done=False,
+        )
+        for sample in rollout.samples
+        for one in agent_lightning_triplets(sample)
+    ]
+    cut = any(sample.truncated for sample in rollout.samples)
+    stop = StopReason.MAX_TOKENS if cut else StopReason.COMPLETED
+    last = transitions[-1]
+    last.reward, last.episode_done = rollout.samples[0].reward or 0.0, True
+    last.metrics[f"stop/{stop.value}"] = 1.0
+    return Trajectory(transitions, ModelInput.from_ints([]), stop_reason=stop)
