@@ -59,6 +59,27 @@ def test_a_file_is_shown_with_the_tokenizer_that_is_named(tmp_path: Path, model_
         assert "showing ids only; name a model folder with --tokenizer" in process.stderr.read()
 
 
+def test_beyond_this_machine_the_page_takes_the_key_that_is_printed(record: Record) -> None:
+    with viewing(record(HELLO), "--host", "127.0.0.2") as (process, url):
+        assert url.startswith("http://127.0.0.2:")
+        key = process.stderr.readline().removeprefix("key: ").strip()
+        assert len(key) == 32
+        assert httpx2.get(f"{url}/api/sessions").status_code == 401
+        answer = httpx2.get(f"{url}/api/sessions", headers={"authorization": f"Bearer {key}", "host": "gpu-3"})
+        assert [one["session_id"] for one in answer.json()["sessions"]] == ["s"]
+
+
+def test_a_record_is_written_to_one_file(run: Run, record: Record, tmp_path: Path) -> None:
+    directory, path = record(HELLO), tmp_path / "run.html"
+    done = run("view", directory, "--export", path)
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr.endswith("1 sessions, of these with tokens: 1\n")
+    assert path.read_bytes().startswith(b"<!doctype html>")
+    assert run("view", directory, "--export", path, "--session", "nothing").exit_code == 1
+    done = run("view", directory, "--session", "s")
+    assert (done.exit_code, "--session goes with --export" in done.stderr) == (1, True)
+
+
 def test_what_is_not_there_is_a_usage_error(run: Run, tmp_path: Path) -> None:
     done = run("view", tmp_path / "nothing")
     assert done.exit_code == 2

@@ -44,9 +44,9 @@ def _beside_a_record(record: Record, model_dir: Path, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
 
 
-def arguments(name: str) -> list[str]:
-    (line,) = block(name).splitlines()
-    prompt, program, *rest = shlex.split(line)
+def arguments(name: str, n: int = 0) -> list[str]:
+    """The arguments of the n-th command of a block."""
+    prompt, program, *rest = shlex.split(block(name).splitlines()[n])
     assert (prompt, program) == ("$", "tokentape")
     return ["s" if one == "SESSION" else one for one in rest]
 
@@ -79,5 +79,12 @@ def test_the_notebook_shows_text() -> None:
     assert "hello" in re.sub("<style>.*</style>|<[^>]*>", "", shown, flags=re.DOTALL)
 
 
-def test_the_picture_is_small() -> None:
-    assert (PAGE.parents[1] / "img" / "viewer.png").stat().st_size < 200_000
+@pytest.mark.parametrize(("n", "name"), [(0, "run.html"), (1, "session.html")])
+def test_files_are_written(n: int, name: str) -> None:
+    assert CliRunner().invoke(app, arguments("export", n)).exit_code == 0
+    assert Path(name).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", ["viewer.png", "run.png"])
+def test_the_pictures_are_small(name: str) -> None:
+    assert (PAGE.parents[1] / "img" / name).stat().st_size < 200_000

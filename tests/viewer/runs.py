@@ -85,10 +85,15 @@ def take_picture(path: Path) -> None:
         asyncio.run(record_run(store, renderer, 640, 160, 20))
         viewer = Viewer(StoreSource(store, "run"), RecordReader(renderer.tokenizer, renderer))
         with running(create_app(viewer)) as url, sync_playwright() as driver:
-            browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--headless", "--no-sandbox"])
+            browser = driver.chromium.launch(
+                executable_path=shutil.which("chromium"), args=["--headless", "--no-sandbox"]
+            )
             page = browser.new_page(viewport={"width": 1200, "height": 820}, locale="en-US", timezone_id="UTC")
             page.goto(f"{url}/view#/run")
             page.get_by_text("640 sessions ·").wait_for(timeout=600_000)
+            # The newest weights have begun no session yet.
+            page.keyboard.press("ArrowLeft")
+            page.keyboard.press("ArrowLeft")
             page.screenshot(path=path)
             browser.close()
 

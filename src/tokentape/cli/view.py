@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +12,7 @@ import typer
 
 from tokentape.cli.arguments import ANY_RECORD, there
 from tokentape.cli.source import open_source
+from tokentape.errors import InvalidRequest
 
 
 def view(
@@ -30,20 +33,37 @@ def view(
             help="Model folder to read ids with. A data directory knows the one that was served last.",
         ),
     ] = None,
+    host: Annotated[
+        str,
+        typer.Option(help="Address to listen on. Beyond this machine the page asks for a key, which is printed."),
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Write one HTML file with all of it instead of serving."),
+    ] = None,
+    session: Annotated[
+        str | None, typer.Option(metavar="ID", help="With --export: only this session, with every comparison.")
+    ] = None,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
 ) -> None:
     """Look at trajectories token by token, in a browser.
 
-    Serves the page on this machine only, until it is interrupted. A gateway serves the same page of its own record at
-    /view.
+    Serves the page on this machine only, unless --host names another address, until it is interrupted. A gateway serves
+    the same page of its own record at /view.
     """
     from starlette.middleware import Middleware
 
     from tokentape.gateway._hosts import THIS_MACHINE, AllowedHosts
     from tokentape.gateway._serve import serve
-    from tokentape.viewer._app import create_app, file_viewer, store_viewer
+    from tokentape.store._location import refuse_output
+    from tokentape.viewer._app import create_app, file_viewer, key_visit, store_viewer
     from tokentape.viewer._routes import PAGE
+
+    if session is not None and export is None:
+        raise InvalidRequest("--session goes with --export FILE")
+    if export is not None:
+        refuse_output(export, location, tokenizer)
 
     def ready(url: str) -> None:
         typer.echo(f"{url}{PAGE}")
@@ -62,5 +82,17 @@ def view(
             viewer = store_viewer(source.store, location, tokenizer)
         if viewer.reader.tokenizer is None:
             typer.echo(f"{viewer.reader.why_none}: showing ids only; name a model folder with --tokenizer", err=True)
-        app = create_app(viewer, [Middleware(AllowedHosts, hosts=THIS_MACHINE)])
-        serve(app, port=port, on_ready=ready)
+        if export is not None:
+            from tokentape.viewer._export import export_page
+
+            made = export_page(viewer, session)
+            export.write_bytes(made.html)
+            typer.echo(f"wrote {export}: {made.sessions} sessions, of these with tokens: {made.whole}", err=True)
+            return
+        if host in THIS_MACHINE:
+            app = create_app(viewer, [Middleware(AllowedHosts, hosts=THIS_MACHINE)])
+        else:
+            key = secrets.token_urlsafe(24)
+            typer.echo(f"key: {key}", err=True)
+            app = create_app(replace(viewer, visit=key_visit(key)))
+        serve(app, host=host, port=port, has_keys=host not in THIS_MACHINE, on_ready=ready)

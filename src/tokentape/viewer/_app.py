@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from pathlib import Path, PurePath
 
 import msgspec
@@ -12,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokentape.chat._tokenizer import Tokenizer
-from tokentape.errors import TokentapeError
+from tokentape.errors import TokentapeError, Unauthorized
 from tokentape.store._base import Store
 from tokentape.store._location import served_model, shown
 from tokentape.viewer._comparing import RecordReader, reader_of
 from tokentape.viewer._file_source import FileSource
-from tokentape.viewer._routes import Viewer, routes
+from tokentape.viewer._routes import Viewer, Visit, Visitor, routes
 from tokentape.viewer._source import StoreSource
 from tokentape.viewer._static_files import SECURITY
 
@@ -47,6 +48,18 @@ def file_viewer(path: Path, model: Path | None = None) -> Viewer:
     """
     reader = RecordReader(why_none="a file of trajectories doesn't say which tokenizer its ids are of")
     return Viewer(FileSource(path), reader if model is None else RecordReader(Tokenizer.load(model)))
+
+
+def key_visit(key: str) -> Visit:
+    """Return a check that a request has this key: its sender sees everything."""
+
+    def visit(request: Request) -> Visitor:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise Unauthorized("that is not the key that `tokentape view` printed")
+        return Visitor()
+
+    return visit
 
 
 async def _error(request: Request, error: Exception) -> Response:

@@ -121,19 +121,7 @@ def routes(viewer: Viewer) -> list[Route]:
         return static_file(request, request.path_params["name"])
 
     async def about(request: Request) -> Response:
-        visitor = viewer.visit(request)
-        return _json(
-            {
-                "name": source.name,
-                "version": __version__,
-                "grows": source.grows,
-                "text": reader.tokenizer is not None,
-                "why_no_text": reader.why_none,
-                "against": against(source, reader),
-                "overview": viewer.overview is not None and visitor.metrics,
-                "only_session": visitor.session_id,
-            }
-        )
+        return _json(about_of(viewer, viewer.visit(request)))
 
     async def sessions(request: Request) -> Response:
         wanted, query = _listing(request, viewer.visit(request)), request.query_params
@@ -143,7 +131,7 @@ def routes(viewer: Viewer) -> list[Route]:
             if by_drift or verdict or role:
                 return _measured_page(source, measures, wanted, verdict, role, by_drift)
             page = source.page(wanted)
-            return {"total": page.total, "sessions": _lines(source, measures, page.sessions)}
+            return {"total": page.total, "sessions": listed_lines(source, measures, page.sessions)}
 
         return _json(await asyncio.to_thread(found))
 
@@ -241,6 +229,22 @@ def routes(viewer: Viewer) -> list[Route]:
     ]
 
 
+def about_of(viewer: Viewer, visitor: Visitor) -> dict[str, Any]:
+    """Return what a visitor is shown, and what not."""
+    source, reader = viewer.source, viewer.reader
+    return {
+        "name": source.name,
+        "version": __version__,
+        "grows": source.grows,
+        "text": reader.tokenizer is not None,
+        "why_no_text": reader.why_none,
+        "against": against(source, reader),
+        "overview": viewer.overview is not None and visitor.metrics,
+        "only_session": visitor.session_id,
+        "exported": False,
+    }
+
+
 async def _version(source: ViewerSource, visitor: Visitor, session_id: str) -> tuple[str, str]:
     """Return a session's owner and version. Raises the same `NotFound` for unknown ids and for others' sessions."""
     missing = NotFound(f"there is no session {session_id!r}")
@@ -293,7 +297,7 @@ def _listing(request: Request, visitor: Visitor) -> Listing:
     )
 
 
-def _lines(source: ViewerSource, measures: Measures, sessions: Sequence[SessionSummary]) -> list[dict[str, Any]]:
+def listed_lines(source: ViewerSource, measures: Measures, sessions: Sequence[SessionSummary]) -> list[dict[str, Any]]:
     """Return what a list shows of sessions, with their measures if these are of what is recorded now."""
     ids = [one.info.session_id for one in sessions]
     versions = source.versions(Listing(session_ids=ids, limit=MAX_PAGE)) if ids else {}
@@ -322,7 +326,7 @@ def _measured_page(
         page = source.page(replace(wanted, session_ids=chosen))
         found, total = page.sessions, page.total
     progress = {"measured": len(measured), "of": len(versions)}
-    return {"total": total, "sessions": _lines(source, measures, found), **progress}
+    return {"total": total, "sessions": listed_lines(source, measures, found), **progress}
 
 
 def _chosen(measured: Mapping[str, SessionMeasures], verdict: str, role: str) -> list[SessionMeasures]:

@@ -109,6 +109,7 @@ async function show() {
     about ??= await getJson("about");
     if (turn !== shown) return;
     drawTop();
+    if (!location.hash && about.only_session) history.replaceState(null, "", `#/session/${encodeURIComponent(about.only_session)}`);
     const [path, query] = location.hash.slice(1).split("?");
     const parts = path.split("/").slice(1).map(decodeURIComponent);
     const view = { main, about, parts, query: new URLSearchParams(query), signal: stop.signal, failed };

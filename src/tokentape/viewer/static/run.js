@@ -87,7 +87,7 @@ class RunPage {
       h("p", { class: "dim" }, `${progress} · ${counted(weights.length, "version")} of the weights`),
       ...filters.map((text) => h("span", { class: "badge" }, h("bdi", {}, text))),
       filters.length > 0 && h("a", { href: "#/run" }, "all sessions"),
-      h("a", { href: `#/sessions?${new URLSearchParams(this.filters)}` }, "list"),
+      !this.view.about.exported && h("a", { href: `#/sessions?${new URLSearchParams(this.filters)}` }, "list"),
       h("span", { class: "space" }),
       this.told,
     );
@@ -154,7 +154,7 @@ class RunPage {
     return h(
       "tr",
       {},
-      h("td", { class: "key" }, h("a", { href: `#/sessions?${query}` }, h("bdi", {}, one.value.length > 80 ? `${one.value.slice(0, 80)}…` : one.value || "(empty)"))),
+      h("td", { class: "key" }, this.#link(`#/sessions?${query}`, h("bdi", {}, one.value.length > 80 ? `${one.value.slice(0, 80)}…` : one.value || "(empty)"))),
       number(count(one.sessions), one.rewarded < one.sessions && h("span", { class: "dim" }, ` (${one.rewarded} rewarded)`)),
       number(or(one.mean)),
       number(one.rewarded > 1 && one.sd === 0 ? h("span", { class: "badge warn" }, "0") : or(one.sd)),
@@ -178,7 +178,7 @@ class RunPage {
           "table",
           {},
           h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "weights"), ...columns.map(([name]) => h("th", { scope: "col" }, name.replaceAll("_", " "))))),
-          h("tbody", {}, ...weights.toReversed().map((one) => h("tr", {}, h("td", { class: "weights" }, h("a", { href: this.#sessionsOf(one) }, h("bdi", {}, one.weights))), ...columns.map(([name, text]) => h("td", { class: "number" }, or(one[name], text)))))),
+          h("tbody", {}, ...weights.toReversed().map((one) => h("tr", {}, h("td", { class: "weights" }, this.#link(this.#sessionsOf(one), h("bdi", {}, one.weights))), ...columns.map(([name, text]) => h("td", { class: "number" }, or(one[name], text)))))),
         ),
       ),
     );
@@ -189,9 +189,15 @@ class RunPage {
     return `#/sessions?${new URLSearchParams({ ...this.filters, weights })}`;
   }
 
+  /** A link to a filtered list, which an exported file does not have. */
+  #link(href, text) {
+    return this.view.about.exported ? text : h("a", { href }, text);
+  }
+
   #toSessions() {
     const { weights } = this.found;
-    if (weights.length) location.hash = this.#sessionsOf(weights[this.at ?? weights.length - 1]);
+    // An exported list has no filters.
+    if (weights.length && !this.view.about.exported) location.hash = this.#sessionsOf(weights[this.at ?? weights.length - 1]);
   }
 
   #sort(key) {

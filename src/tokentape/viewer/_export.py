@@ -1,0 +1,163 @@
+"""A session or a run as one HTML file: the page with the server's answers in it. It loads nothing and needs no server.
+
+The answers are compressed and in base64, so that nothing that a prompt says is markup of the file. Its policy allows
+only its own script and style, by their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from tokentape.errors import InvalidRequest
+from tokentape.store._listing import Listing
+from tokentape.viewer import _views as views
+from tokentape.viewer._comparing import comparison
+from tokentape.viewer._measuring import Measures
+from tokentape.viewer._routes import MAX_COMPARED, MAX_PAGE, Viewer, Visitor, about_of, listed_lines
+from tokentape.viewer._run import run_of
+from tokentape.viewer._source import SessionView
+from tokentape.viewer._static_files import FOLDER
+
+MAX_BYTES = 64 * 2**20
+"""Sessions of a run are added, newest first, until the file is about so large."""
+
+_MAX_KEYS = 8
+"""Keys of the metadata that a run can be grouped by in the file, those with the fewest values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The file, and how much is in it."""
+
+    html: bytes
+    sessions: int
+    """Sessions that are listed."""
+    whole: int
+    """Of these, sessions with their tokens."""
+
+
+def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = MAX_BYTES) -> Exported:
+    """Return the file of a session, or of the newest sessions. Raises `NotFound` for an unknown session."""
+    source, measures = viewer.source, Measures(viewer.source, viewer.reader)
+    if session_id is not None:
+        source.version(session_id)
+    wanted = Listing(session_ids=None if session_id is None else [session_id], limit=MAX_PAGE)
+    page = source.page(wanted)
+    measured = measures.measured(source.versions(replace(wanted, limit=MAX_COMPARED if session_id is None else 1)))
+    sides = about_of(viewer, Visitor())["against"][: None if session_id else 1]
+    answers = _Answers()
+    about = {"grows": False, "overview": False, "exported": True, "only_session": session_id, "against": sides}
+    answers.add("about", _json(about_of(viewer, Visitor()) | about))
+    answers.add("sessions", _json({"total": page.total, "sessions": listed_lines(source, measures, page.sessions)}))
+    if session_id is None:
+        run = {"measured": len(measured), "of": len(measured), "most": MAX_COMPARED, "cache": None}
+        sessions = list(measured.values())
+        keys: dict[str, int] = run_of(sessions)["keys"]
+        for group in ["", *sorted(keys, key=lambda key: keys[key])[:_MAX_KEYS]]:
+            figures = run_of(sessions, group, aborts_recorded=source.grows)
+            path = f"run?{_spelled(group)}" if group else "run"
+            answers.add(path, _json(run | figures))
+    whole = 0
+    for one in page.sessions:
+        view = source.load(one.info.session_id)
+        if not answers.add_all(_of_session(viewer, view, sides), max_bytes):
+            break
+        whole += 1
+    return Exported(_page(answers.texts), len(page.sessions), whole)
+
+
+class _Answers:
+    """Answers by the path that the page asks for."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self._bytes = 0
+
+    def add(self, path: str, body: bytes) -> None:
+        self.texts[path] = base64.b64encode(zlib.compress(body)).decode()
+        self._bytes += len(self.texts[path])
+
+    def add_all(self, answers: Iterator[tuple[str, bytes]], most: int) -> bool:
+        """Add all answers or, if there is no room for them, none; return whether there was."""
+        before, bytes_before = dict(self.texts), self._bytes
+        for path, body in answers:
+            self.add(path, body)
+            if self._bytes > most:
+                self.texts, self._bytes = before, bytes_before
+                return False
+        return True
+
+
+def _of_session(viewer: Viewer, view: SessionView, sides: list[str]) -> Iterator[tuple[str, bytes]]:
+    path = f"sessions/{_spelled(view.info.session_id)}"
+    tokenizer = viewer.reader.tokenizer
+    yield path, _json(views.tree(view))
+    for one in view.trajectories:
+        yield f"{path}/leaves/{one.leaf}", views.trajectory(view, one, tokenizer, 0)
+        for side in sides:
+            try:
+                yield f"{path}/leaves/{one.leaf}/comparison?{side}", comparison(viewer.reader, view, one, side)
+            except InvalidRequest:
+                # A template that refuses these messages: the page says that the file does not have it.
+                continue
+    for turn in view.turns:
+        recorded = views.alternatives(view, turn.seq, tokenizer)
+        if recorded:
+            yield f"{path}/turns/{turn.seq}/alternatives", _json({"alternatives": recorded})
+
+
+def _page(answers: dict[str, str]) -> bytes:
+    script, style = _bundle(), (FOLDER / "style.css").read_text(encoding="utf-8")
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
+        "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    page = (FOLDER / "index.html").read_text(encoding="utf-8")
+    page = re.sub(r"\s*<(link|script)\b[^>]*>(</script>)?", "", page)
+    # A path is quoted and a value is base64, but for `'()*!~.-_`: neither has a `<`.
+    data = f'<script type="application/json" id="answers">{json.dumps(answers)}</script>'
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}" /><style>{style}</style>'
+    made = page.replace("<title>", f"{head}\n    <title>")
+    return made.replace("</body>", f'{data}<script type="module">{script}</script></body>').encode()
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _bundle() -> str:
+    """Return the modules of the page as one script: each is a function that returns what it exports."""
+    done: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        text = (FOLDER / name).read_text(encoding="utf-8")
+        for other in re.findall(r'^import .*? from "\./(.*?)";$', text, re.MULTILINE):
+            if other not in done:
+                add(other)
+        text = re.sub(r'^import (\{.*?\}) from "\./(.*?)\.js";$', r"const \1 = $\2;", text, flags=re.MULTILINE)
+        exported = re.findall(r"^export (?:async )?(?:function|class|const) (\w+)", text, re.MULTILINE)
+        text = re.sub(r"^export ", "", text, flags=re.MULTILINE)
+        variable = "$" + name.removesuffix(".js")
+        done[name] = f"const {variable} = (() => {{\n{text}\nreturn {{ {', '.join(exported)} }};\n}})();\n"
+
+    add("app.js")
+    return "".join(done.values())
+
+
+def _json(value: Any) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def _spelled(text: str) -> str:
+    """Return text as the page's encodeURIComponent writes it."""
+    return quote(text, safe="-_.!~*'()")

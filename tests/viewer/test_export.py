@@ -1,0 +1,154 @@
+"""One file of a session or a run: it says what the server says, in a browser without one, and runs nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from tests.records import make_turn
+from tests.viewer.conftest import HOSTILE
+from tests.viewer.runs import SESSIONS, record_run
+from tokentape.chat._renderer import Renderer
+from tokentape.errors import NotFound
+from tokentape.gateway._serve import running
+from tokentape.store import SqliteStore
+from tokentape.types import SessionInfo
+from tokentape.viewer._app import create_app, key_visit
+from tokentape.viewer._comparing import RecordReader
+from tokentape.viewer._export import export_page
+from tokentape.viewer._routes import Viewer
+from tokentape.viewer._source import StoreSource
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+NAME = "<script>window.hurt=1<!--"
+
+
+@pytest.fixture(scope="module")
+def viewer(renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
+    """The sessions of a run, and one whose name, metadata and texts are hostile."""
+    with SqliteStore.open(tmp_path_factory.mktemp("exported")) as store:
+        asyncio.run(record_run(store, renderer))
+        ids = np.array(renderer.tokenizer.encode_marked(HOSTILE).ids, np.int32)
+        turn = make_turn(NAME, 0, completion_ids=ids, logprobs=np.zeros(len(ids), np.float32), weight_version=NAME)
+        asyncio.run(store.write(SessionInfo(NAME, 1e6, {"task": HOSTILE}), turn))
+        yield Viewer(StoreSource(store, "run"), RecordReader(renderer.tokenizer))
+
+
+@pytest.fixture(scope="module")
+def site(viewer: Viewer) -> Iterator[str]:
+    with running(create_app(viewer)) as url:
+        yield url
+
+
+def answers(html: bytes) -> dict[str, bytes]:
+    found = re.search(rb'<script type="application/json" id="answers">(.*?)</script>', html, re.DOTALL)
+    assert found is not None
+    return {path: zlib.decompress(base64.b64decode(text)) for path, text in json.loads(found[1]).items()}
+
+
+def test_a_run_has_the_answers_of_the_server(viewer: Viewer, site: str) -> None:
+    made = export_page(viewer)
+    assert (made.sessions, made.whole) == (SESSIONS + 1, SESSIONS + 1)
+    found = answers(made.html)
+    with httpx2.Client(base_url=f"{site}/view/api/") as http:
+        ids = ",".join(one["session_id"] for one in http.get("sessions").json()["sessions"])
+        http.get("measures", params={"ids": ids})
+        for path, body in found.items():
+            query = {"comparison": "?with=", "run": "?group="}.get(path.split("?")[0].rsplit("/", 1)[-1], "?")
+            served = http.get(path.replace("?", query))
+            if path == "about":
+                assert json.loads(body) == served.json() | {"exported": True, "grows": False}
+            elif path.startswith("run") or path == "sessions":
+                told: Any = json.loads(body)
+                assert told == {name: value for name, value in served.json().items() if name in told}
+            else:
+                assert body == served.content
+    assert sum("/leaves/" in path for path in found) > 2 * SESSIONS
+
+
+def test_a_session_has_only_itself(viewer: Viewer) -> None:
+    made = export_page(viewer, "s01")
+    found = answers(made.html)
+    assert json.loads(found["about"])["only_session"] == "s01"
+    assert [one["session_id"] for one in json.loads(found["sessions"])["sessions"]] == ["s01"]
+    assert {path.split("/")[1] for path in found if "/" in path} == {"s01"}
+    with pytest.raises(NotFound):
+        export_page(viewer, "nothing")
+
+
+def test_sessions_without_room_are_listed_without_tokens(viewer: Viewer) -> None:
+    made = export_page(viewer, max_bytes=20_000)
+    found = answers(made.html)
+    assert 0 < made.whole < made.sessions == len(json.loads(found["sessions"])["sessions"])
+    whole = {path.split("/")[1] for path in found if path.count("/") == 1}
+    assert len(whole) == made.whole
+    assert {path.split("/")[1] for path in found if "/" in path} == whole
+
+
+def test_its_policy_allows_its_own_script_and_style_alone(viewer: Viewer) -> None:
+    html = export_page(viewer).html.decode()
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="(.*?)"', html)
+    scripts = re.findall(r'<script type="module">(.*?)</script>', html, re.DOTALL)
+    (style,) = re.findall(r"<style>(.*?)</style>", html, re.DOTALL)
+    assert policy is not None
+    assert len(scripts) == 1
+    for text, name in ((scripts[0], "script-src"), (style, "style-src")):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{name} 'sha256-{digest}'" in policy[1]
+    assert "default-src 'none'" in policy[1]
+    assert "unsafe" not in policy[1]
+    assert len(re.findall(r"<script\b", html)) == 2
+    assert not re.findall(r"<(?:link|img|iframe)\b", html)
+    assert NAME not in html
+
+
+def test_with_a_key_nothing_is_shown_without_it(viewer: Viewer) -> None:
+    with running(create_app(replace(viewer, visit=key_visit("a-key")))) as url, httpx2.Client(base_url=url) as http:
+        assert http.get("/view").status_code == 200
+        for key, status in (("", 401), ("another", 401), ("a-key", 200)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            assert http.get("/view/api/sessions", headers=headers).status_code == status
+
+
+@pytest.mark.browser
+def test_it_is_read_in_a_browser_without_a_server(browser: Browser, viewer: Viewer, tmp_path: Path) -> None:
+    (tmp_path / "run.html").write_bytes(export_page(viewer).html)
+    (tmp_path / "one.html").write_bytes(export_page(viewer, NAME).html)
+    with browser.new_context(viewport={"width": 1200, "height": 800}) as context:
+        page, problems = context.new_page(), list[str]()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda said: problems.append(said.text))
+        page.on("request", lambda request: problems.extend([request.url] if request.url[:5] != "file:" else []))
+        page.goto(f"file://{tmp_path}/one.html")
+        page.wait_for_selector(".row [data-i]")
+        page.get_by_role("button", name="Side by side").click()
+        page.wait_for_selector(".sides")
+        assert page.title() == f"{NAME} · Tokentape"
+        page.goto(f"file://{tmp_path}/run.html#/run")
+        page.wait_for_selector(".chart")
+        assert _count(page, ".groups tbody tr") == 5
+        page.goto(f"file://{tmp_path}/run.html#/sessions")
+        page.wait_for_selector("td.session a")
+        assert _count(page, "td.session a") == SESSIONS + 1
+        page.locator("td.session a").nth(1).click()
+        page.wait_for_selector(".row [data-i]")
+        assert page.evaluate("window.hurt") is None
+        assert problems == []
+
+
+def _count(page: Page, selector: str) -> int:
+    return page.locator(selector).count()
