@@ -57,6 +57,16 @@ def test_the_findings_as_json(run: Run, lockfile: Path, edited: Path) -> None:
     assert found["reports"][0]["changes"][0]["what"] == "template"
 
 
+def test_the_findings_as_a_page(run: Run, lockfile: Path, edited: Path, tmp_path: Path) -> None:
+    page = tmp_path / "check.html"
+    done = run("check", lockfile, edited, "--html", page)
+    written = page.read_text(encoding="utf-8")
+    assert done.exit_code == 1
+    assert all(part in written for part in ("not as locked", "template", "golden ids", "expected", "\\x9b2J"))
+    assert "\x9b" not in written
+    assert "is read by this command" in run("check", lockfile, edited, "--html", lockfile).output
+
+
 def test_a_gateway_is_compared_beside_the_model(run: Run, lockfile: Path, model_dir: Path, gateway_url: str) -> None:
     done = run("check", lockfile, model_dir, "--engine", gateway_url)
     assert done.exit_code == 0

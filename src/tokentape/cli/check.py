@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tokentape.cli.arguments import AsJson, CiFormat, EngineKey, TemplateFile, json_object, refuse_no_folder
-from tokentape.cli.output import end, print_json
+from tokentape.cli.arguments import AsJson, CiFormat, EngineKey, HtmlFile, TemplateFile, json_object, refuse_no_folder
+from tokentape.cli.output import end, print_report
 
 if TYPE_CHECKING:
     from tokentape.audit._lock import LockReport
@@ -35,6 +35,7 @@ def check(
     strict: Annotated[
         bool, typer.Option(help="Another library version, or file, with the same ids is a failure too.")
     ] = False,
+    html: HtmlFile = None,
     file_format: CiFormat = "text",
     as_json: AsJson = False,
 ) -> None:
@@ -54,12 +55,16 @@ def check(
     from rich.console import Console
 
     from tokentape.audit._lock import examine, read_lock
-    from tokentape.audit._lock.comparing import RULES, compare, lock_cases
+    from tokentape.audit._lock.comparing import compare
+    from tokentape.audit._lock.layout import RULES, lock_cases, lock_layout
     from tokentape.audit._lock.observing import observe_server
     from tokentape.audit._report import ci_report
     from tokentape.audit._report import escape_for_terminal as readable
     from tokentape.errors import InvalidRequest
+    from tokentape.store._location import refuse_output
 
+    if html is not None:
+        refuse_output(html, lockfile, path, chat_template)
     try:
         lock = read_lock(lockfile)
     except InvalidRequest as error:
@@ -74,13 +79,11 @@ def check(
             kwargs_in_use = lock.template_kwargs if given is None else given
             reports.append(compare(lock, asyncio.run(server), kwargs_in_use, strict=strict))
     ok = all(report.ok for report in reports)
-    if as_json:
-        print_json({"ok": ok, "reports": reports})
-    elif file_format != "text":
-        cases = [case for report in reports for case in lock_cases(report)]
-        typer.echo(ci_report(file_format, "tokentape check", str(lockfile), RULES, cases))
+    if file_format == "text":
+        text = "\n".join(readable(line) for report in reports for line in str(report).splitlines())
     else:
-        for report in reports:
-            for line in str(report).splitlines():
-                typer.echo(readable(line))
+        cases = [case for report in reports for case in lock_cases(report)]
+        text = ci_report(file_format, "tokentape check", str(lockfile), RULES, cases)
+    value = {"ok": ok, "reports": reports} if as_json else None
+    print_report(lock_layout(str(lockfile), reports), html, value, text)
     end(not ok, sum(report.inputs for report in reports), "golden input")

@@ -13,7 +13,7 @@ import pytest
 import tokentape
 from tests.chat.conftest import FAMILIES, REAL_FAMILIES, SMALL, model_path, slow_unless
 from tokentape.audit._lock import Lock, LockReport, examine, make_lock, read_lock, write_lock
-from tokentape.audit._lock.comparing import lock_cases
+from tokentape.audit._lock.layout import lock_cases
 from tokentape.errors import InvalidRequest, TokenizationChanged
 
 Edit = Callable[[dict[str, Any]], None]

@@ -30,6 +30,7 @@ from tests.audit.mutator import drawing, harmless
 from tests.audit.mutator.files import load, names
 from tests.audit.mutator.judge import Base, judge_harmless, judge_mutant
 from tests.audit.mutator.known import unknown
+from tests.audit.mutator.undo import TABLES, areas_between
 
 HARMLESS_EVERY = 8
 CLI_EVERY = 40
@@ -42,19 +43,28 @@ _TWO = 0.1
 
 
 def case(base: Base, seed: int) -> dict[str, Any]:
-    """Run the case of a seed: usually one change, sometimes two, sometimes a rewriting that changes nothing."""
+    """Run the case of a seed: usually one change, sometimes two, sometimes a rewriting that changes nothing.
+
+    What leaves the tables of a real model alone is drawn anew for, and judged on, its twin with small tables.
+    """
     rng = random.Random(f"case:{base.model.name}:{seed}")
     line: dict[str, Any] = {"model": base.model.name, "seed": seed}
     if seed % HARMLESS_EVERY == HARMLESS_EVERY - 1:
+        base = base.twin or base
         name, made = harmless.draw(base.model, rng)
         line["harmless"] = name
         verdict = judge_harmless(base, name, made)
     else:
-        made, changes = drawing.draw(base.model.name, seed, 2 if rng.random() < _TWO else 1)
+        many = 2 if rng.random() < _TWO else 1
+        made, changes = drawing.draw(base.model.name, seed, many)
+        if base.twin and not TABLES & {*areas_between(base.model, made)}:
+            base = base.twin
+            made, changes = drawing.draw(base.model.name, seed, many)
         line["changes"] = [change.to_json() for change in changes]
         line["flipped"] = seed % FLIPPED_EVERY == 0
         verdict = judge_mutant(base, made, changes, check=seed % CHECK_EVERY == 0, flipped=line["flipped"])
     line |= {
+        "judged_on": base.model.name,
         "areas": list(verdict.areas),
         "effects": [str(one) for one in verdict.effects],
         "skewed": verdict.skewed,
@@ -87,7 +97,8 @@ def isolated(base: Base, seed: int, seconds: float) -> dict[str, Any]:
         try:
             os.close(read)
             resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), math.ceil(seconds) + 5))
-            base.prefix = f"{seed}-"
+            for one in filter(None, (base, base.twin)):
+                one.prefix = f"{seed}-"
             line = case(base, seed)
             with os.fdopen(write, "w") as out:
                 json.dump(line, out)
@@ -142,6 +153,9 @@ def run(
             root = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-")))
             base = Base(load(name), root)
             base.warm()
+            if f"small-{name}" in names():
+                base.twin = Base(load(f"small-{name}"), root)
+                base.twin.warm()
             for seed in left:
                 line = isolated(base, seed, seconds)
                 lines.append(line)
@@ -151,7 +165,7 @@ def run(
                 for complaint in line["complaints"]:
                     print(f"{complaint}\n    python -m tests.audit.mutator --model {name} --seed {seed} --count 1")
                 if keep is None:
-                    for written in base.folder.parent.glob("[0-9]*"):
+                    for written in root.glob("*/[0-9]*"):
                         shutil.rmtree(written)
     return lines
 

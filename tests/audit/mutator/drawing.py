@@ -149,7 +149,13 @@ def _inserted(file: str, rng: random.Random) -> tuple[Change, ...]:
     key, value = rng.choice(
         (("ignore_merges", True), ("byte_fallback", True), ("fuse_unk", True), ("dropout", 0.1))
         if file == TOKENIZER
-        else (("add_bos_token", True), ("add_prefix_space", True), ("clean_up_tokenization_spaces", True))
+        else (
+            ("add_bos_token", True),
+            ("add_prefix_space", True),
+            ("clean_up_tokenization_spaces", True),
+            ("split_special_tokens", True),
+            ("extra_special_tokens", ["the"]),
+        )
     )
     return (Change(file, "set", (*within, key), value),)
 

@@ -17,7 +17,6 @@ from tokentape.audit._lock.lockfile import Lock
 from tokentape.audit._lock.merge_list import merges_apart, unpacked_merges
 from tokentape.audit._lock.observing import Observed
 from tokentape.audit._model_config import SAMPLED
-from tokentape.audit._report import CiCase, CiFinding
 from tokentape.audit._skew.report_text import first_difference
 from tokentape.errors import TokenizerUnusable
 
@@ -25,7 +24,8 @@ _SHOWN = 5
 _SHOWN_OF_CERTIFICATE = 2
 _SHOWN_IDS = 8
 _LINE = 200
-_LEFT_OUT = "not compared: "
+LEFT_OUT = "not compared: "
+"""The beginning of notes about what a check says nothing of."""
 
 CAUSES = {
     "normalizer": "the normalizer was dropped or replaced when the tokenizer was loaded or converted: accents, Hangul, "
@@ -49,15 +49,6 @@ CAUSES = {
     "template kwargs": "the kwargs that conversations are rendered with are not those of the lock",
 }
 """The usual cause of a change, by part."""
-
-
-RULES = {
-    **{part: f"the {part} changed" for part in CAUSES},
-    "certificate": "what is certified changed",
-    "golden ids": "an input has other ids",
-    "versions and files": "another version, or other bytes of a file",
-}
-"""What can change, for CI systems."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +89,15 @@ class LockReport:
         else:
             lines = [f"{self.compared} is not as locked: {', '.join(dict.fromkeys(c.what for c in self.changes))}"]
         for change in self.changes:
-            lines += _lines(change)
+            lines += change_lines(change)
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
-
-
-def lock_cases(report: LockReport) -> list[CiCase]:
-    """Return what was compared, and what was not, for CI systems."""
-    found = [CiFinding(one.what, "error", one.what, "\n".join(_lines(one))) for one in report.changes]
-    left = [note.removeprefix(_LEFT_OUT) for note in report.notes if note.startswith(_LEFT_OUT)]
-    skipped = [CiCase(f"{report.compared}: {why.partition(':')[0]}", skipped=why) for why in left]
-    return [CiCase(report.compared, found, str(report).splitlines()[0]), *skipped]
 
 
 def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], *, strict: bool = False) -> LockReport:
     """Compare what was observed with a lock. `strict` makes a changed library version, or file, a change."""
     changes = list(_changed_parts(lock, observed, template_kwargs))
-    notes = [f"{_LEFT_OUT}{what}" for what in observed.not_compared]
+    notes = [f"{LEFT_OUT}{what}" for what in observed.not_compared]
     if lock.components.configuration is None:
         notes.append("not compared: config.json, truncation and padding, which this older lock does not hold")
     if lock.components.loading is None:
@@ -337,16 +320,22 @@ def _files(lock: Lock, observed: Observed) -> Iterator[str]:
             yield f"{name} {word}, but nothing in it that was looked at changed"
 
 
-def _lines(change: LockChange) -> Iterator[str]:
+def change_lines(change: LockChange) -> Iterator[str]:
+    """Yield a change in words, its input and ids, and the cause."""
     yield f"  {change.what}: {change.found}"
+    yield from (f"    {name:<10}{said}" for name, said in shown_input(change))
+    if change.cause:
+        yield f"    {'likely cause' if change.golden is not None else 'usually'}: {change.cause}"
+
+
+def shown_input(change: LockChange) -> Iterator[tuple[str, str]]:
+    """Yield the input that shows a change, the ids expected and those found, each with its name."""
     golden = change.golden
     if golden is not None:
         if not golden.messages:
-            yield f"    text      {_short(golden.text)}"
-        yield f"    expected  {_around(golden.ids, change.at)}"
-        yield f"    found     {_around(change.ids, change.at)}"
-    if change.cause:
-        yield f"    {'likely cause' if golden is not None else 'usually'}: {change.cause}"
+            yield "text", _short(golden.text)
+        yield "expected", _around(golden.ids, change.at)
+        yield "found", _around(change.ids, change.at)
 
 
 def _around(ids: Sequence[int] | None, at: int) -> str:
