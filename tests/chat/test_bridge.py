@@ -88,6 +88,19 @@ def test_the_end_of_a_turn_is_found_where_prompts_are_numbered_text() -> None:
         assert bridged(renderer, completion)[0] == "\n### user 3: next<|endoftext|>\n### assistant 4: "
 
 
+ASKED_LAST = """{%- for m in messages -%}### {{ m.role }}: {{ m.content }}
+{%- if m.role == 'user' and loop.last %} (your last question){% endif -%}
+{{- '<|im_end|>' if m.role == 'assistant' and loop.last and not add_generation_prompt else '<|fim_suffix|>' -}}
+{%- endfor -%}{%- if messages[-1].role != 'assistant' -%}### assistant:{%- endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_what_ends_turns_is_found_where_the_last_question_is_marked() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(ASKED_LAST))
+    expected = "### user: next (your last question)<|fim_suffix|>### assistant:"
+    assert bridged(renderer, "hi<|im_end|>")[0] == expected
+
+
 @pytest.mark.usefixtures("source")
 def test_a_result_without_the_name_that_the_template_writes_is_refused_after_a_reply_without_calls() -> None:
     renderer = load_renderer("gpt_oss/templates/gpt-oss.jinja")

@@ -193,7 +193,10 @@ def turn_close(render: Render, turn: Message, sentinel: str, generation_prompt: 
         prompted = _after(render([QUESTION, turn], True), sentinel)
         marks = MARK.findall(generation_prompt)
         # The prompt may say something else here, such as a number. It begins at its first control token.
-        begins = [found.start() for found in MARK.finditer(prompted) if marks and found[0] == marks[0]]
+        # Some write none after an assistant's turn: its first word is not there.
+        word = re.search(r"[^\W\d]+|\Z", MARK.split(generation_prompt)[-1])
+        written = bool(marks) and word is not None and word[0] in prompted
+        begins = [found.start() for found in MARK.finditer(prompted) if written and found[0] == marks[0]]
         again = begins[-marks.count(marks[0]) :] if marks else []
         return TurnClose(last, prompted[: again[0]] if again else prompted)
     return TurnClose(last, last)
