@@ -177,6 +177,11 @@ def test_real_model_works_through_tasks_with_tools(
         assert trajectory.token_ids[start:end].tolist() == list(sampled.token_ids)
 
 
+def test_a_response_repeats_what_was_said_of_it(scripted: Callable[..., OpenAI]) -> None:
+    response = ask(scripted("hi<|im_end|>"), "hi", metadata={"a": "b"}, store=False, user="u")
+    assert (response.metadata, response.store, response.user) == ({"a": "b"}, False, "u")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_previous_response_id_continues_the_session(client: OpenAI, store: SqliteStore, stream: bool) -> None:
     previous = None

@@ -42,6 +42,7 @@ from tokentape.gateway._http import check_depth, encode_event, encode_json, pars
 from tokentape.gateway._images import image_part, takes
 from tokentape.gateway._pins import Count
 from tokentape.gateway._wire.openai_fields import (
+    HINTS,
     OpenAIDialect,
     SamplingFields,
     TopLogprobs,
@@ -64,17 +65,7 @@ from tokentape.types import Message
 
 MAX_CHOICES = 16
 
-IGNORED = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
+IGNORED = HINTS | {"metadata", "store", "user"}
 """Fields that are accepted and have no effect: none of them changes what is sampled."""
 
 

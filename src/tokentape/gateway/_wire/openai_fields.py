@@ -29,6 +29,11 @@ _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MOST_NAMED = 16
 _SCHEDULING = ("priority", "cache_salt")
 
+HINTS = frozenset(
+    {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"}
+)
+"""What chat and Responses take for OpenAI's servers: nothing that is sampled depends on it."""
+
 _BodyKind = TypeVar("_BodyKind", bound=Struct)
 
 

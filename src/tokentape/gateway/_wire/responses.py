@@ -44,6 +44,7 @@ from tokentape.gateway._http import check_depth, encode_event, json_response
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count
 from tokentape.gateway._wire.openai_fields import (
+    HINTS,
     OpenAIDialect,
     SamplingFields,
     TopLogprobs,
@@ -72,18 +73,7 @@ from tokentape.gateway._wire.responses_tools import Tools, read_tools
 from tokentape.store import StoredSession
 from tokentape.types import Message, RecordedReply
 
-IGNORED = frozenset(
-    {
-        "client_metadata",
-        "max_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "stream_options",
-    }
-)
+IGNORED = HINTS | {"client_metadata", "max_tool_calls", "stream_options"}
 """Fields that are accepted and have no effect: none of them changes what is sampled."""
 
 _API_NAMES = {"stop_strings": "stop"}

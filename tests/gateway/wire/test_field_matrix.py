@@ -1,0 +1,254 @@
+"""What becomes of every field of the four wire APIs; docs/reference/fields.md has the same as a table.
+
+The official packages' own types say which fields there are. `python -m tests.gateway.wire.test_field_matrix` writes the
+page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from anthropic.types import beta, message_create_params
+from openai.types import chat, completion_create_params, responses
+
+import tokentape.demo
+from tests.gateway.asking import ENGINE, FixedAsking
+from tokentape.chat._renderer import Renderer
+from tokentape.chat._template import ChatTemplate
+from tokentape.engines._base import SamplingParams
+from tokentape.errors import InvalidRequest
+from tokentape.gateway._endpoint import DecodedRequest
+from tokentape.gateway._wire.anthropic_messages import AnthropicMessages
+from tokentape.gateway._wire.chat_completions import ChatCompletions
+from tokentape.gateway._wire.completions import Completions
+from tokentape.gateway._wire.responses import Responses
+
+PAGE = Path(__file__).parents[3] / "docs/reference/fields.md"
+WORDS = {
+    "honored": "changes the prompt or the kind of reply",
+    "passed on": "is sent to the engine; refused if the engine does not take it",
+    "reply": "changes what the reply says, not what is sampled",
+    "reported": "accepted, not enforced, and named in `X-Tokentape-Ignored-Params`",
+    "no effect": "accepted; it asks for nothing that could change what is sampled",
+    "refused": "400 that names the field, unless its value asks for nothing",
+}
+What = Literal["honored", "passed on", "reply", "reported", "no effect", "refused"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of a field with this value, beside others."""
+
+    what: What
+    value: Any = "x"
+    beside: tuple[tuple[str, Any], ...] = ()
+    shown_by: str = ""
+    """The test of its effect, if that needs more than a decoded body."""
+
+
+USER = {"role": "user", "content": "hi"}
+SCHEMA = {"type": "object", "properties": {}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+FLAT = {"type": "function", "name": "f", "parameters": SCHEMA}
+CLAUDE = {"name": "f", "input_schema": SCHEMA}
+JSON = {"type": "json_object"}
+NO_EFFECT, REFUSED = Row("no effect"), Row("refused")
+SAMPLING = {
+    "temperature": Row("passed on", 0.5),
+    "top_p": Row("passed on", 0.5),
+    "frequency_penalty": Row("passed on", 0.5),
+    "presence_penalty": Row("passed on", 0.5),
+    "seed": Row("passed on", 1),
+    "stop": Row("passed on"),
+}
+CACHE = dict.fromkeys(("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), NO_EFFECT)
+HINTS = {**CACHE, **dict.fromkeys(("model", "user", "service_tier", "safety_identifier"), NO_EFFECT)}
+LOGPROBS = "test_logprobs_cover_every_sampled_token"
+
+MATRIX: dict[str, dict[str, Row]] = {
+    "chat": {
+        **SAMPLING,
+        **HINTS,
+        **dict.fromkeys(("audio", "function_call", "functions", "moderation", "prediction"), REFUSED),
+        "logit_bias": Row("refused", {"5": 1}),
+        "logprobs": Row("reply", True, shown_by=f"test_chat_completions.{LOGPROBS}"),
+        "max_completion_tokens": Row("passed on", 5),
+        "max_tokens": Row("passed on", 5),
+        "messages": Row("honored", [{"role": "user", "content": "other"}]),
+        "metadata": NO_EFFECT,
+        "modalities": Row("refused", ["audio"]),
+        "n": Row("honored", 2),
+        "parallel_tool_calls": Row("reported", False),
+        "reasoning_effort": Row("reported", "low"),
+        "response_format": Row("passed on", JSON),
+        "store": NO_EFFECT,
+        "stream": Row("honored", True),
+        "stream_options": Row(
+            "reply", {"include_usage": True}, shown_by="test_chat_completions.test_stream_equals_non_stream"
+        ),
+        "tool_choice": Row("reported", "required", (("tools", [TOOL]),)),
+        "tools": Row("honored", [TOOL]),
+        "top_logprobs": Row("passed on", 2, (("logprobs", True),)),
+        "verbosity": Row("reported", "low"),
+        "web_search_options": REFUSED,
+    },
+    "completions": {
+        **SAMPLING,
+        "best_of": Row("refused", 2),
+        "echo": Row("refused", True),
+        "logit_bias": Row("refused", {"5": 1}),
+        "logprobs": Row("passed on", 2),
+        "max_tokens": Row("passed on", 5),
+        "model": NO_EFFECT,
+        "n": Row("honored", 2),
+        "prompt": Row("honored", [7, 8]),
+        "stream": Row("honored", True),
+        "stream_options": Row(
+            "reply", {"include_usage": True}, shown_by="test_completions.test_stream_equals_non_stream"
+        ),
+        "suffix": REFUSED,
+        "user": NO_EFFECT,
+    },
+    "responses": {
+        **{name: row for name, row in SAMPLING.items() if name in ("temperature", "top_p")},
+        **HINTS,
+        **dict.fromkeys(("access_programs", "background_options", "image", "moderation"), REFUSED),
+        "background": Row("refused", True),
+        "context_management": Row("refused", [{"type": "compaction"}]),
+        "conversation": REFUSED,
+        "include": Row("reply", ["message.output_text.logprobs"], shown_by=f"test_responses.{LOGPROBS}"),
+        "input": Row("honored", "other"),
+        "instructions": Row("honored"),
+        "max_output_tokens": Row("passed on", 5),
+        "max_tool_calls": Row("no effect", 1),
+        "metadata": Row("reply", {"a": "b"}, shown_by="test_responses.test_a_response_repeats_what_was_said_of_it"),
+        "parallel_tool_calls": Row("reported", False),
+        "previous_response_id": Row(
+            "honored", shown_by="test_responses.test_previous_response_id_continues_the_session"
+        ),
+        "prompt": Row("refused", {"id": "p"}),
+        "reasoning": Row("reported", {"effort": "low"}),
+        "store": Row("reply", False, shown_by="test_responses.test_a_response_repeats_what_was_said_of_it"),
+        "stream": Row("honored", True),
+        "stream_options": NO_EFFECT,
+        "text": Row("passed on", {"format": JSON}),
+        "tool_choice": Row("reported", "required", (("tools", [FLAT]),)),
+        "tools": Row("honored", [FLAT]),
+        "top_logprobs": Row("passed on", 2),
+        "truncation": Row("reported", "auto"),
+        "user": Row("reply", "u", shown_by="test_responses.test_a_response_repeats_what_was_said_of_it"),
+    },
+    "messages": {
+        **dict.fromkeys(("betas", "billing_policy", "cache_control", "diagnostics", "fallbacks", "model"), NO_EFFECT),
+        **dict.fromkeys(("fallback_credit_token", "inference_geo", "metadata", "service_tier", "speed"), NO_EFFECT),
+        **dict.fromkeys(("user_profile_id", "workspace_id"), NO_EFFECT),
+        **dict.fromkeys(("container", "mcp_servers", "thread"), REFUSED),
+        "compaction": Row("reported", {"type": "summary"}),
+        "context_management": Row("reported", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
+        "max_tokens": Row("passed on", 5),
+        "messages": Row("honored", [{"role": "user", "content": "other"}]),
+        "output_config": Row("reported", {"effort": "low"}),
+        "stop_sequences": Row("passed on", ["x"]),
+        "stream": Row("honored", True),
+        "system": Row("honored"),
+        "temperature": Row("passed on", 0.5),
+        "thinking": Row("honored", {"type": "disabled"}),
+        "tool_choice": Row("reported", {"type": "any"}, (("tools", [CLAUDE]),)),
+        "tools": Row("honored", [CLAUDE]),
+        "top_k": Row("passed on", 5),
+        "top_p": Row("passed on", 0.5),
+    },
+}
+
+TYPES: dict[str, tuple[Any, ...]] = {
+    "chat": (chat.completion_create_params.CompletionCreateParamsStreaming,),
+    "completions": (completion_create_params.CompletionCreateParamsStreaming,),
+    "responses": (responses.response_create_params.ResponseCreateParamsStreaming,),
+    "messages": (
+        message_create_params.MessageCreateParamsStreaming,
+        beta.message_create_params.MessageCreateParamsStreaming,
+    ),
+}
+"""The types of the bodies in the official packages."""
+
+TOKENIZER = Renderer.load(Path(tokentape.demo.__file__).parent / "model").tokenizer
+DIALECTS: dict[str, Any] = {
+    "chat": ChatCompletions("m", TOKENIZER),
+    "completions": Completions("m", TOKENIZER),
+    "responses": Responses("m", TOKENIZER),
+    "messages": AnthropicMessages("m", ChatTemplate("{{ messages }}{{ tools }}{{ enable_thinking }}"), TOKENIZER),
+}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [USER]},
+    "completions": {"prompt": [5, 6]},
+    "responses": {"input": "hi"},
+    "messages": {"messages": [USER], "max_tokens": 8},
+}
+TAKES_ALL = replace(ENGINE, sampling=frozenset(one.name for one in fields(SamplingParams)))
+ROWS = [pytest.param(api, name, row, id=f"{api}-{name}") for api in MATRIX for name, row in MATRIX[api].items()]
+
+
+def decode(api: str, **given: Any) -> DecodedRequest:
+    found: DecodedRequest = asyncio.run(DIALECTS[api].decode({**BODIES[api], **given}, FixedAsking(engine=TAKES_ALL)))
+    ids = found.turn.prompt_ids
+    return replace(found, turn=replace(found.turn, prompt_ids=None if ids is None else ids.tolist()))
+
+
+@pytest.mark.parametrize("api", MATRIX)
+def test_the_matrix_has_every_field_of_the_official_types(api: str) -> None:
+    known = {name for one in TYPES[api] for name in one.__annotations__}
+    assert known - MATRIX[api].keys() == set()
+
+
+@pytest.mark.parametrize(("api", "name", "row"), ROWS)
+def test_a_field_does_what_the_matrix_says(api: str, name: str, row: Row) -> None:
+    beside = dict(row.beside)
+    if row.what == "refused":
+        with pytest.raises(InvalidRequest) as caught:
+            decode(api, **beside, **{name: row.value})
+        assert caught.value.param == name
+        return
+    if row.shown_by:
+        module, _, test = row.shown_by.partition(".")
+        source = inspect.getsource(getattr(import_module(f"tests.gateway.wire.{module}"), test))
+        assert name in source
+        if row.what == "honored":
+            return
+    without, with_it = decode(api, **beside), decode(api, **beside, **{name: row.value})
+    sampling_changed = without.turn.sampling != with_it.turn.sampling
+    rest_changed = replace(without.turn, sampling=with_it.turn.sampling) != with_it.turn
+    assert (sampling_changed, rest_changed) == (row.what == "passed on", row.what == "honored")
+    reported = {one.partition(".")[0] for one in with_it.ignored} - {one.partition(".")[0] for one in without.ignored}
+    assert reported == ({name} if row.what == "reported" else set())
+
+
+def page() -> str:
+    lines = [
+        "# Fields of request bodies",
+        "",
+        "What becomes of every field that the official `openai` and `anthropic` packages can send. A field that is not",
+        "here is refused by name, apart from [those of vLLM](http.md).",
+        "",
+        *(f"- *{word}*: {meaning}." for word, meaning in WORDS.items()),
+        "",
+        "| Field | Chat | Completions | Responses | Messages |",
+        "|---|---|---|---|---|",
+    ]
+    for name in sorted({name for rows in MATRIX.values() for name in rows}):
+        cells = [MATRIX[api][name].what if name in MATRIX[api] else "" for api in MATRIX]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_has_the_matrix() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
