@@ -1,0 +1,43 @@
+"""A few seeds of the simulator, and that it can fail. `make test-simulator` plays many."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulator.mutants import MUTANTS, found
+from tests.simulator.run import play, simulating
+from tokentape.chat._renderer import Renderer
+
+
+@pytest.fixture(scope="module")
+def player() -> Iterator[Renderer]:
+    logging.disable(logging.CRITICAL)
+    with simulating() as renderer:
+        yield renderer
+    logging.disable(logging.NOTSET)
+
+
+def test_nothing_that_was_acknowledged_is_lost_and_nothing_unread_is_trained(player: Renderer) -> None:
+    reached: Counter[str] = Counter()
+    outcomes = [play(seed, player, reached) for seed in range(6)]
+    assert [one.faults for one in outcomes] == [[]] * 6
+    assert sum(one.calls for one in outcomes) > 100
+    # A simulation without faults would find nothing.
+    assert reached.keys() >= {"killed", "client left", "disk full", "engine aborted", "reply lost", "duplicate"}
+
+
+def test_a_seed_plays_the_same_each_time(player: Renderer) -> None:
+    first, again, other = (play(seed, player, Counter()) for seed in (3, 3, 4))
+    assert first.trace == again.trace
+    assert first.digest == again.digest != other.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_error_is_found(name: str) -> None:
+    caught, said = found(name)
+    assert caught, said
