@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import NullPool, create_engine, make_url, text
+from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from tests.waiting import PATIENCE
@@ -35,6 +35,8 @@ class Server:
     binary: str = ""
     user: str | None = None
     process: subprocess.Popen[bytes] | None = field(default=None)
+    engine: Engine | None = field(default=None)
+    """Keeps one connection: the server starts a process for each."""
 
     def start(self) -> None:
         assert self.directory is not None
@@ -69,6 +71,7 @@ class Server:
 
     def stop(self, number: int = signal.SIGINT) -> None:
         """End it at once, in good order; SIGKILL: as a crash would."""
+        self.close()
         if self.process is None:
             return
         if number == signal.SIGKILL:
@@ -80,10 +83,18 @@ class Server:
 
     def execute(self, statement: str) -> list[Any]:
         """Run a statement and return its rows."""
-        engine = create_engine(self._driver(self.url), poolclass=NullPool, isolation_level="AUTOCOMMIT")
-        with engine.connect() as connection:
+        if self.engine is None:
+            options = {"pool_size": 1, "pool_pre_ping": True, "isolation_level": "AUTOCOMMIT"}
+            self.engine = create_engine(self._driver(self.url), **options)
+        with self.engine.connect() as connection:
             result = connection.execute(text(statement))
             return list(result.all()) if result.returns_rows else []
+
+    def close(self) -> None:
+        """Close the connection of `execute`; the next one opens another."""
+        if self.engine is not None:
+            self.engine.dispose()
+            self.engine = None
 
     def new_place(self) -> str:
         """The URL of an empty schema."""
@@ -120,7 +131,9 @@ def running() -> Iterator[Server]:
     """The server that TOKENTAPE_POSTGRES_URL names, else one of our own. Skips where there is neither."""
     pytest.importorskip("psycopg", reason="needs psycopg (the extra `postgres`)")
     if given := os.environ.get("TOKENTAPE_POSTGRES_URL"):
-        yield Server(given)
+        server = Server(given)
+        yield server
+        server.close()
         return
     initdb, postgres = binary("initdb"), binary("postgres")
     if initdb is None or postgres is None:

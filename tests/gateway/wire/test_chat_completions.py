@@ -146,6 +146,7 @@ def test_stream_equals_non_stream(client: OpenAI, sampling: dict[str, Any]) -> N
     assert chunks[-1].usage == whole.usage
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_real_model_works_through_tasks_with_tools(
     client: OpenAI, engine: SharedEngine, store: SqliteStore, stream: bool
