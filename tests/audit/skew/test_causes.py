@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +94,8 @@ def test_another_end_token_in_the_configuration_is_found() -> None:
 
 def test_rows_without_a_token_are_a_caution(tmp_path: Path) -> None:
     """Row 19: ids of padding rows can be sampled."""
-    (tmp_path / "tokenizer.json").write_bytes((MODEL / "tokenizer.json").read_bytes())
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(MODEL / name, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 4096}}))
     report = audit(open_json("A", tmp_path, BackendOptions()), healthy(TINY))
     assert [(one.kind, one.severity) for one in report.findings] == [("embedding rows", "caution")]
