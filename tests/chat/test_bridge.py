@@ -181,6 +181,42 @@ def test_a_call_is_not_closed_again_after_the_content_that_follows_it(history: l
     assert renderer.tokenizer.decode(added.ids) == expected
 
 
+PLANS = """{%- for m in messages -%}
+{%- if m.role != 'assistant' -%}<|fim_prefix|>{{ m.role }}<|fim_suffix|>
+{{ m.content }}
+{%- else -%}
+{%- if m.reasoning_content and loop.last -%}<|fim_prefix|>assistant:plan<|fim_suffix|>
+{{ m.reasoning_content }}{%- endif -%}<|fim_prefix|>assistant:final<|fim_suffix|>
+{{ m.content }}
+{%- endif -%}
+{%- endfor -%}{%- if add_generation_prompt -%}<|fim_prefix|>assistant{%- endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_a_header_that_closes_what_was_left_open_is_written_once() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(PLANS))
+    ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain(":plan<|fim_suffix|>\nso far"))
+    added = renderer.bridge(ids, {"role": "assistant", "content": "so far"}, [NEXT], setup_for(renderer), [NEXT])
+    expected = "<|fim_prefix|>user<|fim_suffix|>\nnext<|fim_prefix|>assistant"
+    assert renderer.tokenizer.decode(added.ids) == expected
+
+
+ENDS_WITH_CONTENT = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% for t in m.tool_calls -%}<|box_start|>{{ {'name': t.function.name, 'arguments': t.function.arguments} | tojson }}
+{%- if loop.last %}<|box_end|>{% endif %}{%- endfor %}{{ m.content }}{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_what_stands_between_calls_and_content_is_no_stop_token() -> None:
+    tokenizer = load_tokenizer("qwen3")
+    renderer = Renderer(tokenizer, ChatTemplate(ENDS_WITH_CONTENT))
+    between = tokenizer.control("<|box_end|>")
+    assert between is not None
+    assert between.id not in renderer.stop_ids(setup_for(renderer))
+
+
 CHANNELS = """{%- for m in messages -%}
 {%- if m.role != 'assistant' -%}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>

@@ -126,7 +126,9 @@ class Talker:
             self.constant = self.constants[int(which * len(self.constants))]
             self.constant_role = (*("system",) * 3, *("user",) * 4, "tool", "assistant", "assistant")[int(role * 10)]
         self.forging = bool(self.controls) and number % 5 == 4
-        tools = tuple(self.tool() for _ in range(rng.choice((0, 1, 1, 2, 3))))
+        drawn = [self.tool() for _ in range(rng.choice((0, 1, 1, 2, 3)))]
+        # Of two tools with one name it can't be known which a call means; providers refuse them.
+        tools = tuple({tool["function"]["name"]: tool for tool in drawn}.values())
         history: list[Message] = []
         if rng.random() < 0.55:
             history.append({"role": "system", "content": self.text("system")})

@@ -106,6 +106,8 @@ class AssistantFormat:
     """After the last call's arguments when a tool result follows; empty where the template refuses that."""
     content_after_calls: TurnClose | None
     """After the content of a turn at the end of a conversation, if it stands after the turn's calls; else None."""
+    before_content: str = ""
+    """Between the calls of such a turn and its content, where that is one turn."""
 
     @property
     def after_turns(self) -> tuple[TurnClose, str, TurnClose, str]:
@@ -117,7 +119,7 @@ class AssistantFormat:
         """What may stand within a turn: all delimiters but those that end it."""
         reasoning = (self.reasoning.open, self.reasoning.close) if self.reasoning is not None else ()
         calls = (self.calls.section_open, self.calls.open, self.calls.between) if self.calls is not None else ()
-        return "".join([self.content_open, self.content_reopen, *reasoning, *calls])
+        return "".join([self.content_open, self.content_reopen, *reasoning, *calls, self.before_content])
 
 
 def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
@@ -137,7 +139,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     content_open, content_close = _around(answer, prompt, CONTENT)
     content_end = turn_end = content_close if MARK.search(content_close) else ""
     shape = find_shape(ask)
-    calls, calls_close, calls_suffix, content_after_calls = None, TurnClose("", ""), "", None
+    calls, calls_close, calls_suffix, content_after_calls, before_content = None, TurnClose("", ""), "", None, ""
     if shape is not None:
         calling = shape.message("", [shape.probe(NAME, {KEY: VALUE})])
         content_end = _before_calls(ask, shape, content_end)
@@ -157,8 +159,10 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
             calls_suffix = _after(ask([QUESTION, calling, result], True), VALUE)
             speaking = {**calling, "content": CONTENT}
             text = ask([QUESTION, speaking, result], True)
-            if CONTENT in text.partition(VALUE)[2].partition(OTHER_VALUE)[0]:
+            after = text.partition(VALUE)[2].partition(OTHER_VALUE)[0]
+            if CONTENT in after:
                 content_after_calls = turn_close(ask, speaking, CONTENT, generation_prompt)
+                before_content = after.partition(CONTENT)[0]
     reasoning = _read_reasoning(ask, prompt, header, generation_prompt, shape, calls)
     if reasoning is None:
         reasoning = _reasoning_never_shown(ask, tokenizer, header, generation_prompt)
@@ -183,6 +187,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         content_suffix=_after(ask([QUESTION, {"role": "assistant", "content": CONTENT}, QUESTION], True), CONTENT),
         calls_suffix=calls_suffix,
         content_after_calls=content_after_calls,
+        before_content="" if header and header.strip() in before_content else before_content,
     )
 
 

@@ -253,6 +253,8 @@ class Renderer(TemplateText):
             return replace(added, stop_mismatch=True)
         prompt_ids = None if context_ids is None else context_ids[: len(context_ids) - len(completion_ids)]
         closing = self._close_part(completion_ids, setup, form, prompt_ids)
+        # The next message's header may close the part too.
+        closing = closing[: len(closing) - overlap(closing.tolist(), encoded.ids)]
         if cut.ends_turn:
             provenance[:1] = Provenance.CLOSE
         added = PromptTokens(
