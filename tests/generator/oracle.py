@@ -82,6 +82,8 @@ class Reference:
         }
         self._any_control = re.compile("|".join(map(re.escape, sorted(self.controls, key=len, reverse=True))) or "(?!)")
         self._rendered: dict[str, str | Refused] = {}
+        # Not on the method: that cache would keep the vocabularies of all cases, 27 MB each.
+        self.encode = lru_cache(maxsize=512)(self._encode)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message], *, generate: bool) -> str:
         """The template's text. Raises `Refused` with what transformers raised."""
@@ -107,8 +109,7 @@ class Reference:
             return Refused(f"{type(error).__name__}: {error}")
         return str(texts[0])
 
-    @lru_cache(maxsize=512)  # noqa: B019 - one case's, dropped with it
-    def encode(self, text: str) -> Ids:
+    def _encode(self, text: str) -> Ids:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return Ids(encoding.ids, encoding.offsets)
 
