@@ -16,6 +16,7 @@ from tokentape.errors import TemplateRefused
 WITHOUT_ORACLE = {
     ("real/deepseek_v3/templates/DeepSeek-V3-Dec2024.jinja", "parallel calls"),
     ("real/deepseek_v31/templates/DeepSeek-R1-Distill.jinja", "parallel calls"),
+    ("real/deepseek_v31/templates/DeepSeek-R1.jinja", "parallel calls"),
     ("real/deepseek_v31/templates/DeepSeek-R1.jinja", "tool"),
 }
 """transformers fails with a TypeError, since arguments are no text or content is not there; the renderer gives both."""
