@@ -162,7 +162,7 @@ def time_page(url: str, chromium: str | None) -> None:
         print(f"page, Chromium {browser.version}")
         print(f"  list                  {memory(session)}")
         start = time.perf_counter()
-        page.goto(f"{url}/view#/session/long")
+        page.goto(f"{url}/view#/session/long/view/tokens")
         page.wait_for_selector(".row [data-i]", timeout=120_000)
         print(f"  first tokens          {time.perf_counter() - start:.2f} s")
         page.wait_for_selector(".driftcount, .tools .dim", timeout=120_000)

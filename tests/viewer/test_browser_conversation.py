@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from tests.records import SETUP, make_turn
 from tests.viewer.conftest import Site, until
+from tests.viewer.test_browser_run import run_beside
 from tests.viewer.test_browser_tokens import ALL_TOKENS, chosen, facts, recorded
 from tokentape.chat._renderer import Renderer
-from tokentape.types import Provenance
+from tokentape.types import Provenance, SessionInfo
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -159,6 +162,32 @@ def test_alternatives_are_shown_where_they_were_asked_for(page: Page, site: Site
     opened(page, site, f"/session/shop/token/{int(recorded(site, 'shop').completion_starts[0])}")
     assert facts(page)["alternatives"] == "not recorded"
     site.http.delete("/sessions/tops")
+
+
+def test_branches_stand_side_by_side(page: Page, site: Site) -> None:
+    opened(page, site, "/session/forked/leaf/1")
+    page.locator("#side").select_option("leaf-2")
+    page.keyboard.press("s")
+    page.wait_for_selector(".sides.changed")
+    assert page.locator(".sides.head h3").all_inner_texts() == ["Recorded", "branch to turn 2"]
+    until(page, "location.hash.includes('/with/leaf-2/view/beside')")
+    page.keyboard.press("n")
+    assert page.locator(".sides.changed.at").count() == 1
+
+
+def test_only_rows_near_the_view_are_drawn_side_by_side(page: Page, site: Site, renderer: Renderer) -> None:
+    letters = [token for letter in "pears and " for token in renderer.tokenizer.encode_plain(letter)]
+    ids = np.array(letters * 1500, np.int32)
+    turn = make_turn("letters", 0, completion_ids=ids, logprobs=np.zeros(len(ids), np.float32), tokens=2)
+    run_beside(site.store.write(SessionInfo("letters", 1.0), SETUP, turn))
+    page.goto(site.at("/session/letters/view/beside"))
+    page.wait_for_selector(".sides.changed")
+    differences = int(page.locator(".driftcount").inner_text().split()[1].replace(",", ""))
+    assert differences > 1000
+    assert page.evaluate("document.querySelectorAll('*').length") < 10_000
+    page.keyboard.press("p")
+    page.locator(".sides.changed.at").wait_for()
+    run_beside(site.store.delete_session("letters"))
 
 
 def test_lineage_is_in_the_tree(page: Page, site: Site) -> None:

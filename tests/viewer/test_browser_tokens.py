@@ -186,6 +186,8 @@ def test_the_other_ids_stand_beside_the_recorded_ones(page: Page, site: Site, sh
     shot(page, f"beside-{side}")
     while page.locator(".folded button").count():
         page.locator(".folded button").first.click()
+    for block in page.locator(".block").all():
+        block.scroll_into_view_if_needed()
     arrays = unpack(site.http.get(f"/view/api/sessions/shop/leaves/{leaf}/comparison?with={side}").content)
     seen: list[list[int]] = page.evaluate(
         """() => [".recorded", ":not(.recorded)"].map((side) =>

@@ -136,6 +136,17 @@ def test_a_session_is_shown_as_a_tree(http: httpx2.Client) -> None:
     ]
 
 
+def test_branches_are_compared_with_each_other(http: httpx2.Client, store: SqliteStore) -> None:
+    answer = http.get("/view/api/sessions/s/leaves/1/comparison?with=leaf-2")
+    found, ours, theirs = unpack(answer.content), recorded(store, 1).token_ids, recorded(store, 2).token_ids
+    assert found["other_ids"].tolist() == theirs.tolist()
+    equal = found["segments"].reshape(-1, 4)[found["differs"] == 0]
+    assert len(equal) > 0
+    for start, end, other_start, other_end in equal.tolist():
+        assert ours[start:end].tolist() == theirs[other_start:other_end].tolist()
+    assert http.get("/view/api/sessions/s/leaves/1/comparison?with=leaf-7").status_code == 400
+
+
 def test_an_unchanged_session_is_not_sent_again(http: httpx2.Client) -> None:
     for path in API[5:]:
         first = http.get(path)

@@ -13,7 +13,7 @@ from tokentape.gateway._keys import may_be_session_id
 from tokentape.gateway._metrics import Metrics
 from tokentape.gateway._openapi import WHOLE_NUMBER, ApiRoute
 from tokentape.viewer._binary import MEDIA_TYPE as PACKED
-from tokentape.viewer._comparing import AGAINST, RecordReader
+from tokentape.viewer._comparing import AGAINST, BRANCH, RecordReader
 from tokentape.viewer._routes import ALTERNATIVES, API, LEAF, LISTING_QUERY, PAGE, SESSION, Viewer, Visitor
 from tokentape.viewer._routes import routes as viewer_routes
 from tokentape.viewer._source import StoreSource
@@ -37,9 +37,9 @@ _DESCRIBED: dict[str, dict[str, Any]] = {
     LEAF: {"summary": "A trajectory as packed arrays", "media": (PACKED,), "query": {"from": WHOLE_NUMBER}},
     ALTERNATIVES: {"summary": "What else was likely at each sampled token of a turn, where it was asked for"},
     LEAF + "/comparison": {
-        "summary": "A trajectory next to what re-tokenizing or rendering it again gives, as packed arrays",
+        "summary": "A trajectory next to another branch, or what re-tokenizing or rendering it gives, as packed arrays",
         "media": (PACKED,),
-        "query": {"with": {"type": "string", "enum": list(AGAINST)}},
+        "query": {"with": {"type": "string", "pattern": f"^({'|'.join(AGAINST)}|{BRANCH}[0-9]+)$"}},
     },
 }
 

@@ -25,6 +25,9 @@ RERENDERED = "rerendered"
 AGAINST = (RETOKENIZED, RERENDERED)
 """What a trajectory is compared with: its text encoded again, or its messages through the template again."""
 
+BRANCH = "leaf-"
+"""Before the last turn of another branch of the session, to compare a trajectory with that."""
+
 _TO_READERS = {
     "cut": "the other side ends earlier",
     "missing": "text that the other side lacks",
@@ -82,7 +85,7 @@ def against(source: ViewerSource, reader: RecordReader) -> list[str]:
 
 
 def comparison(reader: RecordReader, view: SessionView, shown: Trajectory, side: str) -> bytes:
-    """Return a trajectory beside its `side` (one of `AGAINST`), as packed arrays.
+    """Return a trajectory beside its `side` (one of `AGAINST`, or another branch), as packed arrays.
 
     `segments` int32 [4 n] are ranges (start, end, other_start, other_end) that together cover both sequences in order.
     `differs` int32 [n] is 0 where both have the same ids, else 1 + index into the header's `differences`: each with its
@@ -98,6 +101,11 @@ def comparison(reader: RecordReader, view: SessionView, shown: Trajectory, side:
             raise InvalidRequest("there are no messages or no template to render again here", "with")
         path = view.stored.tree().path(shown.leaf)
         other = through_messages(reader.renderer, path, view.stored.setups[path[-1].setup])
+    elif side.startswith(BRANCH):
+        branch = next((one for one in view.trajectories if side == f"{BRANCH}{one.leaf}"), None)
+        if branch is None:
+            raise InvalidRequest(f"session {view.info.session_id!r} has no branch {side[:40]!r}", "with")
+        other = branch.token_ids
     else:
         other = retokenized(tokenizer, shown.token_ids)
     found = compare(shown.token_ids, other, tokenizer, provenance=shown.provenance)

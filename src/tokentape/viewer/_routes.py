@@ -24,7 +24,7 @@ from tokentape.store._listing import Listing, SessionSummary, SortKey
 from tokentape.types import Trajectory
 from tokentape.viewer import _views as views
 from tokentape.viewer._binary import MEDIA_TYPE
-from tokentape.viewer._comparing import AGAINST, RecordReader, against, comparison
+from tokentape.viewer._comparing import AGAINST, BRANCH, RecordReader, against, comparison
 from tokentape.viewer._file_source import ViewerSource
 from tokentape.viewer._measuring import Measures, SessionMeasures
 from tokentape.viewer._run import run_of
@@ -197,8 +197,8 @@ def routes(viewer: Viewer) -> list[Route]:
 
     async def compared(request: Request) -> Response:
         side = request.query_params.get("with", AGAINST[0])
-        if side not in AGAINST:
-            raise InvalidRequest(f"with must be one of {', '.join(AGAINST)}", "with")
+        if side not in AGAINST and not side.startswith(BRANCH):
+            raise InvalidRequest(f"with must be {', '.join(AGAINST)} or {BRANCH} and the last turn of a branch", "with")
         view = await seen(request)
         if isinstance(view, Response):
             return view

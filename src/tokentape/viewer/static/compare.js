@@ -2,12 +2,15 @@
 
 import { count, counted, fill, h } from "./dom.js";
 import { Tokens, lastAtMost } from "./model.js";
-import { laneClasses, tokenElements, visible } from "./tokens.js";
+import { Pane, laneClasses, tokenElements, visible } from "./tokens.js";
 
 /** Of an equal stretch so many tokens are shown beside what differs. */
 const AROUND = 12;
 /** And so many more when somebody asks for them. */
 const MORE = 400;
+/** So many rows are drawn together; a line of one is thought to have so many tokens. */
+const ROWS = 24;
+const LINE_TOKENS = 12;
 /** Of the other side so many tokens are told beside the tokens. */
 const SHOWN = 60;
 
@@ -58,63 +61,112 @@ export class Comparison {
   }
 }
 
-/** Draw both sides, a row per stretch. Calls `onPick(i)` with the recorded token that somebody chose. */
-export function drawComparison(place, trajectory, comparison, onPick) {
-  const name = comparison.about.with === "retokenized" ? "Its text, tokenized again" : "Its messages, rendered again";
-  const rows = h("div", { class: "rows" });
-  comparison.segments.forEach((segment, n) => rows.append(...segmentRows(trajectory, comparison, segment, n)));
-  fill(
-    place,
-    h("p", { class: "summary" }, comparison.summary(), ...comparison.classes().map(([name, times]) => h("span", { class: "badge drift" }, `≠ ${name} ${times}`))),
-    h("div", { class: "sides head", "aria-hidden": "true" }, h("span", {}, ""), h("h3", {}, "Recorded"), h("h3", {}, name)),
-    rows,
-  );
-  rows.addEventListener("click", (event) => {
-    const token = event.target.closest?.(".side.recorded [data-i]");
-    if (token) onPick(Number(token.dataset.i));
-  });
+/** What is beside the record. */
+export function sideName(side) {
+  if (side.startsWith("leaf-")) return `branch to turn ${side.slice(5)}`;
+  return { retokenized: "text tokenized again", rerendered: "messages rendered again" }[side];
 }
 
-function segmentRows(trajectory, comparison, segment, n) {
-  const { start, end, otherStart } = segment;
-  if (segment.told) return [row(trajectory, comparison, segment, start, end, otherStart, segment.otherEnd)];
-  const equal = (from, to) => row(trajectory, comparison, segment, from, to, otherStart + from - start, otherStart + to - start);
+/** Both sides, a row per stretch; only rows near the view have elements. Calls `onPick(i)` with a recorded token. */
+export class ComparisonView {
+  constructor(place, trajectory, comparison, onPick) {
+    this.trajectory = trajectory;
+    this.comparison = comparison;
+    this.rows = comparison.segments.flatMap((segment, n) => rowsOf(comparison.segments, segment, n));
+    this.at = null;
+    const rows = h("div", { class: "rows" });
+    fill(
+      place,
+      h("p", { class: "summary" }, comparison.summary(), ...comparison.classes().map(([name, times]) => h("span", { class: "badge drift" }, `≠ ${name} ${times}`))),
+      h("div", { class: "sides head", "aria-hidden": "true" }, h("span", {}, ""), h("h3", {}, "Recorded"), h("h3", {}, sideName(comparison.about.with))),
+      rows,
+    );
+    this.pane = new Pane(place, (block) => this.#drawn(block), () => "");
+    for (let n = 0; n < this.rows.length; n += ROWS) {
+      const some = this.rows.slice(n, n + ROWS);
+      const lines = some.reduce((sum, row) => sum + (row.folded ? 1 : 1 + (row.end - row.start) / LINE_TOKENS), 0);
+      this.pane.add(rows, { start: some[0].start, end: some.at(-1).end, rows: some }, 34 * lines);
+    }
+    rows.addEventListener("click", (event) => {
+      const token = event.target.closest?.(".side.recorded [data-i]");
+      if (token) onPick(Number(token.dataset.i));
+    });
+  }
+
+  /** Go to the next difference, or to the one before; the recorded token where it begins, undefined if there is none. */
+  toChange(by) {
+    const changed = this.rows.filter((row) => row.first);
+    const here = changed.indexOf(this.at);
+    const next = changed[here < 0 ? (by > 0 ? 0 : changed.length - 1) : here + by];
+    if (!next) return undefined;
+    const block = this.pane.blocks.find((one) => one.rows.includes(next));
+    const before = this.at;
+    this.at = next;
+    for (const one of this.pane.blocks) if (one.rows.includes(before)) this.pane.redraw(one);
+    this.pane.show(block);
+    this.pane.redraw(block);
+    const look = () => block.element.children[block.rows.indexOf(next)]?.scrollIntoView({ block: "center" });
+    look();
+    requestAnimationFrame(() => requestAnimationFrame(look));
+    return next.start;
+  }
+
+  close() {
+    this.pane.close();
+  }
+
+  #drawn(block) {
+    const made = document.createDocumentFragment();
+    made.append(...block.rows.map((one) => (one.folded ? this.#folded(block, one) : this.#row(one, one.start, one.end, one.otherStart, one.otherEnd))));
+    return made;
+  }
+
+  /** A row in place of many equal tokens, which shows some more of them each time. */
+  #folded(block, one) {
+    const element = h("div", {});
+    const until = Math.min(one.start + one.shown, one.end);
+    const more = () => {
+      one.shown += MORE;
+      this.pane.redraw(block);
+    };
+    if (one.shown) element.append(this.#row(one, one.start, until, one.otherStart, one.otherStart + until - one.start));
+    if (until < one.end) element.append(h("div", { class: "folded" }, h("button", { onclick: more }, `⋯ ${counted(one.end - until, "equal token")}`)));
+    return element;
+  }
+
+  #row(one, start, end, otherStart, otherEnd) {
+    const { told } = one;
+    return h(
+      "div",
+      { class: `sides${told ? " changed" : ""}${one === this.at ? " at" : ""}`, "data-start": start },
+      h("span", { class: "what", title: told && `${told.name}: ${told.meaning}` }, one.first && h("span", { class: "badge drift" }, `≠ ${told.class}`)),
+      h("div", { class: "side recorded toks" }, tokenElements(this.trajectory, start, end, (i) => laneClasses(this.trajectory, i)), start === end && empty()),
+      h("div", { class: "side toks" }, tokenElements(this.comparison.other, otherStart, otherEnd, () => "other"), otherStart === otherEnd && empty()),
+    );
+  }
+}
+
+/** The rows of a stretch: long differences are cut, of long equal stretches the middle is folded. */
+function rowsOf(segments, segment, n) {
+  const { start, end, otherStart, otherEnd, told } = segment;
+  if (told) {
+    const parts = Math.max(1, Math.ceil(Math.max(end - start, otherEnd - otherStart) / MORE));
+    const cut = (from, to, part) => from + Math.floor(((to - from) * part) / parts);
+    return Array.from({ length: parts }, (_, part) => ({
+      told,
+      first: part === 0,
+      start: cut(start, end, part),
+      end: cut(start, end, part + 1),
+      otherStart: cut(otherStart, otherEnd, part),
+      otherEnd: cut(otherStart, otherEnd, part + 1),
+    }));
+  }
+  const equal = (from, to) => ({ start: from, end: to, otherStart: otherStart + from - start, otherEnd: otherStart + to - start });
   const first = n > 0 ? Math.min(start + AROUND, end) : start;
-  const last = n + 1 < comparison.segments.length ? Math.max(end - AROUND, first) : end;
+  const last = n + 1 < segments.length ? Math.max(end - AROUND, first) : end;
   if (last - first <= 2 * AROUND) return [equal(start, end)];
-  const made = [];
-  if (first > start) made.push(equal(start, first));
-  made.push(folded(first, last, equal));
-  if (end > last) made.push(equal(last, end));
-  return made;
-}
-
-/** A row in place of many equal tokens, which shows some more of them each time. */
-function folded(from, to, equal) {
-  const element = h("div", { class: "folded" });
-  const draw = () => {
-    fill(element, h("button", { onclick: open }, `⋯ ${counted(to - from, "equal token")}`));
-  };
-  const open = () => {
-    const stop = Math.min(from + MORE, to);
-    element.before(equal(from, stop));
-    from = stop;
-    if (from === to) element.remove();
-    else draw();
-  };
-  draw();
-  return element;
-}
-
-function row(trajectory, comparison, segment, start, end, otherStart, otherEnd) {
-  const { told } = segment;
-  return h(
-    "div",
-    { class: told ? "sides changed" : "sides", "data-start": start },
-    h("span", { class: "what", title: told && `${told.name}: ${told.meaning}` }, told && h("span", { class: "badge drift" }, `≠ ${told.class}`)),
-    h("div", { class: "side recorded toks" }, tokenElements(trajectory, start, end, (i) => laneClasses(trajectory, i)), start === end && empty()),
-    h("div", { class: "side toks" }, tokenElements(comparison.other, otherStart, otherEnd, () => "other"), otherStart === otherEnd && empty()),
-  );
+  const folded = { ...equal(first, last), folded: true, shown: 0 };
+  return [first > start && equal(start, first), folded, end > last && equal(last, end)].filter(Boolean);
 }
 
 function empty() {

@@ -1,7 +1,7 @@
 // One session: its tree, one of its trajectories, and what is known of each token.
 
 import { Refused, getIfNew, getJson, getPacked, sessionPath } from "./api.js";
-import { Comparison, drawComparison } from "./compare.js";
+import { Comparison, ComparisonView, sideName } from "./compare.js";
 import { copy, count, counted, fill, h, real, say, when } from "./dom.js";
 import { Finder } from "./finder.js";
 import { inspect, pythonList } from "./inspector.js";
@@ -17,8 +17,6 @@ const OFTEN = 1500;
 const SELDOM = 10000;
 /** Asked so seldom once nothing has changed for a minute. */
 const QUIET = 60000;
-
-const SIDES = { retokenized: "text tokenized again", rerendered: "messages rendered again" };
 
 const MODES = { conversation: "Conversation", tokens: "Tokens", beside: "Side by side" };
 
@@ -41,7 +39,8 @@ class SessionPage {
     this.view = view;
     this.address = address;
     this.id = address.id;
-    this.side = view.about.against.includes(address.side) ? address.side : (view.about.against[0] ?? null);
+    const branch = view.about.text && !view.about.exported && /^leaf-\d{1,15}$/.test(address.side ?? "");
+    this.side = branch || view.about.against.includes(address.side) ? address.side : (view.about.against[0] ?? null);
     this.mode = address.mode in MODES && (address.mode !== "beside" || this.side !== null) ? address.mode : "conversation";
     this.following = false;
     this.alternatives = new Map();
@@ -155,6 +154,8 @@ class SessionPage {
   #show() {
     this.record?.close();
     this.record = null;
+    this.compared?.close();
+    this.compared = null;
     fill(this.parts.pane);
     this.parts.pane.scrollTop = 0;
     this.parts.pane.classList.toggle("beside", this.beside);
@@ -164,7 +165,7 @@ class SessionPage {
       this.record.setComparison(comparison ?? null);
       if (this.selection) this.record.select(this.selection);
     } else if (comparison) {
-      drawComparison(this.parts.pane, this.trajectory, comparison, (i) => this.choose(i, { quiet: true }));
+      this.compared = new ComparisonView(this.parts.pane, this.trajectory, comparison, (i) => this.choose(i, { quiet: true }));
     } else {
       fill(this.parts.pane, h("p", { class: "empty" }, "Comparing…"));
     }
@@ -226,6 +227,13 @@ class SessionPage {
     );
   }
 
+  /** What the branch can be compared with: the other branches too, where there is a tokenizer. */
+  #sides() {
+    const { against, text, exported } = this.view.about;
+    const others = text && !exported ? this.tree.leaves.filter((one) => one.turn !== this.leaf) : [];
+    return [...against, ...others.slice(0, 50).map((one) => `leaf-${one.turn}`)];
+  }
+
   /** Whether a turn was recorded within the last minute. */
   #isLive() {
     return this.view.about.grows && 1000 * (this.tree.turns.at(-1)?.created_at ?? 0) > Date.now() - QUIET;
@@ -239,13 +247,13 @@ class SessionPage {
 
   #drawTools() {
     const comparison = this.comparisons.get(this.side);
-    const sides = this.view.about.against;
+    const sides = this.#sides();
     const tab = ([mode, text]) =>
       h("button", { "aria-pressed": String(this.mode === mode), onclick: () => this.#setMode(mode), disabled: mode === "beside" && !sides.length }, text);
     const select = h(
       "select",
       { id: "side", onchange: (event) => this.#setSide(event.target.value) },
-      ...sides.map((side) => h("option", { value: side, selected: side === this.side }, SIDES[side])),
+      ...sides.map((side) => h("option", { value: side, selected: side === this.side }, sideName(side))),
     );
     fill(
       this.parts.tools,
@@ -435,17 +443,9 @@ class SessionPage {
       this.#toNext(changes.map((change) => Math.min(change.start, this.trajectory.length - 1)), by, "difference");
       return;
     }
-    const rows = [...this.parts.pane.querySelectorAll(".sides.changed")];
-    const here = rows.findIndex((row) => row.classList.contains("at"));
-    const next = rows[here < 0 ? (by > 0 ? 0 : rows.length - 1) : here + by];
-    if (!next) {
-      say(rows.length ? "No more differences" : "There is no difference");
-      return;
-    }
-    rows[here]?.classList.remove("at");
-    next.classList.add("at");
-    next.scrollIntoView({ block: "center" });
-    this.choose(Number(next.dataset.start), { quiet: true });
+    const start = this.compared?.toChange(by);
+    if (start === undefined) say("No more differences");
+    else this.choose(start, { quiet: true });
   }
 
   #setMode(mode) {
@@ -530,9 +530,9 @@ class SessionPage {
   }
 
   #otherSide() {
-    const sides = this.view.about.against;
+    const sides = this.#sides();
     if (sides.length > 1) this.#setSide(sides[(sides.indexOf(this.side) + 1) % sides.length]);
-    say(this.side ? `Drift against: ${SIDES[this.side]}` : "Nothing to compare with");
+    say(this.side ? `Drift against: ${sideName(this.side)}` : "Nothing to compare with");
     this.#drawTools();
   }
 
@@ -602,6 +602,7 @@ class SessionPage {
     clearTimeout(this.telling);
     cancelAnimationFrame(this.looking);
     this.record?.close();
+    this.compared?.close();
     this.resized.disconnect();
     this.themed.disconnect();
     this.scheme.removeEventListener("change", this.repaint);

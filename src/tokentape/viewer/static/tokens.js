@@ -165,15 +165,20 @@ export class Pane {
     block.element.remove();
   }
 
+  /** Draw a block again, if it is drawn: something of it has changed. */
+  redraw(block) {
+    if (this.drawn.has(block)) block.element.replaceChildren(this.draw(block));
+  }
+
   redrawAll() {
-    for (const block of this.drawn) block.element.replaceChildren(this.draw(block));
+    for (const block of this.drawn) this.redraw(block);
   }
 
   /** The element of a token, drawn if need be; null in what is folded. */
   element(i) {
     const block = this.blockOf(i);
     if (!block) return null;
-    this.#show(block);
+    this.show(block);
     return block.element.querySelector(`[data-i="${i}"]`);
   }
 
@@ -203,7 +208,8 @@ export class Pane {
     this.observer.disconnect();
   }
 
-  #show(block) {
+  /** Draw a block unless it is drawn. */
+  show(block) {
     if (this.drawn.has(block)) return;
     this.drawn.add(block);
     block.element.replaceChildren(this.draw(block));
@@ -213,7 +219,7 @@ export class Pane {
     for (const { target, isIntersecting } of seen) {
       const { block } = target;
       if (isIntersecting) {
-        this.#show(block);
+        this.show(block);
       } else if (this.drawn.has(block) && !target.contains(document.activeElement)) {
         this.drawn.delete(block);
         target.replaceChildren(this.plain(block));
