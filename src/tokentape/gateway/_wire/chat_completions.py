@@ -54,7 +54,6 @@ from tokentape.gateway._wire.openai_fields import (
     refuse_prefill,
     refuse_unknown_tools,
     refuse_unserved,
-    refuse_unsupported,
     sampling_params,
     tool_arguments,
     tools_of_choice,
@@ -129,15 +128,12 @@ class ChatCompletionsBody(SamplingFields, kw_only=True):
     """A request's fields."""
 
     messages: Annotated[list[_ChatMessage], Meta(min_length=1)]
-    model: str = ""
-    stream: bool = False
     stream_options: _ChatStreamOptions | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     logprobs: bool = False
     top_logprobs: TopLogprobs = 0
-    return_token_ids: bool = False
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     tools: list[_ChatTool] = msgspec.field(default_factory=list)
     tool_choice: Any = "auto"
@@ -160,9 +156,6 @@ _AFTER_TEXT = b'"}}]}\n\n'
 _AGAIN = b',"reasoning":'
 """Between the two names that reasoning has in a chunk."""
 
-_API_NAMES = {"stop_strings": "stop"}
-"""Where a field of `SamplingParams` has another name in requests."""
-
 
 class ChatCompletions(OpenAIDialect):
     """The dialect. `model_id` is the model's name in replies, `tokenizer` spells tokens beside their logprobs."""
@@ -175,7 +168,6 @@ class ChatCompletions(OpenAIDialect):
         """Read a request body. Raises `InvalidRequest` and `UnsupportedParameter` naming the parameter."""
         read, given = _read(body)
         sampling = _sampling(read, context)
-        refuse_unsupported(sampling, context.engine, _API_NAMES)
         check_depth(read.chat_template_kwargs, "chat_template_kwargs")
         # As the caller wrote them: templates print tools whole, in the order of their keys.
         given_tools = given.get("tools", [])

@@ -45,7 +45,6 @@ from tokentape.gateway._wire.openai_fields import (
     read_fields,
     recorded,
     refuse_unserved,
-    refuse_unsupported,
     sampling_params,
     usage,
 )
@@ -55,8 +54,6 @@ MAX_CHOICES = 16
 
 IGNORED = frozenset({"request_id", "service_tier", "spaces_between_special_tokens", "user"})
 """Fields that are accepted and have no effect: none of them changes what is sampled."""
-
-_API_NAMES = {"stop_strings": "stop", "top_logprobs": "logprobs"}
 
 
 class _StreamOptions(Struct):
@@ -68,11 +65,9 @@ class CompletionsBody(SamplingFields, kw_only=True):
     """A request's fields."""
 
     prompt: str | list[Any]
-    model: str = ""
     max_tokens: Count = 16
     min_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
-    stream: bool = False
     stream_options: _StreamOptions | None = None
     logprobs: TopLogprobs | None = None
     echo: bool = False
@@ -85,7 +80,6 @@ class CompletionsBody(SamplingFields, kw_only=True):
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
 
@@ -111,8 +105,8 @@ class Completions(OpenAIDialect):
             top_logprobs=read.logprobs or 0,
             min_tokens=read.min_tokens,
             schema=json_schema(read.response_format, "response_format", context),
+            names={"top_logprobs": "logprobs"},
         )
-        refuse_unsupported(sampling, context.engine, _API_NAMES)
         turn = TurnRequest(
             session_id=context.session_id,
             messages=(),

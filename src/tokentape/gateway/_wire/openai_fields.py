@@ -60,8 +60,11 @@ class OpenAIDialect:
 
 
 class SamplingFields(Struct, kw_only=True):
-    """How to sample: OpenAI's fields and those that vLLM made common, under the names they have in every API."""
+    """OpenAI's fields and those that vLLM made common, under the names they have in every API."""
 
+    model: str = ""
+    stream: bool = False
+    return_token_ids: bool = False
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = 0
@@ -84,14 +87,18 @@ def sampling_params(
     top_logprobs: int,
     min_tokens: int = 0,
     schema: str | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
-    """Return the parameters that a body asks for. Raises `InvalidRequest` for a stop id outside the vocabulary."""
+    """Return the parameters that a body asks for.
+
+    Raises `InvalidRequest` for a stop id outside the vocabulary, and as `refuse_unsupported` with `names`.
+    """
     if any(token_id >= context.vocab_size for token_id in body.stop_token_ids):
         known = context.vocab_size
         raise InvalidRequest(f"stop_token_ids holds an id outside the vocabulary of {known}", "stop_token_ids")
-    names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed")
+    same = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed")
     passed_on = {name: getattr(body, name) for name in _SCHEDULING if name in context.engine.sampling}
-    return SamplingParams(
+    sampling = SamplingParams(
         max_tokens=max_tokens,
         top_k=max(body.top_k, 0),
         stop_token_ids=tuple(body.stop_token_ids),
@@ -99,9 +106,11 @@ def sampling_params(
         top_logprobs=top_logprobs,
         min_tokens=min_tokens,
         json_schema=schema,
-        **{name: getattr(body, name) for name in names},
+        **{name: getattr(body, name) for name in same},
         **passed_on,
     )
+    refuse_unsupported(sampling, context.engine, {"stop_strings": "stop", **(names or {})})
+    return sampling
 
 
 def ignored_scheduling(body: SamplingFields, engine: EngineInfo) -> list[str]:

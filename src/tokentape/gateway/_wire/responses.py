@@ -54,7 +54,6 @@ from tokentape.gateway._wire.openai_fields import (
     recorded,
     refuse_unknown_tools,
     refuse_unserved,
-    refuse_unsupported,
     sampling_params,
     tools_of_choice,
     unknown_fields,
@@ -76,7 +75,6 @@ from tokentape.types import Message, RecordedReply
 IGNORED = HINTS | {"client_metadata", "max_tool_calls", "stream_options"}
 """Fields that are accepted and have no effect: none of them changes what is sampled."""
 
-_API_NAMES = {"stop_strings": "stop"}
 _LOGPROBS = "message.output_text.logprobs"
 _RESPONSE_ID = re.compile(r"resp_(.+)_([0-9a-f]{24})_([0-9]{1,9})")
 
@@ -85,7 +83,6 @@ class ResponsesBody(SamplingFields, kw_only=True):
     """A request's fields."""
 
     input: str | list[Any]
-    model: str = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[Any] = msgspec.field(default_factory=list)
@@ -100,13 +97,11 @@ class ResponsesBody(SamplingFields, kw_only=True):
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     user: str | None = None
     store: bool = True
-    stream: bool = False
     background: bool = False
     conversation: Any = None
     context_management: Any = None
     prompt: Any = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    return_token_ids: bool = False
 
 
 class ResponseId(NamedTuple):
@@ -158,7 +153,6 @@ class Responses(OpenAIDialect):
             top_logprobs=read.top_logprobs,
             schema=json_schema((read.text or {}).get("format"), "text", context, shown),
         )
-        refuse_unsupported(sampling, context.engine, _API_NAMES)
         turn = TurnRequest(
             session_id=context.session_id,
             messages=await _messages(read, context),
