@@ -77,6 +77,19 @@ def skewed(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def swapped(tmp_path: Path) -> Path:
+    """The folder with two of its rarest words exchanged, which only asking for every token can show."""
+    folder = tmp_path / "swapped"
+    shutil.copytree(MODEL, folder)
+    spec = json.loads((folder / "tokenizer.json").read_bytes())
+    vocab = spec["model"]["vocab"]
+    one, other = [piece for piece in vocab if len(piece) > 6 and piece.isascii()][-2:]
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return folder
+
+
 def kinds(report: AuditReport) -> list[str]:
     return sorted(finding.kind for finding in report.findings if finding.severity == "skew")
 
@@ -95,6 +108,15 @@ def test_vllm_and_a_skewed_training_folder_are_told_apart(vllm: str, skewed: Pat
     assert found["normalizer"].example == "e\u0301"
     assert found["added token"].example == "<tool_call> "
     assert "rstrip" in found["added token"].cause
+
+
+def test_a_vocabulary_is_asked_of_vllm(vllm: str, swapped: Path) -> None:
+    report = audit(swapped, vllm)
+    (found,) = (one for one in report.findings if one.severity == "skew")
+    assert report.tried["encode"] > 3990
+    assert found.where == ("vocabulary",)
+    assert [len(side.ids) for side in (found.a, found.b)] == [1, 1]
+    assert found.a.ids != found.b.ids
 
 
 def test_llama_cpp_does_not_normalize_as_the_tokenizer_does(llama: str) -> None:

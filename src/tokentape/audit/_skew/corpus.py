@@ -227,7 +227,7 @@ def documents_of(one: Range) -> Iterator[str]:
     if one.path.suffix in (".jsonl", ".ndjson"):
         for line in lines:
             if line.strip():
-                yield from _json_texts(line)
+                yield from _texts_of(_json_record(line))
         return
     piece: list[str] = []
     length = 0
@@ -249,10 +249,6 @@ def _lines(one: Range) -> Iterator[bytes]:
             file.readline()  # a line belongs to the range that it begins in
         while file.tell() < one.end and (line := file.readline()):
             yield line
-
-
-def _json_texts(line: bytes) -> Iterator[str]:
-    yield from _texts_of(_json_record(line))
 
 
 def _json_record(line: bytes) -> Any:

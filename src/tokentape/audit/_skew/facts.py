@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 from tokentape.audit._skew.backends.base import BackendFacts
 from tokentape.audit._skew.causes import added_words, unlike_tokens
-from tokentape.audit._skew.findings import Severity, Skew
+from tokentape.audit._skew.findings import Severity, Skew, SkewResult
 from tokentape.audit._skew.id_causes import SAME_FILES
 from tokentape.audit._skew.spec_parts import Spec, part_of
 
@@ -45,7 +46,8 @@ def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Ite
         # Converters mark what looks like a control token: it has the same id, and is hidden in what is decoded.
         marked = a.kind != b.kind and said.startswith("special=") and "," not in said
         severity: Severity = "caution" if marked else "skew"
-        yield Skew("added token", "facts", added_words(tokens, a, b), SAME_FILES, len(tokens), severity=severity)
+        found = Skew("added token", "facts", added_words(tokens, a, b), SAME_FILES, len(tokens), severity=severity)
+        yield _with_hidden(found, tokens[0], a, b) if said.startswith("special=") else found
     if "vocabulary" in differing:
         one, other = _ids(a.spec), _ids(b.spec)
         added = {**a.added, **b.added}
@@ -53,6 +55,13 @@ def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Ite
         if unlike:
             said = f"{len(unlike)} tokens have other ids or are on one side only, the first is {unlike[0]!r}"
             yield Skew("vocabulary", "facts", f"the vocabularies differ: {said}", SAME_FILES, len(unlike))
+
+
+def _with_hidden(found: Skew, token: str, a: BackendFacts, b: BackendFacts) -> Skew:
+    """Return a finding with the id of a token that is special on one side: decoding may skip it there."""
+    ids = (a.added[token].id,)
+    one, other = (SkewResult(ids, (token,), "" if side.added[token].special else token) for side in (a, b))
+    return replace(found, example=ids, a=one, b=other)
 
 
 def _ids(spec: Spec) -> dict[str, int]:

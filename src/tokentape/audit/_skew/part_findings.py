@@ -106,7 +106,8 @@ def _ids(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     for key in sorted({*a.configuration, *b.configuration} - {ROWS}):
         one, other = a.configuration.get(key), b.configuration.get(key)
         ends = key.endswith((" eos_token_id", " stop_strings"))
-        if one == other or (key.endswith("_token_id") and not ends and None in (one, other)):
+        are_ids = all(_is_number(i) for i in (*(one or ()), *(other or ())))
+        if one == other or (key.endswith("_token_id") and not ends and None in (one, other) and are_ids):
             continue
         cause = f"{key} is {_listed(one)} in A and {_listed(other)} in B" + (": turns end elsewhere" if ends else "")
         yield Skew("stop ids" if ends else "special tokens", "facts", cause, _TRAINED, 1)

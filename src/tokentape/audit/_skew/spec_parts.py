@@ -84,13 +84,16 @@ def _setting(key: str, value: Any) -> Any:
 
 def _loaded(part: Any, name: str) -> Any:
     """Return a part as `tokenizers` writes it, with every default; unchanged if it does not take the part."""
-    if not isinstance(part, Mapping):
-        return part
-    empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}, name: part}
     try:
-        return json.loads(tokenizers.Tokenizer.from_str(json.dumps(empty)).to_str())[name]
+        return json.loads(with_only(name, part).to_str())[name] if isinstance(part, Mapping) else part
     except Exception:  # `tokenizers` raises no narrower error
         return part
+
+
+def with_only(name: str, part: Any) -> tokenizers.Tokenizer:
+    """Return a tokenizer with an empty vocabulary and one part."""
+    empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}, name: part}
+    return tokenizers.Tokenizer.from_str(json.dumps(empty))
 
 
 def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:

@@ -35,20 +35,8 @@ _SEVERAL = "several pieces"
 _SAME_TEMPLATE = "Use the chat template that the weights were trained with on both sides, and compare its hash."
 
 
-def _undated(text: str) -> str:
-    return _DATES.sub("DATE", text)
-
-
 def _unescaped(text: str) -> str:
     return html.unescape(_ESCAPES.sub(lambda match: chr(int(match[1], 16)), text).replace('\\"', '"'))
-
-
-def _constants(text: str) -> str:
-    return re.sub(r"\b(True|False|None)\b", lambda match: _CONSTANTS[match[1]], text)
-
-
-def _compact(text: str) -> str:
-    return re.sub(r"([,:])\s+", r"\1", text)
 
 
 def _without_tools(text: str) -> str:
@@ -64,10 +52,6 @@ def _tool_name(line: str) -> str:
         return line
 
 
-def _unthought(text: str) -> str:
-    return _THINKING.sub("", text)
-
-
 _Form: TypeAlias = tuple[str, Kind, Callable[[str], str], str, str]
 """Key, kind, the form in which both texts are the same, the cause, the fix."""
 
@@ -75,7 +59,7 @@ _FORMS: tuple[_Form, ...] = (
     (
         "date",
         "date",
-        _undated,
+        partial(_DATES.sub, "DATE"),
         "the template shows a date",
         "Pin the date on both sides, with a template kwarg if there is one.",
     ),
@@ -89,13 +73,19 @@ _FORMS: tuple[_Form, ...] = (
     (
         "booleans",
         "booleans",
-        _constants,
+        partial(re.compile(r"\b(True|False|None)\b").sub, lambda match: _CONSTANTS[match[0]]),
         "booleans and None are written as Python on one side and as JSON on the other",
         "Write values with `tojson` in the template, not with `string` or `~`.",
     ),
 )
 _LATER_FORMS: tuple[_Form, ...] = (
-    ("spacing", "JSON", _compact, "JSON is spaced differently", "Write JSON with the same separators on both sides."),
+    (
+        "spacing",
+        "JSON",
+        partial(re.compile(r"([,:])\s+").sub, r"\1"),
+        "JSON is spaced differently",
+        "Write JSON with the same separators on both sides.",
+    ),
     (
         "tools",
         "tools",
@@ -103,7 +93,13 @@ _LATER_FORMS: tuple[_Form, ...] = (
         "tool definitions are written differently",
         "Send tools with every field that the server adds, in its order, or render with the trainer's template.",
     ),
-    ("reasoning", "reasoning", _unthought, "reasoning is kept, left out or framed differently", _SAME_TEMPLATE),
+    (
+        "reasoning",
+        "reasoning",
+        partial(_THINKING.sub, ""),
+        "reasoning is kept, left out or framed differently",
+        _SAME_TEMPLATE,
+    ),
 )
 """Forms that would also explain printed content parts and generation prompts, and so come after these."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -12,7 +11,7 @@ import tokenizers
 from tokentape.audit._skew.backends.spec import load_spec
 from tokentape.audit._skew.findings import Encoder, Kind
 from tokentape.audit._skew.known_parts import SENTENCEPIECE, is_byte_level, normalizers, pre_tokenizers
-from tokentape.audit._skew.spec_parts import Spec
+from tokentape.audit._skew.spec_parts import Spec, with_only
 
 _MOST_SPELLED = 2
 
@@ -59,7 +58,7 @@ class Trials:
         own = {name: getattr(self._tokenizer, name) for name in parts}
         try:
             for name, part in parts.items():
-                setattr(self._tokenizer, name, _loaded_part(name, part))
+                setattr(self._tokenizer, name, None if part is None else getattr(with_only(name, part), name))
             return encoder_of(self._tokenizer)(texts)
         finally:
             for name, part in own.items():
@@ -83,10 +82,3 @@ def _added_trials(added: list[Any], text: str) -> dict[str, list[Any]]:
             changes[f"{flag}={value} on its added tokens"] = [{**token, flag: value} for token in added]
     changes["lstrip=True and rstrip=True on its added tokens"] = [{**t, "lstrip": True, "rstrip": True} for t in added]
     return changes
-
-
-def _loaded_part(name: str, part: Any) -> Any:
-    if part is None:
-        return None
-    empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}, name: part}
-    return getattr(tokenizers.Tokenizer.from_str(json.dumps(empty)), name)

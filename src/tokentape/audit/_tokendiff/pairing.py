@@ -26,9 +26,6 @@ class Change(NamedTuple):
     end: int
     kind: str
     """One of `CLASSES`."""
-    trainer_start: int
-    trainer_end: int
-    """Where the trainer's tokens for it are, half-open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +78,6 @@ def pair_ids(recorded: TokenIds, trainers: TokenIds, tokenizer: Tokenizer) -> Pa
     partner = found.partners()
     if not differences:
         return Pairing("numeric", partner, len(recorded))
-    changes = tuple(
-        Change(d.expected_start, d.expected_end, ARTIFACTS[d.change].kind, d.recorded_start, d.recorded_end)
-        for d in differences
-    )
+    changes = tuple(Change(d.expected_start, d.expected_end, ARTIFACTS[d.change].kind) for d in differences)
     same_bytes = all(difference.same_bytes for difference in differences)
     return Pairing("id drift" if same_bytes else "text drift", partner, changes[0].start, changes)
