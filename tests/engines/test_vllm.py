@@ -573,6 +573,19 @@ def test_a_schema_is_sent_as_structured_outputs(server: FakeVllm) -> None:
     assert server.bodies[0]["structured_outputs"] == {"json": {"type": "object"}}
 
 
+@pytest.mark.parametrize("scale_out", [False, True])
+def test_an_adapter_is_the_model_of_the_call(server: FakeVllm, scale_out: bool) -> None:
+    card = {"id": MODEL, "max_model_len": MAX_CONTEXT}
+    server.scale_out = scale_out
+    with pytest.raises(UnsupportedParameter, match="adapter"):
+        open_and_sample(server, replace(PARAMS, adapter="a"))
+    server.routes["/v1/models"] = JSONResponse({"data": [card, {"id": "a", "parent": MODEL}]})
+    for adapter in ("a", None):
+        server.bodies.clear()
+        open_and_sample(server, replace(PARAMS, adapter=adapter))
+        assert server.bodies[-1]["model"] == (adapter or MODEL)
+
+
 def test_a_version_that_would_ignore_a_schema_is_not_asked(server: FakeVllm) -> None:
     server.version = "0.10.2"
     with pytest.raises(UnsupportedParameter, match="json_schema"):

@@ -113,16 +113,20 @@ def test_a_retry_is_told_the_same(opened: ExitStack, renderer: Renderer, tmp_pat
 def test_a_session_has_pins_of_its_own(opened: ExitStack, renderer: Renderer, tmp_path: Path) -> None:
     gateway = Gateway(opened, renderer, tmp_path, Pins.read({"top_k": 3}, {"top_p": 0.9, "min_p": 0.1}))
     created = gateway.http.post(
-        "/sessions", json={"session_id": "own", "pin": {"temperature": 0.7}, "default": {"min_p": 0.2}}
+        "/sessions",
+        json={"session_id": "own", "pin": {"temperature": 0.7, "adapter": "a"}, "default": {"min_p": 0.2}},
     )
     assert created.status_code == 201
     gateway.ask("chat", "own", temperature=0.2)
     sampled = gateway.engine.asked[-1][1]
     assert (sampled.temperature, sampled.top_k, sampled.top_p, sampled.min_p) == (0.7, 3, 0.9, 0.2)
+    assert (sampled.adapter, gateway.turn("own").sampling["adapter"]) == ("a", "a")
     gateway.ask("chat", "other", temperature=0.2)
     assert gateway.engine.asked[-1][1].temperature == 0.2
+    assert gateway.engine.asked[-1][1].adapter is None
+    assert "adapter" not in gateway.turn("other").sampling
     shown = gateway.http.get("/sessions/own").json()
-    assert shown["metadata"]["tokentape_sampling"]["pin"] == {"temperature": 0.7}
+    assert shown["metadata"]["tokentape_sampling"]["pin"] == {"temperature": 0.7, "adapter": "a"}
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ class SamplingParams:
     """No stop id or stop string ends the completion before it has so many tokens."""
     json_schema: str | None = None
     """A JSON Schema, as JSON text: tokens that would not follow it are ruled out. None rules out none."""
+    adapter: str | None = None
+    """Name of the server's LoRA adapter that samples; None is the model without any."""
     priority: int = 0
     """For the server's scheduler; 0 is its default. Which order it means depends on the server."""
     cache_salt: str | None = None

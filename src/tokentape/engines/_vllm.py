@@ -94,12 +94,15 @@ class VllmEngine(RemoteEngine):
     @classmethod
     async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
         version = decode(await http.get("/version"), _VllmVersion, "vLLM")
-        card = chosen(await served_cards(http), model)
+        cards = await served_cards(http)
+        card = chosen(cards, model)
         sampling = DISTRIBUTION | {"min_tokens", "cache_salt", "session_id"}
         if await _has_priorities(http):
             sampling |= {"priority"}
         if version.rust_frontend_version is None and version_numbers(version.version) >= _STRUCTURED_OUTPUTS:
             sampling |= {"json_schema"}
+        if any(one.parent is not None for one in cards):
+            sampling |= {"adapter"}
         info = EngineInfo(
             name="vllm",
             version=version.version if version.rust_frontend_version is None else f"{version.version}+rust",
@@ -176,7 +179,7 @@ class VllmEngine(RemoteEngine):
             "logprobs": params.top_logprobs,
         }
         body: dict[str, object] = {
-            "model": self._info.model,
+            "model": params.adapter or self._info.model,
             "stream": stream,
             "return_token_ids": self._verify_prompt,
         }
@@ -219,9 +222,10 @@ class VllmEngine(RemoteEngine):
     async def _probe(self, *, stream: bool) -> tuple[str, VllmReply]:
         """Return the server's `--logprobs-mode`, which it does not report, and the reply that showed it.
 
-        One token remains with top_k = 1. `raw_logprobs`, from before, have alternatives; `processed_logprobs` do not.
+        One token remains. `raw_logprobs`, from before, have alternatives; `processed_logprobs` do not. Not by `top_k`:
+        vLLM 0.32 ends at it on a CPU while it speculates with n-grams.
         """
-        params = SamplingParams(max_tokens=1, top_k=1, top_logprobs=2)
+        params = SamplingParams(max_tokens=1, top_p=1e-6, top_logprobs=2)
         prompt = np.zeros(1, dtype=np.int32)
         reply, sampled = self._ask(prompt, params, stream=stream, request_id="tokentape-probe", rows_from=0)
         async with aclosing(sampled) as deltas:

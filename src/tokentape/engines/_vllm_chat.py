@@ -143,7 +143,7 @@ class VllmChatServer:
         params: SamplingParams,
     ) -> dict[str, object]:
         body: dict[str, object] = {
-            "model": self.info.model,
+            "model": params.adapter or self.info.model,
             "messages": [_sent(message) for message in messages],
             "chat_template_kwargs": template_kwargs,
             "stream": True,

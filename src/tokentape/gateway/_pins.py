@@ -25,6 +25,7 @@ Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty: TypeAlias = Annotated[float, Meta(gt=0, le=100)]
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+Adapter: TypeAlias = Annotated[str, Meta(min_length=1)]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1)]
 Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=16)]
 
@@ -41,7 +42,7 @@ _IN_BODIES = {"stop_sequences": "stop", "max_completion_tokens": "max_tokens", "
 
 
 class _Values(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """The parameters that can be pinned, under the names they have in OpenAI's and vLLM's requests."""
+    """The parameters that can be pinned, under the names that they have in OpenAI's and vLLM's requests, if there."""
 
     temperature: Temperature | UnsetType = UNSET
     top_p: TopP | UnsetType = UNSET
@@ -53,6 +54,7 @@ class _Values(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=Tr
     repetition_penalty: RepetitionPenalty | UnsetType = UNSET
     seed: Seed | UnsetType = UNSET
     stop: Stop | UnsetType = UNSET
+    adapter: Adapter | UnsetType = UNSET
 
 
 NAMES = _Values.__struct_fields__

@@ -245,7 +245,7 @@ _values = attrgetter(*_RECORDED)
 def _recorded_sampling(values: tuple[Any, ...]) -> Mapping[str, Any]:
     """Return the recorded parameters: one mapping for all turns that were sampled alike."""
     named = zip(_RECORDED, values, strict=True)
-    return {name: value for name, value in named if value is not None or name != "json_schema"}
+    return {name: value for name, value in named if value is not None or name not in ("json_schema", "adapter")}
 
 
 def finish_of(turn: Turn, reply: Reply) -> Finish:
