@@ -111,7 +111,13 @@ def split_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mask_inverted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exports, "_ints", lambda mask: [1 - int(one) for one in mask.tolist()])
+    right = exports.trl_rollouts
+
+    def inverted(given: Sequence[Sample]) -> dict[str, Any]:
+        fields = right(given)
+        return fields | {"env_mask": [[1 - one for one in mask] for mask in fields["env_mask"]]}
+
+    monkeypatch.setattr(exports, "trl_rollouts", inverted)
 
 
 def siblings_in_group(monkeypatch: pytest.MonkeyPatch) -> None:
