@@ -18,7 +18,7 @@ def test_json_has_what_was_run_and_found(run: Run, tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert (report["exact"], report["findings"], report["turns_unlike_engine"]) == (True, 0, 0)
     assert [group["sessions"] for group in report["groups"]] == [1]
-    assert Path(report["parquet"]).is_file()
+    assert Path(report["trajectories_file"]).is_file()
 
 
 def test_a_directory_in_use_is_refused(run: Run, tmp_path: Path) -> None:
