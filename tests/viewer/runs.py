@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sqlite3
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,12 @@ async def record_run(
         await store.write(
             SessionInfo(name, 1.0 + n, {"task": f"t{n * groups // sessions}"}), *turns, *columns, *rewards
         )
+
+
+def corrupt(directory: Path, session_id: str) -> None:
+    """Write other ids over those of a session's turns."""
+    with closing(sqlite3.connect(directory / "tokentape.db")) as database, database:
+        database.execute("UPDATE turns SET completion_ids = zeroblob(8) WHERE session_id = ?", (session_id,))
 
 
 def take_picture(path: Path) -> None:

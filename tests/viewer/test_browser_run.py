@@ -109,7 +109,7 @@ def test_groups_are_those_of_a_key_and_lead_to_their_sessions(page: Page, site: 
 
 
 def test_what_is_not_recorded_is_said_to_be(page: Page, site: str) -> None:
-    opened(page, site, "?weights=step-0&metadata=task%3Dt0")
+    opened(page, site, "?search=s04")
     shown = figures(page)
     assert shown["Cache hits"] == "not recorded"
     assert shown["Importance ratio"] == "not recorded"

@@ -17,11 +17,11 @@ import httpx2
 import numpy as np
 import pytest
 
-from tests.records import make_turn
+from tests.records import SETUP, make_turn
 from tests.viewer.conftest import HOSTILE
-from tests.viewer.runs import SESSIONS, record_run
+from tests.viewer.runs import SESSIONS, corrupt, record_run
 from tokentape.chat._renderer import Renderer
-from tokentape.errors import NotFound
+from tokentape.errors import NotFound, StoreCorrupt
 from tokentape.gateway._serve import running
 from tokentape.store import SqliteStore
 from tokentape.types import SessionInfo
@@ -152,3 +152,22 @@ def test_it_is_read_in_a_browser_without_a_server(browser: Browser, viewer: View
 
 def _count(page: Page, selector: str) -> int:
     return page.locator(selector).count()
+
+
+def test_an_unreadable_session_is_left_out_of_lists_and_files(store: SqliteStore, tmp_path: Path) -> None:
+    turns = [make_turn(name, 0) for name in ("good", "bad")]
+    asyncio.run(store.write(SETUP, *(SessionInfo(one.session_id, 1.0) for one in turns), *turns))
+    corrupt(tmp_path / "data", "bad")
+    viewer = Viewer(StoreSource(store, "run"), RecordReader())
+    made = export_page(viewer)
+    assert (made.sessions, made.whole, made.unreadable) == (2, 1, 1)
+    with running(create_app(viewer)) as url, httpx2.Client(base_url=f"{url}/view/api/") as http:
+        measured = http.get("measures?ids=good,bad").json()
+        assert (list(measured["measures"]), list(measured["unreadable"])) == (["good"], ["bad"])
+        listed = {one["session_id"]: one for one in http.get("sessions").json()["sessions"]}
+        assert ("unreadable" in listed["bad"], "unreadable" in listed["good"]) == (True, False)
+        found = http.get("sessions?verdict=exact").json()
+        assert (found["total"], found["measured"], found["of"], found["unreadable"]) == (1, 2, 2, 1)
+        assert http.get("run").json()["unreadable"] == 1
+    with pytest.raises(StoreCorrupt):
+        export_page(viewer, "bad")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.viewer.runs import SESSIONS, record_run
+from tests.records import SETUP, make_turn
+from tests.viewer.runs import SESSIONS, corrupt, record_run
 from tokentape.audit._drift.meter import measure_drift
 from tokentape.audit._id_rows import store_rows
 from tokentape.audit._numbers import NumbersTally, logprob_numbers
@@ -16,6 +18,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.store import SqliteStore
 from tokentape.store._listing import Listing
 from tokentape.training import assemble
+from tokentape.types import Reward, SessionInfo, TokenDistribution, TurnColumn
 from tokentape.viewer._comparing import RecordReader
 from tokentape.viewer._measuring import Measures, SessionMeasures, WeightsTally
 from tokentape.viewer._source import StoreSource
@@ -28,7 +31,7 @@ def measures(store: SqliteStore, renderer: Renderer) -> Measures:
 
 
 def all_of(measures: Measures, store: SqliteStore) -> dict[str, SessionMeasures]:
-    return measures.measured(StoreSource(store, "").versions(Listing(limit=100)))
+    return measures.measured(StoreSource(store, "").versions(Listing(limit=100)))[0]
 
 
 def merged(found: dict[str, SessionMeasures]) -> dict[str, WeightsTally]:
@@ -63,7 +66,8 @@ def test_turns_are_counted_by_their_weights(measures: Measures, store: SqliteSto
         assert one.truncated == sum(turn.finish_reason == "length" for turn in mine)
         assert one.aborts["client_left"] == len(aborted)
         assert one.forks["sibling"] == sum(turn.fork == "sibling" for turn in mine)
-        assert [at for at, _ in one.times] == [min(t.created_at for t in mine), max(t.created_at for t in mine)]
+        assert one.first_at == min(t.created_at for t in mine)
+        assert one.last_at == max(t.created_at for t in mine)
 
 
 def test_rewards_and_verdicts_are_those_of_samples(measures: Measures, store: SqliteStore) -> None:
@@ -109,18 +113,58 @@ def test_merged_tallies_are_those_of_everything() -> None:
 
 def test_what_time_does_not_suffice_for_is_left(measures: Measures, store: SqliteStore) -> None:
     versions = StoreSource(store, "").versions(Listing(limit=100))
-    assert measures.measured(versions, 0.0) == {}
+    assert measures.measured(versions, 0.0) == ({}, {})
     some = dict(list(versions.items())[:3])
-    assert set(measures.measured(some)) == set(some)
+    assert set(measures.measured(some)[0]) == set(some)
     # What is known takes no time.
-    assert set(measures.measured(versions, 0.0)) == set(some)
+    assert set(measures.measured(versions, 0.0)[0]) == set(some)
 
 
 def test_without_a_tokenizer_there_is_no_drift(store: SqliteStore, measures: Measures) -> None:
     (one,) = (
         Measures(StoreSource(store, ""), RecordReader())
-        .measured(StoreSource(store, "").versions(Listing(session_ids=["s01"])))
+        .measured(StoreSource(store, "").versions(Listing(session_ids=["s01"])))[0]
         .values()
     )
     assert one.drift is None
     assert one.verdicts == ("forked: sibling",)
+
+
+def test_an_unreadable_session_leaves_the_others(measures: Measures, store: SqliteStore, tmp_path: Path) -> None:
+    corrupt(tmp_path / "data", "s03")
+    source = StoreSource(store, "")
+    found, unreadable = measures.measured(source.versions(Listing(limit=100)))
+    assert len(found) == SESSIONS - 1
+    assert list(unreadable) == ["s03"]
+    assert "'s03'" in unreadable["s03"]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "recorded", "why"),
+    [
+        (0.6, TokenDistribution(False, 1.0, False, False), "at temperature 1, it was sampled at 0.6: "),
+        (1.0, TokenDistribution(False, 1.0, True, False), "after truncation: "),
+        (1.0, None, "of a distribution that is not known: "),
+    ],
+)
+def test_logprobs_that_no_trainer_computes_have_no_ratio(
+    store: SqliteStore, sampled: float, recorded: TokenDistribution | None, why: str
+) -> None:
+    plain = TokenDistribution(False, sampled, False, False)
+    turns = [
+        make_turn("s", 0, sampled_from=plain, logprobs_of=recorded),
+        make_turn("t", 0, sampled_from=plain, logprobs_of=plain),
+    ]
+    columns = [TurnColumn(one.session_id, 0, "trainer_logprobs", one.logprobs, 1.0) for one in turns]
+    asyncio.run(store.write(SETUP, *(SessionInfo(one, 1.0) for one in "st"), *turns, *columns))
+    (tally,) = merged(all_of(Measures(StoreSource(store, ""), RecordReader()), store)).values()
+    assert tally.ratio.numbers().tokens == len(turns[1].completion_ids)
+    ((said, times),) = tally.not_comparable.items()
+    assert (said.startswith(why), times) == (True, 1)
+
+
+def test_branches_of_equal_reward_have_this_mean(store: SqliteStore) -> None:
+    turns = [make_turn("s", seq, fork="sibling" if seq else None) for seq in range(3)]
+    asyncio.run(store.write(SETUP, SessionInfo("s", 1.0), *turns, Reward("s", None, 0.1, 9.0)))
+    (one,) = all_of(Measures(StoreSource(store, ""), RecordReader()), store).values()
+    assert (len(one.verdicts), one.reward) == (3, 0.1)

@@ -18,7 +18,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.store import SqliteStore
 from tokentape.store._listing import Listing
 from tokentape.training import assemble, group_advantages
-from tokentape.types import SessionInfo
+from tokentape.types import Reward, SessionInfo, Turn
 from tokentape.viewer._comparing import RecordReader
 from tokentape.viewer._file_source import FileSource, ViewerSource
 from tokentape.viewer._measuring import Measures
@@ -29,7 +29,12 @@ from tokentape.viewer._source import StoreSource
 def summed(source: ViewerSource, renderer: Renderer | None = None, group: str = "", **more: Any) -> dict[str, Any]:
     reader = RecordReader() if renderer is None else RecordReader(renderer.tokenizer, renderer)
     found = Measures(source, reader).measured(source.versions(Listing(limit=1000)))
-    return run_of(list(found.values()), group, **more)
+    return run_of(list(found[0].values()), group, **more)
+
+
+def started(store: SqliteStore, turn: Turn) -> float:
+    stored = store.load_session(turn.session_id)
+    return stored.info.created_at if turn.parent is None else stored.turns[turn.parent].created_at
 
 
 def by_version(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -62,9 +67,9 @@ def test_figures_of_turns_are_those_of_the_record(run: dict[str, Any], store: Sq
         assert sum(told["forks"].values()) == sum(turn.fork is not None for turn in mine)
         assert sum(told["aborts"].values()) == len(mine) - len(ended)
         assert told["resumes"] == {}
-        seconds = mine[-1].created_at - mine[0].created_at
-        tokens = sum(len(turn.completion_ids) for turn in mine[1:])
-        assert told["tokens_per_second"] == pytest.approx(tokens / seconds)
+        begun = min(started(store, turn) for turn in mine)
+        tokens = sum(len(turn.completion_ids) for turn in mine)
+        assert told["tokens_per_second"] == pytest.approx(tokens / (mine[-1].created_at - begun))
 
 
 def test_ratios_are_exp_of_the_differences(run: dict[str, Any], store: SqliteStore) -> None:
@@ -113,8 +118,9 @@ def test_what_is_not_recorded_is_none(store: SqliteStore, tmp_path: Path, render
     asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, make_turn("s", 0, fork=None)))
     run = summed(StoreSource(store, ""))
     (told,) = run["weights"]
-    for name in ("mean", "sd", "drift", "ratio", "k3", "ess", "tokens_per_second"):
+    for name in ("mean", "sd", "drift", "ratio", "k3", "ess"):
         assert told[name] is None
+    assert told["tokens_per_second"] == 4 / 999.5
     assert (told["rewarded"], told["ratio_tokens"], told["truncated"]) == (0, 0, 0.0)
     assert run["groups"] == []
     write_parquet(store.load_session("s").trajectories(), tmp_path / "one.parquet")
@@ -135,3 +141,19 @@ def test_a_file_says_what_the_record_says(store: SqliteStore, tmp_path: Path, re
     for version, told in filed.items():
         for name in ("drift", "ratio", "k3", "sessions", "mean", "sd"):
             assert told[name] == pytest.approx(recorded[version][name])
+
+
+def test_sessions_at_the_same_time_count_from_their_beginning(store: SqliteStore) -> None:
+    turns = [make_turn(f"s{n}", 0, created_at=110.0 + n / 1e5) for n in range(50)]
+    asyncio.run(store.write(SETUP, *(SessionInfo(one.session_id, 100.0) for one in turns), *turns))
+    (told,) = summed(StoreSource(store, ""))["weights"]
+    assert told["tokens_per_second"] == pytest.approx(50 * 4 / 10, rel=1e-3)
+
+
+def test_equal_rewards_have_no_spread(store: SqliteStore) -> None:
+    turns = [make_turn(f"s{n}", 0) for n in range(3)]
+    infos = [SessionInfo(one.session_id, 1.0, {"task": "t"}) for one in turns]
+    rewards = [Reward(one.session_id, None, 0.1, 9.0) for one in turns]
+    asyncio.run(store.write(SETUP, *infos, *turns, *rewards))
+    (group,) = summed(StoreSource(store, ""))["groups"]
+    assert (group["rewarded"], group["least"], group["most"], group["sd"]) == (3, 0.1, 0.1, 0.0)

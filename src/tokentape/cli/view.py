@@ -87,7 +87,10 @@ def view(
 
             made = export_page(viewer, session)
             export.write_bytes(made.html)
-            typer.echo(f"wrote {export}: {made.sessions} sessions, of these with tokens: {made.whole}", err=True)
+            unreadable = f", unreadable: {made.unreadable}" if made.unreadable else ""
+            typer.echo(
+                f"wrote {export}: {made.sessions} sessions, of these with tokens: {made.whole}{unreadable}", err=True
+            )
             return
         if host in THIS_MACHINE:
             app = create_app(viewer, [Middleware(AllowedHosts, hosts=THIS_MACHINE)])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tokentape._supports import SUPPORTS, is_known, kept_ids, too_many
+from tokentape._supports import SUPPORTS, kept_ids, too_many
 from tokentape.errors import InvalidRequest
 from tokentape.training._samples import Sample
 
@@ -60,12 +60,6 @@ def renormalized_logprobs(
         inside = scaled[rows].gather(-1, table.clamp(min=0)).masked_fill(table < 0, -torch.inf)
         norms = norms.index_put((rows,), inside.logsumexp(-1))
     return (scaled.gather(-1, wanted).squeeze(-1) - norms).reshape(ids.shape)
-
-
-def has_supports(sample: Sample, start: int, end: int) -> bool:
-    """Return whether the support of each trained token from `start` to before `end` is recorded."""
-    found = sample.payloads.get(SUPPORTS)
-    return found is not None and all(is_known(one) for one in found.rows[start:end][sample.loss_mask[start:end]])
 
 
 def refuse_unlike_supports(sample: Sample) -> None:

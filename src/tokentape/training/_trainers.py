@@ -15,9 +15,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from tokentape._session.comparable import HELP, has_supports, not_comparable
 from tokentape.errors import InvalidRequest
 from tokentape.training._samples import Sample
-from tokentape.training._supports import has_supports
 from tokentape.types import TokenDistribution
 
 
@@ -63,17 +63,6 @@ TRAINERS: Mapping[str, Trainer] = {
 
 _OWN = Trainer("a loop over samples", "", None, supports=True, per_token=True)
 
-_HELP = {
-    "raw": "record those that tokens are sampled with (vllm serve --logprobs-mode processed_logprobs, tokentape serve "
-    "--logprobs-mode processed), or sample at temperature 1",
-    "truncated": "sample with top_p 1, top_k 0 and min_p 0, or record those before truncation (tokentape serve "
-    "--logprobs-mode scaled), or, for a trainer that takes them, the ids that it keeps (--supports)",
-    "penalties": "sample without presence, frequency and repetition penalties and without min_tokens",
-    "grammar": "sample without a grammar",
-    "greedy": "sample at a temperature above 0",
-    "unknown": "if you know what they are, say it with `with_distributions`",
-}
-
 
 def temperature(samples: Sequence[Sample], trainer: str) -> float:
     """Return the one temperature that the recorded logprobs of all `samples` are at: what the trainer has to divide by.
@@ -108,7 +97,7 @@ def turn_temperatures(sample: Sample, trainer: str = "own") -> list[float]:
     for n, (start, end, sampled, recorded) in enumerate(turns):
         if not sample.loss_mask[start:end].any():
             continue
-        wrong = _wrong(sampled, recorded, about.supports and has_supports(sample, start, end))
+        wrong = not_comparable(sampled, recorded, about.supports and has_supports(sample, start, end))
         if wrong:
             raise InvalidRequest(
                 f"{about.name} computes {about.formula}; the logprobs of turn "
@@ -132,30 +121,6 @@ def token_temperatures(sample: Sample, trainer: str = "own") -> npt.NDArray[np.f
         if sample.loss_mask[start:end].any():
             out[start:end] = next(given)
     return out
-
-
-def _wrong(sampled: TokenDistribution | None, recorded: TokenDistribution | None, supports: bool) -> str | None:
-    """What keeps logprobs from being those of `log_softmax(logits / temperature)`, and what helps; None if they are.
-
-    With `supports` the trainer computes them over the ids that truncation kept.
-    """
-    if sampled is None or sampled.temperature is None or recorded is None or None in _fields(recorded):
-        return f"of a distribution that is not known: {_HELP['unknown']}"
-    if sampled.temperature == 0:
-        return f"of greedy sampling, which has none: {_HELP['greedy']}"
-    if recorded.penalties:
-        return f"after penalties: {_HELP['penalties']}"
-    if recorded.grammar:
-        return f"after a grammar: {_HELP['grammar']}"
-    if recorded.truncation and not supports:
-        return f"after truncation: {_HELP['truncated']}"
-    if recorded.temperature != sampled.temperature:
-        return f"at temperature {recorded.temperature:g}, it was sampled at {sampled.temperature:g}: {_HELP['raw']}"
-    return None
-
-
-def _fields(one: TokenDistribution) -> tuple[bool | float | None, ...]:
-    return one.penalties, one.temperature, one.truncation, one.grammar
 
 
 def with_distributions(
@@ -199,7 +164,7 @@ def served(trainer: str, logprobs_mode: str) -> Served:
             return Served("ok", f"{found}: the same{' at temperature 1' if one else ''} without penalties")
         case "raw_logprobs" | "penalised_logprobs":
             found = f"{found}: the same at temperature 1 only"
-            return Served("ok", found) if one else Served("warn", found, f"Else {_HELP['raw']}.")
+            return Served("ok", found) if one else Served("warn", found, f"Else {HELP['raw']}.")
     return Served("fail", f"{found}: what they are is not known", "Sample with vLLM, SGLang or the embedded engine.")
 
 

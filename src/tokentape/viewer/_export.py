@@ -18,12 +18,12 @@ from urllib.parse import quote
 
 import msgspec
 
-from tokentape.errors import InvalidRequest
+from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.store._listing import Listing
 from tokentape.viewer import _views as views
 from tokentape.viewer._comparing import comparison
 from tokentape.viewer._measuring import Measures
-from tokentape.viewer._routes import MAX_COMPARED, MAX_PAGE, Viewer, Visitor, about_of, listed_lines
+from tokentape.viewer._routes import MAX_COMPARED, MAX_PAGE, Viewer, Visitor, about_of, listed_lines, progress_of
 from tokentape.viewer._run import run_of
 from tokentape.viewer._source import SessionView
 from tokentape.viewer._static_files import FOLDER
@@ -44,6 +44,8 @@ class Exported:
     """Sessions that are listed."""
     whole: int
     """Of these, sessions with their tokens."""
+    unreadable: int
+    """Sessions of the run that can't be read."""
 
 
 def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = MAX_BYTES) -> Exported:
@@ -53,14 +55,15 @@ def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = 
         source.version(session_id)
     wanted = Listing(session_ids=None if session_id is None else [session_id], limit=MAX_PAGE)
     page = source.page(wanted)
-    measured = measures.measured(source.versions(replace(wanted, limit=MAX_COMPARED if session_id is None else 1)))
+    versions = source.versions(replace(wanted, limit=MAX_COMPARED if session_id is None else 1))
+    measured, unreadable = measures.measured(versions)
     sides = about_of(viewer, Visitor())["against"][: None if session_id else 1]
     answers = _Answers()
     about = {"grows": False, "overview": False, "exported": True, "only_session": session_id, "against": sides}
     answers.add("about", _json(about_of(viewer, Visitor()) | about))
     answers.add("sessions", _json({"total": page.total, "sessions": listed_lines(source, measures, page.sessions)}))
     if session_id is None:
-        run = {"measured": len(measured), "of": len(measured), "most": MAX_COMPARED, "cache": None}
+        run = progress_of(measured, unreadable, versions) | {"most": MAX_COMPARED, "cache": None}
         sessions = list(measured.values())
         keys: dict[str, int] = run_of(sessions)["keys"]
         for group in ["", *sorted(keys, key=lambda key: keys[key])[:_MAX_KEYS]]:
@@ -69,11 +72,13 @@ def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = 
             answers.add(path, _json(run | figures))
     whole = 0
     for one in page.sessions:
+        if session_id is None and one.info.session_id in unreadable:
+            continue
         view = source.load(one.info.session_id)
         if not answers.add_all(_of_session(viewer, view, sides), max_bytes):
             break
         whole += 1
-    return Exported(_page(answers.texts), len(page.sessions), whole)
+    return Exported(_page(answers.texts), len(page.sessions), whole, len(unreadable))
 
 
 class _Answers:
@@ -107,7 +112,7 @@ def _of_session(viewer: Viewer, view: SessionView, sides: list[str]) -> Iterator
         for side in sides:
             try:
                 yield f"{path}/leaves/{one.leaf}/comparison?{side}", comparison(viewer.reader, view, one, side)
-            except InvalidRequest:
+            except (InvalidRequest, TemplateRefused):
                 # A template that refuses these messages: the page says that the file does not have it.
                 continue
     for turn in view.turns:

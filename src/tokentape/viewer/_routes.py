@@ -26,7 +26,7 @@ from tokentape.viewer import _views as views
 from tokentape.viewer._binary import MEDIA_TYPE
 from tokentape.viewer._comparing import AGAINST, BRANCH, RecordReader, against, comparison
 from tokentape.viewer._file_source import ViewerSource
-from tokentape.viewer._measuring import Measures, SessionMeasures
+from tokentape.viewer._measuring import Measures, SessionMeasures, Unreadable
 from tokentape.viewer._run import run_of
 from tokentape.viewer._source import SessionView
 from tokentape.viewer._static_files import SECURITY, static_file
@@ -142,8 +142,8 @@ def routes(viewer: Viewer) -> list[Route]:
 
         def found() -> dict[str, Any]:
             versions = source.versions(replace(wanted, offset=0, limit=MAX_COMPARED))
-            measured = measures.measured(versions, MEASURING_SECONDS)
-            progress = {"measured": len(measured), "of": len(versions), "most": MAX_COMPARED, "cache": _cache(values)}
+            measured, unreadable = measures.measured(versions, MEASURING_SECONDS)
+            progress = progress_of(measured, unreadable, versions) | {"most": MAX_COMPARED, "cache": _cache(values)}
             chosen = _chosen(measured, query.get("verdict", ""), query.get("role", ""))
             return progress | run_of(chosen, query.get("group", ""), aborts_recorded=source.grows)
 
@@ -159,9 +159,10 @@ def routes(viewer: Viewer) -> list[Route]:
 
         def found() -> dict[str, Any]:
             versions = source.versions(Listing(owner=visitor.owner, session_ids=sorted(ids)))
-            return {session_id: one.shown() for session_id, one in measures.measured(versions).items()}
+            measured, unreadable = measures.measured(versions)
+            return {"measures": {name: one.shown() for name, one in measured.items()}, "unreadable": unreadable}
 
-        return _json({"measures": await asyncio.to_thread(found)})
+        return _json(await asyncio.to_thread(found))
 
     async def seen(request: Request) -> SessionView | Response:
         """Return the session in the path, or a 304 response if the page has this version."""
@@ -305,8 +306,17 @@ def listed_lines(source: ViewerSource, measures: Measures, sessions: Sequence[Se
     for one in sessions:
         _, version = versions.get(one.info.session_id, ("", ""))
         known = measures.known(one.info.session_id, version)
-        lines.append({**views.listed(one), "measures": None if known is None else known.shown()})
+        taken = {"measures": known.shown()} if isinstance(known, SessionMeasures) else {"measures": None}
+        why = {"unreadable": known.why} if isinstance(known, Unreadable) else {}
+        lines.append({**views.listed(one), **taken, **why})
     return lines
+
+
+def progress_of(
+    measured: Mapping[str, SessionMeasures], unreadable: Mapping[str, str], versions: Mapping[str, Any]
+) -> dict[str, int]:
+    """Return how many of the sessions are measured; unreadable ones are, with nothing found."""
+    return {"measured": len(measured) + len(unreadable), "of": len(versions), "unreadable": len(unreadable)}
 
 
 def _measured_page(
@@ -314,7 +324,7 @@ def _measured_page(
 ) -> dict[str, Any]:
     """Return a page of the sessions that are measured, of the newest `MAX_COMPARED`, by their measures."""
     versions = source.versions(replace(wanted, offset=0, limit=MAX_COMPARED))
-    measured = measures.measured(versions, MEASURING_SECONDS)
+    measured, unreadable = measures.measured(versions, MEASURING_SECONDS)
     chosen = [one.info.session_id for one in _chosen(measured, verdict, role)]
     if by_drift:
         changed = {one: (measured[one].drift or {}).get("changed_tokens", -1) for one in chosen}
@@ -325,7 +335,7 @@ def _measured_page(
     else:
         page = source.page(replace(wanted, session_ids=chosen))
         found, total = page.sessions, page.total
-    progress = {"measured": len(measured), "of": len(versions)}
+    progress = progress_of(measured, unreadable, versions)
     return {"total": total, "sessions": listed_lines(source, measures, found), **progress}
 
 

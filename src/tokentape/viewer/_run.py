@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -56,7 +57,7 @@ def _versions(measured: Sequence[SessionMeasures], aborts_recorded: bool) -> lis
             tallies.setdefault(version, WeightsTally()).merge(tally)
             if n == 0:
                 begun.setdefault(version, []).append(one)
-    in_time = sorted(tallies, key=lambda version: tallies[version].times[0][0] if tallies[version].times else 0.0)
+    in_time = sorted(tallies, key=lambda version: tallies[version].first_at)
     return [
         {"weights": version, **_of_sessions(begun.get(version, [])), **_of_turns(tallies[version], aborts_recorded)}
         for version in in_time
@@ -75,29 +76,31 @@ def _spread(rewards: Sequence[float | None]) -> dict[str, Any]:
     given = [one for one in rewards if one is not None]
     if not given:
         return {"rewarded": 0, "mean": None, "sd": None, "least": None, "most": None}
-    mean, sd = float(np.mean(given)), float(np.std(given))
-    return {"rewarded": len(given), "mean": mean, "sd": sd, "least": min(given), "most": max(given)}
+    mean, least, most = float(np.mean(given)), min(given), max(given)
+    # Of equal rewards numpy's may be 1e-17.
+    sd = float(np.std(given)) if least != most else 0.0
+    return {"rewarded": len(given), "mean": mean, "sd": sd, "least": least, "most": most}
 
 
 def _of_turns(tally: WeightsTally, aborts_recorded: bool) -> dict[str, Any]:
-    ratio, seconds = tally.ratio.numbers(), tally.times[1][0] - tally.times[0][0] if tally.times else 0.0
-    # The first turn was sampled before the time began to count.
-    timed = tally.sampled_tokens - tally.times[0][1] if seconds > 0 else 0
+    ratio, timed = tally.ratio.numbers(), tally.last_at > -math.inf
+    seconds = tally.last_at - tally.begun_at if timed else 0.0
     return {
         "turns": tally.turns,
         "sampled_tokens": tally.sampled_tokens,
         "drift": tally.drift_changed / tally.drift_tokens if tally.drift_tokens else None,
         "ratio": tally.ratio.mean_ratio() if ratio.tokens else None,
         "ratio_tokens": ratio.tokens,
+        "not_comparable": dict(tally.not_comparable),
         "k3": ratio.k3 if ratio.tokens else None,
         "ess": ratio.ess_tokens if ratio.tokens else None,
         "forks": dict(tally.forks),
         "truncated": tally.truncated / tally.ended if tally.ended else None,
         "aborts": dict(tally.aborts) if aborts_recorded else None,
         "resumes": dict(tally.resumes) if aborts_recorded else None,
-        "tokens_per_second": timed / seconds if seconds > 0 else None,
-        "first_at": tally.times[0][0] if tally.times else None,
-        "last_at": tally.times[1][0] if tally.times else None,
+        "tokens_per_second": tally.sampled_tokens / seconds if seconds > 0 else None,
+        "first_at": tally.first_at if timed else None,
+        "last_at": tally.last_at if timed else None,
     }
 
 

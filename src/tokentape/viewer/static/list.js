@@ -1,7 +1,7 @@
 // The sessions: searched, filtered, sorted, a page at a time.
 
 import { Refused, getJson } from "./api.js";
-import { count, counted, fill, h, real, when } from "./dom.js";
+import { count, counted, fill, h, real, say, when } from "./dom.js";
 import { bindKeys } from "./keys.js";
 import { CAUSES, verdictBadge } from "./tree.js";
 
@@ -242,14 +242,14 @@ class ListPage {
     this.#draw();
     clearTimeout(this.going);
     if (found.measured < found.of) this.going = setTimeout(() => this.#load().catch(this.view.failed), 200);
-    else this.#measure(this.#unasked(found.sessions)).catch(this.view.failed);
+    else this.#measure(this.#unasked(found.sessions));
   }
 
   /** The sessions to measure unasked: it is the gateway's time. */
   #unasked(sessions) {
     this.left = Math.min(MEASURED, this.left + MORE);
     return sessions.filter((one) => {
-      if (one.measures !== null || one.tokens > this.left) return false;
+      if (one.measures !== null || one.unreadable || one.tokens > this.left) return false;
       this.left -= one.tokens;
       return true;
     });
@@ -267,11 +267,12 @@ class ListPage {
   }
 
   #draw() {
-    const { total, measured, of, sessions } = this.found;
+    const { total, measured, of, unreadable, sessions } = this.found;
     const filtered = FILTERS.some((name) => this.wanted[name]);
     this.total.textContent =
       `${counted(total, "session")}${filtered ? " found" : ""}` +
-      (of === undefined ? "" : measured < of ? `, among ${count(measured)} of ${count(of)} measured so far` : `, among the ${count(of)} newest`);
+      (of === undefined ? "" : measured < of ? `, among ${count(measured)} of ${count(of)} measured so far` : `, among the ${count(of)} newest`) +
+      (unreadable ? `, ${count(unreadable)} unreadable` : "");
     this.asRun.href = `#/run?${new URLSearchParams(Object.entries(this.#query()).filter(([name, value]) => value && !["sort", "order"].includes(name)))}`;
     const keys = this.#shownKeys();
     fill(this.heads, ...COLUMNS.map((column) => this.#head(column)), ...keys.map((key) => h("th", { scope: "col", class: "key" }, h("bdi", {}, key))));
@@ -361,8 +362,9 @@ class ListPage {
 
   #drawMeasures(row, one) {
     const put = (name, ...content) => fill(row.querySelector(`td.${name}`), ...content);
+    if (one.unreadable) return void put("verdict", h("span", { class: "badge bad", title: one.unreadable }, "unreadable"));
     if (!one.measures) {
-      const measure = () => this.#measure([one]).catch(this.view.failed);
+      const measure = () => this.#measure([one]);
       put("drift", this.view.about.exported ? "–" : h("button", { class: "quiet", onclick: measure, "aria-label": `Measure ${one.session_id}` }, "measure"));
       return;
     }
@@ -377,16 +379,28 @@ class ListPage {
     put("drift", changed ? h("span", { class: "badge drift", title: kinds.join(", ") }, `≠ ${count(changed)} of ${count(tokens)}`) : h("span", { class: "dim" }, "none"));
   }
 
+  /** Measure sessions that are listed. If that fails, the list stays. */
   async #measure(sessions) {
+    try {
+      await this.#measured(sessions);
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      if (!(error instanceof Refused) || error.status === 401) this.view.failed(error);
+      else say(`Not measured: ${error.message}`);
+    }
+  }
+
+  async #measured(sessions) {
     if (this.view.about.exported) return;
     const page = this.found;
     for (let at = 0; at < sessions.length && page === this.found; at += AT_ONCE) {
       const some = sessions.slice(at, at + AT_ONCE);
-      const { measures } = await getJson("measures", { ids: some.map((one) => one.session_id).join(",") }, this.view.signal);
+      const { measures, unreadable } = await getJson("measures", { ids: some.map((one) => one.session_id).join(",") }, this.view.signal);
       for (const one of some) {
         one.measures = measures[one.session_id] ?? null;
         const row = this.body.querySelector(`tr[data-id="${CSS.escape(one.session_id)}"]`);
-        if (row && one.measures) this.#drawMeasures(row, one);
+        one.unreadable = unreadable[one.session_id];
+        if (row && (one.measures || one.unreadable)) this.#drawMeasures(row, one);
       }
     }
   }

@@ -76,7 +76,7 @@ class RunPage {
     this.#point(this.at);
   }
 
-  #drawHead({ measured, of, most, weights }) {
+  #drawHead({ measured, of, most, weights, unreadable }) {
     const all = `${of === most ? "the newest " : ""}${counted(of, "session")}`;
     const progress = measured < of ? `${count(measured)} of ${all} measured so far` : all;
     const filters = Object.entries(this.filters).flatMap(([name, value]) => value.split("\n").map((one) => (name === "metadata" ? one : `${name.replace("_", " ")} ${one}`)));
@@ -85,6 +85,7 @@ class RunPage {
       this.parts.head,
       h("h1", {}, "Run"),
       h("p", { class: "dim" }, `${progress} · ${counted(weights.length, "version")} of the weights`),
+      unreadable > 0 && h("span", { class: "badge bad", title: "left out of all figures; `tokentape verify` says why" }, `${count(unreadable)} unreadable`),
       ...filters.map((text) => h("span", { class: "badge" }, h("bdi", {}, text))),
       filters.length > 0 && h("a", { href: "#/run" }, "all sessions"),
       !this.view.about.exported && h("a", { href: `#/sessions?${new URLSearchParams(this.filters)}` }, "list"),
@@ -97,17 +98,21 @@ class RunPage {
     const of = (name) => weights.map((one) => one[name]);
     const rate = (name, cause) => weights.map((one) => (one[name] === null || !one.turns ? null : (100 * (cause ? (one[name][cause] ?? 0) : total(one[name]))) / one.turns));
     const causes = [...new Set(weights.flatMap((one) => Object.keys(one.forks)))].sort();
+    // Turns, by why their logprobs are not those that a trainer computes.
+    const unlike = new Map();
+    for (const one of weights) for (const [why, turns] of Object.entries(one.not_comparable)) unlike.set(why, (unlike.get(why) ?? 0) + turns);
+    const notComparable = [...unlike].map(([why, turns]) => `Not comparable: the logprobs of ${counted(turns, "turn")} are ${why}.`).join(" ");
     const mean = of("mean");
     const spread = (by) => weights.map((one) => (one.mean === null ? null : one.mean + by * one.sd));
     this.charts = [
       chart("Reward", [{ values: mean, low: spread(-1), high: spread(1) }], { about: "Mean of the sessions that these weights began, and one standard deviation.", none: "No session has a reward." }),
       chart("Sampled tokens per session", [{ values: of("length") }], { about: "Mean of the sessions that these weights began.", none: "No turn is recorded." }),
       chart("Drift", [{ values: of("drift") }], { text: percent, about: "Sampled tokens that tokenizing their text again would change.", none: "There is no tokenizer to measure it with." }),
-      chart("Importance ratio", [{ name: "mean", values: of("ratio") }, { name: "effective share", values: of("ess") }], { about: "exp(trainer's logprob - recorded logprob) per token, and the effective sample size.", none: "Annotate turns with a column `trainer_logprobs`." }),
+      chart("Importance ratio", [{ name: "mean", values: of("ratio") }, { name: "effective share", values: of("ess") }], { about: `exp(trainer's logprob - recorded logprob) per token, and the effective sample size. ${notComparable}`, none: notComparable || "Annotate turns with a column `trainer_logprobs`." }),
       chart("Forks per 100 turns", causes.length ? causes.map((cause) => ({ name: cause, values: rate("forks", cause) })) : [{ values: rate("forks") }], { about: "By cause.", none: "No turn is recorded." }),
       chart("Truncated turns", [{ values: of("truncated") }], { text: percent, about: "Of the turns that were not aborted, those that ended by their token budget.", none: "Why turns ended is not recorded." }),
       chart("Aborts and resumes per 100 turns", [{ name: "aborted", values: rate("aborts") }, { name: "resumed", values: rate("resumes") }], { about: "Turns that were aborted, and calls that continued one.", none: "Files of trajectories do not have aborted turns." }),
-      chart("Sampled tokens per second", [{ values: of("tokens_per_second") }], { about: "From the first turn of these weights to the last one, of all sessions together.", none: "It takes two turns with times." }),
+      chart("Sampled tokens per second", [{ values: of("tokens_per_second") }], { about: "Of all sessions together, since the first turn of these weights could begin.", none: "Turns have no times." }),
     ];
     fill(this.parts.charts, ...this.charts.map((one) => one.element), cacheCard(cache));
   }
@@ -126,7 +131,7 @@ class RunPage {
     const heads = [["", "Group"], ["sessions", "Sessions"], ["mean", "Mean reward"], ["sd", "Spread"], ["", "Rewards"], ["length", "Sampled per session"], ["drift", "Drift"], ["", "Weights"]];
     const head = ([key, text]) =>
       h("th", { scope: "col", "aria-sort": key && key === by ? (order > 0 ? "ascending" : "descending") : null }, key ? h("button", { class: "sort", onclick: () => this.#sort(key) }, `${text}${key === by ? (order > 0 ? " ↑" : " ↓") : ""}`) : text);
-    const collapsed = groups.filter((one) => one.rewarded > 1 && one.sd === 0).length;
+    const without = groups.filter(collapsed).length;
     fill(
       this.parts.groups,
       h(
@@ -136,7 +141,7 @@ class RunPage {
         h("label", { for: "group", class: "dim" }, "by"),
         select,
         group && h("span", { class: "dim" }, `${counted(total, "group")}${total > groups.length ? `, the ${count(groups.length)} newest` : ""}`),
-        collapsed > 0 && h("span", { class: "badge warn", title: "all rewards are equal: every advantage is 0" }, `${count(collapsed)} without spread`),
+        without > 0 && h("span", { class: "badge warn", title: "all rewards are equal: every advantage is 0" }, `${count(without)} without spread`),
       ),
       groups.length > 0 &&
         h(
@@ -157,7 +162,7 @@ class RunPage {
       h("td", { class: "key" }, this.#link(`#/sessions?${query}`, h("bdi", {}, one.value.length > 80 ? `${one.value.slice(0, 80)}…` : one.value || "(empty)"))),
       number(count(one.sessions), one.rewarded < one.sessions && h("span", { class: "dim" }, ` (${one.rewarded} rewarded)`)),
       number(or(one.mean)),
-      number(one.rewarded > 1 && one.sd === 0 ? h("span", { class: "badge warn" }, "0") : or(one.sd)),
+      number(collapsed(one) ? h("span", { class: "badge warn" }, "0") : or(one.sd)),
       h("td", {}, strip(one.rewards, least, most)),
       number(or(one.length)),
       number(percent(one.drift)),
@@ -236,6 +241,9 @@ class RunPage {
     fill(this.told, h("bdi", {}, `weights ${version}`), ` · ${counted(turns, "turn")}${first ? ` · from ${when(first)}` : ""}`);
   }
 }
+
+/** Whether all rewards of a group are equal. */
+const collapsed = (one) => one.rewarded > 1 && one.least === one.most;
 
 const total = (counts) => Object.values(counts).reduce((sum, value) => sum + value, 0);
 

@@ -1,0 +1,47 @@
+"""Whether recorded logprobs can be compared with those that a trainer computes."""
+
+from __future__ import annotations
+
+from tokentape._supports import SUPPORTS, is_known
+from tokentape.types import TokenDistribution, Trajectory
+
+HELP = {
+    "raw": "record those that tokens are sampled with (vllm serve --logprobs-mode processed_logprobs, tokentape serve "
+    "--logprobs-mode processed), or sample at temperature 1",
+    "truncated": "sample with top_p 1, top_k 0 and min_p 0, or record those before truncation (tokentape serve "
+    "--logprobs-mode scaled), or, for a trainer that takes them, the ids that it keeps (--supports)",
+    "penalties": "sample without presence, frequency and repetition penalties and without min_tokens",
+    "grammar": "sample without a grammar",
+    "greedy": "sample at a temperature above 0",
+    "unknown": "if you know what they are, say it with `with_distributions`",
+}
+
+
+def not_comparable(sampled: TokenDistribution | None, recorded: TokenDistribution | None, supports: bool) -> str | None:
+    """Return what keeps logprobs from being those of `log_softmax(logits / temperature)`, and what helps; None if none.
+
+    With `supports` the trainer computes them over the ids that truncation kept.
+    """
+    if sampled is None or sampled.temperature is None or recorded is None or None in _fields(recorded):
+        return f"of a distribution that is not known: {HELP['unknown']}"
+    if sampled.temperature == 0:
+        return f"of greedy sampling, which has none: {HELP['greedy']}"
+    if recorded.penalties:
+        return f"after penalties: {HELP['penalties']}"
+    if recorded.grammar:
+        return f"after a grammar: {HELP['grammar']}"
+    if recorded.truncation and not supports:
+        return f"after truncation: {HELP['truncated']}"
+    if recorded.temperature != sampled.temperature:
+        return f"at temperature {recorded.temperature:g}, it was sampled at {sampled.temperature:g}: {HELP['raw']}"
+    return None
+
+
+def _fields(one: TokenDistribution) -> tuple[bool | float | None, ...]:
+    return one.penalties, one.temperature, one.truncation, one.grammar
+
+
+def has_supports(one: Trajectory, start: int, end: int) -> bool:
+    """Return whether the support of each trained token from `start` to before `end` is recorded."""
+    found = one.payloads.get(SUPPORTS)
+    return found is not None and all(is_known(row) for row in found.rows[start:end][one.loss_mask[start:end]])
