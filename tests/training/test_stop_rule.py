@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.session.trajectory_cases import make_trajectory
-from tests.training import live, test_skyrl, test_slime, test_verifiers, test_verl
+from tests.training import live, test_skyrl, test_slime, test_tinker, test_verifiers, test_verl
 from tests.training.test_trl_rollouts import branching, one_question, trainer
 from tokentape import Client
 from tokentape.errors import InvalidRequest, TokentapeError, TrainingStopped
@@ -20,7 +20,7 @@ from tokentape.training.trl import GatewayRollouts, GatewayWorker
 from tokentape.types import Trajectory
 
 ledger, servers, engines = test_verifiers.ledger, test_verl.servers, test_skyrl.engines
-router = test_slime.router
+router, tinker_ledger = test_slime.router, test_tinker.ledger
 
 LIMITS = {"unchecked_bridges": 0.25, "forked": 0.25, "truncated": 0.25, "not_exact": 0.25}
 GOOD = replace(make_trajectory(), verdict="exact", finish_reasons=("stop",))
@@ -94,6 +94,49 @@ def test_a_tracker_gets_the_numbers() -> None:
     assert seen[-1] == rule.numbers()
 
 
+def test_a_tracker_that_fails_is_logged_once_and_fails_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def track(_: object) -> None:
+        raise RuntimeError("no disk")
+
+    rule = StopRule(forked=0.0, window=1, tracker=track)
+    rule.add([GOOD])
+    rule.add([GOOD])
+    assert [str(one.exc_info[1]) for one in caplog.records if one.exc_info] == ["no disk"]
+    with pytest.raises(TrainingStopped):
+        rule.add([replace(GOOD, verdict="forked: edited")])
+
+
+def test_a_batch_is_judged_at_each_step_of_the_window() -> None:
+    bad = replace(GOOD, verdict="forked: edited")
+    with pytest.raises(TrainingStopped, match=r"forked is 0\.75"):
+        StopRule(forked=0.5, window=4).add([GOOD, *[bad] * 3, *[GOOD] * 4])
+
+
+def test_samples_without_loss_do_not_count() -> None:
+    rule = StopRule(forked=0.0, window=1)
+    rule.add([replace(GOOD, verdict="forked: edited", loss_mask=np.zeros_like(GOOD.loss_mask))])
+    assert rule.numbers() == {}
+
+
+@pytest.mark.parametrize("bad", [{"forked": 20.0}, {"truncated": float("nan")}, {"log_ratio": float("inf")}])
+def test_limits_that_can_not_be_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequest, match=rf"{next(iter(bad))} is .*: expected a "):
+        StopRule(**bad)  # type: ignore[arg-type]
+    StopRule(forked=1.0, truncated=0.0, log_ratio=5.0)
+
+
+def test_logprobs_of_other_shapes_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"shape \(\), the recorded ones \(2,\)"):
+        StopRule(log_ratio=1.0).add_logprobs(-1.0, [-1.0, -2.0])
+
+
+def test_logprobs_may_be_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    rule = StopRule(window=1)
+    rule.add_logprobs(torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True), [-1.5, -2.0])
+    assert rule.numbers() == {"log_ratio": 0.25}
+
+
 def test_what_is_no_rule_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="window 0"):
         StopRule(window=0)
@@ -103,6 +146,9 @@ def test_what_is_no_rule_is_refused() -> None:
 
 FORKS = 1
 """The number of the task of `live.agent` whose session forks."""
+
+FAILS = 5
+"""That of a session whose agent fails after a call."""
 
 
 def no_forks() -> StopRule:
@@ -116,6 +162,9 @@ def test_in_verl(servers: test_verl.Servers) -> None:
     test_verl.ran(test_verl.loop_of(servers, stop_rule="tests.training.test_stop_rule.SHARED_RULE"), 0)
     with pytest.raises(TrainingStopped, match="forked"):
         test_verl.ran(test_verl.loop_of(servers, stop_rule="tests.training.test_stop_rule.SHARED_RULE"), FORKS)
+    # What is sampled with other settings than the trainer's is a validation.
+    greedy = test_verl.SAMPLING | {"temperature": 0.0}
+    test_verl.ran(test_verl.loop_of(servers, stop_rule="tests.training.test_stop_rule.SHARED_RULE"), FORKS, greedy)
     # Another loop, as verl makes one for each rollout.
     with pytest.raises(TrainingStopped, match="forked"):
         test_verl.ran(test_verl.loop_of(servers, stop_rule="tests.training.test_stop_rule.SHARED_RULE"), 0)
@@ -125,12 +174,18 @@ def test_in_slime(router: test_slime.Router) -> None:
     test_slime.ran([0], stop_rule=no_forks())
     with pytest.raises(TrainingStopped, match="forked"):
         test_slime.ran([FORKS], stop_rule=no_forks())
+    rule = StopRule(window=1)
+    test_slime.ran([FAILS], stop_rule=rule)
+    assert rule.numbers() == {}
 
 
 def test_in_skyrl(engines: live.SkyRlClient) -> None:
     test_skyrl.generated(engines, {"a": [0]}, stop_rule=no_forks())
     with pytest.raises(TrainingStopped, match="forked"):
         test_skyrl.generated(engines, {"a": [FORKS]}, stop_rule=no_forks())
+    # Nothing of these is trained.
+    test_skyrl.generated(engines, {"a": [FORKS]}, phase="eval", stop_rule=no_forks())
+    test_skyrl.generated(engines, {"a": [FORKS, FAILS]}, stop_rule=no_forks())
 
 
 def test_in_verifiers(ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +193,17 @@ def test_in_verifiers(ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch) -> N
     test_verifiers.traces_of(ledger, 0)
     with pytest.raises(TrainingStopped, match="forked"):
         test_verifiers.traces_of(ledger, FORKS)
+    # A halted rule halts no evaluation.
+    test_verifiers.traces_of(ledger, FORKS, client="eval")
+
+
+def test_in_the_tinker_cookbook(tinker_ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_tinker.Rollouts, "stop_rule", no_forks())
+    test_tinker.trajectories_of(tinker_ledger, 0)
+    with pytest.raises(RuntimeError, match="the agent failed"):
+        test_tinker.trajectories_of(tinker_ledger, FORKS, FAILS)
+    with pytest.raises(TrainingStopped, match="forked"):
+        test_tinker.trajectories_of(tinker_ledger, FORKS)
 
 
 @pytest.fixture

@@ -63,20 +63,24 @@ def wandb_history(file: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_wandb_keeps_an_offline_run_and_adds_to_one_that_is_open(
+def test_wandb_keeps_an_offline_run_until_the_trainer_opens_one_and_after_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    track = wandb_tracker(tmp_path, project="p", name="n")
-    rule = StopRule(window=1, tracker=track)
+    rule = StopRule(window=1, tracker=wandb_tracker(tmp_path / "own", project="p", name="n"))
+    assert not (tmp_path / "own").exists()
     rule.add([make_trajectory()])
-    again = wandb_tracker(tmp_path)
-    again({"log_ratio": 0.5})
-    wandb.run.log({"loss": 1.0})
+    trainer = wandb.init(mode="offline", dir=str(tmp_path / "trainer"))
+    assert wandb.run is trainer
+    rule.add([make_trajectory()])
+    trainer.log({"loss": 1.0})
     wandb.finish()
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    rows = wandb_history(file)
-    assert len(rows) == 2
-    assert float(rows[0]["tokentape/forked"]) == rule.numbers()["forked"]
-    assert (float(rows[1]["tokentape/log_ratio"]), float(rows[1]["loss"])) == (0.5, 1.0)
+    rule.add([make_trajectory()])
+    wandb.teardown()
+    read = {
+        name: wandb_history(*(tmp_path / name / "wandb").glob("offline-run-*/*.wandb")) for name in ("own", "trainer")
+    }
+    forked = rule.numbers()["forked"]
+    assert [float(row["tokentape/forked"]) for row in read["own"]] == [forked, forked]
+    assert [(float(row["tokentape/forked"]), float(row["loss"])) for row in read["trainer"]] == [(forked, 1.0)]

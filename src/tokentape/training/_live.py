@@ -97,7 +97,8 @@ class LiveGateway:
                 await session.delete()
         made = assemble(stored.trajectories(), select=select, max_length=max_length, group=lambda _: group)
         if stop_rule is not None:
-            stop_rule.add(made.samples)
+            # What an agent that failed left is not trained.
+            stop_rule.add(made.samples if error is None else ())
         replies = {turn.seq: turn.reply for turn in stored.turns}
         return Rollout(session.session_id, tuple(made.samples), made.report, error, replies)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from threading import RLock
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,8 @@ class StopRule:
     >>> rule = StopRule(forked=0.2, truncated=0.3)                                  # doctest: +SKIP
     >>> rule.add(assemble(session.trajectories()).samples)                          # doctest: +SKIP
 
-    Nothing is judged before there are `window` samples. A limit of None is no limit. Several threads may use one rule.
+    Nothing is judged before there are `window` samples, then the window is judged with each one. Samples without loss
+    don't count. A limit of None is no limit. Several threads may use one rule.
 
     Args:
         unchecked_bridges: highest share of samples with a bridge that was not checked, or that differs.
@@ -43,7 +45,8 @@ class StopRule:
         log_ratio: highest mean of |log importance ratio|, in nats per trained token; see `add_logprobs`.
         window: samples, and calls of `add_logprobs`, that are looked at.
         action: `halt` raises `TrainingStopped`, from then on at each call. `warn` logs each limit that is passed.
-        tracker: called with `numbers()` at each `add`; `wandb_tracker` and `tensorboard_tracker` make one.
+        tracker: called with `numbers()` at each `add`; `wandb_tracker` and `tensorboard_tracker` make one. What it
+            raises is logged, the first time.
 
     """
 
@@ -63,30 +66,48 @@ class StopRule:
             raise InvalidRequest(f"window {window}, action {action!r}: expected 1 or more, and halt or warn")
         limits = (unchecked_bridges, forked, truncated, not_exact, log_ratio)
         self._limits = dict(zip((*_SHARES, "log_ratio"), limits, strict=True))
+        for name, limit in self._limits.items():
+            highest = 1.0 if name in _SHARES else sys.float_info.max
+            if limit is not None and not 0 <= limit <= highest:
+                expected = "a share from 0 to 1" if name in _SHARES else "a finite number of nats, 0 or more"
+                raise InvalidRequest(f"{name} is {limit}: expected {expected}", name)
         self._seen: deque[tuple[bool, ...]] = deque(maxlen=window)
         self._ratios: deque[tuple[float, int]] = deque(maxlen=window)
         self._action, self._tracker = action, tracker
+        self._tracker_failed = False
         self._passed: dict[str, str] = {}
         self._lock = RLock()
 
     def add(self, samples: Iterable[Trajectory]) -> None:
         """Take samples that are to be trained. Raises `TrainingStopped` if a limit is or was passed."""
         with self._lock:
-            self._seen.extend(tuple(found(one) for found in _SHARES.values()) for one in samples)
-            if self._tracker is not None:
-                self._tracker(self.numbers())
-            self._judge(set(_SHARES) if len(self._seen) == self._seen.maxlen else set())
+            for one in samples:
+                if one.loss_mask.any():
+                    self._seen.append(tuple(found(one) for found in _SHARES.values()))
+                    if len(self._seen) == self._seen.maxlen:
+                        self._judge(set(_SHARES))
+            self._track()
+            self._halt()
 
     def add_logprobs(self, trainer: npt.ArrayLike, recorded: npt.ArrayLike) -> None:
-        """Take the trainer's logprobs of trained tokens, and the recorded ones. Raises as `add`.
+        """Take the trainer's logprobs of trained tokens, and the recorded ones: arrays, or tensors of torch.
 
         Their mean ratio says nothing: it is 1 for any pair of distributions. So the mean of |log ratio| is limited.
+        Raises as `add`, and `InvalidRequest` if their shapes differ.
         """
-        apart = np.abs(np.asarray(trainer, np.float64) - np.asarray(recorded, np.float64))
+        ours, theirs = _array(recorded), _array(trainer)
+        if ours.shape != theirs.shape:
+            raise InvalidRequest(
+                f"the trainer's logprobs have shape {theirs.shape}, the recorded ones {ours.shape}: expected the same",
+                "trainer",
+            )
+        apart = np.abs(theirs - ours)
         with self._lock:
             # What is not finite is no reason to go on.
             self._ratios.append((float(np.nan_to_num(apart, nan=np.inf).sum()), apart.size))
-            self._judge({"log_ratio"} if len(self._ratios) == self._ratios.maxlen else set())
+            if len(self._ratios) == self._ratios.maxlen:
+                self._judge({"log_ratio"})
+            self._halt()
 
     def numbers(self) -> dict[str, float]:
         """Return the shares and the mean |log ratio| of the window, as far as there are any."""
@@ -95,6 +116,16 @@ class StopRule:
         found = {name: sum(row[n] for row in seen) / len(seen) for n, name in enumerate(_SHARES) if seen}
         tokens = sum(count for _, count in ratios)
         return found | ({"log_ratio": sum(total for total, _ in ratios) / tokens} if tokens else {})
+
+    def _track(self) -> None:
+        numbers = self.numbers()
+        try:
+            if self._tracker is not None and numbers:
+                self._tracker(numbers)
+        except Exception:
+            if not self._tracker_failed:
+                _log.exception("the tracker of a stop rule failed; it is called on, later failures are not logged")
+            self._tracker_failed = True
 
     def _judge(self, names: set[str]) -> None:
         numbers = self.numbers()
@@ -106,8 +137,15 @@ class StopRule:
             elif name not in self._passed:
                 self._passed[name] = f"{name} is {numbers[name]:.3g}, the limit is {limit:g}"
                 _log.warning("stop rule: %s", self._passed[name])
+
+    def _halt(self) -> None:
         if self._passed and self._action == "halt":
             raise TrainingStopped(
                 f"{'; '.join(self._passed.values())} (over the last {self._seen.maxlen}); look at the sessions with "
                 "`tokentape view`, and make a new StopRule to go on"
             )
+
+
+def _array(logprobs: Any) -> npt.NDArray[np.float64]:
+    """Return them in float64. A tensor may be on a device, want its gradient, or be in bfloat16, which NumPy lacks."""
+    return np.asarray(logprobs.detach().cpu().double() if hasattr(logprobs, "detach") else logprobs, np.float64)

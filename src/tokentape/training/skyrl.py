@@ -71,6 +71,9 @@ class AgentGenerator:
         failed = {name.instance_id for name, one in zip(names, rollouts, strict=True) if not one.samples or one.error}
         about = input_batch.get("batch_metadata")
         scored = about is None or about.training_phase == "train"
+        if scored and self._stop_rule is not None:
+            kept = [one for name, one in zip(names, rollouts, strict=True) if name.instance_id not in failed]
+            self._stop_rule.add(sample for one in kept for sample in one.samples)
         parts = [
             _without_loss(rollout) if name.instance_id in failed else self._made(rollout, scored=scored)
             for name, rollout in zip(names, rollouts, strict=True)
@@ -110,7 +113,6 @@ class AgentGenerator:
             pin={key: given[key] for key in pinned if given.get(key) is not None},
             default={"max_tokens": given.get("max_tokens") or default.max_generate_length},
             seconds=self._seconds,
-            stop_rule=self._stop_rule,
         )
         if rollout.error is None and any(one.reward is None for one in rollout.samples):
             rollout = replace(

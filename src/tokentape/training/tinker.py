@@ -20,8 +20,9 @@ from uuid import uuid4
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._function import FunctionEngine
-from tokentape.errors import InvalidRequest
+from tokentape.errors import InvalidRequest, TrainingStopped
 from tokentape.training._live import Rollout, live_gateway, named
+from tokentape.training._stop_rule import StopRule
 from tokentape.training._trainers import temperature
 from tokentape.training.exports import agent_lightning_triplets
 
@@ -46,6 +47,8 @@ class AgentRollouts:
     max_context: ClassVar[int]
     seconds: ClassVar[float | None] = None
     directory: ClassVar[Path | str | None] = None
+    stop_rule: ClassVar[StopRule | None] = None
+    """Takes what groups of evaluations sample too: the cookbook says of none what it is for."""
 
     async def execute(self, env_group_builder: Any, policy: Any) -> Any:
         """Run the agents of a group and return a `RolloutResult`."""
@@ -59,10 +62,18 @@ class AgentRollouts:
         agent = named(self.agent)
         runs = [gateway.run(agent, vars(env), session_id=name, **about) for name, env in envs.items()]
         try:
-            made = [_trajectory(one) for one in await asyncio.gather(*runs)]
+            rollouts = await asyncio.gather(*runs)
         finally:
             for name in envs:
                 del _policies[name]
+        made = [_trajectory(one) for one in rollouts]
+        if self.stop_rule is not None:
+            try:
+                self.stop_rule.add(sample for one in rollouts for sample in one.samples)
+            except TrainingStopped:
+                # The cookbook would skip the group and go on.
+                self.catches_group_errors = False
+                raise
         return RolloutResult(trajectories=made, envs=[*envs.values()], errors=[])
 
     def _engine(self, renderer: Renderer) -> FunctionEngine:

@@ -59,6 +59,7 @@ class AgentHarness:
         from verifiers.v1.clients.base import build_async_openai
 
         model_dir = find_model(Path(getattr(ctx.client, "renderer_model_name", None) or ctx.model), weights=False)
+        trained = ctx.client.type == "train"
         given = ctx.sampling.model_dump(exclude_none=True)
         given |= given.pop("extra_body", {})
         fixed = {"model": ctx.model} | {name: given[name] for name in ("cache_salt",) if name in given}
@@ -86,14 +87,14 @@ class AgentHarness:
                     session_id=trace.id,
                     pin={name: given[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in given},
                     default={"max_tokens": given["max_tokens"]} if "max_tokens" in given else None,
-                    stop_rule=self.stop_rule,
+                    stop_rule=self.stop_rule if trained else None,
                 )
             finally:
                 del _clients[trace.id]
         if rollout.error is not None:
             raise rollout.error
         tokenizer, parts = gateway.renderer.tokenizer, rollout.samples
-        nodes = verifiers_nodes(parts, lambda ids: read_text(tokenizer, ids), logprobs=ctx.client.type == "train")
+        nodes = verifiers_nodes(parts, lambda ids: read_text(tokenizer, ids), logprobs=trained)
         # Nodes come in pairs, what a turn added and what it sampled, in this order of turns.
         for node, turn in zip(nodes[1::2], dict.fromkeys(turn for one in parts for turn in one.turns), strict=True):
             node["message"] |= _said(rollout.replies[turn])

@@ -68,6 +68,9 @@ class AgentLoop:
 
         gateway = await live_gateway(self._model_dir, self._engine, directory=self._directory)
         names = ("temperature", "top_p", "top_k", "repetition_penalty")
+        # verl doesn't say that it validates, or samples a baseline. It does both with settings of their own, trains
+        # none of that, and could not compute the logprobs.
+        trained = all(sampling_params.get(name) == self._rollout.get(name) for name in names[:3])
         rollout = await gateway.run(
             self._agent,
             row,
@@ -76,13 +79,10 @@ class AgentLoop:
             metadata={"step": row.get("global_steps")},
             pin={name: sampling_params[name] for name in names if name in sampling_params},
             seconds=self._seconds,
-            stop_rule=self._stop_rule,
+            stop_rule=self._stop_rule if trained else None,
         )
         if rollout.error is not None:
             raise rollout.error
-        # verl doesn't say that it validates, or samples a baseline. It does both with settings of their own, trains
-        # none of that, and could not compute the logprobs.
-        trained = all(sampling_params.get(name) == self._rollout.get(name) for name in names[:3])
         scored = bool(sampling_params.get("logprobs")) and trained
         limits = {"prompt_length": self._rollout.prompt_length, "response_length": self._rollout.response_length}
         fields = [verl_agent_loop_output(one, **limits, logprobs=scored) for one in rollout.samples]

@@ -138,7 +138,7 @@ class GatewayWorker:
                 self._client, self._agent, row, metadata, select=self._select, max_length=self._max_length, group=_GROUP
             )
             if self._stop_rule is not None:
-                self._stop_rule.add(made.samples)
+                self._stop_rule.add(made.samples if made.error is None else ())
             with self._lock:
                 rollouts.append(made)
                 complete = len(rollouts) == self._generations
