@@ -212,7 +212,7 @@ class Turn:
     resumes: tuple[Resume, ...] = ()
     """Where other engine calls continued the completion, in order."""
     adapter: str | None = None
-    """The adapter that sampled it, `NAME@VERSION`; None: the model itself."""
+    """The LoRA adapter that sampled it, by its name at the engine; None: the model itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ import pytest
 from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE
 from tokentape.chat._renderer import Renderer
+from tokentape.client import Client
 from tokentape.engines._base import SamplingParams
-from tokentape.errors import InvalidRequest, UnsupportedParameter
+from tokentape.errors import EngineUnavailable, InvalidRequest, UnsupportedParameter
 from tokentape.gateway._app import create_app
 from tokentape.gateway._pins import NAMES, Pins, given_in, header
 from tokentape.gateway._serve import running
@@ -125,6 +126,14 @@ def test_a_session_has_pins_of_its_own(opened: ExitStack, renderer: Renderer, tm
     assert gateway.engine.asked[-1][1].temperature == 0.2
     assert gateway.engine.asked[-1][1].adapter is None
     assert "adapter" not in gateway.turn("other").sampling
+    assert gateway.turn("other").adapter is None
+    gateway.engine.fail_after, gateway.engine.error = 1, EngineUnavailable("gone")
+    path, body = APIS["chat"]
+    assert gateway.http.post(f"/sessions/own/v1/{path}", json=body).status_code == 503
+    with Client(str(gateway.http.base_url)) as client:
+        turns = client.session("own").info().turns
+    assert [(turn.finish_reason, turn.adapter) for turn in turns] == [("stop", "a"), ("abort", "a")]
+    assert [turn.adapter for turn in gateway.store.load_session("own").turns] == ["a", "a"]
     shown = gateway.http.get("/sessions/own").json()
     assert shown["metadata"]["tokentape_sampling"]["pin"] == {"temperature": 0.7, "adapter": "a"}
 

@@ -149,6 +149,7 @@ class Recorder:
                     Resume(start, cause, None if one == engine else one)
                     for (start, cause), one in zip(choice.resumes, later, strict=True)
                 ),
+                adapter=choice.sampling.adapter,
             )
             turns.append(seal(turn, None if parent is None else parent.digest))
         return turns
