@@ -241,6 +241,8 @@ def test_agent_lightning_gets_a_triplet_per_trained_turn() -> None:
     assert [one["prompt"]["token_ids"] for one in first] == [[1, 2], [1, 2, 3, 4, 5]]
     assert [one["reward"] for one in first] == [0.25, 1.0]
     assert [one["response"]["token_ids"] for one in second] == [[9]]
+    # The names of 0.3 and of 1.0.
+    assert second[0]["response"]["logprobs"] == second[0]["response"]["log_probs"] == [-0.5]
 
 
 def test_agent_lightning_gets_no_reward_that_hides_the_session_s() -> None:

@@ -395,12 +395,15 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
                     "samples",
                 )
             own = sample.reward
+        logprobs = sample.logprobs[start:end].tolist()
         triplets.append(
             {
                 "prompt": {"token_ids": sample.token_ids[:start].tolist()},
+                # Agent Lightning 0.3 writes `logprobs`, 1.0 reads `log_probs`.
                 "response": {
                     "token_ids": sample.token_ids[start:end].tolist(),
-                    "logprobs": sample.logprobs[start:end].tolist(),
+                    "logprobs": logprobs,
+                    "log_probs": logprobs,
                 },
                 "reward": own,
                 "metadata": {
