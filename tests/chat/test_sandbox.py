@@ -281,6 +281,17 @@ def test_a_long_conversation_is_no_bomb() -> None:
     assert len(_render(source, messages)) == 80_000
 
 
+def test_many_messages_are_not_worth_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "MOST_FOR_MESSAGES", 0.1)
+    with pytest.raises(TemplateRefused, match=r"more than 0\.3"):
+        _render("{% if messages | length > 9 %}" + ENDLESS + "{% endif %}", USER * 5000)
+
+
+def test_fromkeys_takes_the_keys_of_a_dict() -> None:
+    assert render("{{ dict.fromkeys({'a': 1}) }}") == "{'a': None}"
+
+
 @pytest.mark.parametrize("given", ["dict(pairs)", "dict.fromkeys(range(65))", "dict(x=dict.fromkeys(range(65))).x"])
 def test_a_dict_with_many_keys_that_are_no_text_is_refused(given: str) -> None:
     pairs = "{% set pairs = range(65) | batch(1) | map('batch', 2, 0) | map('first') | list %}"

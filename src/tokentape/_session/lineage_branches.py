@@ -117,7 +117,9 @@ class Branches:
         self._arguments: dict[int, list[str]] = {}
         # Of two texts for each turn that a branch is compared with: those of all might be large.
         self._shingles = lru_cache(2 * WINDOW)(shingles)
-        self._quoted_in = lru_cache(8)(lambda text: self._replies.found_in(self._shingles(text)))
+        # Few: those of whole conversations take megabytes each.
+        self._of_conversation = lru_cache(2)(shingles)
+        self._quoted_in = lru_cache(8)(lambda text: self._replies.found_in(self._of_conversation(text)))
         self.similar = lru_cache(2 * WINDOW)(lambda *texts: similar(*map(self._shingles, texts)))
         """Whether two texts are about the same."""
 
@@ -183,7 +185,7 @@ class Branches:
     def named_in(self, branch: Branch) -> Iterator[Branch]:
         """Yield the roots with a first message of the user that may be in the new messages of a branch."""
         short = (one for one in branch.new if len(one) < 12)
-        runs = np.unique(np.concatenate([self._shingles(branch.text), *map(shingles, short)]))
+        runs = np.unique(np.concatenate([self._of_conversation(branch.text), *map(shingles, short)]))
         yield from (self.all[seq] for seq in sorted(self._users.found_in(runs)))
 
     @cached_property

@@ -28,7 +28,9 @@ class LastUsed(Generic[_Key, _Value]):
             return self._kept.get(key)
 
     def put(self, key: _Key, value: _Value) -> _Value:
-        """Keep a value, and return it."""
+        """Return a value, and keep it if it is not larger than all may be."""
+        if self._size(value) > self._most:
+            return value
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = value

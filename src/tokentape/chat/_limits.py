@@ -27,6 +27,9 @@ PER_SECOND = 2**21
 MESSAGES_PER_SECOND = 200
 """The same for messages: some templates look through all of them for each."""
 
+MOST_FOR_MESSAGES = 20.0
+"""Seconds that messages are worth at most: 50,000 of them would hold a thread for minutes."""
+
 MOST_CHARACTERS = 2**26
 """Length of any value that an expression makes, written as text, and of the whole text. All at once: twice that."""
 
@@ -106,7 +109,8 @@ class Usage:
         if given is not None:
             end, self._end = self._end, float("inf")
             weight = self._weigh(given)
-            self._end = end + weight / PER_SECOND + len(given["messages"]) / MESSAGES_PER_SECOND
+            for_messages = min(len(given["messages"]) / MESSAGES_PER_SECOND, MOST_FOR_MESSAGES)
+            self._end = end + weight / PER_SECOND + for_messages
             self._longest += PER_CHARACTER * weight
 
     def room(self, characters: int) -> None:

@@ -7,6 +7,7 @@ anything, so the ids are those of the whole text.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from itertools import chain, pairwise
@@ -21,7 +22,7 @@ LONG = 2048
 """Characters from which on a text is encoded in sections, and a section is encoded by itself."""
 
 _MOST_IDS = 1 << 22
-"""Ids that are kept, with 12 bytes and about 4 characters each: some 70 MB."""
+"""Ids that are kept, with 12 bytes each: 50 MB. Of texts only digests are kept, since one id may be of many spaces."""
 
 Section = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
 """Ids of shape [ids], and the characters of each, counted in the section, of shape [ids, 2]."""
@@ -38,7 +39,7 @@ class Sections:
         self._names = names
         # One range is found ten times as fast as many characters.
         self._near = re.compile(f"[{min(names)}-{max(names)}]" if names else r"(?!)")
-        self._kept: LastUsed[str, Section] = LastUsed(_MOST_IDS, lambda section: len(section[0]))
+        self._kept: LastUsed[bytes, Section] = LastUsed(_MOST_IDS, lambda section: len(section[0]))
 
     def encode(self, text: str) -> tuple[list[int], npt.NDArray[np.int64]]:
         """Return the ids of a text as the twin encodes it, and the characters of each.
@@ -46,10 +47,11 @@ class Sections:
         Raises `TypeError` for text that is not valid Unicode, as the twin does.
         """
         sections = list(self._cut(text))
-        found = {one: self._kept.get(one) for one in sections}
+        keys = {one: hashlib.sha256(one.encode("utf-8", "surrogatepass")).digest() for one in sections}
+        found = {one: self._kept.get(key) for one, key in keys.items()}
         missing = [one for one, section in found.items() if section is None]
         made = dict(zip(missing, map(_section, self._encoded(missing)), strict=True))
-        known = [found[one] or self._kept.put(one, made[one]) for one in sections]
+        known = [found[one] or self._kept.put(keys[one], made[one]) for one in sections]
         starts = np.cumsum([0, *map(len, sections[:-1])])
         spans = np.concatenate([own + start for (_, own), start in zip(known, starts, strict=True)])
         return np.concatenate([ids for ids, _ in known]).tolist(), spans

@@ -223,7 +223,8 @@ class _Dict:
         return dict(*map(usage().each, args), **kwargs)
 
     def fromkeys(self, keys: Any, *value: Any) -> dict[Any, Any]:
-        return dict.fromkeys(usage().each(keys), *value)
+        # `each` would yield the pairs of a dict.
+        return dict.fromkeys(usage().each(list(keys) if isinstance(keys, Mapping) else keys), *value)
 
 
 def _raise_exception(message: str) -> None:
