@@ -284,8 +284,8 @@ def test_a_long_conversation_is_no_bomb() -> None:
 def test_many_messages_are_not_worth_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MOST_SECONDS", 0.2)
     monkeypatch.setattr(limits, "MOST_FOR_MESSAGES", 0.1)
-    with pytest.raises(TemplateRefused, match=r"more than 0\.3"):
-        _render("{% if messages | length > 9 %}" + ENDLESS + "{% endif %}", USER * 5000)
+    with pytest.raises(TemplateRefused, match=r"more than 0\.\d+ seconds"):
+        _render("{% if messages | length > 9 %}" + ENDLESS + "{% endif %}", USER * 1000)
 
 
 def test_fromkeys_takes_the_keys_of_a_dict() -> None:
