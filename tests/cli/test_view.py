@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
+import pytest
+from starlette.types import ASGIApp
 
 from tests.cli.conftest import Record, Run
 from tests.processes import Command
@@ -91,3 +94,15 @@ def test_what_is_no_record_fails_in_one_line(run: Run, tmp_path: Path) -> None:
     done = run("view", tmp_path / "a.parquet", "--no-browser")
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ")
+
+
+def test_all_addresses_are_opened_at_one_that_can_be_reached(
+    run: Run, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(app: ASGIApp, *, on_ready: Callable[[str], None], **more: object) -> None:
+        on_ready("http://0.0.0.0:8810")
+
+    monkeypatch.setattr("tokentape.gateway._serve.serve", serve)
+    done = run("view", record(HELLO), "--host", "0.0.0.0", "--no-browser")
+    assert (done.exit_code, done.stdout) == (0, "http://127.0.0.1:8810/view\n")
+    assert f"from other machines: http://{socket.gethostname()}:8810/view" in done.stderr

@@ -124,36 +124,6 @@ def test_with_a_key_nothing_is_shown_without_it(viewer: Viewer) -> None:
             assert http.get("/view/api/sessions", headers=headers).status_code == status
 
 
-@pytest.mark.browser
-def test_it_is_read_in_a_browser_without_a_server(browser: Browser, viewer: Viewer, tmp_path: Path) -> None:
-    (tmp_path / "run.html").write_bytes(export_page(viewer).html)
-    (tmp_path / "one.html").write_bytes(export_page(viewer, NAME).html)
-    with browser.new_context(viewport={"width": 1200, "height": 800}) as context:
-        page, problems = context.new_page(), list[str]()
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda said: problems.append(said.text))
-        page.on("request", lambda request: problems.extend([request.url] if request.url[:5] != "file:" else []))
-        page.goto(f"file://{tmp_path}/one.html")
-        page.wait_for_selector(".row [data-i]")
-        page.get_by_role("button", name="Side by side").click()
-        page.wait_for_selector(".sides")
-        assert page.title() == f"{NAME} · Tokentape"
-        page.goto(f"file://{tmp_path}/run.html#/run")
-        page.wait_for_selector(".chart")
-        assert _count(page, ".groups tbody tr") == 5
-        page.goto(f"file://{tmp_path}/run.html#/sessions")
-        page.wait_for_selector("td.session a")
-        assert _count(page, "td.session a") == SESSIONS + 1
-        page.locator("td.session a").nth(1).click()
-        page.wait_for_selector(".row [data-i]")
-        assert page.evaluate("window.hurt") is None
-        assert problems == []
-
-
-def _count(page: Page, selector: str) -> int:
-    return page.locator(selector).count()
-
-
 def test_an_unreadable_session_is_left_out_of_lists_and_files(store: SqliteStore, tmp_path: Path) -> None:
     turns = [make_turn(name, 0) for name in ("good", "bad")]
     asyncio.run(store.write(SETUP, *(SessionInfo(one.session_id, 1.0) for one in turns), *turns))
@@ -171,3 +141,75 @@ def test_an_unreadable_session_is_left_out_of_lists_and_files(store: SqliteStore
         assert http.get("run").json()["unreadable"] == 1
     with pytest.raises(StoreCorrupt):
         export_page(viewer, "bad")
+
+
+def test_only_keys_of_the_file_are_offered_and_that_of_the_groups_is_one(store: SqliteStore) -> None:
+    turns = [make_turn(f"s{n}", 0) for n in range(3)]
+    infos = [
+        SessionInfo(one.session_id, 1.0, {"task": n} | {f"key{k}": 0 for k in range(9)}) for n, one in enumerate(turns)
+    ]
+    asyncio.run(store.write(SETUP, *infos, *turns))
+    found = answers(export_page(Viewer(StoreSource(store, "run"), RecordReader())).html)
+    offered = json.loads(found["run"])["keys"]
+    assert "task" in offered
+    assert {f"run?{key}" for key in offered} == {path for path in found if path.startswith("run?")}
+
+
+def test_half_of_a_surrogate_pair_in_metadata_is_sent(store: SqliteStore) -> None:
+    half = {"task": "\ud800", "\ud800": 1}
+    asyncio.run(store.write(SETUP, SessionInfo("s", 1.0, half), make_turn("s", 0)))
+    viewer = Viewer(StoreSource(store, "run"), RecordReader())
+    assert json.loads(answers(export_page(viewer).html)["sessions"])["sessions"][0]["metadata"] == half
+    with running(create_app(viewer)) as url, httpx2.Client(base_url=f"{url}/view/api/") as http:
+        assert json.loads(http.get("sessions").content)["sessions"][0]["metadata"] == half
+        assert json.loads(http.get("run").content)["groups"][0]["value"] == "\ud800"
+
+
+def test_a_group_is_listed_exactly(store: SqliteStore) -> None:
+    values = ["a", "A", "a\nb=c", "", {"task": "a"}, 1]
+    turns = [make_turn(f"s{n}", 0) for n in range(len(values) + 2)]
+    metadata: list[dict[str, Any]] = [*({"task": one} for one in values), {"task": "a"}, {"deep": {"task": "a"}}]
+    infos = [SessionInfo(one.session_id, 1.0, of) for one, of in zip(turns, metadata, strict=True)]
+    asyncio.run(store.write(SETUP, *infos, *turns))
+    app = create_app(Viewer(StoreSource(store, "run"), RecordReader()))
+    with running(app) as url, httpx2.Client(base_url=f"{url}/view/api/") as http:
+        groups = http.get("run?group=task").json()["groups"]
+        assert len(groups) == len(values)
+        for one in groups:
+            query = {"group_key": "task", "group_value": one["value"]}
+            listed = http.get("sessions", params=query).json()
+            assert (listed["total"], len(listed["sessions"])) == (one["sessions"], one["sessions"])
+            assert [again["value"] for again in http.get("run", params=query).json()["groups"]] == [one["value"]]
+        listed = http.get("sessions", params={"group_key": "task", "group_value": "a"}).json()["sessions"]
+        assert {one["session_id"] for one in listed} == {"s0", "s6"}
+
+
+@pytest.mark.browser
+def test_it_is_read_in_a_browser_without_a_server(browser: Browser, viewer: Viewer, tmp_path: Path) -> None:
+    (tmp_path / "run.html").write_bytes(export_page(viewer).html)
+    (tmp_path / "one.html").write_bytes(export_page(viewer, NAME).html)
+    with browser.new_context(viewport={"width": 1200, "height": 800}) as context:
+        page, problems = context.new_page(), list[str]()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda said: problems.append(said.text))
+        page.on("request", lambda request: problems.extend([request.url] if request.url[:5] != "file:" else []))
+        page.goto(f"file://{tmp_path}/one.html")
+        page.wait_for_selector(".row [data-i]")
+        page.get_by_role("button", name="Side by side").click()
+        page.wait_for_selector(".sides")
+        assert page.title() == f"{NAME} · Tokentape"
+        page.goto(f"file://{tmp_path}/run.html#/run?group=nothing&search=nothing")
+        page.wait_for_selector(".chart")
+        assert page.get_by_text("search nothing").count() == 0
+        assert _count(page, ".groups tbody tr") == 5
+        page.goto(f"file://{tmp_path}/run.html#/sessions?search=nothing&page=2")
+        page.wait_for_selector("td.session a")
+        assert _count(page, "td.session a") == SESSIONS + 1
+        page.locator("td.session a").nth(1).click()
+        page.wait_for_selector(".row [data-i]")
+        assert page.evaluate("window.hurt") is None
+        assert problems == []
+
+
+def _count(page: Page, selector: str) -> int:
+    return page.locator(selector).count()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,9 @@ import typer
 from tokentape.cli.arguments import ANY_RECORD, there
 from tokentape.cli.source import open_source
 from tokentape.errors import InvalidRequest
+
+_ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+"""What listens on all addresses of this machine, and loopback of its kind."""
 
 
 def view(
@@ -35,7 +39,10 @@ def view(
     ] = None,
     host: Annotated[
         str,
-        typer.Option(help="Address to listen on. Beyond this machine the page asks for a key, which is printed."),
+        typer.Option(
+            help="Address to listen on. Beyond this machine the page asks for a key, which is printed. Key and prompts "
+            "travel over plain HTTP: where others can listen, forward the port with ssh instead."
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     export: Annotated[
@@ -66,6 +73,11 @@ def view(
         refuse_output(export, location, tokenizer)
 
     def ready(url: str) -> None:
+        if host in _ALL_ADDRESSES:
+            # That is no address to open: from here it is loopback, from elsewhere this machine's name.
+            here, port = _ALL_ADDRESSES[host], url.rpartition(":")[2]
+            url = f"http://{here}:{port}"
+            typer.echo(f"from other machines: http://{socket.gethostname()}:{port}{PAGE}", err=True)
         typer.echo(f"{url}{PAGE}")
         if browser:
             # webbrowser waits for browsers of the terminal; serving must go on meanwhile.

@@ -13,10 +13,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 from urllib.parse import quote
-
-import msgspec
 
 from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.store._listing import Listing
@@ -32,7 +29,7 @@ MAX_BYTES = 64 * 2**20
 """Sessions of a run are added, newest first, until the file is about so large."""
 
 _MAX_KEYS = 8
-"""Keys of the metadata that a run can be grouped by in the file, those with the fewest values."""
+"""Keys of the metadata that a run can be grouped by in the file: that of its groups, and those with fewest values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +57,22 @@ def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = 
     sides = about_of(viewer, Visitor())["against"][: None if session_id else 1]
     answers = _Answers()
     about = {"grows": False, "overview": False, "exported": True, "only_session": session_id, "against": sides}
-    answers.add("about", _json(about_of(viewer, Visitor()) | about))
-    answers.add("sessions", _json({"total": page.total, "sessions": listed_lines(source, measures, page.sessions)}))
+    answers.add("about", views.as_json(about_of(viewer, Visitor()) | about))
+    answers.add(
+        "sessions", views.as_json({"total": page.total, "sessions": listed_lines(source, measures, page.sessions)})
+    )
     if session_id is None:
         run = progress_of(measured, unreadable, versions) | {"most": MAX_COMPARED, "cache": None}
         sessions = list(measured.values())
-        keys: dict[str, int] = run_of(sessions)["keys"]
-        for group in ["", *sorted(keys, key=lambda key: keys[key])[:_MAX_KEYS]]:
+        first = run_of(sessions)
+        keys: dict[str, int] = first["keys"]
+        # The key that groups are made by unless another one is chosen is one of them.
+        fewest = sorted(keys, key=lambda key: (key != first["group"], keys[key]))[:_MAX_KEYS]
+        for group in ["", *fewest]:
             figures = run_of(sessions, group, aborts_recorded=source.grows)
+            figures["keys"] = {key: keys[key] for key in sorted(fewest)}
             path = f"run?{_spelled(group)}" if group else "run"
-            answers.add(path, _json(run | figures))
+            answers.add(path, views.as_json(run | figures))
     whole = 0
     for one in page.sessions:
         if session_id is None and one.info.session_id in unreadable:
@@ -106,7 +109,7 @@ class _Answers:
 def _of_session(viewer: Viewer, view: SessionView, sides: list[str]) -> Iterator[tuple[str, bytes]]:
     path = f"sessions/{_spelled(view.info.session_id)}"
     tokenizer = viewer.reader.tokenizer
-    yield path, _json(views.tree(view))
+    yield path, views.as_json(views.tree(view))
     for one in view.trajectories:
         yield f"{path}/leaves/{one.leaf}", views.trajectory(view, one, tokenizer, 0)
         for side in sides:
@@ -118,7 +121,7 @@ def _of_session(viewer: Viewer, view: SessionView, sides: list[str]) -> Iterator
     for turn in view.turns:
         recorded = views.alternatives(view, turn.seq, tokenizer)
         if recorded:
-            yield f"{path}/turns/{turn.seq}/alternatives", _json({"alternatives": recorded})
+            yield f"{path}/turns/{turn.seq}/alternatives", views.as_json({"alternatives": recorded})
 
 
 def _page(answers: dict[str, str]) -> bytes:
@@ -159,10 +162,6 @@ def _bundle() -> str:
     return "".join(done.values())
 
 
-def _json(value: Any) -> bytes:
-    return msgspec.json.encode(value)
-
-
 def _spelled(text: str) -> str:
     """Return text as the page's encodeURIComponent writes it."""
-    return quote(text, safe="-_.!~*'()")
+    return quote(text, safe="-_.!~*'()", errors="replace")

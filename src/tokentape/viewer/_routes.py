@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias, get_args
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -27,7 +26,7 @@ from tokentape.viewer._binary import MEDIA_TYPE
 from tokentape.viewer._comparing import AGAINST, BRANCH, RecordReader, against, comparison
 from tokentape.viewer._file_source import ViewerSource
 from tokentape.viewer._measuring import Measures, SessionMeasures, Unreadable
-from tokentape.viewer._run import run_of
+from tokentape.viewer._run import group_value, run_of
 from tokentape.viewer._source import SessionView
 from tokentape.viewer._static_files import SECURITY, static_file
 
@@ -58,14 +57,14 @@ LISTING_QUERY: Mapping[str, Any] = {
     "metadata": {"type": "string"},
     "verdict": {"type": "string"},
     "role": {"type": "string"},
+    "group_key": {"type": "string"},
+    "group_value": {"type": "string"},
     "sort": {"type": "string", "enum": [*get_args(SortKey), "drift"]},
     "order": {"type": "string", "enum": ["asc", "desc"]},
     "offset": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
 }
 """Schemas of what a list can be asked for."""
-
-_encoder = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +124,11 @@ def routes(viewer: Viewer) -> list[Route]:
 
     async def sessions(request: Request) -> Response:
         wanted, query = _listing(request, viewer.visit(request)), request.query_params
-        by_drift, verdict, role = query.get("sort") == "drift", query.get("verdict", ""), query.get("role", "")
+        by_drift = query.get("sort") == "drift"
 
         def found() -> dict[str, Any]:
-            if by_drift or verdict or role:
-                return _measured_page(source, measures, wanted, verdict, role, by_drift)
+            if by_drift or any(query.get(name) for name in ("verdict", "role", "group_key")):
+                return _measured_page(source, measures, wanted, query, by_drift)
             page = source.page(wanted)
             return {"total": page.total, "sessions": listed_lines(source, measures, page.sessions)}
 
@@ -144,7 +143,7 @@ def routes(viewer: Viewer) -> list[Route]:
             versions = source.versions(replace(wanted, offset=0, limit=MAX_COMPARED))
             measured, unreadable = measures.measured(versions, MEASURING_SECONDS)
             progress = progress_of(measured, unreadable, versions) | {"most": MAX_COMPARED, "cache": _cache(values)}
-            chosen = _chosen(measured, query.get("verdict", ""), query.get("role", ""))
+            chosen = _chosen(measured, query)
             return progress | run_of(chosen, query.get("group", ""), aborts_recorded=source.grows)
 
         return _json(await asyncio.to_thread(found))
@@ -320,12 +319,12 @@ def progress_of(
 
 
 def _measured_page(
-    source: ViewerSource, measures: Measures, wanted: Listing, verdict: str, role: str, by_drift: bool
+    source: ViewerSource, measures: Measures, wanted: Listing, query: Mapping[str, str], by_drift: bool
 ) -> dict[str, Any]:
     """Return a page of the sessions that are measured, of the newest `MAX_COMPARED`, by their measures."""
     versions = source.versions(replace(wanted, offset=0, limit=MAX_COMPARED))
     measured, unreadable = measures.measured(versions, MEASURING_SECONDS)
-    chosen = [one.info.session_id for one in _chosen(measured, verdict, role)]
+    chosen = [one.info.session_id for one in _chosen(measured, query)]
     if by_drift:
         changed = {one: (measured[one].drift or {}).get("changed_tokens", -1) for one in chosen}
         chosen.sort(key=lambda one: changed[one], reverse=wanted.descending)
@@ -339,13 +338,15 @@ def _measured_page(
     return {"total": total, "sessions": listed_lines(source, measures, found), **progress}
 
 
-def _chosen(measured: Mapping[str, SessionMeasures], verdict: str, role: str) -> list[SessionMeasures]:
-    """Return the sessions with a branch of this verdict and one of this role; empty stands for any."""
+def _chosen(measured: Mapping[str, SessionMeasures], query: Mapping[str, str]) -> list[SessionMeasures]:
+    """Return the sessions of a group, with a branch of a verdict and one of a role, as far as these are asked for."""
+    verdict, role, key = (query.get(name, "") for name in ("verdict", "role", "group_key"))
     return [
         one
         for one in measured.values()
         if (not verdict or any(verdict in _words(of_leaf) for of_leaf in one.verdicts))
         and (not role or role in one.roles)
+        and (not key or (key in one.info.metadata and group_value(one, key) == query.get("group_value", "")))
     ]
 
 
@@ -402,7 +403,7 @@ def _etag(version: str) -> str:
 
 def _json(value: Any, version: str | None = None) -> Response:
     headers = {**SECURITY, "Cache-Control": "no-store"} if version is None else {**_PRIVATE, "ETag": _etag(version)}
-    return Response(_encoder.encode(value), headers=headers, media_type="application/json")
+    return Response(views.as_json(value), headers=headers, media_type="application/json")
 
 
 def _binary(data: bytes, version: str) -> Response:

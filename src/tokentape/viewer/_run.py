@@ -38,11 +38,11 @@ def _keys(measured: Sequence[SessionMeasures]) -> dict[str, int]:
     values: dict[str, set[str]] = {}
     for one in measured:
         for key in one.info.metadata:
-            values.setdefault(key, set()).add(_value(one, key))
+            values.setdefault(key, set()).add(group_value(one, key))
     return {key: len(several) for key, several in values.items()}
 
 
-def _value(one: SessionMeasures, key: str) -> str:
+def group_value(one: SessionMeasures, key: str) -> str:
     """Return the value of a key as `assemble` names a group by it."""
     value = one.info.metadata[key]
     return value if isinstance(value, str) else canonical_json(value)
@@ -109,7 +109,7 @@ def _groups(measured: Sequence[SessionMeasures], key: str) -> dict[str, Any]:
     groups: dict[str, list[SessionMeasures]] = {}
     for one in measured:
         if key in one.info.metadata:
-            groups.setdefault(_value(one, key), []).append(one)
+            groups.setdefault(group_value(one, key), []).append(one)
     return {
         "groups": [_group(value, sessions) for value, sessions in list(groups.items())[:MAX_GROUPS]],
         "groups_total": len(groups),

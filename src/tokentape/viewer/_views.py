@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -18,6 +20,14 @@ from tokentape.viewer._source import SessionView, TurnNode
 from tokentape.viewer._texts import token_texts
 
 PROVENANCE = {int(code): code.name.lower() for code in Provenance}
+
+
+def as_json(value: Any) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        # Metadata may hold half of a surrogate pair, which only an escape can spell.
+        return json.dumps(msgspec.to_builtins(value)).encode()
 
 
 def listed(one: SessionSummary) -> dict[str, Any]:

@@ -26,7 +26,8 @@ const inFile = JSON.parse(document.getElementById("answers")?.textContent ?? "nu
 /** An answer of an exported file: base64 of what is compressed. */
 function answerInFile(path, query) {
   const part = query?.with ?? query?.group;
-  const found = inFile[part ? `${path}?${encodeURIComponent(part)}` : path];
+  // A run by a key that the file does not have is that by the first one.
+  const found = inFile[part ? `${path}?${encodeURIComponent(part)}` : path] ?? (query?.group ? inFile[path] : undefined);
   if (found === undefined) throw new Refused(404, "This file does not have it: it was exported without.");
   const bytes = Uint8Array.from(atob(found), (letter) => letter.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate")));

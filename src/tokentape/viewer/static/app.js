@@ -66,7 +66,7 @@ function askForKey(message) {
       "form",
       { class: "card signin", onsubmit: sent },
       h("h1", {}, "API key"),
-      h("p", {}, "This gateway shows sessions to those whose keys they belong to. The key stays in this tab."),
+      h("p", {}, "Sessions are shown to those who have a key for them. The key stays in this tab."),
       message && h("p", { class: "error", role: "alert" }, message),
       h("label", { for: "key" }, "Key"),
       field,

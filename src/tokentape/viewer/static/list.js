@@ -43,7 +43,7 @@ const ROLES = ["main", "subagent", "side_call"];
 
 /** Those of the second row, folded in narrow windows. */
 const MORE_FILTERS = ["role", "weights", "fork", "reward_min", "reward_max", "from", "to"];
-const FILTERS = ["search", "verdict", "metadata", ...MORE_FILTERS];
+const FILTERS = ["search", "verdict", "metadata", "group_key", "group_value", ...MORE_FILTERS];
 
 /** Ids in the order in which they were last listed: for going from session to session. */
 let listed = [];
@@ -66,7 +66,9 @@ const written = (value) => (typeof value === "string" ? value : JSON.stringify(v
 class ListPage {
   constructor(view) {
     this.view = view;
-    this.wanted = Object.fromEntries([...FILTERS, "sort", "order", "page", "keys"].map((name) => [name, view.query.get(name) ?? ""]));
+    // An exported list has no filters, no other order and one page.
+    const given = (name) => (view.about.exported && name !== "keys" ? "" : (view.query.get(name) ?? ""));
+    this.wanted = Object.fromEntries([...FILTERS, "sort", "order", "page", "keys"].map((name) => [name, given(name)]));
     this.left = MEASURED;
     this.wanted.sort ||= "created";
     this.wanted.order ||= "desc";
@@ -188,6 +190,11 @@ class ListPage {
     this.#filter("metadata", [...others, ...(wanted ? [pair] : [])].join("\n"));
   }
 
+  #filterGroup(key, value) {
+    this.wanted.group_key = key;
+    this.#filter("group_value", value);
+  }
+
   #pairs() {
     return this.wanted.metadata.split("\n").filter(Boolean);
   }
@@ -283,6 +290,7 @@ class ListPage {
     this.#drawColumns(keys);
     fill(
       this.chips,
+      this.wanted.group_key && h("button", { class: "chip", onclick: () => this.#filterGroup("", ""), "aria-label": "Remove the group" }, h("bdi", {}, `group ${this.wanted.group_key} = ${this.wanted.group_value}`), " ✕"),
       ...this.#pairs().map((pair) => h("button", { class: "chip", onclick: () => this.#filterMetadata(pair, false), "aria-label": `Remove ${pair}` }, h("bdi", {}, pair), " ✕")),
     );
     const pages = Math.ceil(total / PAGE);

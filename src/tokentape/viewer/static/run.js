@@ -6,7 +6,7 @@ import { count, counted, fill, h, real, when } from "./dom.js";
 import { bindKeys } from "./keys.js";
 
 const EVERY = 4000;
-const FILTERS = ["search", "metadata", "verdict", "role", "weights", "fork", "reward_min", "reward_max", "since", "until"];
+const FILTERS = ["search", "metadata", "group_key", "group_value", "verdict", "role", "weights", "fork", "reward_min", "reward_max", "since", "until"];
 
 const percent = (share) => (share === null ? "not recorded" : `${real(100 * share)} %`);
 const or = (value, text = real) => (value === null ? "not recorded" : text(value));
@@ -19,7 +19,9 @@ export async function showRun(view) {
 class RunPage {
   constructor(view) {
     this.view = view;
-    this.filters = Object.fromEntries(FILTERS.map((name) => [name, view.query.get(name) ?? ""]).filter(([, value]) => value));
+    // A file has the run of all its sessions only.
+    const filters = view.about.exported ? [] : FILTERS;
+    this.filters = Object.fromEntries(filters.map((name) => [name, view.query.get(name) ?? ""]).filter(([, value]) => value));
     this.group = view.query.get("group") ?? "";
     this.sorted = ["", 1];
     this.at = null;
@@ -153,8 +155,7 @@ class RunPage {
   }
 
   #groupLine(one, least, most) {
-    const pairs = [...(this.filters.metadata ?? "").split("\n").filter(Boolean), `${this.found.group}=${one.value}`];
-    const query = new URLSearchParams({ ...this.filters, metadata: pairs.join("\n") });
+    const query = new URLSearchParams({ ...this.filters, group_key: this.found.group, group_value: one.value });
     const number = (...content) => h("td", { class: "number" }, ...content);
     return h(
       "tr",
