@@ -173,14 +173,16 @@ def test_a_mark_that_could_not_be_written_is_written_with_the_next_reply(served:
     assert served.store.load_session("t").events == ()
 
 
-def test_a_retry_of_a_reply_that_was_read_before_a_restart_marks_nothing(served: Served) -> None:
-    served.stream("read", None)
+def test_a_retry_that_is_left_after_a_restart_marks_replies_that_no_turn_continues(served: Served) -> None:
+    served.stream("continued", None)
+    served.stream("continued", None, USER, {"role": "assistant", "content": "hi there you"}, USER)
+    served.stream("last", None)
     served.stream("left", 4)
 
     async def restarted() -> None:
         cache = SessionCache(served.store, Limits())
         marks = UnreadMarks(served.store, cache, served.turns.telemetry.metrics)
-        for name in ("read", "left"):
+        for name in ("continued", "last", "left"):
             await cache.get(name, None)
             line = RequestLog()
             line.session_id, line.reply_id = name, served.store.load_session(name).answers[0].reply_id
@@ -188,7 +190,10 @@ def test_a_retry_of_a_reply_that_was_read_before_a_restart_marks_nothing(served:
         await marks.written()
 
     asyncio.run(restarted())
-    assert served.store.load_session("read").events == ()
+    assert served.store.load_session("continued").events == ()
+    assert len(served.client.session("continued").trajectories()) == 1
+    # Whether a client got it before the restart is not recorded.
+    assert served.client.session("last").trajectories() == []
     assert len(served.store.load_session("left").events) == 1
 
 

@@ -69,11 +69,17 @@ class OpenSession:
         if len(self._answers) > _KEPT_ANSWERS:
             self.delivered.discard(self._answers.popitem(last=False)[0])
 
-    def remember_recorded(self, answers: Iterable[RecordedReply]) -> None:
-        """Keep answers that were read from the record. Those not marked as unread were read, or may be elsewhere."""
+    def remember_recorded(self, answers: Iterable[RecordedReply], *, shared: bool) -> None:
+        """Keep answers that were read from the record.
+
+        Those not marked as unread were read if a later turn continues them. The others may have been lost when the
+        gateway ended; in a `shared` record they may be elsewhere.
+        """
+        continued = {turn.parent for turn in self.session.turns}
         for answer in answers:
             self.remember(answer)
-            if self.session.unread.isdisjoint(answer.turns):
+            read = shared or not continued.isdisjoint(answer.turns)
+            if read and self.session.unread.isdisjoint(answer.turns):
                 self.delivered.add(answer.reply_id)
 
     def remember_prefix(self, prefix: ParsedPrefix) -> None:
@@ -226,7 +232,7 @@ class SessionCache:
             session.add(turn)
         session.unread |= unread_turns(newer.events)
         opened.setups |= newer.setups.keys()
-        opened.remember_recorded(newer.answers)
+        opened.remember_recorded(newer.answers, shared=self._store.shared)
         self._loaded(opened, newer, False)
         return True
 
@@ -282,7 +288,7 @@ class SessionCache:
             return None
         self._make_room(stored.info.owner)
         opened = OpenSession(stored.tree(), stored=True, setups={turn.setup for turn in stored.turns})
-        opened.remember_recorded(stored.answers)
+        opened.remember_recorded(stored.answers, shared=self._store.shared)
         self._loaded(opened, stored, True)
         return self._open.setdefault(session_id, opened)
 
