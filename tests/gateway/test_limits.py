@@ -117,6 +117,23 @@ def test_tokens_per_window_count_prompts_and_replies_but_no_recorded_reply(
     assert "tokens per 3600 s" in keyed("v").json()["error"]["message"]
 
 
+def test_tokens_per_window_count_what_was_sampled_for_a_client_that_left(
+    serve: Serve, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_clock(monkeypatch, [1_000_000_000.0])
+    prompt = ask(serve(), "s").json()["usage"]["prompt_tokens"]
+    engine.replies, engine.stall_after = ["4 " * 30 + ANSWER] * 2, 10
+    http = serve(Limits(tokens_per_window=prompt + 10), KEYS)
+    path, body = "/sessions/t/v1/chat/completions", {"messages": [QUESTION], "stream": True}
+    with http.stream("POST", path, json=body, headers=bearer(A)) as reply:
+        assert next(reply.iter_lines())
+        assert engine.stalled.wait(PATIENCE)
+    assert engine.aborted.wait(PATIENCE)
+    until(lambda: http.get("/sessions/t", headers=bearer(A)).status_code == 200)
+    engine.stall_after = None
+    assert ask(http, "u", A).status_code == 429
+
+
 PARTS = [{"type": "text", "text": "a"}]
 
 

@@ -27,7 +27,6 @@ from tokentape.gateway._drain import Drain
 from tokentape.gateway._events import TurnDone, TurnEvent
 from tokentape.gateway._http import error_response, unexpected
 from tokentape.gateway._telemetry import Telemetry
-from tokentape.types import Turn
 
 REQUEST_ID = "X-Request-Id"
 
@@ -58,17 +57,10 @@ class RequestLog:
     """Of the call that it began or joined."""
     replayed: bool = False
     """Whether it got a recorded reply."""
-    tokens: int = 0
-    """Of the prompt and what was sampled; none if it got a recorded reply."""
     error: str = ""
     """Code of the error that ended it."""
     status: int = 0
     """Of the response, once it has begun."""
-
-    def done(self, turn: Turn) -> None:
-        """Note a turn that was recorded."""
-        self.turns.append(turn.seq)
-        self.tokens += 0 if self.replayed else len(turn.completion_ids)
 
     async def follow(self, first: TurnEvent, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[TurnEvent]:
         """Yield `first` and then `events`; note their turns, and the error if one ends them."""
@@ -77,7 +69,7 @@ class RequestLog:
                 yield first
                 async for event in events:
                     if isinstance(event, TurnDone):
-                        self.done(event.turn)
+                        self.turns.append(event.turn.seq)
                     yield event
             except TokentapeError as error:
                 self.error = error.code

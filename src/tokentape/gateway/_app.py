@@ -31,7 +31,6 @@ from tokentape.gateway._endpoint import AnonymousSessions, Dialect, Endpoint, Ga
 from tokentape.gateway._hosts import ANY, THIS_MACHINE, AllowedHosts
 from tokentape.gateway._http import ClientLeft, error_body, error_headers, error_response, json_response
 from tokentape.gateway._keys import Keys
-from tokentape.gateway._limits import CallsPerKey
 from tokentape.gateway._openapi import JSON, SESSION, ApiRoute, also_below_sessions, document_route
 from tokentape.gateway._turns import Turns
 from tokentape.gateway._wire import responses, vllm_paths
@@ -62,8 +61,7 @@ def create_app(
     keys, drain, telemetry = keys or Keys(), drain or Drain(), turns.telemetry
     if allowed_hosts is None:
         allowed_hosts = [ANY] if keys else THIS_MACHINE
-    calls, anonymous = CallsPerKey(turns.limits), AnonymousSessions(turns.store)
-    gateway = Gateway(turns, model_id, keys, calls, anonymous, drain)
+    gateway = Gateway(turns, model_id, keys, AnonymousSessions(turns.store), drain)
     drain.abort = turns.abort_all
     _follow(turns, drain, model_id)
 

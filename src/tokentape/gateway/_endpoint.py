@@ -36,7 +36,6 @@ from tokentape.gateway._http import (
     read_json_body,
 )
 from tokentape.gateway._keys import Caller, Keys, check_session_id, may_be_session_id, new_session_id
-from tokentape.gateway._limits import CallsPerKey
 from tokentape.gateway._prefix import MessagesSpan, RequestBody
 from tokentape.gateway._turns import Turns
 from tokentape.store import Store
@@ -179,7 +178,6 @@ class Gateway:
     turns: Turns
     model_id: str
     keys: Keys
-    calls: CallsPerKey
     anonymous: AnonymousSessions
     drain: Drain
 
@@ -214,7 +212,7 @@ class Endpoint:
             gateway.drain.refuse()
             caller = gateway.caller(request)
             with ExitStack() as held:
-                held.enter_context(gateway.calls.track(caller.owner))
+                held.enter_context(gateway.turns.calls.track(caller.owner))
                 response = await self._answer(caller, request)
                 if isinstance(response, EventStream):
                     # Its call is in flight until the last event.
@@ -226,7 +224,6 @@ class Endpoint:
             response = json_response(self.dialect.error(error), error.status, error_headers(error))
             await response(scope, receive, send)
         finally:
-            gateway.calls.spend(line.key, line.tokens)
             if line.reply_id:
                 gateway.turns.unread.answered(line, complete=complete)
 
@@ -263,7 +260,6 @@ class Endpoint:
             assert isinstance(started, TurnStarted)
             line.engine_requests = started.engine_requests
             line.reply_id, line.replayed = started.reply_id, started.replayed
-            line.tokens = 0 if started.replayed else len(started.prompt_ids)
             encoder = decoded.encoder(started)
             if started.overridden:
                 headers["X-Tokentape-Overridden"] = pins.header(started.overridden)
@@ -271,8 +267,7 @@ class Endpoint:
                 headers["X-Tokentape-Replayed"] = "true"
             if not turn.stream:
                 choices = await _collect(events)
-                for choice in choices:
-                    line.done(choice.done.turn)
+                line.turns += [choice.done.turn.seq for choice in choices]
                 headers["X-Tokentape-Turn"] = ",".join(map(str, line.turns))
                 return Response(encode_json(encoder.whole(choices)), 200, headers, "application/json")
             # The status waits for the first tokens, so that whatever fails before them has its own status.

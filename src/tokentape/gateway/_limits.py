@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -108,10 +108,10 @@ class CallsPerKey:
         finally:
             self._in_flight[owner] -= 1
 
-    def spend(self, owner: str, tokens: int) -> None:
-        """Count the tokens of a call that has ended."""
+    def spend(self, owner: str, ids: Iterable[Sized]) -> None:
+        """Count the ids of the prompt and of each choice of a call that has ended."""
         self._begin_window()
-        self._tokens[owner] += tokens
+        self._tokens[owner] += sum(map(len, ids))
 
     def _begin_window(self) -> None:
         now = int(time.time() // self._limits.window_seconds)

@@ -30,7 +30,7 @@ from tokentape.gateway._choices import Choice, ReplyReader, sample_choices
 from tokentape.gateway._events import TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway._gate import Gate
 from tokentape.gateway._in_flight_call import InFlightCall
-from tokentape.gateway._limits import CheckBridges, Limits, OnAbort
+from tokentape.gateway._limits import CallsPerKey, CheckBridges, Limits, OnAbort
 from tokentape.gateway._pausing import Pausing
 from tokentape.gateway._pins import Pins
 from tokentape.gateway._prefix import ParsedPrefix
@@ -94,6 +94,7 @@ class Turns:
         self.renderer = renderer
         self.store = store
         self.limits = limits or Limits()
+        self.calls = CallsPerKey(self.limits)
         self.telemetry = telemetry or Telemetry()
         self.gate = Gate(self.limits.pause_patience)
         self.pins = pins or Pins()
@@ -296,9 +297,7 @@ class Turns:
                     await held.enter_async_context(self.gate.passing())
                     server = ServerRenderedCall(self._capture, request)
                     prompt_ids = await server.begin(held, self._prompts.sampling(request, setup, 0))
-                    captured = partial(self._prompts.captured, request, session, setup, found, prompt_ids)
-                    prompt = await asyncio.to_thread(captured)
-                    prompt = noting_request(prompt, request)
+                    prompt = await asyncio.to_thread(self._prompts.captured, request, session, setup, found, prompt_ids)
                     sampling = self._sampling(server.sample, prompt, request, captured=True)
                     first_id: str | None = server.request_id
                 else:
@@ -307,14 +306,15 @@ class Turns:
                         quick = self._prompts.is_quick(request, setup, found)
                         build = partial(self._prompts.build, request, session, setup, found)
                         prompt = build() if quick else await asyncio.to_thread(build)
-                    prompt = noting_request(prompt, request)
-                    media = prompt.media
                     sample: Sample = self.engine.sample
-                    if media:
-                        sample = partial(cast(MediaEngine, self.engine).sample, media=media)
+                    if prompt.media:
+                        sample = partial(cast(MediaEngine, self.engine).sample, media=prompt.media)
                     sampling, first_id = self._sampling(sample, prompt, request), None
+                prompt = noting_request(prompt, request)
                 choices = [self._choice(index, prompt, request) for index in range(request.n)]
                 choices[0].request_id = first_id or choices[0].request_id
+                # Also of a call that its clients have left.
+                held.callback(lambda: self.calls.spend(request.owner, [prompt.ids, *(one.ids for one in choices)]))
                 await self._sample(call, opened, request, prompt, choices, sampling, held)
 
     async def _continued(

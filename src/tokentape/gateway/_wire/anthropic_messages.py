@@ -278,7 +278,7 @@ def count_routes(gateway: Gateway, dialect: AnthropicMessages) -> list[Route]:
         try:
             gateway.drain.refuse()
             caller = gateway.caller(request)
-            with gateway.calls.track(caller.owner):
+            with gateway.turns.calls.track(caller.owner):
                 session_id = address(request, caller) or new_session_id()
                 body = await read_json_body(request, gateway.turns.limits.body_bytes)
                 turn = dialect.decode_count(parse_json(body), session_id, gateway.turns.takes_images)
