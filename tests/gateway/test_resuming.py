@@ -280,7 +280,7 @@ def test_what_is_asked_for_the_rest(call: Caller, renderer: Renderer, ids: list[
 def test_every_parameter_is_known_to_go_on_or_not() -> None:
     # One more is a question for `rest` and `hindrance`: does its effect depend on what was sampled before?
     each_token = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "top_logprobs", "supports"}
-    server = {"priority", "cache_salt", "session_id"}
+    server = {"priority", "cache_salt", "session_id", "adapter"}
     carried = {"max_tokens", "min_tokens", "seed", "stop_strings", "payloads_from"}
     hindering = {"presence_penalty", "frequency_penalty", "repetition_penalty", "json_schema"}
     assert {one.name for one in fields(SamplingParams)} == each_token | server | carried | hindering
