@@ -12,6 +12,7 @@ from tokentape.chat._tokenizer_files import named_special_tokens, read_json
 
 CONFIG = "tokenizer_config.json"
 _LEGACY = ("special_tokens_map.json", "added_tokens.json")
+_FILES = (CONFIG, *_LEGACY)
 _ELSEWHERE = ("chat_template", "model_max_length", "name_or_path", "is_local", "local_files_only")
 """Keys that are compared elsewhere, or only say where and how long."""
 _OFF_BY_DEFAULT = ("split_special_tokens", "clean_up_tokenization_spaces")
@@ -77,6 +78,15 @@ def named_templates(folder: Path) -> dict[str, str]:
     return {name: source for name, source in found.items() if name not in ("default", "tool_use")}
 
 
+def require_known_files(settings: Settings) -> None:
+    """Raise `ValueError` if settings are of other files than those that are read, or a template's name is a path."""
+    expected = (*_FILES, TEMPLATES)
+    if unknown := [file for file in settings if file not in expected]:
+        raise ValueError(f"it has settings of {', '.join(unknown)}, expected only {', '.join(expected)}")
+    if paths := [name for name in settings.get(TEMPLATES, ()) if "/" in name or "\\" in name]:
+        raise ValueError(f"it names templates {', '.join(paths)}, expected names without / and \\")
+
+
 def settings_apart(ours: Settings, theirs: Settings, words: str = "{} is {} in A and {} in B") -> str:
     """Return in words the settings in which two folders differ."""
     one, other = (
@@ -96,7 +106,8 @@ def write_settings(settings: Settings, special_tokens: Mapping[str, str], folder
     """Write a folder with these settings and the tokenizer of another folder, for transformers to load."""
     named = {CONFIG: {**special_tokens, **settings.get(CONFIG, {})}}
     for file, keys in {**settings, **named}.items():
-        (folder / file).write_text(json.dumps(keys), encoding="utf-8")
+        if file in _FILES:  # a path in a lock of another's must not be written to
+            (folder / file).write_text(json.dumps(keys), encoding="utf-8")
     for name in ("tokenizer.json", "config.json"):
         if (like / name).is_file():
             (folder / name).symlink_to((like / name).resolve())

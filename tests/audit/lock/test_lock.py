@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,12 @@ def test_a_lock_is_read_as_it_was_written(tiny_lock: Lock, tmp_path: Path) -> No
         (lambda fields: fields["goldens"][0].pop("ids"), "fields that a lock has not"),
         (lambda fields: fields["components"]["added_tokens"].append([1]), "added_tokens"),
         (lambda fields: fields.pop("components"), "components"),
+        (lambda fields: fields["components"]["loading"].update({"/tmp/x": {}}), "of /tmp/x, expected only tokenizer_c"),
+        (lambda fields: fields["components"]["loading"].update({"../x.json": {}}), "of ../x.json, expected only"),
+        (
+            lambda fields: fields["components"]["loading"].update(additional_chat_templates={"../x": "0"}),
+            "templates ../x, expected names without",
+        ),
     ],
 )
 def test_a_damaged_lock_is_refused(tiny_lock: Lock, tmp_path: Path, damage: Edit, message: str) -> None:
@@ -182,6 +189,12 @@ def test_a_template_by_another_name_is_compared(tiny_lock: Lock, tiny: Path) -> 
     (tiny / "additional_chat_templates" / "rag.jinja").write_text("x", encoding="utf-8")
     (change,) = examine(tiny_lock, tiny).changes
     assert (change.what, change.found) == ("template", "the one named rag is new")
+
+
+def test_a_file_that_transformers_does_not_read_is_not_written(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
+    loading = {str(tmp_path / "victim"): {"x": 1}, "tokenizer_config.json": {"add_bos_token": True}}
+    examine(replace(tiny_lock, components=replace(tiny_lock.components, loading=loading)), tiny)
+    assert not (tmp_path / "victim").exists()
 
 
 def test_settings_that_make_the_same_tokenizer_are_a_note(tiny_lock: Lock, tiny: Path) -> None:

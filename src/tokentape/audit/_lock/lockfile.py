@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from tokentape._durable import write_durably
+from tokentape.audit._loading_files import require_known_files
 from tokentape.audit._lock.components import STEPS, Components, components_of
 from tokentape.audit._lock.goldens import LockGolden, goldens_of
 from tokentape.chat import _grammar as grammar
@@ -133,6 +134,7 @@ def read_lock(path: str | Path) -> Lock:
             raise ValueError("it has fields that a lock has not, or lacks some")
         if set(lock.components.steps) != set(STEPS):
             raise ValueError(f"its steps are {', '.join(lock.components.steps)}, expected {', '.join(STEPS)}")
+        require_known_files(lock.components.loading or {})
     except (msgspec.ValidationError, ValueError) as error:
         raise InvalidRequest(f"{path} is not a whole lockfile: {type(error).__name__}: {error}") from None
     return lock
