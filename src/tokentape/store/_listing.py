@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from sqlalchemy import ColumnElement, Connection, Table, case, exists, func, literal, or_, select
 from sqlalchemy.sql.expression import ScalarSelect
 
+from tokentape._canonical import canonical_json
+from tokentape.errors import InvalidRequest
 from tokentape.store import _schema as schema
 from tokentape.store._reads import Extent
 from tokentape.store._rows import decode
@@ -42,7 +45,8 @@ class Listing:
     weights: str = ""
     """With a turn that this version of the weights began."""
     metadata: Sequence[tuple[str, str]] = ()
-    """Keys of the metadata, at any depth, with their values as text or as JSON, whatever the case of their letters."""
+    """Keys of the metadata, at any depth, with their values as text or as JSON, whatever the case of their letters,
+    within the limits of `metadata_spellings`."""
     session_ids: Sequence[str] | None = None
     """Only these, at most some hundreds."""
     sort: SortKey = "created"
@@ -196,9 +200,12 @@ def _conditions(wanted: Listing) -> list[ColumnElement[bool]]:
 def metadata_spellings(key: str, value: str) -> list[str]:
     """Return what the canonical JSON of metadata holds one of if a key in it, at any depth, has this value.
 
-    Quotes within a text of it are escaped, so no text looks like a key.
+    Quotes within a text of it are escaped, so no text looks like a key. Letters outside ASCII are escapes, so
+    their case matters, except in a value all in lower or upper case, or with only its first letter in upper case.
     """
-    values = {json.dumps(value), value}
+    values = {json.dumps(one) for one in (value, value.lower(), value.upper(), value.capitalize())} | {value}
+    with suppress(ValueError, RecursionError, InvalidRequest):
+        values.add(canonical_json(json.loads(value)))
     return [f"{before}{json.dumps(key)}:{one}{after}" for one in values for before in "{," for after in ",}"]
 
 
