@@ -50,6 +50,8 @@ def skews(report: AuditReport) -> list[tuple[str, Any]]:
         (CONFIG, {"added_tokens_decoder": {"5000": {"content": "hello", **TOKEN}}}, "added token", "hello"),
         (CONFIG, {"extra_special_tokens": ["price"]}, "added token", " price"),
         (CONFIG, {"split_special_tokens": True}, "library", "<|im_end|>"),
+        (CONFIG, {"padding_side": "left"}, "truncation", None),
+        (CONFIG, {"truncation_side": "left"}, "truncation", None),
         (LEGACY, {"eos_token": "<|endoftext|>"}, "special tokens", None),
         (ADDED, {"price": 5000}, "added token", " price"),
     ],
@@ -64,7 +66,7 @@ def test_another_tokenizer_by_transformers_is_skew(
 
 
 def test_settings_that_transformers_does_not_take_are_a_note(sides: tuple[Path, Path]) -> None:
-    put(sides[0], CONFIG, add_bos_token=True, padding_side="left")
+    put(sides[0], CONFIG, add_bos_token=True)
     report = audit(*sides)
     assert not report.findings
     assert "add_bos_token is true in A and not set in B" in report.notes[-1]

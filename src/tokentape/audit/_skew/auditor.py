@@ -124,13 +124,16 @@ def loaded_findings(
     `said` says in words in what the files beside tokenizer.json differ. Raises `TokenizerUnusable` if it takes one
     folder only, or is not installed.
     """
-    from tokentape.audit._skew.backends.auto import AutoBackend, same_tokenizer
+    from tokentape.audit._skew.backends.auto import AutoBackend, same_tokenizer, unlike_sides
 
     progress("loading both folders by transformers")
     one, other = (AutoBackend(str(folder), str(folder), BackendOptions()) for folder in (a, b))
     run = _Run(one, other, progress)
     by = f"transformers {run.a.facts.versions['transformers']}"
-    if same_tokenizer(one, other):
+    if sides := "; ".join(unlike_sides(one, other)):
+        cause = f"{sides}: ids differ where padding or truncation is asked for"
+        run.findings.append(Skew("truncation", "facts", cause, SAME_SETTINGS, 1))
+    elif same_tokenizer(one, other):
         return [], f"{said}: {by} makes the same tokenizer of both"
     run.texts()
     run.decoding()

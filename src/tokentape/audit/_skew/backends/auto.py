@@ -110,6 +110,12 @@ def same_tokenizer(a: AutoBackend, b: AutoBackend) -> bool:
     return a.facts.spec is not None and one == other and switches[0] == switches[1] and splits[0] == splits[1]
 
 
+def unlike_sides(a: AutoBackend, b: AutoBackend) -> list[str]:
+    """Return in words on which sides transformers pads and truncates otherwise for two folders."""
+    sides = [(name, *(getattr(one._tokenizer, name) for one in (a, b))) for name in ("padding_side", "truncation_side")]
+    return [f"{name} is {one} in A and {other} in B" for name, one, other in sides if one != other]
+
+
 class SlowBackend(AutoBackend):
     """AutoTokenizer with `use_fast=False`."""
 
