@@ -395,16 +395,12 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
                     "samples",
                 )
             own = sample.reward
-        logprobs = sample.logprobs[start:end].tolist()
+        ids, logprobs = sample.token_ids[start:end].tolist(), sample.logprobs[start:end].tolist()
         triplets.append(
             {
                 "prompt": {"token_ids": sample.token_ids[:start].tolist()},
                 # Agent Lightning 0.3 writes `logprobs`, 1.0 reads `log_probs`.
-                "response": {
-                    "token_ids": sample.token_ids[start:end].tolist(),
-                    "logprobs": logprobs,
-                    "log_probs": logprobs,
-                },
+                "response": {"token_ids": ids, "logprobs": logprobs, "log_probs": logprobs},
                 "reward": own,
                 "metadata": {
                     "session_id": sample.session_id,
