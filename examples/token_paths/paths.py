@@ -147,7 +147,9 @@ def _completion(tokenizer: Tokenizer, sampled: TokenIds, logprobs: Logprobs, aga
     if found.channel != "id drift":
         return _Piece(again, True, given, len(sampled), other_text=lost)
     for change in found.changes:
-        start, end = change.trainer_start, change.trainer_end
+        # What stands between the partners of the tokens around the stretch.
+        start = found.partner[: change.start].max(initial=-1) + 1
+        end = min(found.partner[change.end :][found.partner[change.end :] >= 0], default=len(again))
         given[start:end] = logprobs[change.start : change.end].sum() / (end - start)
     return _Piece(again, True, given, len(sampled), other_ids=lost)
 

@@ -57,7 +57,7 @@ class Server(StandIn):
     processed = False
 
     def _completion(self, body: dict[str, Any]) -> Response:
-        if not self.processed or body["top_k"] != 1:
+        if not self.processed or body["top_p"] == 1:
             return super()._completion(body)
         events = fake_vllm.sampled_events(body)
         for event in events[:-1]:

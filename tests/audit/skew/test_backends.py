@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def write_gguf(path: Path, *, pre: str | None, says: bool = True) -> Path:
 
 @pytest.fixture
 def unnormalized() -> Any:
-    """The tiny tokenizer as llama.cpp can run it: without a normalizer."""
-    return base(TINY).side("A", spec={**base(TINY).spec, "normalizer": None})
+    """The tiny tokenizer as llama.cpp can run it, and as the GGUFs here have it: no normalizer, no template."""
+    return replace(base(TINY), template=None).side("A", spec={**base(TINY).spec, "normalizer": None})
 
 
 def test_what_a_gguf_does_not_say_is_what_llama_cpp_takes(tmp_path: Path) -> None:
