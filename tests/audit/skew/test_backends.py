@@ -329,7 +329,11 @@ def test_auto_tokenizer_and_tokenizer_json_agree_on_every_healthy_folder(family:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kinds"),
-    [("glm4_5", {"pre-tokenizer"}), ("gpt_oss", {"pre-tokenizer"}), ("qwen3", {"pre-tokenizer", "normalizer"})],
+    [
+        ("glm4_5", {"pre-tokenizer", "model settings"}),
+        ("gpt_oss", {"pre-tokenizer"}),
+        ("qwen3", {"pre-tokenizer", "normalizer"}),
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_auto_tokenizer_that_builds_gpt2_from_its_class_is_found(family: str, kinds: set[str], tmp_path: Path) -> None:
