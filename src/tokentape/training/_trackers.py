@@ -13,7 +13,7 @@ from tokentape.training._stop_rule import Tracker
 _PREFIX = "tokentape/"
 
 
-def wandb_tracker(directory: Path | str = ".", **options: str) -> Tracker:
+def wandb_tracker(directory: Path | str = ".", **options: Any) -> Tracker:
     """Return a function that logs numbers by name to the run of `wandb` that is open then, such as the trainer's.
 
     While none is, it logs to a run of its own, which the first numbers open with `options` (`project`, `name`) in
