@@ -80,9 +80,9 @@ def export(
     One row per branch of a session, with the columns that clients attached and the arrays that engines returned per
     token. May run beside a gateway. The file appears under its name once it is complete. Exits with 3 if it is empty.
 
-    Masks don't depend on --verdict and --roles: what a branch that is left out trains, no other one does. For a trainer
-    and in ATIF they do: the first row that has a turn trains it. For a trainer a row is a sample, and all are held in
-    memory.
+    Without a trainer's format, --verdict and --roles don't change loss masks: tokens that a branch left out would have
+    trained are not trained elsewhere. In a trainer's format and in ATIF they are: the first row that has a turn trains
+    it. In a trainer's format a row is a sample, and all samples are held in memory.
     """
     from rich.console import Console
 
