@@ -73,7 +73,10 @@ RESERVATIONS = {
     "unread": "The client of the last turn left before it had all of the reply. Excluded unless you pass `--unread`.",
     "other logprobs": "The recorded logprobs are of another distribution than the tokens were sampled from.",
     "logprobs not known": "It is not known which distribution the logprobs are of. Exports refuse them.",
-    "supports not known": "Truncated sampling, and it is not recorded which ids were kept: trainers refuse it. Record them from now on with `--supports 4096` ([how](../how-to/replay-truncation.md)), or sample without top-p, top-k and min-p.",
+    "supports not known": (
+        "Truncated sampling, and it is not recorded which ids were kept: trainers refuse it. Record them from now on with "
+        "`--supports 4096` ([how](../how-to/replay-truncation.md)), or sample without top-p, top-k and min-p."
+    ),
 }
 
 HEAD = "<!-- Written by scripts/reference_tables.py. -->"
