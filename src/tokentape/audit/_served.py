@@ -171,12 +171,12 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
     if len(means) != len(scored):
         return CheckResult(name, "warn", "not scored: this server does not tell the likelihood of a prompt")
     margin = means[0] - float(np.mean(means[1:]))
-    found = f"{margin:.1f} nats per token likelier than other ids of the same rank (at least {MARGIN} expected)"
+    found = f"{margin:.1f} nats per token likelier than random ids (at least {MARGIN} expected)"
     if not margin >= MARGIN:
         return CheckResult(
             name,
             "fail",
-            f"a plain text is {found}",
+            f"the server's model predicts plain text hardly better than noise: it is {found}",
             "The served model is another one, is not trained, or knows nothing but a narrow task.",
         )
     return CheckResult(name, "ok", found)

@@ -216,7 +216,8 @@ _WORDS = {"ok": "verified", "unverified": "unverified", "refused": "probably not
 
 
 def _refusal(found: ModelCheck) -> str:
-    return f"the server seems to serve another model: {found.reason} --unverified-model serves it anyway."
+    anyway = "--unverified-model serves it anyway; verdicts then say `model unverified`."
+    return f"the server seems to serve another model: {found.reason} {anyway}"
 
 
 def marked(info: EngineInfo, *, unverified: bool) -> EngineInfo:
