@@ -74,8 +74,8 @@ RESERVATIONS = {
     "other logprobs": "The recorded logprobs are of another distribution than the tokens were sampled from.",
     "logprobs not known": "It is not known which distribution the logprobs are of. Exports refuse them.",
     "supports not known": (
-        "Truncated sampling, and it is not recorded which ids were kept: trainers refuse it. Record them from now on with "
-        "`--supports 4096` ([how](../how-to/replay-truncation.md)), or sample without top-p, top-k and min-p."
+        "Truncated sampling, and it is not recorded which ids were kept: trainers refuse it. Record them from now on "
+        "with `--supports 4096` ([how](../how-to/replay-truncation.md)), or sample without top-p, top-k and min-p."
     ),
 }
 
