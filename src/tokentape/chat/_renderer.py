@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -159,20 +160,25 @@ class Renderer(TemplateText):
             history=history,
             stop_mismatch=stop_mismatch,
         )
+        marks = [match.start() for match in MARK.finditer(text)]
+
+        def coded(start: int, end: int) -> Codes:
+            """Return the provenance of a part of the text, in which a mark counts as one."""
+            return codes[start - bisect_left(marks, start) : end - bisect_left(marks, end)]
+
         pieces: list[PromptTokens] = []
         at, before = 0, None
         for splice in splices:
-            start, end = (len(MARK.sub(" ", text[:at])) for at in (splice.start, splice.end))
-            if np.isin(codes[start:end], (Provenance.SYSTEM, Provenance.USER, Provenance.TOOL)).any():
+            if np.isin(coded(splice.start, splice.end), (Provenance.SYSTEM, Provenance.USER, Provenance.TOOL)).any():
                 # No stop token ends the turn, so its end was not found: what callers say after it stays.
                 continue
-            pieces.append(self._encode_piece(text, at, splice.start, codes, before))
+            pieces.append(self._encode_piece(text, at, splice.start, coded(at, splice.start), before))
             provenance = np.full(len(splice.ids), Provenance.ASSISTANT, dtype=np.uint8)
             pieces.append(PromptTokens(self.tokenizer.array(splice.ids), provenance))
             at, before = splice.end, splice.ids[-1] if splice.ids else None
-        pieces.append(self._encode_piece(text, at, len(text), codes, before))
-        ids, codes = np.concatenate([p.ids for p in pieces]), np.concatenate([p.provenance for p in pieces])
-        return self._with_images(PromptTokens(ids, codes), messages)
+        pieces.append(self._encode_piece(text, at, len(text), coded(at, len(text)), before))
+        ids, provenance = np.concatenate([p.ids for p in pieces]), np.concatenate([p.provenance for p in pieces])
+        return self._with_images(PromptTokens(ids, provenance), messages)
 
     def _setup_of(
         self, tools: Sequence[Tool] | Setup, template_kwargs: Mapping[str, Any] | None, date: str | None
@@ -196,19 +202,14 @@ class Renderer(TemplateText):
         return PromptTokens(*repeat_placeholders(added.ids, added.provenance, self.images.placeholder_id, counts))
 
     def _encode_piece(self, text: str, start: int, end: int, codes: Codes, before: int | None) -> PromptTokens:
-        """Return the ids of a part of the marked text. `codes` are of the whole text, in which a mark counts as one.
-
-        `before` is the id right before it.
-        """
+        """Return the ids of a part of the marked text, of which `codes` are; `before` is the id right before it."""
         control = None if before is None else self.tokenizer.control_by_id(before)
         mark = "" if control is None else control.mark
         if start:
             encoded = self.tokenizer.encode_after_control(text[start:end], mark)
         else:
             encoded = self.tokenizer.encode_marked(text[start:end])
-        offset = len(MARK.sub(" ", text[:start]))
-        own = codes[offset : offset + len(encoded.text)]
-        return PromptTokens(self.tokenizer.array(encoded.ids), provenance_of_tokens(own, encoded.spans))
+        return PromptTokens(self.tokenizer.array(encoded.ids), provenance_of_tokens(codes, encoded.spans))
 
     def bridge(
         self,
