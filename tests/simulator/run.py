@@ -1,4 +1,4 @@
-"""One seed: agents play in a world, and what they were told is compared with what is recorded."""
+"""One seed: agents play in a world, and the replies that they got are compared with what is recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 from tests.simulator import world as world_module
 from tests.simulator.loop import running
-from tests.simulator.world import Faults, World, told
+from tests.simulator.world import Faults, World, replies_in
 from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
 from tokentape.store import StoredSession, verify
@@ -90,7 +90,7 @@ class Agent:
             world.note(f"{self.name} {step} {attempt} {None if answer is None else answer[0]}")
             if answer is not None and answer[0] == 500:
                 self.outcome.faults.append(f"status 500: {answer[1].decode()[:200]}")
-            if answer is not None and answer[0] == 200 and (found := told(answer[1])):
+            if answer is not None and answer[0] == 200 and (found := replies_in(answer[1])):
                 for about, prompt, ids in found:
                     self.acknowledged.append((about["session_id"], about["turn"], prompt, ids))
                 return content_of(answer[1])

@@ -240,7 +240,7 @@ class World:
             (one["session_id"], one["turn"])
             for exchange in self.exchanges
             if exchange.handed and exchange.status == 200
-            for one, _, _ in told(b"".join(exchange.sent))
+            for one, _, _ in replies_in(b"".join(exchange.sent))
         }
 
     def _arrive(self, exchange: Exchange, method: str, path: str, data: bytes, headers: dict[str, str]) -> None:
@@ -303,7 +303,7 @@ class World:
             exchange.received.set_result(answer)
 
 
-def told(body: bytes) -> list[tuple[dict[str, Any], list[int], list[int]]]:
+def replies_in(body: bytes) -> list[tuple[dict[str, Any], list[int], list[int]]]:
     """Return session and turn, the prompt and the sampled ids of each choice of a whole reply; none of a broken one."""
     if not body.startswith(b"data: "):
         reply = json.loads(body)

@@ -145,10 +145,10 @@ def test_what_is_no_rule_is_refused() -> None:
 
 
 FORKS = 1
-"""The number of the task of `live.agent` whose session forks."""
+"""Number of the task of `live.agent` with a session that forks."""
 
 FAILS = 5
-"""That of a session whose agent fails after a call."""
+"""Number of the task with an agent that fails after a call."""
 
 
 def no_forks() -> StopRule:

@@ -91,10 +91,10 @@ def test_the_drift_of_a_session_that_grows_is_never_that_of_before(page: Page, s
     until(page, f"/none|of/.test({drift})")
     first = site.http.get("/view/api/measures?ids=grows").json()["measures"]["grows"]["drift"]["tokens"]
     ask(site.http, "grows", [*messages, {"role": "user", "content": "What is 2 plus 2?"}])
-    (told,) = site.http.get("/view/api/measures?ids=grows").json()["measures"].values()
-    assert told["drift"]["tokens"] > first
-    shown = f"≠ {told['drift']['changed_tokens']} of {told['drift']['tokens']}"
-    until(page, f"{drift} === '{shown if told['drift']['changed_tokens'] else 'none'}'")
+    (answer,) = site.http.get("/view/api/measures?ids=grows").json()["measures"].values()
+    assert answer["drift"]["tokens"] > first
+    shown = f"≠ {answer['drift']['changed_tokens']} of {answer['drift']['tokens']}"
+    until(page, f"{drift} === '{shown if answer['drift']['changed_tokens'] else 'none'}'")
     until(page, "document.querySelector('tr[data-id=grows] .turns').textContent === '2'")
     site.http.delete("/sessions/grows")
 

@@ -65,7 +65,7 @@ def run_beside(work: Coroutine[Any, Any, None]) -> None:
         pool.submit(asyncio.run, work).result()
 
 
-def told(page: Page, site: str, query: str = "") -> dict[str, Any]:
+def run_answer(page: Page, site: str, query: str = "") -> dict[str, Any]:
     found: dict[str, Any] = page.request.get(f"{site}/view/api/run{query}").json()
     return found
 
@@ -74,7 +74,7 @@ def test_each_version_is_pointed_at_by_keys_and_leads_to_its_sessions(
     page: Page, site: str, shot: Callable[[Page, str], None]
 ) -> None:
     opened(page, site)
-    versions = told(page, site)["weights"]
+    versions = run_answer(page, site)["weights"]
     for one in [versions[-1], *reversed(versions)]:
         shown = figures(page)
         assert float(shown["Drift"].split()[0]) == pytest.approx(100 * one["drift"], rel=1e-3)
@@ -93,7 +93,7 @@ def test_each_version_is_pointed_at_by_keys_and_leads_to_its_sessions(
 def test_groups_are_those_of_a_key_and_lead_to_their_sessions(page: Page, site: str) -> None:
     opened(page, site)
     lines = page.locator(".groups tbody tr")
-    groups = told(page, site)["groups"]
+    groups = run_answer(page, site)["groups"]
     assert lines.count() == len(groups) == 4
     for line, one in zip(lines.all(), groups, strict=True):
         cells = line.locator("td").all_inner_texts()

@@ -73,8 +73,8 @@ def test_a_run_has_the_answers_of_the_server(viewer: Viewer, site: str) -> None:
             if path == "about":
                 assert json.loads(body) == served.json() | {"exported": True, "grows": False}
             elif path.startswith("run") or path == "sessions":
-                told: Any = json.loads(body)
-                assert told == {name: value for name, value in served.json().items() if name in told}
+                answer: Any = json.loads(body)
+                assert answer == {name: value for name, value in served.json().items() if name in answer}
             else:
                 assert body == served.content
     assert sum("/leaves/" in path for path in found) > 2 * SESSIONS

@@ -45,10 +45,10 @@ def merged(found: dict[str, SessionMeasures]) -> dict[str, WeightsTally]:
 def test_drift_is_what_the_command_counts(measures: Measures, store: SqliteStore, renderer: Renderer) -> None:
     report = measure_drift(store_rows(store), renderer.tokenizer)
     found = all_of(measures, store)
-    told = [one.drift for one in found.values() if one.drift is not None]
-    assert len(told) == SESSIONS
-    assert sum(one["changed_tokens"] for one in told) == report.tokens.changed > 0
-    assert sum(one["tokens"] for one in told) == report.tokens.total
+    drifts = [one.drift for one in found.values() if one.drift is not None]
+    assert len(drifts) == SESSIONS
+    assert sum(one["changed_tokens"] for one in drifts) == report.tokens.changed > 0
+    assert sum(one["tokens"] for one in drifts) == report.tokens.total
     by_weights = {one.value: one.tokens for one in report.strata if one.dimension == "weights"}
     assert {version: (one.drift_changed, one.drift_tokens) for version, one in merged(found).items()} == {
         version: (rate.changed, rate.total) for version, rate in by_weights.items()

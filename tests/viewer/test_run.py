@@ -59,17 +59,17 @@ def test_figures_of_turns_are_those_of_the_record(run: dict[str, Any], store: Sq
     turns = [turn for stored in store.iter_sessions() for turn in stored.turns]
     strata = measure_drift(store_rows(store), renderer.tokenizer).strata
     drift = {one.value: one.tokens.share for one in strata if one.dimension == "weights"}
-    for version, told in by_version(run).items():
+    for version, numbers in by_version(run).items():
         mine = sorted((turn for turn in turns if turn.weight_version == version), key=lambda turn: turn.created_at)
         ended = [turn for turn in mine if turn.finish_reason != "abort"]
-        assert told["drift"] == pytest.approx(drift[version])
-        assert told["truncated"] == sum(turn.finish_reason == "length" for turn in ended) / len(ended)
-        assert sum(told["forks"].values()) == sum(turn.fork is not None for turn in mine)
-        assert sum(told["aborts"].values()) == len(mine) - len(ended)
-        assert told["resumes"] == {}
+        assert numbers["drift"] == pytest.approx(drift[version])
+        assert numbers["truncated"] == sum(turn.finish_reason == "length" for turn in ended) / len(ended)
+        assert sum(numbers["forks"].values()) == sum(turn.fork is not None for turn in mine)
+        assert sum(numbers["aborts"].values()) == len(mine) - len(ended)
+        assert numbers["resumes"] == {}
         begun = min(started(store, turn) for turn in mine)
         tokens = sum(len(turn.completion_ids) for turn in mine)
-        assert told["tokens_per_second"] == pytest.approx(tokens / (mine[-1].created_at - begun))
+        assert numbers["tokens_per_second"] == pytest.approx(tokens / (mine[-1].created_at - begun))
 
 
 def test_ratios_are_exp_of_the_differences(run: dict[str, Any], store: SqliteStore) -> None:
@@ -80,22 +80,22 @@ def test_ratios_are_exp_of_the_differences(run: dict[str, Any], store: SqliteSto
                 version = next(name for start, end, name in one.weight_spans if start <= i < end)
                 difference = float(one.columns["trainer_logprobs"][i]) - float(one.logprobs[i])
                 apart.setdefault(version, []).append(difference)
-    for version, told in by_version(run).items():
-        assert told["ratio_tokens"] == len(apart[version])
-        assert told["ratio"] == pytest.approx(np.exp(apart[version]).mean())
+    for version, numbers in by_version(run).items():
+        assert numbers["ratio_tokens"] == len(apart[version])
+        assert numbers["ratio"] == pytest.approx(np.exp(apart[version]).mean())
 
 
 def test_rewards_and_lengths_are_of_the_sessions_that_weights_began(run: dict[str, Any], store: SqliteStore) -> None:
     sessions = list(store.iter_sessions())
     rewards = {one.session_id: one.reward for stored in sessions for one in stored.trajectories()}
-    for version, told in by_version(run).items():
+    for version, numbers in by_version(run).items():
         mine = [stored for stored in sessions if stored.turns[0].weight_version == version]
         given = [rewards[one.info.session_id] for one in mine]
         values = [one for one in given if one is not None]
-        assert (told["sessions"], told["rewarded"]) == (len(mine), len(values))
-        assert told["mean"] == (pytest.approx(np.mean(values)) if values else None)
+        assert (numbers["sessions"], numbers["rewarded"]) == (len(mine), len(values))
+        assert numbers["mean"] == (pytest.approx(np.mean(values)) if values else None)
         lengths = [sum(len(turn.completion_ids) for turn in one.turns) for one in mine]
-        assert told["length"] == (pytest.approx(np.mean(lengths)) if mine else None)
+        assert numbers["length"] == (pytest.approx(np.mean(lengths)) if mine else None)
 
 
 def test_groups_have_the_mean_and_spread_that_advantages_are_made_with(run: dict[str, Any], store: SqliteStore) -> None:
@@ -107,9 +107,9 @@ def test_groups_have_the_mean_and_spread_that_advantages_are_made_with(run: dict
     assert sum(one["sessions"] for one in groups.values()) == SESSIONS
     spreads = set()
     for sample in samples:
-        told = groups[str(sample.group)]
-        expected = (sample.reward - told["mean"]) / (told["sd"] + 1e-6)
-        spreads.add(told["sd"])
+        numbers = groups[str(sample.group)]
+        expected = (sample.reward - numbers["mean"]) / (numbers["sd"] + 1e-6)
+        spreads.add(numbers["sd"])
         assert sample.columns["advantages"][sample.loss_mask] == pytest.approx(expected, abs=1e-4)
     assert len(samples) > 4
 
@@ -117,17 +117,17 @@ def test_groups_have_the_mean_and_spread_that_advantages_are_made_with(run: dict
 def test_what_is_not_recorded_is_none(store: SqliteStore, tmp_path: Path, renderer: Renderer) -> None:
     asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, make_turn("s", 0, fork=None)))
     run = summed(StoreSource(store, ""))
-    (told,) = run["weights"]
+    (numbers,) = run["weights"]
     for name in ("mean", "sd", "drift", "ratio", "k3", "ess"):
-        assert told[name] is None
-    assert told["tokens_per_second"] == 4 / 999.5
-    assert (told["rewarded"], told["ratio_tokens"], told["truncated"]) == (0, 0, 0.0)
+        assert numbers[name] is None
+    assert numbers["tokens_per_second"] == 4 / 999.5
+    assert (numbers["rewarded"], numbers["ratio_tokens"], numbers["truncated"]) == (0, 0, 0.0)
     assert run["groups"] == []
     write_parquet(store.load_session("s").trajectories(), tmp_path / "one.parquet")
-    (told,) = summed(FileSource(tmp_path / "one.parquet"), aborts_recorded=False)["weights"]
+    (numbers,) = summed(FileSource(tmp_path / "one.parquet"), aborts_recorded=False)["weights"]
     for name in ("aborts", "resumes", "first_at", "tokens_per_second"):
-        assert told[name] is None
-    assert told["truncated"] == 0.0
+        assert numbers[name] is None
+    assert numbers["truncated"] == 0.0
 
 
 def test_a_file_says_what_the_record_says(store: SqliteStore, tmp_path: Path, renderer: Renderer) -> None:
@@ -138,16 +138,16 @@ def test_a_file_says_what_the_record_says(store: SqliteStore, tmp_path: Path, re
     )
     recorded = by_version(summed(StoreSource(store, ""), renderer))
     filed = by_version(summed(FileSource(tmp_path / "all.parquet"), renderer))
-    for version, told in filed.items():
+    for version, numbers in filed.items():
         for name in ("drift", "ratio", "k3", "sessions", "mean", "sd"):
-            assert told[name] == pytest.approx(recorded[version][name])
+            assert numbers[name] == pytest.approx(recorded[version][name])
 
 
 def test_sessions_at_the_same_time_count_from_their_beginning(store: SqliteStore) -> None:
     turns = [make_turn(f"s{n}", 0, created_at=110.0 + n / 1e5) for n in range(50)]
     asyncio.run(store.write(SETUP, *(SessionInfo(one.session_id, 100.0) for one in turns), *turns))
-    (told,) = summed(StoreSource(store, ""))["weights"]
-    assert told["tokens_per_second"] == pytest.approx(50 * 4 / 10, rel=1e-3)
+    (numbers,) = summed(StoreSource(store, ""))["weights"]
+    assert numbers["tokens_per_second"] == pytest.approx(50 * 4 / 10, rel=1e-3)
 
 
 def test_equal_rewards_have_no_spread(store: SqliteStore) -> None:

@@ -18,7 +18,7 @@ const known = (value) => value !== null && Number.isFinite(value);
  * A card with lines, a point per version; a version without a value leaves a gap.
  * @param {string} title
  * @param {{name?: string, values: (number | null)[], low?: (number | null)[], high?: (number | null)[]}[]} lines
- * @param {{text?: (value: number) => string, about: string, none: string, top?: number}} told
+ * @param {{text?: (value: number) => string, about: string, none: string, top?: number}} options
  */
 export function chart(title, lines, { text = real, about, none, top }) {
   const every = lines.flatMap(({ values, low = [], high = [] }) => [...values, ...low, ...high]).filter(known);

@@ -6,12 +6,12 @@ import { Pane, laneClasses, tokenElements, visible } from "./tokens.js";
 
 /** Of an equal stretch so many tokens are shown beside what differs. */
 const AROUND = 12;
-/** And so many more when somebody asks for them. */
+/** How many more a click shows. */
 const MORE = 400;
 /** So many rows are drawn together; a line of one is thought to have so many tokens. */
 const ROWS = 24;
 const LINE_TOKENS = 12;
-/** Of the other side so many tokens are told beside the tokens. */
+/** Tokens of the other side that the inspector shows. */
 const SHOWN = 60;
 
 /** What the record was compared with. */
@@ -22,25 +22,25 @@ export class Comparison {
     this.segments = [];
     arrays.differs.forEach((differs, n) => {
       const [start, end, otherStart, otherEnd] = arrays.segments.subarray(4 * n, 4 * n + 4);
-      this.segments.push({ start, end, otherStart, otherEnd, told: differs ? header.differences[differs - 1] : null });
+      this.segments.push({ start, end, otherStart, otherEnd, difference: differs ? header.differences[differs - 1] : null });
     });
-    this.changes = this.segments.filter((segment) => segment.told);
+    this.changes = this.segments.filter((segment) => segment.difference);
   }
 
   /** The change that a recorded token is part of, null for none. */
   changeAt(i) {
     const n = lastAtMost(this.changes, i, (change) => change.start);
     const change = this.changes[n];
-    // A stretch that only the other side has is told where it would stand.
+    // A stretch that only the other side has is shown where it would stand.
     return change && (i < change.end || (change.start === change.end && change.start === i)) ? change : null;
   }
 
   /** For the inspector. */
-  told(change) {
+  describe(change) {
     const until = Math.min(change.otherEnd, change.otherStart + SHOWN);
     const cut = until < change.otherEnd ? " …" : "";
     return {
-      ...change.told,
+      ...change.difference,
       other: visible(this.other.string(change.otherStart, until)) + cut,
       otherIds: Array.from(this.other.ids.subarray(change.otherStart, until)),
     };
@@ -56,7 +56,7 @@ export class Comparison {
   /** How many differences are of each class, most first. */
   classes() {
     const found = new Map();
-    for (const { told } of this.changes) found.set(told.class, (found.get(told.class) ?? 0) + 1);
+    for (const { difference } of this.changes) found.set(difference.class, (found.get(difference.class) ?? 0) + 1);
     return [...found].sort((a, b) => b[1] - a[1]);
   }
 }
@@ -135,11 +135,11 @@ export class ComparisonView {
   }
 
   #row(one, start, end, otherStart, otherEnd) {
-    const { told } = one;
+    const { difference } = one;
     return h(
       "div",
-      { class: `sides${told ? " changed" : ""}${one === this.at ? " at" : ""}`, "data-start": start },
-      h("span", { class: "what", title: told && `${told.name}: ${told.meaning}` }, one.first && h("span", { class: "badge drift" }, `≠ ${told.class}`)),
+      { class: `sides${difference ? " changed" : ""}${one === this.at ? " at" : ""}`, "data-start": start },
+      h("span", { class: "what", title: difference && `${difference.name}: ${difference.meaning}` }, one.first && h("span", { class: "badge drift" }, `≠ ${difference.class}`)),
       h("div", { class: "side recorded toks" }, tokenElements(this.trajectory, start, end, (i) => laneClasses(this.trajectory, i)), start === end && empty()),
       h("div", { class: "side toks" }, tokenElements(this.comparison.other, otherStart, otherEnd, () => "other"), otherStart === otherEnd && empty()),
     );
@@ -148,12 +148,12 @@ export class ComparisonView {
 
 /** The rows of a stretch: long differences are cut, of long equal stretches the middle is folded. */
 function rowsOf(segments, segment, n) {
-  const { start, end, otherStart, otherEnd, told } = segment;
-  if (told) {
+  const { start, end, otherStart, otherEnd, difference } = segment;
+  if (difference) {
     const parts = Math.max(1, Math.ceil(Math.max(end - start, otherEnd - otherStart) / MORE));
     const cut = (from, to, part) => from + Math.floor(((to - from) * part) / parts);
     return Array.from({ length: parts }, (_, part) => ({
-      told,
+      difference,
       first: part === 0,
       start: cut(start, end, part),
       end: cut(start, end, part + 1),

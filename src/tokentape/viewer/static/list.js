@@ -309,7 +309,7 @@ class ListPage {
     );
   }
 
-  /** The keys of the metadata that can be columns. Left alone while somebody is in it. */
+  /** The keys of the metadata that can be columns. Not redrawn while it has the focus. */
   #drawColumns(shown) {
     if (this.columns.contains(document.activeElement)) return;
     const known = [...new Set([...this.#keys(), ...shown])].slice(0, 200);

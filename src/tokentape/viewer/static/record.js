@@ -131,7 +131,7 @@ export class RecordView {
   #fold(pieces) {
     const [{ start }, { end }] = [pieces[0], pieces.at(-1)];
     const writers = [...new Set(pieces.map((one) => this.trajectory.provenanceName(one.start)))];
-    // What somebody wrote says more than the template around it.
+    // A caller's text says more than the template around it.
     const said = pieces.find((one) => one.code !== 2) ?? pieces[0];
     const preview = visible(this.trajectory.string(said.start, Math.min(said.end, said.start + PREVIEW)));
     const button = h(
@@ -217,7 +217,7 @@ export class RecordView {
     const version = this.boundaries.get(i);
     if (version !== undefined) found.push(h("span", { class: "boundary", "data-show": `weights ${version}`, title: `from here on weights ${version}` }));
     const change = this.comparison?.changeAt(i);
-    if (change && change.start === i) found.push(h("span", { class: "driftmark", "data-show": `≠ ${change.told.class}` }));
+    if (change && change.start === i) found.push(h("span", { class: "driftmark", "data-show": `≠ ${change.difference.class}` }));
     return found.length ? found : null;
   }
 

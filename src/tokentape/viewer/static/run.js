@@ -82,7 +82,7 @@ class RunPage {
     const all = `${of === most ? "the newest " : ""}${counted(of, "session")}`;
     const progress = measured < of ? `${count(measured)} of ${all} measured so far` : all;
     const filters = Object.entries(this.filters).flatMap(([name, value]) => value.split("\n").map((one) => (name === "metadata" ? one : `${name.replace("_", " ")} ${one}`)));
-    this.told = h("span", { class: "dim", "aria-live": "polite" });
+    this.latest = h("span", { class: "dim", "aria-live": "polite" });
     fill(
       this.parts.head,
       h("h1", {}, "Run"),
@@ -92,7 +92,7 @@ class RunPage {
       filters.length > 0 && h("a", { href: "#/run" }, "all sessions"),
       !this.view.about.exported && h("a", { href: `#/sessions?${new URLSearchParams(this.filters)}` }, "list"),
       h("span", { class: "space" }),
-      this.told,
+      this.latest,
     );
   }
 
@@ -239,7 +239,7 @@ class RunPage {
     const here = this.at ?? weights.length - 1;
     for (const one of this.charts) one.show(here, this.at !== null);
     const { weights: version, first_at: first, turns } = weights[here];
-    fill(this.told, h("bdi", {}, `weights ${version}`), ` · ${counted(turns, "turn")}${first ? ` · from ${when(first)}` : ""}`);
+    fill(this.latest, h("bdi", {}, `weights ${version}`), ` · ${counted(turns, "turn")}${first ? ` · from ${when(first)}` : ""}`);
   }
 }
 

@@ -66,18 +66,18 @@ class SessionPage {
     this.view.signal.addEventListener("abort", () => this.#close());
   }
 
-  /** The leaf that an address means: it itself, one behind the turn that it names, else the newest, main ones first. */
+  /** The leaf of an address: that leaf, the newest one after its turn, or without either the newest, main ones first. */
   #leafOf({ leaf, turn }) {
     const { leaves } = this.tree;
     if (!leaves.length) return null;
-    const behind = (seq) => leaves.filter((one) => one.path.includes(seq)).at(-1)?.turn;
+    const leafAfter = (seq) => leaves.filter((one) => one.path.includes(seq)).at(-1)?.turn;
     if (leaf !== null) {
-      const found = leaves.find((one) => one.turn === leaf)?.turn ?? behind(leaf);
+      const found = leaves.find((one) => one.turn === leaf)?.turn ?? leafAfter(leaf);
       if (found === undefined) throw new Refused(404, `Session ${this.id} has no leaf ${leaf}.`);
       return found;
     }
     const main = leaves.filter((one) => !one.role || one.role === "main");
-    return (turn === null ? undefined : behind(turn)) ?? (main.at(-1) ?? leaves.at(-1)).turn;
+    return (turn === null ? undefined : leafAfter(turn)) ?? (main.at(-1) ?? leaves.at(-1)).turn;
   }
 
   #frame() {
@@ -298,7 +298,7 @@ class SessionPage {
     const at = pinned ? { ...this.selection, pinned } : { i, from: i, to: i + 1, pinned };
     const comparison = this.comparisons.get(this.side);
     const change = comparison?.changeAt(i);
-    inspect(inspector, this.trajectory, at, change ? comparison.told(change) : null, {
+    inspect(inspector, this.trajectory, at, change ? comparison.describe(change) : null, {
       permalink: () => new URL(this.#link({ token: i }), location.href).href,
       alternatives: (turn) => this.#alternatives(turn),
     });
