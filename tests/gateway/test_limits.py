@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +21,12 @@ from openai import OpenAI
 from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE, until
 from tokentape.chat._renderer import Renderer
+from tokentape.errors import TooLarge
 from tokentape.gateway import _http as http_module
 from tokentape.gateway import _limits as limits_module
 from tokentape.gateway import _session_cache as session_cache
 from tokentape.gateway._app import create_app
+from tokentape.gateway._http import check_count
 from tokentape.gateway._keys import Keys
 from tokentape.gateway._limits import Limits
 from tokentape.gateway._serve import running
@@ -156,6 +159,28 @@ def test_too_many_messages_are_refused_before_they_are_read(
     assert (refused.status_code, refused.headers["x-should-retry"]) == (413, "false")
     assert "over 30 entries and parts" in refused.text
     assert gateway.post(path, json={"model": "m", **body(30)}).status_code == 200
+
+
+def test_lists_that_are_data_are_no_entries(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "MAX_ENTRIES", 30)
+    numbers = list(range(100))
+    schema = {"type": "object", "properties": {"a": {"enum": numbers}}}
+    function = {"name": "f", "arguments": json.dumps({"a": numbers})}
+    call = {"id": "call_1", "type": "function", "function": function}
+    body = {
+        "messages": [
+            QUESTION,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "7"}]},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+    }
+    assert serve().post("/v1/chat/completions", json=body).status_code == 200
+    uses = [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": numbers}}]
+    assert check_count({"messages": [{"role": "assistant", "content": uses}]}) == 2
+    results = [{"type": "tool_result", "tool_use_id": "t", "content": PARTS * 30}]
+    with pytest.raises(TooLarge, match="over 30"):
+        check_count({"messages": [{"role": "user", "content": results}]})
 
 
 def test_messages_that_were_read_before_count_as_those_that_were_not(

@@ -197,6 +197,25 @@ def test_a_retry_that_is_left_after_a_restart_marks_replies_that_no_turn_continu
     assert len(served.store.load_session("left").events) == 1
 
 
+def test_a_reply_that_was_read_stays_read_when_its_idle_session_leaves_the_memory(served: Served) -> None:
+    served.stream("s", None)
+    cache, marks = served.turns.unread._sessions, served.turns.unread
+    opened = cache.in_memory("s")
+    assert opened is not None
+
+    async def repeated_and_left() -> None:
+        cache.drop(opened)
+        await cache.get("s", None)
+        line = RequestLog()
+        line.session_id, line.reply_id = "s", served.store.load_session("s").answers[0].reply_id
+        marks.answered(line, complete=False)
+        await marks.written()
+
+    asyncio.run(repeated_and_left())
+    assert served.store.load_session("s").events == ()
+    assert len(served.client.session("s").trajectories()) == 1
+
+
 def test_a_retry_that_gets_the_reply_takes_the_mark_back(served: Served) -> None:
     served.stream("s", 4, **{"Idempotency-Key": "k"})
     assert served.client.session("s").trajectories() == []

@@ -89,7 +89,7 @@ class Session:
         self._same_reply: dict[int, int] = {}
         self._children: dict[int | None, list[int]] = {}
         self._answered: set[tuple[int | None, str, bytes | None]] = set()
-        """By parent and setup the keys of the histories without their last replies."""
+        """Parent, setup and key of the new messages of every turn: a request with the same ones is a sibling."""
         self._numbered_history: list[bytes] = []
         """As `_history`, calls known by their place instead of their id, of the turns that were indexed so."""
         self._by_numbered: dict[bytes, list[int]] = {}
@@ -319,7 +319,11 @@ class Session:
 
     def is_unread(self, seq: int) -> bool:
         """Return whether no client read a turn. One that a later turn continues was read, whatever its mark says."""
-        return seq in self.unread and not self._children.get(seq)
+        return seq in self.unread and not self.is_continued(seq)
+
+    def is_continued(self, seq: int) -> bool:
+        """Return whether a later turn continues this one; an aborted one does not."""
+        return bool(self._children.get(seq))
 
     def path(self, leaf: int) -> list[Turn]:
         """The turns from the root to `leaf`."""

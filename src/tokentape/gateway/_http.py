@@ -119,9 +119,10 @@ def check_depth(value: Any, param: str) -> None:
 
 
 def check_count(body: Any, before: int = 0) -> int:
-    """Return how many entries the messages have, those of all lists counted, `before` of which were read earlier.
+    """Return how many messages and parts of messages there are, with the `before` that earlier requests had.
 
-    Raises `TooLarge` if messages, system or tools have over `MAX_ENTRIES`.
+    Lists in the arguments of calls and in schemas are data, and are not counted. Raises `TooLarge` if messages, system
+    or tools have over `MAX_ENTRIES`.
     """
     counts = {"messages": before, "input": 0, "system": 0, "tools": 0}
     for name in counts:
@@ -130,12 +131,16 @@ def check_count(body: Any, before: int = 0) -> int:
             value = left.pop()
             if isinstance(value, list):
                 counts[name] += len(value)
-                left += value
+                left += value if name != "tools" else ()
             elif isinstance(value, dict):
-                left += value.values()
+                left += [value[key] for key in _PARTS if key in value]
             if counts[name] > MAX_ENTRIES:
                 raise TooLarge(f"{name} has over {MAX_ENTRIES} entries and parts; join short ones")
     return counts["messages"]
+
+
+_PARTS = ("content", "output", "summary")
+"""Where messages, results and reasoning of the wire APIs have their parts."""
 
 
 encode_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode

@@ -42,7 +42,7 @@ _IN_BODIES = {"stop_sequences": "stop", "max_completion_tokens": "max_tokens", "
 
 
 class _Values(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """The parameters that can be pinned, under the names that they have in OpenAI's and vLLM's requests, if there."""
+    """The parameters that can be pinned: `adapter`, and others by their names in OpenAI's and vLLM's requests."""
 
     temperature: Temperature | UnsetType = UNSET
     top_p: TopP | UnsetType = UNSET

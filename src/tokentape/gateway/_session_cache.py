@@ -6,6 +6,7 @@ If other gateways write to the same record, a session in memory is compared with
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -69,16 +70,15 @@ class OpenSession:
         if len(self._answers) > _KEPT_ANSWERS:
             self.delivered.discard(self._answers.popitem(last=False)[0])
 
-    def remember_recorded(self, answers: Iterable[RecordedReply], *, shared: bool) -> None:
+    def remember_recorded(self, answers: Iterable[RecordedReply], *, known_since: float) -> None:
         """Keep answers that were read from the record.
 
-        Those not marked as unread were read if a later turn continues them. The others may have been lost when the
-        gateway ended; in a `shared` record they may be elsewhere.
+        Those recorded after `known_since` (Unix seconds) are marked if no client read them. Earlier ones may have been
+        lost when the gateway ended, unless a later turn continues them.
         """
-        continued = {turn.parent for turn in self.session.turns}
         for answer in answers:
             self.remember(answer)
-            read = shared or not continued.isdisjoint(answer.turns)
+            read = answer.created_at >= known_since or any(map(self.session.is_continued, answer.turns))
             if read and self.session.unread.isdisjoint(answer.turns):
                 self.delivered.add(answer.reply_id)
 
@@ -144,6 +144,8 @@ class SessionCache:
         self._loading: dict[str, asyncio.Lock] = {}
         self._at_hand: OrderedDict[str, OpenSession] = OrderedDict()
         """Those whose whole context may be kept in one piece, least recently used first."""
+        self._known_since = -math.inf if store.shared else time.time()
+        """Replies recorded later are marked if no client read them. Of a shared record other gateways may mark any."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -232,7 +234,7 @@ class SessionCache:
             session.add(turn)
         session.unread |= unread_turns(newer.events)
         opened.setups |= newer.setups.keys()
-        opened.remember_recorded(newer.answers, shared=self._store.shared)
+        opened.remember_recorded(newer.answers, known_since=self._known_since)
         self._loaded(opened, newer, False)
         return True
 
@@ -288,7 +290,7 @@ class SessionCache:
             return None
         self._make_room(stored.info.owner)
         opened = OpenSession(stored.tree(), stored=True, setups={turn.setup for turn in stored.turns})
-        opened.remember_recorded(stored.answers, shared=self._store.shared)
+        opened.remember_recorded(stored.answers, known_since=self._known_since)
         self._loaded(opened, stored, True)
         return self._open.setdefault(session_id, opened)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 
 from tokentape._session.tree import UNREAD
 from tokentape.errors import StoreError, TokentapeError
@@ -76,12 +77,17 @@ class UnreadMarks:
     async def _write(self) -> None:
         async with self._lock:
             due, self._due = self._due, {}
+            by_session: dict[str, dict[tuple[str, int], Event]] = {}
             for key, event in due.items():
-                try:
-                    await self._store.write(event)
-                except StoreError as error:
-                    _log.warning("it could not be recorded yet whether a reply was read (%s)", error.code)
-                    self._due.setdefault(key, event)
-                except TokentapeError as error:
-                    # The session was deleted.
-                    _log.warning("it could not be recorded whether a reply was read (%s)", error.code)
+                by_session.setdefault(event.session_id, {})[key] = event
+            await asyncio.gather(*map(self._write_session, by_session.values()))
+
+    async def _write_session(self, due: Mapping[tuple[str, int], Event]) -> None:
+        try:
+            await self._store.write(*due.values())
+        except StoreError as error:
+            _log.warning("it could not be recorded yet whether a reply was read (%s)", error.code)
+            self._due = {**due, **self._due}
+        except TokentapeError as error:
+            # The session was deleted.
+            _log.warning("it could not be recorded whether a reply was read (%s)", error.code)
