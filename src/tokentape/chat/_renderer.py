@@ -140,8 +140,9 @@ class Renderer(TemplateText):
 
         `sampled` maps indices of assistant messages to the completions they were parsed from, whose exact ids then
         stand in the rendering, with provenance ASSISTANT: all of them (`history` "sampled"), or as far as the template
-        keeps their text ("template"). If one ends with another stop token than the template writes there, that token is
-        kept. With `stop_mismatch` "fork", and where the template's text is followed, it is replaced by the template's.
+        keeps their text ("template"). A turn without a stop token is rendered as text if its end can't be found in the
+        rendering. If one ends with another stop token than the template writes there, that token is kept. With
+        `stop_mismatch` "fork", and where the template's text is followed, it is replaced by the template's.
 
         Raises `TemplateRefused` if the template refuses the conversation or does not know one of its roles.
         """
