@@ -96,6 +96,13 @@ def test_only_the_verdicts_asked_for(run: Run, data_dir: Path, tmp_path: Path) -
     assert (done.exit_code, done.stderr.startswith("error: unknown verdict")) == (1, True)
 
 
+def test_what_a_filter_of_verdicts_left_out_is_named(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    done = run("export", data_dir, "-o", tmp_path / "t.jsonl", "--verdict", "exact")
+    assert "left out by --verdict: 1 x 'forked: branched'" in done.stderr
+    report = json.loads(run("export", data_dir, "-o", tmp_path / "t.jsonl", "--verdict", "exact", "--json").stdout)
+    assert report["other_verdicts"]["forked: branched"] == 1
+
+
 def test_only_the_sessions_asked_for(run: Run, data_dir: Path, tmp_path: Path) -> None:
     assert run("export", data_dir, "-o", tmp_path / "t.parquet", "--session", "plain").exit_code == 0
     assert [one.session_id for one in read_parquet(tmp_path / "t.parquet")] == ["plain"]
@@ -120,6 +127,7 @@ def test_json_counts_what_was_written(run: Run, data_dir: Path, tmp_path: Path) 
         "trajectories": 3,
         "tokens": 48,
         "trained_tokens": 20,
+        "other_verdicts": {},
     }
 
 

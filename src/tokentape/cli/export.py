@@ -58,7 +58,9 @@ def export(
     ] = None,
     verdict: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Only these verdicts: exact, forked, forked:WHY, closed; commas between."),
+        typer.Option(
+            metavar="LIST", help="Only these verdicts: exact, forked, forked:WHY, closed, captured; commas between."
+        ),
     ] = None,
     wait_checks: Annotated[
         bool,
@@ -144,7 +146,11 @@ def export(
                 made = assemble(found, group=group)
                 write_trainer_rows(trainer_rows(file_format, made.samples), file, parquet=output.suffix == ".parquet")
                 counts = ExportCounts(
-                    counts.sessions, made.report.samples, made.report.tokens, made.report.trained_tokens
+                    counts.sessions,
+                    made.report.samples,
+                    made.report.tokens,
+                    made.report.trained_tokens,
+                    counts.other_verdicts,
                 )
     if as_json:
         typer.echo(json.dumps({"file": str(output), "format": file_format, **asdict(counts)}))
@@ -154,6 +160,8 @@ def export(
             f"with loss {counts.trained_tokens}",
             err=True,
         )
+        for other, many in counts.other_verdicts.items():
+            typer.echo(f"left out by --verdict: {many} x {other!r}", err=True)
     end(False, counts.trajectories, "trajectory; the file is empty")
 
 

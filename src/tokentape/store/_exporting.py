@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from tokentape._session.arrow import ExtraNames, named_only
@@ -20,12 +20,19 @@ class ExportCounts:
     trajectories: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    other_verdicts: dict[str, int] = field(default_factory=dict, repr=False)
+    """The trajectories that a filter of verdicts left out, by verdict."""
 
     def add(self, other: ExportCounts) -> None:
         self.sessions += other.sessions
         self.trajectories += other.trajectories
         self.tokens += other.tokens
         self.trained_tokens += other.trained_tokens
+        for verdict, many in other.other_verdicts.items():
+            self.leave_out(verdict, many)
+
+    def leave_out(self, verdict: str, many: int = 1) -> None:
+        self.other_verdicts[verdict] = self.other_verdicts.get(verdict, 0) + many
 
 
 def exported(
@@ -54,6 +61,7 @@ def exported(
             if roles is not None and one.role not in roles:
                 continue
             if verdicts is not None and not wanted_verdict(one.verdict, verdicts):
+                counts.leave_out(one.verdict)
                 continue
             counts.trajectories += 1
             counts.tokens += len(one.token_ids)
