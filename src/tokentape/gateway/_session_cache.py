@@ -193,13 +193,12 @@ class SessionCache:
 
         Raises `NotFound`, `LimitReached`, and `Conflict` for the id of a session that was dropped.
         """
-        found = await self.find(session_id, owner)
+        if begin and session_id not in self._open:
+            await self._refuse_dropped(session_id, owner)
+        # No await between a miss and the new session, so that two first turns begin one.
+        found = await self.find(session_id, owner) or self._seen(self._open.get(session_id), owner)
         if found is None and not begin:
             raise not_found(session_id)
-        if found is None:
-            await self._refuse_dropped(session_id, owner)
-            found = self._seen(self._open.get(session_id), owner)
-        # No await between a miss and the new session, so that two first turns begin one.
         return found or self._begin(SessionInfo(session_id, time.time(), {}, owner), stored=False)
 
     async def catch_up(self, opened: OpenSession) -> bool:

@@ -1,0 +1,46 @@
+"""Sessions in memory: which call begins one, and which finds it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from tokentape.gateway._limits import Limits
+from tokentape.gateway._session_cache import SessionCache
+from tokentape.store import SqliteStore
+from tokentape.store._snapshots import Snapshots
+
+
+def test_a_session_that_was_stored_and_dropped_meanwhile_is_not_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One first call still asks for dropped sessions while the session of the other is stored and leaves the memory."""
+    store = SqliteStore.open(tmp_path)
+    cache = SessionCache(store, Limits())
+    asked, go_on = threading.Event(), threading.Event()
+    dropped_of = Snapshots.dropped_of
+
+    def slow_once(self: Snapshots, session_id: str) -> str | None:
+        owner = dropped_of(self, session_id)
+        if not asked.is_set():
+            asked.set()
+            go_on.wait(60)
+        return owner
+
+    monkeypatch.setattr(Snapshots, "dropped_of", slow_once)
+
+    async def both() -> bool:
+        first = asyncio.create_task(cache.find_or_begin("s", ""))
+        await asyncio.to_thread(asked.wait, 60)
+        other = await cache.find_or_begin("s", "")
+        await store.write(other.session.info)
+        other.stored = True
+        cache.drop(other)
+        go_on.set()
+        return (await first).stored
+
+    assert asyncio.run(both())
+    store.close()
