@@ -76,7 +76,7 @@ def test_a_record_is_written_to_one_file(run: Run, record: Record, tmp_path: Pat
     directory, path = record(HELLO), tmp_path / "run.html"
     done = run("view", directory, "--export", path)
     assert (done.exit_code, done.stdout) == (0, "")
-    assert done.stderr.endswith("1 sessions, of these with tokens: 1\n")
+    assert done.stderr.endswith("sessions with tokens: 1, listed without: 0, left out: 0\n")
     assert path.read_bytes().startswith(b"<!doctype html>")
     assert run("view", directory, "--export", path, "--session", "nothing").exit_code == 1
     done = run("view", directory, "--session", "s")

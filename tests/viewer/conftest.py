@@ -117,6 +117,13 @@ def _elsewhere(problems: list[str], url: str) -> None:
         problems.append(f"a request to {url}")
 
 
+def reopened(page: Page, address: str, selector: str) -> None:
+    """Load a view and wait until it is there. With another hash alone the view before would stay for a moment."""
+    page.goto("about:blank")
+    page.goto(address)
+    page.wait_for_selector(selector)
+
+
 def until(page: Page, expression: str, seconds: float = 20) -> None:
     """Wait until an expression is true. The page's policy forbids Playwright's own way, which evaluates in the page."""
     deadline = time.monotonic() + seconds

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from tests.records import SETUP, make_turn
-from tests.viewer.conftest import Site, until
+from tests.viewer.conftest import Site, reopened, until
 from tests.viewer.test_browser_run import run_beside
 from tests.viewer.test_browser_tokens import ALL_TOKENS, chosen, facts, recorded
 from tokentape.chat._renderer import Renderer
 from tokentape.types import Provenance, SessionInfo
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 pytestmark = pytest.mark.browser
 
@@ -27,8 +28,25 @@ IN_VIEW = """(i) => {
 
 
 def opened(page: Page, site: Site, path: str) -> None:
-    page.goto(site.at(path))
-    page.wait_for_selector(".row [data-i], .fold")
+    reopened(page, site.at(path), ".row [data-i], .fold")
+
+
+def held(page: Page, pattern: str) -> list[Route]:
+    """Hold the requests of a pattern: the list that they will be in."""
+    routes: list[Route] = []
+    page.route(pattern, lambda route: routes.append(route))
+    return routes
+
+
+def answered(page: Page, routes: list[Route]) -> None:
+    """Wait until a request is held, and let it go on."""
+    deadline = time.monotonic() + 20
+    while not routes:
+        assert time.monotonic() < deadline, "no such request"
+        page.wait_for_timeout(20)
+    for route in routes:
+        route.continue_()
+    page.unroute_all()
 
 
 def writers(page: Page) -> set[str]:
@@ -173,6 +191,60 @@ def test_branches_stand_side_by_side(page: Page, site: Site) -> None:
     until(page, "location.hash.includes('/with/leaf-2/view/beside')")
     page.keyboard.press("n")
     assert page.locator(".sides.changed.at").count() == 1
+
+
+def test_keys_pressed_while_a_session_loads_are_for_that_session(page: Page, site: Site) -> None:
+    page.goto(site.at("/sessions?search=small-01&sort=session&order=asc"))
+    until(page, "document.querySelectorAll('td.session a').length === 10")
+    page.locator("td.session a").first.click()
+    until(page, "document.title === 'small-010 · Tokentape'")
+    waiting = held(page, "**/api/sessions/small-011")
+    for _ in range(3):
+        page.keyboard.press("J")
+    answered(page, waiting)
+    until(page, "document.title === 'small-013 · Tokentape'")
+
+
+def test_a_view_that_is_left_does_not_change_the_address(page: Page, site: Site) -> None:
+    opened(page, site, "/session/shop/view/tokens")
+    waiting = held(page, "**/api/sessions/small-000")
+    page.evaluate("location.hash = '#/session/small-000'")
+    page.locator(".row [data-i]").first.click()
+    # A view says its address 80 ms later: this timer is due after that one.
+    page.evaluate("new Promise((done) => setTimeout(done, 90))")
+    answered(page, waiting)
+    until(page, "document.title === 'small-000 · Tokentape'")
+    assert page.evaluate("location.hash") == "#/session/small-000"
+
+
+def test_an_address_that_is_said_late_does_not_undo_a_way_to_another_view(page: Page, site: Site) -> None:
+    opened(page, site, "/session/shop/view/tokens")
+    page.evaluate(
+        """() => {
+          document.dispatchEvent(new KeyboardEvent("keydown", { key: "l" }));
+          // Due shortly before the address is said, which is then due before the page hears of the new one.
+          setTimeout(() => (location.hash = "#/sessions"), 60);
+          const late = performance.now() + 200;
+          while (performance.now() < late);
+        }"""
+    )
+    until(page, "document.title === 'Sessions · Tokentape'")
+
+
+def test_a_side_is_asked_for_once(page: Page, site: Site) -> None:
+    opened(page, site, "/session/forked/leaf/1")
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    waiting = held(page, "**/comparison*")
+    page.locator("#side").select_option("leaf-2")
+    page.keyboard.press("s")
+    until(page, "document.querySelector('.pane').textContent === 'Comparing…'")
+    answered(page, waiting)
+    page.wait_for_selector(".sides.changed")
+    page.keyboard.press("v")
+    page.keyboard.press("s")
+    page.wait_for_selector(".sides.changed")
+    assert sum("comparison" in url for url in requests) == 1
 
 
 def test_only_rows_near_the_view_are_drawn_side_by_side(page: Page, site: Site, renderer: Renderer) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.viewer.conftest import HOSTILE, PARAGRAPHS, Site, until
+from tests.viewer.conftest import HOSTILE, PARAGRAPHS, Site, reopened, until
 from tokentape.chat._renderer import Renderer
 from tokentape.types import Trajectory
 
@@ -25,7 +25,7 @@ ALL_TOKENS = """async () => {
   const pane = document.querySelector(".pane");
   for (const block of document.querySelectorAll(".block")) {
     block.scrollIntoView();
-    await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+    while (!block.querySelector("[data-i]")) await new Promise(requestAnimationFrame);
     for (const token of block.querySelectorAll("[data-i]")) {
       found.push([Number(token.dataset.i), token.className, token.textContent]);
     }
@@ -40,8 +40,8 @@ def recorded(site: Site, session_id: str, leaf: int | None = None) -> Trajectory
 
 
 def opened(page: Page, site: Site, path: str) -> None:
-    page.goto(site.at(path if "/view/" in path else f"{path}/view/tokens"))
-    page.wait_for_selector(".row [data-i], .sides, .empty")
+    address = site.at(path if "/view/" in path else f"{path}/view/tokens")
+    reopened(page, address, ".row [data-i], .sides, .empty")
 
 
 def facts(page: Page) -> dict[str, str]:

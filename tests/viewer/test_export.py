@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import httpx2
 import numpy as np
@@ -24,12 +25,12 @@ from tokentape.chat._renderer import Renderer
 from tokentape.errors import NotFound, StoreCorrupt
 from tokentape.gateway._serve import running
 from tokentape.store import SqliteStore
-from tokentape.types import SessionInfo
+from tokentape.types import RecordedReply, SessionInfo
 from tokentape.viewer._app import create_app, key_visit
-from tokentape.viewer._comparing import RecordReader
+from tokentape.viewer._comparing import RETOKENIZED, RecordReader
 from tokentape.viewer._export import export_page
 from tokentape.viewer._routes import Viewer
-from tokentape.viewer._source import StoreSource
+from tokentape.viewer._source import SessionView, StoreSource
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -44,7 +45,9 @@ def viewer(renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> Iter
         asyncio.run(record_run(store, renderer))
         ids = np.array(renderer.tokenizer.encode_marked(HOSTILE).ids, np.int32)
         turn = make_turn(NAME, 0, completion_ids=ids, logprobs=np.zeros(len(ids), np.float32), weight_version=NAME)
-        asyncio.run(store.write(SessionInfo(NAME, 1e6, {"task": HOSTILE}), turn))
+        tops = (tuple(((token, -0.5),) for token in ids.tolist()),)
+        answer = RecordedReply(NAME, "r", (0,), None, "d1", 1.0, tops)
+        asyncio.run(store.write(SessionInfo(NAME, 1e6, {"task": HOSTILE}), turn, answer))
         yield Viewer(StoreSource(store, "run"), RecordReader(renderer.tokenizer))
 
 
@@ -60,9 +63,23 @@ def answers(html: bytes) -> dict[str, bytes]:
     return {path: zlib.decompress(base64.b64decode(text)) for path, text in json.loads(found[1]).items()}
 
 
+def parts_of(view: SessionView, sides: list[str]) -> Iterator[str]:
+    """Yield the paths of everything that the page asks for of a session."""
+    path = f"sessions/{quote(view.info.session_id, safe='()*!~')}"
+    yield path
+    for one in view.trajectories:
+        yield f"{path}/leaves/{one.leaf}"
+        yield from (f"{path}/leaves/{one.leaf}/comparison?{side}" for side in sides)
+    stored = view.stored
+    assert stored is not None
+    for answer in stored.answers:
+        if answer.top_logprobs:
+            yield from (f"{path}/turns/{turn}/alternatives" for turn in answer.turns)
+
+
 def test_a_run_has_the_answers_of_the_server(viewer: Viewer, site: str) -> None:
     made = export_page(viewer)
-    assert (made.sessions, made.whole) == (SESSIONS + 1, SESSIONS + 1)
+    assert (made.whole, made.listed, made.total) == (SESSIONS + 1,) * 3
     found = answers(made.html)
     with httpx2.Client(base_url=f"{site}/view/api/") as http:
         ids = ",".join(one["session_id"] for one in http.get("sessions").json()["sessions"])
@@ -77,15 +94,18 @@ def test_a_run_has_the_answers_of_the_server(viewer: Viewer, site: str) -> None:
                 assert answer == {name: value for name, value in served.json().items() if name in answer}
             else:
                 assert body == served.content
-    assert sum("/leaves/" in path for path in found) > 2 * SESSIONS
+    parts = {path for path in found if "/" in path}
+    assert parts == {path for view in map(viewer.source.load, ids.split(",")) for path in parts_of(view, [RETOKENIZED])}
+    assert any(path.endswith("/alternatives") for path in parts)
 
 
-def test_a_session_has_only_itself(viewer: Viewer) -> None:
-    made = export_page(viewer, "s01")
+def test_a_session_has_only_itself_and_all_of_it_however_large(viewer: Viewer) -> None:
+    made = export_page(viewer, "s01", max_bytes=1)
+    assert made.whole == 1
     found = answers(made.html)
     assert json.loads(found["about"])["only_session"] == "s01"
     assert [one["session_id"] for one in json.loads(found["sessions"])["sessions"]] == ["s01"]
-    assert {path.split("/")[1] for path in found if "/" in path} == {"s01"}
+    assert {path for path in found if "/" in path} == {*parts_of(viewer.source.load("s01"), [RETOKENIZED])}
     with pytest.raises(NotFound):
         export_page(viewer, "nothing")
 
@@ -93,7 +113,7 @@ def test_a_session_has_only_itself(viewer: Viewer) -> None:
 def test_sessions_without_room_are_listed_without_tokens(viewer: Viewer) -> None:
     made = export_page(viewer, max_bytes=20_000)
     found = answers(made.html)
-    assert 0 < made.whole < made.sessions == len(json.loads(found["sessions"])["sessions"])
+    assert 0 < made.whole < made.listed == len(json.loads(found["sessions"])["sessions"])
     whole = {path.split("/")[1] for path in found if path.count("/") == 1}
     assert len(whole) == made.whole
     assert {path.split("/")[1] for path in found if "/" in path} == whole
@@ -130,7 +150,7 @@ def test_an_unreadable_session_is_left_out_of_lists_and_files(store: SqliteStore
     corrupt(tmp_path / "data", "bad")
     viewer = Viewer(StoreSource(store, "run"), RecordReader())
     made = export_page(viewer)
-    assert (made.sessions, made.whole, made.unreadable) == (2, 1, 1)
+    assert (made.listed, made.whole, made.unreadable) == (2, 1, 1)
     with running(create_app(viewer)) as url, httpx2.Client(base_url=f"{url}/view/api/") as http:
         measured = http.get("measures?ids=good,bad").json()
         assert (list(measured["measures"]), list(measured["unreadable"])) == (["good"], ["bad"])

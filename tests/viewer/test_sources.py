@@ -47,7 +47,8 @@ def stored(store: SqliteStore) -> StoreSource:
 def filed(request: pytest.FixtureRequest, store: SqliteStore, tmp_path: Path) -> FileSource:
     """The same sessions in a file: those that have trajectories."""
     path = tmp_path / f"all.{request.param}"
-    found = [one for stored in store.iter_sessions(per_token=True) for one in stored.trajectories()]
+    views = map(StoreSource(store, "").load, ("forked", "long"))
+    found = [one for view in views for one in view.exported()]
     write_parquet(found, path) if request.param == "parquet" else write_jsonl(found, path)
     return FileSource(path)
 
@@ -126,7 +127,6 @@ def test_a_file_lists_what_a_store_does_of_sessions_with_trajectories(filed: Fil
     assert one.info.metadata == {"task": "Sums"}
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
@@ -142,6 +142,9 @@ def test_a_file_lists_what_a_store_does_of_sessions_with_trajectories(filed: Fil
         (Listing(metadata=[("task", "Sums")]), ["forked"]),
         (Listing(metadata=[("task", "Sum")]), []),
         (Listing(reward_min=0.5), ["long"]),
+        # A file has no times.
+        (Listing(since=0.0), []),
+        (Listing(until=1e12), []),
         (Listing(limit=1, offset=1), ["forked"]),
     ],
 )
@@ -151,7 +154,7 @@ def test_a_file_is_filtered_and_sorted_alike(filed: FileSource, wanted: Listing,
 
 def test_a_file_shows_the_trajectories_bit_for_bit(filed: FileSource, store: SqliteStore) -> None:
     shown = filed.load("forked").trajectories
-    assert bits(shown) == bits(tuple(store.load_session("forked", per_token=True).trajectories()))
+    assert bits(shown) == bits(tuple(StoreSource(store, "").load("forked").exported()))
 
 
 def test_a_file_shows_what_nobody_sampled(store: SqliteStore, tmp_path: Path) -> None:
@@ -168,6 +171,12 @@ def test_a_file_shows_the_tree_that_its_paths_make(filed: FileSource, store: Sql
     expected = StoreSource(store, "").load("forked").turns
     unknown = dict.fromkeys(("stop", "abort_cause", "engine", "created_at", "digest"))
     assert filed.load("forked").turns == tuple(replace(node, **unknown) for node in expected)
+
+
+def test_a_file_shows_the_lineage_of_its_branches(filed: FileSource, store: SqliteStore) -> None:
+    expected = StoreSource(store, "").load("forked").edges
+    assert expected
+    assert filed.load("forked").edges == expected
 
 
 def test_unknown_sessions_are_not_found(stored: StoreSource, filed: FileSource) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from tokentape._durable import write_durably
 from tokentape.cli.arguments import ANY_RECORD, there
 from tokentape.cli.source import open_source
 from tokentape.errors import InvalidRequest
@@ -47,7 +48,12 @@ def view(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     export: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", dir_okay=False, help="Write one HTML file with all of it instead of serving."),
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            help="Write one HTML file instead of serving: the run, the newest 500 sessions, and their tokens while the "
+            "file is smaller than 64 MiB.",
+        ),
     ] = None,
     session: Annotated[
         str | None, typer.Option(metavar="ID", help="With --export: only this session, with every comparison.")
@@ -98,11 +104,10 @@ def view(
             from tokentape.viewer._export import export_page
 
             made = export_page(viewer, session)
-            export.write_bytes(made.html)
+            write_durably(export, made.html)
+            counts = f"{made.whole}, listed without: {made.listed - made.whole}, left out: {made.total - made.listed}"
             unreadable = f", unreadable: {made.unreadable}" if made.unreadable else ""
-            typer.echo(
-                f"wrote {export}: {made.sessions} sessions, of these with tokens: {made.whole}{unreadable}", err=True
-            )
+            typer.echo(f"wrote {export}: sessions with tokens: {counts}{unreadable}", err=True)
             return
         if host in THIS_MACHINE:
             app = create_app(viewer, [Middleware(AllowedHosts, hosts=THIS_MACHINE)])

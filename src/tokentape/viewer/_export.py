@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -34,19 +35,24 @@ _MAX_KEYS = 8
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The file, and how much is in it."""
+    """The file, and how many sessions are in it."""
 
     html: bytes
-    sessions: int
-    """Sessions that are listed."""
     whole: int
-    """Of these, sessions with their tokens."""
+    """Sessions with their tokens."""
+    listed: int
+    """Sessions that are listed: these, and some without their tokens."""
+    total: int
+    """Sessions of the record."""
     unreadable: int
     """Sessions of the run that can't be read."""
 
 
 def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = MAX_BYTES) -> Exported:
-    """Return the file of a session, or of the newest sessions. Raises `NotFound` for an unknown session."""
+    """Return the file of a session, or of the newest sessions. Raises `NotFound` for an unknown session.
+
+    A session that is named is there with all its tokens, however large the file gets.
+    """
     source, measures = viewer.source, Measures(viewer.source, viewer.reader)
     if session_id is not None:
         source.version(session_id)
@@ -54,13 +60,11 @@ def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = 
     page = source.page(wanted)
     versions = source.versions(replace(wanted, limit=MAX_COMPARED if session_id is None else 1))
     measured, unreadable = measures.measured(versions)
-    sides = about_of(viewer, Visitor())["against"][: None if session_id else 1]
-    answers = _Answers()
-    about = {"grows": False, "overview": False, "exported": True, "only_session": session_id, "against": sides}
-    answers.add("about", views.as_json(about_of(viewer, Visitor()) | about))
-    answers.add(
-        "sessions", views.as_json({"total": page.total, "sessions": listed_lines(source, measures, page.sessions)})
-    )
+    about = about_of(viewer, Visitor())
+    sides = about["against"][: None if session_id else 1]
+    about |= {"grows": False, "overview": False, "exported": True, "only_session": session_id, "against": sides}
+    lines = listed_lines(source, measures, page.sessions)
+    answers = {"about": about, "sessions": {"total": page.total, "sessions": lines}}
     if session_id is None:
         run = progress_of(measured, unreadable, versions) | {"most": MAX_COMPARED, "cache": None}
         sessions = list(measured.values())
@@ -71,39 +75,35 @@ def export_page(viewer: Viewer, session_id: str | None = None, max_bytes: int = 
         for group in ["", *fewest]:
             figures = run_of(sessions, group, aborts_recorded=source.grows)
             figures["keys"] = {key: keys[key] for key in sorted(fewest)}
-            path = f"run?{_spelled(group)}" if group else "run"
-            answers.add(path, views.as_json(run | figures))
+            answers[f"run?{_spelled(group)}" if group else "run"] = run | figures
+    texts = {path: _compressed(views.as_json(answer)) for path, answer in answers.items()}
+    room = math.inf if session_id is not None else max_bytes - sum(map(len, texts.values()))
     whole = 0
     for one in page.sessions:
         if session_id is None and one.info.session_id in unreadable:
             continue
-        view = source.load(one.info.session_id)
-        if not answers.add_all(_of_session(viewer, view, sides), max_bytes):
+        found = _within(_of_session(viewer, source.load(one.info.session_id), sides), room)
+        if found is None:
             break
+        texts |= found
+        room -= sum(map(len, found.values()))
         whole += 1
-    return Exported(_page(answers.texts), len(page.sessions), whole, len(unreadable))
+    return Exported(_page(texts), whole, len(page.sessions), page.total, len(unreadable))
 
 
-class _Answers:
-    """Answers by the path that the page asks for."""
+def _within(answers: Iterator[tuple[str, bytes]], room: float) -> dict[str, str] | None:
+    """Return answers compressed, None if they are larger than `room` bytes."""
+    found: dict[str, str] = {}
+    for path, body in answers:
+        found[path] = _compressed(body)
+        room -= len(found[path])
+        if room < 0:
+            return None
+    return found
 
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-        self._bytes = 0
 
-    def add(self, path: str, body: bytes) -> None:
-        self.texts[path] = base64.b64encode(zlib.compress(body)).decode()
-        self._bytes += len(self.texts[path])
-
-    def add_all(self, answers: Iterator[tuple[str, bytes]], most: int) -> bool:
-        """Add all answers or, if there is no room for them, none; return whether there was."""
-        before, bytes_before = dict(self.texts), self._bytes
-        for path, body in answers:
-            self.add(path, body)
-            if self._bytes > most:
-                self.texts, self._bytes = before, bytes_before
-                return False
-        return True
+def _compressed(body: bytes) -> str:
+    return base64.b64encode(zlib.compress(body)).decode()
 
 
 def _of_session(viewer: Viewer, view: SessionView, sides: list[str]) -> Iterator[tuple[str, bytes]]:

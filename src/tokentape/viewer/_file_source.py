@@ -129,7 +129,8 @@ class FileSource:
         )
 
     def _wanted(self, one: SessionSummary, wanted: Listing) -> bool:
-        search, metadata = wanted.search.casefold(), canonical_json(one.info.metadata).casefold()
+        search = wanted.search.casefold()
+        metadata = canonical_json(one.info.metadata).casefold() if wanted.metadata else ""
         least, most = wanted.reward_min, wanted.reward_max
         return (
             (wanted.session_ids is None or one.info.session_id in wanted.session_ids)

@@ -2,7 +2,7 @@
 
 import { Refused, getJson, hasKey, setKey } from "./api.js";
 import { fill, h, say } from "./dom.js";
-import { bindKeys, listen, toggleHelp } from "./keys.js";
+import { bindKeys, holdKeys, listen, toggleHelp } from "./keys.js";
 import { showList } from "./list.js";
 import { showOverview } from "./overview.js";
 import { showRun } from "./run.js";
@@ -78,6 +78,7 @@ function askForKey(message) {
 
 function failed(error) {
   if (error.name === "AbortError") return;
+  bindKeys([]);
   if (error instanceof Refused && error.status === 401) {
     const message = hasKey() ? error.message : null;
     setKey(null);
@@ -103,7 +104,7 @@ async function show() {
   const turn = ++shown;
   leave();
   leave = () => {};
-  bindKeys([]);
+  holdKeys();
   const stop = new AbortController();
   try {
     about ??= await getJson("about");

@@ -18,20 +18,20 @@ const known = (value) => value !== null && Number.isFinite(value);
  * A card with lines, a point per version; a version without a value leaves a gap.
  * @param {string} title
  * @param {{name?: string, values: (number | null)[], low?: (number | null)[], high?: (number | null)[]}[]} lines
- * @param {{text?: (value: number) => string, about: string, none: string, top?: number}} options
+ * @param {{text?: (value: number) => string, about: string, none: string}} options
  */
-export function chart(title, lines, { text = real, about, none, top }) {
+export function chart(title, lines, { text = real, about, none }) {
   const every = lines.flatMap(({ values, low = [], high = [] }) => [...values, ...low, ...high]).filter(known);
   const caption = h("p", { class: "dim about" }, every.length ? about : none);
   if (!every.length) {
     const element = h("section", { class: "card chart" }, h("h2", {}, title), h("p", { class: "figure none" }, "not recorded"), caption);
-    return { element, show: () => {}, count: 0 };
+    return { element, show: () => {} };
   }
   const least = Math.min(0, ...every);
-  const most = top ?? (Math.max(...every) || 1);
+  const most = Math.max(...every) || 1;
   const n = lines[0].values.length;
   const x = (at) => (n > 1 ? (at / (n - 1)) * (WIDTH - 8) + 4 : WIDTH / 2);
-  const y = (value) => HEIGHT - 4 - ((Math.min(value, most) - least) / (most - least || 1)) * (HEIGHT - 8);
+  const y = (value) => HEIGHT - 4 - ((value - least) / (most - least || 1)) * (HEIGHT - 8);
   const image = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": `${title} over ${n} versions of the weights, from ${text(least)} to ${text(most)}` });
   image.append(s("line", { class: "zero", x1: 0, x2: WIDTH, y1: y(0), y2: y(0) }));
   lines.forEach(({ values, low, high }, order) => {
@@ -62,7 +62,7 @@ export function chart(title, lines, { text = real, about, none, top }) {
       ),
     );
   };
-  return { element, image, show, count: n };
+  return { element, show };
 }
 
 /** Stretches of points that have a value. */

@@ -2,7 +2,7 @@
 
 import { fill, h } from "./dom.js";
 
-/** @type {Map<string, {what: string, run: (event: KeyboardEvent) => void}>} */
+/** @type {Map<string, (event: KeyboardEvent) => void>} */
 let bound = new Map();
 
 const ALWAYS = [
@@ -15,6 +15,16 @@ const ALWAYS = [
 
 let sections = [];
 
+/** Keys that were pressed while a view opened, by name: it takes them as soon as it is there. */
+let held = null;
+
+/** Keep keys for the next view. */
+export function holdKeys() {
+  bound = new Map();
+  sections = [];
+  held ??= [];
+}
+
 /**
  * Bind the keys of a view, in place of those of the view before.
  * @param {{title: string, keys: [string[], string, ((event: KeyboardEvent) => void)?][]}[]} groups
@@ -23,7 +33,15 @@ export function bindKeys(groups) {
   bound = new Map();
   sections = groups;
   for (const { keys } of groups) {
-    for (const [names, what, run] of keys) for (const name of names) if (run) bound.set(name, { what, run });
+    for (const [names, , run] of keys) for (const name of names) if (run) bound.set(name, run);
+  }
+  const waiting = held ?? [];
+  held = null;
+  for (const [name, event] of waiting) {
+    const run = typing(document.activeElement) ? undefined : bound.get(name);
+    // A key may lead to another view, which the next ones are for.
+    if (run) run(event);
+    else held?.push([name, event]);
   }
 }
 
@@ -45,13 +63,15 @@ export function listen(always) {
     const name = prefix ? `${prefix} ${event.key}` : event.key;
     prefix = "";
     const shifted = event.shiftKey && event.key.length > 1 ? `Shift+${event.key}` : name;
-    const run = always[name] ?? bound.get(shifted)?.run;
+    const run = always[name] ?? bound.get(shifted);
     if (run) {
       event.preventDefault();
       run(event);
     } else if (event.key === "g") {
       prefix = "g";
       setTimeout(() => (prefix = ""), 900);
+    } else {
+      held?.push([shifted, event]);
     }
   });
 }

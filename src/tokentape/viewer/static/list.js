@@ -2,8 +2,10 @@
 
 import { Refused, getJson } from "./api.js";
 import { count, counted, fill, h, real, say, when } from "./dom.js";
+import { FILTERS, filterForm } from "./filters.js";
 import { bindKeys } from "./keys.js";
-import { CAUSES, verdictBadge } from "./tree.js";
+import { poll } from "./polling.js";
+import { verdictBadge } from "./tree.js";
 
 const PAGE = 100;
 const REFRESH = 4000;
@@ -37,27 +39,21 @@ const MEANINGS = {
   drift: "sampled tokens that tokenizing their text again would change, as `tokentape drift` counts them",
 };
 
-const VERDICTS = ["exact", "forked", "closed", "captured", "captured with drift"];
-const RESERVATIONS = ["model unverified", "bridge unchecked", "bridge differs", "kept partial", "unread", "other logprobs", "supports not known", "logprobs not known"];
-const ROLES = ["main", "subagent", "side_call"];
-
-/** Those of the second row, folded in narrow windows. */
-const MORE_FILTERS = ["role", "weights", "fork", "reward_min", "reward_max", "from", "to"];
-const FILTERS = ["search", "verdict", "metadata", "group_key", "group_value", ...MORE_FILTERS];
-
 /** Ids in the order in which they were last listed: for going from session to session. */
 let listed = [];
 
-/** The id of the session that is so many further in the list; undefined at its ends. */
-export async function neighbour(id, by, signal) {
+/** Go to the session that is so many further in the list; whether there is one. */
+export async function toNeighbour(id, by, signal) {
   if (!listed.includes(id)) listed = (await getJson("sessions", { limit: 500 }, signal)).sessions.map((one) => one.session_id);
   const at = listed.indexOf(id);
-  return at < 0 ? undefined : listed[at + by];
+  const next = at < 0 ? undefined : listed[at + by];
+  if (next === undefined) say(`No ${by > 0 ? "more" : "earlier"} session in the list as it was shown last`);
+  else location.hash = `#/session/${encodeURIComponent(next)}`;
+  return next !== undefined;
 }
 
 export async function showList(view) {
-  const list = new ListPage(view);
-  await list.open();
+  await new ListPage(view).open();
 }
 
 /** A value of the metadata as one reads it, and as a filter has it. */
@@ -97,7 +93,7 @@ class ListPage {
           !this.view.about.exported && !this.view.about.only_session && this.asRun,
           h("details", { class: "menu" }, h("summary", {}, "Columns"), this.columns),
         ),
-        this.view.about.exported ? h("div") : this.#filters(),
+        this.view.about.exported ? h("div") : filterForm(this.wanted, this.chips, (name, value) => this.#filter(name, value), (pair) => this.#filterMetadata(pair, true)),
         h("div", { class: "tablebox", tabindex: "0", role: "region", "aria-label": "Sessions" }, h("table", {}, h("thead", {}, this.heads), this.body)),
         this.pager,
       ),
@@ -121,61 +117,6 @@ class ListPage {
 
   get #page() {
     return Number(this.wanted.page) || 0;
-  }
-
-  #filters() {
-    const field = (name, label, attributes) => [
-      h("label", { for: name }, label),
-      h("input", { id: name, value: this.wanted[name], spellcheck: "false", oninput: (event) => this.#filter(name, event.target.value), ...attributes }),
-    ];
-    const select = (name, label, options) => [
-      h("label", { for: name }, label),
-      h(
-        "select",
-        { id: name, onchange: (event) => this.#filter(name, event.target.value) },
-        ...[["", "any"], ...options].map(([value, text]) => h("option", { value, selected: value === this.wanted[name] }, text ?? value)),
-      ),
-    ];
-    const several = (names) => names.map((name) => [name]);
-    const added = h("input", {
-      id: "metadata",
-      placeholder: "key=value, Enter",
-      spellcheck: "false",
-      onkeydown: (event) => {
-        if (event.key !== "Enter" || !/^[^=]+=/.test(event.target.value)) return;
-        this.#filterMetadata(event.target.value, true);
-        event.target.value = "";
-      },
-    });
-    return h(
-      "form",
-      { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
-      h(
-        "div",
-        {},
-        ...field("search", "Search", { type: "search", placeholder: "id or metadata" }),
-        ...select("verdict", "Verdict", several([...VERDICTS, ...RESERVATIONS])),
-        h("label", { for: "metadata" }, "Metadata"),
-        added,
-        this.chips,
-      ),
-      h(
-        "details",
-        { open: innerWidth > 1000 || MORE_FILTERS.some((name) => this.wanted[name]) },
-        h("summary", {}, "More filters"),
-        h(
-          "div",
-          {},
-          ...select("role", "Role", several(ROLES)),
-          ...field("weights", "Weights", { placeholder: "version", class: "short" }),
-          ...select("fork", "Forks", [["any", "with a fork"], ["none", "without"], ...several(Object.keys(CAUSES))]),
-          ...field("reward_min", "Reward from", { type: "number", step: "any", class: "short" }),
-          ...field("reward_max", "to", { type: "number", step: "any", class: "short" }),
-          ...field("from", "Begun from", { type: "date" }),
-          ...field("to", "to", { type: "date" }),
-        ),
-      ),
-    );
   }
 
   #filter(name, value) {
@@ -426,28 +367,13 @@ class ListPage {
 
   /** What is recorded meanwhile appears; an order or a filter that takes longer is asked for less often. */
   #watch() {
+    this.view.signal.addEventListener("abort", () => clearTimeout(this.going));
     if (!this.view.about.grows) return;
-    const look = async () => {
-      if (this.view.signal.aborted) return;
-      let took = 0;
-      try {
-        const begun = performance.now();
-        const busy = this.body.querySelector("button:focus") || this.found?.measured < this.found?.of;
-        if (document.visibilityState === "visible" && !busy) await this.#load();
-        took = performance.now() - begun;
-      } catch (error) {
-        if (error.name === "AbortError") return;
-        if (error instanceof Refused && error.status === 401) {
-          this.view.failed(error);
-          return;
-        }
-      }
-      this.timer = setTimeout(look, Math.max(REFRESH, 20 * took));
-    };
-    this.timer = setTimeout(look, REFRESH);
-    this.view.signal.addEventListener("abort", () => {
-      clearTimeout(this.timer);
-      clearTimeout(this.going);
+    poll(this.view, REFRESH, async () => {
+      const begun = performance.now();
+      const busy = this.body.querySelector("button:focus") || this.found?.measured < this.found?.of;
+      if (!busy) await this.#load();
+      return Math.max(REFRESH, 20 * (performance.now() - begun));
     });
   }
 }

@@ -12,7 +12,6 @@ function colourOf(canvas, name) {
 export class Minimap {
   constructor(canvas, onGo) {
     this.canvas = canvas;
-    this.at = null;
     const go = (event) => {
       const { top, height } = canvas.getBoundingClientRect();
       if (this.trajectory) onGo(Math.floor(((event.clientY - top) / height) * this.trajectory.length));
@@ -22,6 +21,13 @@ export class Minimap {
       go(event);
     });
     canvas.addEventListener("pointermove", (event) => event.buttons && go(event));
+    this.redraw = () => this.trajectory && this.draw(this.trajectory, this.comparison, this.at);
+    this.resized = new ResizeObserver(this.redraw);
+    this.resized.observe(canvas);
+    this.scheme = matchMedia("(prefers-color-scheme: dark)");
+    this.scheme.addEventListener("change", this.redraw);
+    this.themed = new MutationObserver(this.redraw);
+    this.themed.observe(document.documentElement, { attributeFilter: ["data-theme"] });
   }
 
   draw(trajectory, comparison, at) {
@@ -40,8 +46,7 @@ export class Minimap {
     const colours = Array.from({ length: KINDS }, (_, code) => colourOf(canvas, `--p${code}`));
     const n = trajectory.length;
     const y = (i) => (i / Math.max(n, 1)) * height;
-    const pieces = trajectory.pieces();
-    for (const { start, end, code } of pieces) {
+    for (const { start, end, code } of trajectory.pieces()) {
       context.fillStyle = colours[code] || "#888";
       context.globalAlpha = code === 1 ? 0.75 : 0.3;
       context.fillRect(2, y(start), width - 8, Math.max(y(end) - y(start), 0.4));
@@ -59,5 +64,11 @@ export class Minimap {
       context.fillStyle = colourOf(canvas, "--accent");
       context.fillRect(0, y(at) - 1, width, 2);
     }
+  }
+
+  close() {
+    this.resized.disconnect();
+    this.themed.disconnect();
+    this.scheme.removeEventListener("change", this.redraw);
   }
 }

@@ -1,7 +1,9 @@
 // What a gateway is doing: the numbers of /metrics, as rates where they grow.
 
-import { Refused, getJson } from "./api.js";
+import { getJson } from "./api.js";
 import { count, counted, fill, h, real } from "./dom.js";
+import { bindKeys } from "./keys.js";
+import { poll } from "./polling.js";
 import { CAUSES } from "./tree.js";
 
 const EVERY = 2000;
@@ -11,6 +13,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 export async function showOverview(view) {
   document.title = "Overview · Tokentape";
+  bindKeys([]);
   if (!view.about.overview) {
     fill(view.main, h("div", { class: "card" }, h("h1", {}, "Overview"), h("p", {}, "There is one where a gateway runs, for whoever may see its metrics.")));
     return;
@@ -18,27 +21,19 @@ export async function showOverview(view) {
   const points = [];
   const place = h("div", { class: "overview" });
   fill(view.main, place);
-  let timer;
-  view.signal.addEventListener("abort", () => clearTimeout(timer));
   const look = async () => {
-    if (view.signal.aborted) return;
     try {
-      if (document.visibilityState === "visible") {
-        points.push({ at: performance.now() / 1000, values: await getJson("overview", {}, view.signal) });
-        if (points.length > KEPT) points.shift();
-        draw(place, points);
-      }
+      points.push({ at: performance.now() / 1000, values: await getJson("overview", {}, view.signal) });
     } catch (error) {
-      if (error.name === "AbortError") return;
-      if (!(error instanceof Refused) || error.status === 401 || error.status === 403) {
-        view.failed(error);
-        return;
-      }
+      place.querySelector(".error")?.remove();
       place.prepend(h("p", { class: "error", role: "alert" }, error.message));
+      throw error;
     }
-    timer = setTimeout(look, EVERY);
+    if (points.length > KEPT) points.shift();
+    draw(place, points);
+    return EVERY;
   };
-  await look();
+  poll(view, await look(), look);
 }
 
 /** The sum of a metric over those of its labels that are wanted. */

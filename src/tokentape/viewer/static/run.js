@@ -1,9 +1,10 @@
 // A run: its figures over the versions of the weights, and its groups, as it goes on.
 
-import { Refused, getJson } from "./api.js";
+import { getJson } from "./api.js";
 import { chart, strip } from "./chart.js";
 import { count, counted, fill, h, real, when } from "./dom.js";
 import { bindKeys } from "./keys.js";
+import { poll } from "./polling.js";
 
 const EVERY = 4000;
 const FILTERS = ["search", "metadata", "group_key", "group_value", "verdict", "role", "weights", "fork", "reward_min", "reward_max", "since", "until"];
@@ -12,8 +13,7 @@ const percent = (share) => (share === null ? "not recorded" : `${real(100 * shar
 const or = (value, text = real) => (value === null ? "not recorded" : text(value));
 
 export async function showRun(view) {
-  const page = new RunPage(view);
-  await page.open();
+  await new RunPage(view).open();
 }
 
 class RunPage {
@@ -46,27 +46,20 @@ class RunPage {
         ],
       },
     ]);
-    this.view.signal.addEventListener("abort", () => clearTimeout(this.timer));
-    await this.#look();
+    poll(this.view, await this.#look(), () => this.#look());
   }
 
+  /** Take the figures as they are now; the milliseconds until the next time, null if they can't change. */
   async #look() {
-    if (this.view.signal.aborted) return;
-    let pause = EVERY;
-    try {
-      if (document.visibilityState === "visible") {
-        const begun = performance.now();
-        const found = await getJson("run", { ...this.filters, group: this.group }, this.view.signal);
-        const unchanged = JSON.stringify(found) === JSON.stringify(this.found);
-        this.found = found;
-        if (!unchanged) this.#draw();
-        pause = found.measured < found.of ? 100 : Math.max(EVERY, 10 * (performance.now() - begun));
-      }
-    } catch (error) {
-      if (error.name === "AbortError") return;
-      if (!this.found || !(error instanceof Refused) || error.status === 401) throw error;
+    const begun = performance.now();
+    const { group } = this;
+    const found = await getJson("run", { ...this.filters, group }, this.view.signal);
+    if (group === this.group && JSON.stringify(found) !== JSON.stringify(this.found)) {
+      this.found = found;
+      this.#draw();
     }
-    if (this.view.about.grows || pause < EVERY) this.timer = setTimeout(() => this.#look().catch(this.view.failed), pause);
+    if (found.measured < found.of) return 100;
+    return this.view.about.grows ? Math.max(EVERY, 10 * (performance.now() - begun)) : null;
   }
 
   #draw() {
@@ -214,7 +207,6 @@ class RunPage {
   #setGroup(key) {
     this.group = key;
     history.replaceState(null, "", `#/run?${new URLSearchParams({ ...this.filters, group: key })}`);
-    clearTimeout(this.timer);
     this.#look().catch(this.view.failed);
   }
 

@@ -193,15 +193,20 @@ export class Pane {
     return block && i < block.end ? block : null;
   }
 
+  /** Whether an element is well within the view. */
+  sees(element) {
+    const one = element.getBoundingClientRect();
+    const all = this.scroller.getBoundingClientRect();
+    return one.top >= all.top + 40 && one.bottom <= all.bottom - 20;
+  }
+
   /** Bring a token into the middle of the view. */
-  reveal(i, smooth = false) {
+  reveal(i) {
     const element = this.element(i);
-    if (!element) return null;
-    const look = () => element.scrollIntoView({ block: "center", inline: "nearest", behavior: smooth ? "smooth" : "instant" });
+    const look = () => element?.scrollIntoView({ block: "center", inline: "nearest" });
     look();
     // What comes near is drawn now and may be higher than it was thought to be.
     requestAnimationFrame(() => requestAnimationFrame(look));
-    return element;
   }
 
   close() {

@@ -1,0 +1,29 @@
+// The address of a session: `#/session/ID/leaf/3/token/17/with/rerendered/view/beside` and parts of it.
+
+import { Refused } from "./api.js";
+
+export function parse(parts) {
+  const found = { id: parts[1] };
+  for (let n = 2; n + 1 < parts.length; n += 2) found[parts[n]] = parts[n + 1];
+  const number = (text) => (/^\d{1,15}$/.test(text ?? "") ? Number(text) : null);
+  return { id: found.id, leaf: number(found.leaf), turn: number(found.turn), token: number(found.token), side: found.with, mode: found.view };
+}
+
+/** The link of an address; what is null or undefined is left out. */
+export function link({ id, leaf, turn, token, side, mode }) {
+  const parts = Object.entries({ session: id, leaf, turn, token, with: side, view: mode }).filter(([, value]) => value !== null && value !== undefined);
+  return `#/${parts.flat().map(encodeURIComponent).join("/")}`;
+}
+
+/** The leaf of an address: that leaf, the newest one after its turn, or without either the newest, main ones first. */
+export function leafOf({ session_id: id, leaves }, { leaf, turn }) {
+  if (!leaves.length) return null;
+  const leafAfter = (seq) => leaves.filter((one) => one.path.includes(seq)).at(-1)?.turn;
+  if (leaf !== null) {
+    const found = leaves.find((one) => one.turn === leaf)?.turn ?? leafAfter(leaf);
+    if (found === undefined) throw new Refused(404, `Session ${id} has no leaf ${leaf}.`);
+    return found;
+  }
+  const main = leaves.filter((one) => !one.role || one.role === "main");
+  return (turn === null ? undefined : leafAfter(turn)) ?? (main.at(-1) ?? leaves.at(-1)).turn;
+}

@@ -1,0 +1,62 @@
+// What is above a session's tokens: what the branch is, and what it is compared with.
+
+import { sideName } from "./compare.js";
+import { count, counted, fill, h, real, when } from "./dom.js";
+import { verdictBadge } from "./tree.js";
+
+export const MODES = { conversation: "Conversation", tokens: "Tokens", beside: "Side by side" };
+
+/**
+ * Draw the heading of a session.
+ * @param {{tree: any, leaf: any, grows: boolean, toNeighbour: (by: number) => void}} session `leaf`: of the branch that is shown
+ */
+export function drawHead(place, { tree, leaf, grows, toNeighbour }) {
+  const facts = leaf
+    ? [counted(leaf.tokens, "token"), `${count(leaf.sampled_tokens)} sampled`, `${count(leaf.trained_tokens)} trained`]
+    : [];
+  if (tree.created_at) facts.push(`begun ${when(tree.created_at)}`);
+  if (tree.owner) facts.push(`key ${tree.owner}`);
+  const metadata = JSON.stringify(tree.metadata);
+  // Whether a turn was recorded within the last minute.
+  const live = grows && 1000 * (tree.turns.at(-1)?.created_at ?? 0) > Date.now() - 60000;
+  fill(
+    place,
+    h("h1", {}, tree.session_id),
+    leaf && h("span", { class: "dim" }, `branch to turn ${leaf.turn}`),
+    leaf && verdictBadge(leaf.verdict),
+    leaf?.role && leaf.role !== "main" && h("span", { class: "badge", title: "by lineage" }, leaf.role.replace("_", " ")),
+    leaf && h("span", { class: "badge" }, leaf.reward === null ? "no reward" : `reward ${real(leaf.reward)}`),
+    h("span", { class: "dim" }, facts.join(" · ")),
+    metadata !== "{}" && h("span", { class: "metadata", title: metadata }, metadata),
+    h("span", { class: "space" }),
+    h("button", { class: "quiet", onclick: () => toNeighbour(-1), title: "Session before (K)", "aria-label": "Session before" }, "‹"),
+    h("button", { class: "quiet", onclick: () => toNeighbour(1), title: "Next session (J)", "aria-label": "Next session" }, "›"),
+    live && h("span", { class: "live", title: "turns appear as they are recorded" }, h("span", { class: "dot", "aria-hidden": "true" }), "live"),
+  );
+}
+
+/**
+ * Draw the views, and what can be compared with.
+ * @param {{mode: string, side: string | null, sides: string[], comparison: any, problem: string | null}} state
+ * @param {{setMode: (mode: string) => void, setSide: (side: string) => void, showTree: () => void, toChange: (by: number) => void}} page
+ */
+export function drawTools(place, { mode, side, sides, comparison, problem }, page) {
+  const tab = ([name, text]) =>
+    h("button", { "aria-pressed": String(mode === name), onclick: () => page.setMode(name), disabled: name === "beside" && !sides.length }, text);
+  const select = h(
+    "select",
+    { id: "side", onchange: (event) => page.setSide(event.target.value) },
+    ...sides.map((one) => h("option", { value: one, selected: one === side }, sideName(one))),
+  );
+  fill(
+    place,
+    h("button", { class: "totree", "aria-expanded": "false", onclick: () => page.showTree() }, "Turns"),
+    h("div", { class: "segmented", role: "group", "aria-label": "View" }, ...Object.entries(MODES).map(tab)),
+    sides.length && h("label", { for: "side" }, "drift against"),
+    sides.length && select,
+    comparison && h("span", { class: comparison.changes.length ? "driftcount" : "dim", title: [...comparison.classes().map(([name, times]) => `${name} ${times}`), counted(comparison.about.changed_tokens, "token")].join(", ") }, comparison.changes.length ? `≠ ${counted(comparison.changes.length, "difference")}` : "no drift"),
+    comparison?.changes.length > 0 && h("button", { class: "quiet", onclick: () => page.toChange(-1), title: "Previous (p)", "aria-label": "Previous difference" }, "↑"),
+    comparison?.changes.length > 0 && h("button", { class: "quiet", onclick: () => page.toChange(1), title: "Next (n)", "aria-label": "Next difference" }, "↓"),
+    mode !== "beside" && problem && h("span", { class: "dim" }, problem),
+  );
+}
