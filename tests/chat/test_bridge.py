@@ -63,6 +63,25 @@ def test_a_header_is_not_taken_for_the_end_of_a_turn() -> None:
     assert text.startswith("<|im_start|>user: next<|im_start|>assistant:")
 
 
+NO_END = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}<think>
+{{ m.reasoning_content or '' }}
+</think>
+
+{% endif %}{{ m.content }}
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+<think>
+{% endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("completion", ["a thought", "a thought\n</think>\n\nhi", "a thought\n</think>\n\nhi\n"])
+def test_a_turn_that_only_a_line_break_ends_is_closed_with_it(completion: str) -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(NO_END))
+    closing = "" if "</think>" in completion else "\n</think>\n\n"
+    assert bridged(renderer, completion)[0].startswith(f"{closing}\n<|im_start|>user\nnext\n<|im_start|>")
+
+
 ENDS_TWICE = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|><|im_end|>
 {% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant

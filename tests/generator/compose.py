@@ -339,7 +339,8 @@ def compose(case: Case) -> Template:
         )
         found |= dict.fromkeys(map(form, names))
     if on["header"] == "inst" and on["numbering"] == "none":
-        found |= dict.fromkeys(f"[{role}]" for role in ("SYSTEM", "USER", "ASSISTANT", "TOOL"))
+        written = (role for role in ("system", "user", "assistant", "tool") if f"('{role}' | upper)" in source)
+        found |= dict.fromkeys(f"[{role.upper()}]" for role in written)
     if on["header"] == "model_turn":
         found |= {"<start_of_turn>": None}
     eos = _EOS[on["end"]]

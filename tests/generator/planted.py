@@ -140,6 +140,14 @@ class LosesSampledIds(Product):
         return [token_id + 1 for token_id in super().splice(messages, tools, {})]
 
 
+class DropsNewlineOfTheCut(Product):
+    """Bridges without the line break that ends a turn which was cut short."""
+
+    def bridge(self, completion: Sequence[int], *asked: Any) -> list[int]:
+        ids = super().bridge(completion, *asked)
+        return ids[1:] if self.renderer.tokenizer.decode(ids[:1]) == "\n" else ids
+
+
 EXPECTED: Mapping[type[Product], tuple[str, Mapping[str, str]]] = {
     AlwaysLocal: ("false local", {"numbering": "messages"}),
     AlwaysForks: ("needless fork", {}),
@@ -155,6 +163,7 @@ EXPECTED: Mapping[type[Product], tuple[str, Mapping[str, str]]] = {
     CutsReplies: ("reply depends on how it is cut", {}),
     StopsAtCalls: ("stop within turn", {}),
     LosesSampledIds: ("splice ids", {}),
+    DropsNewlineOfTheCut: ("wrong bridge after a truncated reply", {"end": "none"}),
     ForgetsNewMessages: ("message lost after a truncated reply", {}),
 }
 """By product, the kind of finding that its fault has to bring about, and the options it shows with."""

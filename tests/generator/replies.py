@@ -78,12 +78,23 @@ def spoken_turn(
         after = full[full_word : at + len(stop)]
         spoken_end = spoken_word
     else:
-        # Nothing ends the turn. What follows its last word in any case is the model's to write, such as a call's end.
+        # Nothing ends the turn. What follows a call's last word in any case is the model's to write. What follows
+        # content is not, but for the white space that the content ends with.
         after = os.path.commonprefix([spoken[spoken_word:], full[full_word:]])
+        if not one.reply.get("tool_calls"):
+            after = os.path.commonprefix([after, _kept_space(reference, one, spoken)])
         stop, spoken_end = "", spoken_word
     text = spoken[start:spoken_word] + after
     ids = reference.encode(text).ids
     return Spoken(text, ids, stop, own, False, after, spoken_end, full_word)
+
+
+def _kept_space(reference: Reference, one: Conversation, spoken: str) -> str:
+    """The white space at the end of a reply's content, if the template does not cut it off."""
+    content: str = one.reply["content"]
+    bare = {**one.reply, "content": content.rstrip()}
+    cut_off = reference.render([*one.history, bare], one.tools, generate=False) == spoken
+    return "" if cut_off else content[len(content.rstrip()) :]
 
 
 def _first(text: str, tokens: list[str], at: int) -> tuple[int, str] | None:
@@ -109,8 +120,11 @@ def expected_tail(
     if same >= 0:
         return [_with_ids(reference, full, turn.full_end + same + len(turn.stop))]
     before_stop = turn.after_word[: len(turn.after_word) - len(turn.stop)]
-    at = len(before_stop) if tail.startswith(before_stop) else 0
-    other = reference.first_control(tail, at)
+    # What ends the turn may be written differently where it is the last one, but only after the end of its calls.
+    shared = len(os.path.commonprefix([before_stop, tail]))
+    other = reference.first_control(tail)
+    while other is not None and other[0] + len(other[1]) <= shared:
+        other = reference.first_control(tail, other[0] + len(other[1]))
     if other is None or other[0] > limit:
         return None
     where, token = turn.full_end + other[0], other[1]

@@ -136,3 +136,27 @@ def test_append_only_covers_calls_left_unanswered() -> None:
     options = ["header=inst", "end=three", "separator=nothing", "prompt=think_empty", "channels=plan_and_final"]
     result = examine(only(case_of(32, 630), options), numbers=range(8))
     assert "false append-only" not in result.kinds
+
+
+MENDED = (
+    "71:374 the prompt of the second question has another number than the word that opens reasoning",
+    "71:533 new messages hide that the history says what the template looks for",
+    "71:764 the token that closes a call also ends the turn, and was sampled once",
+    "71:914 there is no generation prompt, and the last question is marked",
+    "71:957 the longer of two delimiters begins before the other one and arrives later",
+    "71:968 a role of which the template writes no header",
+    "73:54 white space ends a turn, and the content too",
+    "73:65 content after calls begins otherwise in the last turn",
+    "91:10 only the last turn says a word between reasoning and content",
+    "91:13 the frame of a content that follows reasoning which was cut short",
+    "92:2 a vocabulary has a text twice, so all added tokens have other ids",
+    "92:16 the prompt is always written, and the last question is marked",
+)
+"""Cases that showed a fault once, and which."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MENDED)
+def test_a_mended_case_shows_no_fault(case: str) -> None:
+    seed, index = map(int, case.partition(" ")[0].split(":"))
+    assert examine(case_of(seed, index)).findings == []

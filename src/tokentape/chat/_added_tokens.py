@@ -48,7 +48,7 @@ def read_added_tokens(spec: Mapping[str, Any]) -> tuple[AddedToken, ...]:
     vocab = spec["model"]["vocab"]
     ids = vocab if isinstance(vocab, Mapping) else {entry[0]: n for n, entry in enumerate(vocab)}
     found: dict[str, AddedToken] = {}
-    next_id = len(ids)
+    next_id = len(vocab)
     for token in spec.get("added_tokens", []):
         content = token["content"]
         if not content or content in found:

@@ -238,6 +238,11 @@ def _read_base(render: Render, prompt: str) -> str:
         with contextlib.suppress(TemplateRefused):
             asked_twice = render([QUESTION, {**QUESTION, "content": CONTENT}], True)
             before = asked_twice[: asked_twice.find(CONTENT)] if CONTENT in asked_twice else prompt
+            end = MARK.search(before, len(QUESTION["content"]))
+            after = "" if end is None else before[end.start() :]
+            if end is not None and end[0] in prompt and after.startswith(prompt[prompt.rfind(end[0]) :]):
+                # Nothing follows what ends the question, before which the last question is marked.
+                return prompt
             return prompt[: common_prefix(prompt, before)]
     return base
 
@@ -359,18 +364,19 @@ def _read_reasoning(
             return Reasoning(opening, close, opened_by_prompt=False)
         return Reasoning(_prompt_opening(header, generation_prompt), close, opened_by_prompt=True)
     opening = _last_delimiter(before)
-    framed = re.search(rf"{_FRAME.pattern}\s*\Z", before)
-    if framed is not None and opening.strip() in header:
-        # The same token opens the content: what differs is the word before it.
-        opening = framed[0]
+    if opening.strip() in header:
+        # The same opens the content: what differs is the word before it.
+        framed = re.search(rf"{_FRAME.pattern}\s*\Z", before)
+        turn = before[before.rfind(header[: common_prefix(header, generation_prompt)]) :]
+        opening = framed[0] if framed is not None else turn[common_prefix(turn, header) :] or opening
     opened, closed = generation_prompt.rfind(opening.strip()), generation_prompt.rfind(close.strip())
     return Reasoning(opening, close, opened_by_prompt=opened > closed)
 
 
-def _spoken(render: Render, message: Message, following: str) -> tuple[str, str] | None:
+def _spoken(render: Render, message: Message, following: str, *later: Message) -> tuple[str, str] | None:
     """Return the text before reasoning and the text right after it in its turn; None if it is not shown."""
     try:
-        text = render([QUESTION, {**message, **dict.fromkeys(REASONING_FIELDS, REASONING)}], False)
+        text = render([QUESTION, {**message, **dict.fromkeys(REASONING_FIELDS, REASONING)}, *later], False)
     except TemplateRefused:
         return None
     start = text.find(REASONING)
@@ -381,13 +387,20 @@ def _spoken(render: Render, message: Message, following: str) -> tuple[str, str]
 def _shortest_close(
     render: Render, reasoning: Reasoning, shape: CallShape | None, content_open: str
 ) -> tuple[Reasoning, str]:
-    """Return reasoning that closes where calls follow as where content does, and what opens the content after it."""
+    """Return reasoning that closes where calls follow, and within a conversation, as where content does at its end.
+
+    And what opens the content after it.
+    """
     close = reasoning.close
     shared = len(close)
     if shape is not None:
         found = _spoken(render, shape.message("", [shape.probe(NAME, {KEY: VALUE})]), NAME)
         if found is not None:
             shared = common_prefix(close, found[1])
+    within = _spoken(render, {"role": "assistant", "content": CONTENT}, CONTENT, QUESTION)
+    if within is not None:
+        # What only the last turn says before its content closes no reasoning.
+        shared = min(shared, common_prefix(close, within[1]))
     if content_open.strip() and close.rstrip().endswith(content_open.strip()):
         shared = min(shared, close.rindex(content_open.strip()))
     if not close[shared:].strip():

@@ -23,8 +23,16 @@ class TurnSuffix:
     """Marked text from the control token on that ends the turn."""
     ends_turn: bool
     """Its first control token belongs to the assistant's turn; else it is the next message's header (GLM)."""
-    cut: int
-    """How many characters of the rendered suffix came before `text`."""
+    before: str
+    """What of the suffix came before `text`."""
+
+    @property
+    def repeated(self) -> int:
+        """How often the control token that begins the text stands right before it too: there it closes a call."""
+        mark, before = MARK.match(self.text), self.before
+        while mark is not None and before.endswith(mark[0]):
+            before = before.removesuffix(mark[0])
+        return sum(1 for _ in MARK.finditer(self.before, len(before)))
 
 
 def trim_to_turn_end(
@@ -51,36 +59,53 @@ def trim_to_turn_end(
     if ends:
         last = suffix[ends[-1] : ends[-1] + 2]
         at = min(at for at in ends if suffix.startswith(last, at))
-        return TurnSuffix(suffix[at:], ends_turn=True, cut=at)
+        return _cut(suffix, at, ends_turn=True)
     spelled = form.content_close.last.strip()
     if spelled and spelled in shared:
         # This vocabulary has no token for the end of a turn, so it is text.
         at = shared.rindex(spelled)
-        return TurnSuffix(suffix[at:], ends_turn=True, cut=at)
-    if MARK.match(suffix, len(shared)) and common_prefix(suffix, close.prompted) > len(shared):
-        # What ends a conversation is another token than what ends a turn within one (gpt-oss).
-        return TurnSuffix(suffix[len(shared) :], ends_turn=True, cut=len(shared))
+        return _cut(suffix, at, ends_turn=True)
     header = MARK.search(suffix, len(shared))
+    prompted = MARK.search(close.prompted, min(len(shared), common_prefix(suffix, close.prompted)))
+    if header is not None and prompted is not None and header.start() == len(shared) and header[0] == prompted[0]:
+        # What ends a conversation is another token than what ends a turn within one (gpt-oss).
+        return _cut(suffix, len(shared), ends_turn=True)
     ends_both = header is not None and close.last.rstrip().endswith(header[0])
     if header is not None and ends_both and tokenizer.control_of_mark(header[0]).id in eos_ids:
         # The template writes something else before it where the conversation ends.
-        return TurnSuffix(suffix[header.start() :], ends_turn=True, cut=header.start())
+        return _cut(suffix, header.start(), ends_turn=True)
     if header is not None and header[0] in form.within_turns:
         at = next((at for at, control in reversed(marks) if control.id == last_id), 0)
-        return TurnSuffix(suffix[at:], ends_turn=at > 0, cut=at)
+        return _cut(suffix, at, ends_turn=at > 0)
     if header is None or suffix[len(shared) : header.start()].strip():
-        # Neither the turn nor the next message is framed by control tokens: all of the suffix is text.
-        return TurnSuffix(suffix, ends_turn=False, cut=0)
-    return TurnSuffix(suffix[header.start() :], ends_turn=False, cut=header.start())
+        # Neither the turn nor the next message is framed by control tokens: all of the suffix is text. What closes a
+        # call is the model's to write.
+        return _cut(suffix, len(shared.rstrip()), ends_turn=False)
+    return _cut(suffix, header.start(), ends_turn=False)
 
 
-def overlap(completion_ids: Sequence[int], suffix_ids: Sequence[int]) -> int:
+def _cut(suffix: str, at: int, *, ends_turn: bool) -> TurnSuffix:
+    return TurnSuffix(suffix[at:], ends_turn, suffix[:at])
+
+
+def overlap(completion_ids: Sequence[int], suffix_ids: Sequence[int], repeated: int = 0) -> int:
     """Return the length of the longest suffix of the completion that is a prefix of the suffix.
+
+    The first of the suffix's ids stands `repeated` times before it too, and is sampled there first.
 
     >>> overlap([5, 9, 2], [2, 7, 8]), overlap([5, 9, 2, 7], [2, 7, 8]), overlap([5, 9], [2, 7, 8])
     (1, 2, 0)
+    >>> overlap([5, 2], [2, 7], repeated=1), overlap([5, 2, 2], [2, 7], repeated=1)
+    (0, 1)
     """
-    for n in range(min(len(completion_ids), len(suffix_ids)), 0, -1):
-        if suffix_ids[n - 1] == completion_ids[-1] and list(completion_ids[-n:]) == list(suffix_ids[:n]):
-            return n
+    whole = list(suffix_ids[:1]) * repeated + list(suffix_ids)
+    for n in range(min(len(completion_ids), len(whole)), 0, -1):
+        if whole[n - 1] == completion_ids[-1] and list(completion_ids[-n:]) == whole[:n]:
+            return max(n - repeated, 0)
     return 0
+
+
+def repeated_end(text: str, following: str) -> int:
+    """Return how many characters at the end of a marked text also begin what follows, from a control token on."""
+    starts = (match.start() for match in MARK.finditer(text))
+    return next((len(text) - start for start in starts if following.startswith(text[start:])), 0)

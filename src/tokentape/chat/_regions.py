@@ -111,7 +111,9 @@ class RegionScanner:
                 end = self._before_space(end, self._end_space)
             self._say(end)
             return False
-        if not final and _may_be_longer(reader.text, found, self._held[self._speech][0]):
+        unsure = 0 if final else held_back(reader.text, reader.at, self._held[self._speech][0])
+        if unsure >= len(reader.text) - found.start():
+            # It may be part of a longer one, or of one that begins before it.
             return False
         delimiter = leaves.get(found[0]) or _Delimiter(found[0], "call")
         if delimiter.enters == "call":
@@ -293,12 +295,6 @@ def _search(leaves: list[_Delimiter], *, marks: bool) -> re.Pattern[str]:
     """Return an expression for the leftmost of these delimiters; `marks`: or of all control tokens."""
     cores = [re.escape(core) for core in sorted({leave.core for leave in leaves}, key=len, reverse=True)]
     return re.compile("|".join([*cores, *([MARK.pattern] if marks else [])]) or "(?!)")
-
-
-def _may_be_longer(text: str, found: re.Match[str], cores: Sequence[str]) -> bool:
-    """Return whether what was found may be the beginning of another delimiter, as far as the text goes."""
-    rest = len(text) - found.start()
-    return any(len(core) > rest and core.startswith(text[found.start() :]) for core in cores)
 
 
 def _valid(text: str) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._assistant_format import AssistantFormat
-from tokentape.chat._bridge import overlap, trim_to_turn_end
+from tokentape.chat._bridge import overlap, repeated_end, trim_to_turn_end
 from tokentape.chat._caller_text import provenance_of_tokens
 from tokentape.chat._media import ImageProcessor, image_parts, repeat_placeholders
 from tokentape.chat._overrides import Overrides, find_overrides
@@ -244,7 +244,10 @@ class Renderer(TemplateText):
         encoded = self.tokenizer.encode_after_control(cut.text)
         ids = self.tokenizer.array(encoded.ids)
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
-        sampled = overlap(completion_ids.tolist(), encoded.ids)
+        sampled = overlap(completion_ids.tolist(), encoded.ids, cut.repeated)
+        if sampled and not reply.get("tool_calls") and encoded.text[: encoded.spans[sampled - 1][1]].isspace():
+            # The model's own: nothing says that its content was at an end.
+            sampled = 0
         if sampled:
             return self._with_images(_rest(ids, provenance, sampled), new_messages)
         if len(completion_ids) and int(completion_ids[-1]) in self.stop_ids(setup):
@@ -254,9 +257,8 @@ class Renderer(TemplateText):
             added = self._with_images(_rest(ids, provenance, skip), new_messages)
             return replace(added, stop_mismatch=True)
         prompt_ids = None if context_ids is None else context_ids[: len(context_ids) - len(completion_ids)]
-        closing = self._close_part(completion_ids, setup, form, prompt_ids)
-        # The next message's header may close the part too.
-        closing = closing[: len(closing) - overlap(closing.tolist(), encoded.ids)]
+        space = cut.before[len(cut.before.rstrip()) :]
+        closing = self._close_part(completion_ids, setup, form, prompt_ids, cut.text, space)
         if cut.ends_turn:
             provenance[:1] = Provenance.CLOSE
         added = PromptTokens(
@@ -311,17 +313,30 @@ class Renderer(TemplateText):
         return np.concatenate([completion_ids, self._close_part(completion_ids, setup, self.format(setup))])
 
     def _close_part(
-        self, completion_ids: TokenIds, setup: Setup, form: AssistantFormat, prompt_ids: TokenIds | None = None
+        self,
+        completion_ids: TokenIds,
+        setup: Setup,
+        form: AssistantFormat,
+        prompt_ids: TokenIds | None = None,
+        following: str = "",
+        space: str = "",
     ) -> TokenIds:
-        """Return the ids that close the reasoning, or the content's frame, that a truncated completion left open."""
+        """Return the ids that close the reasoning, or the content's frame, that a truncated completion left open.
+
+        And `space`, which the template writes after a turn before `following`.
+        """
         parser = self.parser(setup, prompt_ids=prompt_ids)
         parser.feed(completion_ids.tolist())
         _, reply = parser.finish()
         close = ""
         if reply.reasoning_open:
-            close = form.reasoning.close if form.reasoning is not None else ""
+            close = (form.reasoning.close if form.reasoning is not None else "") + space
         elif not reply.tool_calls:
-            close = self._content_left_open(completion_ids, form, reasoned=bool(reply.reasoning))
+            close = self._content_left_open(completion_ids, form, reasoned=bool(reply.reasoning)) or space
+        elif not read_text(self.tokenizer, completion_ids.tolist()).endswith(space):
+            close = space
+        # The next message's header may close the part too.
+        close = close[: len(close) - repeated_end(close, following)]
         return self.tokenizer.array(self.tokenizer.encode_after_control(close).ids if close else [])
 
     def _content_left_open(self, completion_ids: TokenIds, form: AssistantFormat, *, reasoned: bool) -> str:
