@@ -25,7 +25,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -103,9 +103,8 @@ class Resplit:
         self.by_bytes = {piece: one for one in ordinary if (piece := _bytes_of(tokenizer, one))}
         self.changed = 0
 
-    def ids(self, text: str) -> list[int]:
+    def split(self, canonical: Sequence[int]) -> list[int]:
         found: list[int] = []
-        canonical = self.tokenizer.encode_plain(text)
         for one, drawn in zip(canonical, self.random.random(len(canonical)).tolist(), strict=True):
             halves = self.halves(one) if drawn < self.share else []
             if halves:
@@ -139,7 +138,7 @@ def simulated(names: list[str], share: float, characters: int) -> None:
         rows = []
         for kind, pieces in texts(characters).items():
             for n, text in enumerate(pieces):
-                ids = np.array(resplit.ids(text), np.int32)
+                ids = np.array(resplit.split(resplit.tokenizer.encode_plain(text)), np.int32)
                 rows.append(IdRow(f"{kind} {n}", ids, (Span(0, len(ids), {"text": kind}),)))
         show(
             f"{name}: of the tokens {share:.2%} were split, which made {resplit.changed:,}",
@@ -168,7 +167,9 @@ def speed(name: str, tokens: int) -> None:
     """Write the file in batches and measure it in another process."""
     folder = ROOT / name
     resplit = Resplit(Tokenizer.load(folder), 0.001)
-    encoded = [resplit.ids(text) for pieces in texts(2_000_000).values() for text in pieces]
+    encoded = [
+        resplit.split(resplit.tokenizer.encode_plain(text)) for pieces in texts(2_000_000).values() for text in pieces
+    ]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "ids.parquet"
         schema = pa.schema([("token_ids", pa.list_(pa.int32())), ("session_id", pa.string())])

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from paths import Given
 
 from tokentape.audit import logprob_numbers
-from tokentape.training import Forward
-from tokentape.types import Logprobs, Trajectory
+from tokentape.types import Logprobs
 
 SEQUENCE_RATIO_LIMIT = 3.0
 """By default for vLLM, TRL drops sequences with an importance ratio above this."""
@@ -36,7 +33,6 @@ def importance(trainers: Sequence[Logprobs], samplers: Sequence[Logprobs]) -> di
     return {
         "ratio_mean": float(ratios.mean()),
         "ratio_max": float(ratios.max()),
-        "ratio_outside": float(((ratios > 1.2) | (ratios < 0.8)).mean()),
         "ess_tokens": found.ess_tokens,
         "ess_sequences": found.ess_sequences,
         "k3": found.k3,
@@ -53,16 +49,3 @@ def drift(given: Sequence[Given]) -> dict[str, float]:
         "other_text": sum(one.other_text for one in given) / sampled,
         "changed_sessions": float(np.mean([one.other_ids + one.other_text > 0 for one in given])),
     }
-
-
-def kl_to(reference: Forward, trajectories: Sequence[Trajectory]) -> float:
-    """Estimate KL(policy || reference) in nats per sampled token from the policy's samples.
-
-    The estimate is the mean of k3 = exp(d) - 1 - d with d = reference - policy, which has less variance than the mean
-    of -d.
-    """
-    terms: list[npt.NDArray[Any]] = []
-    for one in trajectories:
-        apart = reference(one.token_ids)[one.loss_mask].astype(np.float64) - one.logprobs[one.loss_mask]
-        terms.append(np.expm1(apart) - apart)
-    return float(np.concatenate(terms).mean())

@@ -12,27 +12,39 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tokentape.audit import pair_ids, with_objects
+from tokentape.audit import pair_ids
 from tokentape.audit import retokenized as through_text
 from tokentape.chat import Renderer, Tokenizer
-from tokentape.types import Logprobs, Setup, TokenIds, Trajectory, Turn
+from tokentape.types import Logprobs, Message, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One call of the model."""
+
+    added_ids: TokenIds
+    """What the context got before it: the first prompt, or the bridge from the turn before."""
+    completion_ids: TokenIds
+    """As sampled."""
+    logprobs: Logprobs
+    """Of `completion_ids`, as sampled."""
+    message: Message
+    """The question."""
+    reply: Message
+    """As parsed from `completion_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One recorded session."""
+    """A session: its turns, and which questions were answered correctly."""
 
-    trajectory: Trajectory
-    path: tuple[Turn, ...]
-    """The turns of the same branch, with their messages, root first."""
-    setup: Setup
-    right: bool
-    """Whether every question was answered correctly."""
+    turns: tuple[Turn, ...]
+    right: tuple[bool, ...]
 
     @property
     def sampled(self) -> int:
         """How many tokens were sampled."""
-        return int(self.trajectory.loss_mask.sum())
+        return sum(len(turn.completion_ids) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,39 +71,37 @@ Path: TypeAlias = Callable[[Renderer, Rollout], Given]
 
 def recorded(renderer: Renderer, rollout: Rollout) -> Given:
     """Return the recorded ids with the sampler's logprobs."""
-    one = rollout.trajectory
-    return Given(int(one.completion_starts[0]), one.token_ids, one.loss_mask, one.logprobs, int(one.loss_mask.sum()))
+    pieces = []
+    for turn in rollout.turns:
+        pieces.append(_context(turn.added_ids))
+        pieces.append(_Piece(turn.completion_ids, True, turn.logprobs, len(turn.completion_ids)))
+    return _joined(pieces)
 
 
 def retokenized(renderer: Renderer, rollout: Rollout) -> Given:
     """Decode and re-encode each completion; keep the tokens in between."""
-    one = rollout.trajectory
-    pieces: list[_Piece] = []
-    at = 0
-    for start, end in zip(one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True):
-        pieces.append(_context(one.token_ids[at:start]))
-        sampled = one.token_ids[start:end]
-        again = through_text(renderer.tokenizer, sampled)
-        pieces.append(_completion(renderer.tokenizer, sampled, one.logprobs[start:end], again))
-        at = end
+    pieces = []
+    for turn in rollout.turns:
+        pieces.append(_context(turn.added_ids))
+        again = through_text(renderer.tokenizer, turn.completion_ids)
+        pieces.append(_completion(renderer.tokenizer, turn.completion_ids, turn.logprobs, again))
     return _joined(pieces)
 
 
 def rerendered(renderer: Renderer, rollout: Rollout) -> Given:
-    """Return the conversation as the chat template renders it, with replies parsed and serialized like any message.
+    """Return the conversation as the renderer's template renders it, replies parsed and serialized like any message.
 
     Trained tokens are everything from after an assistant header to the end of that turn. Trainers that receive messages
     build their masks this way.
     """
     tokenizer = renderer.tokenizer
-    messages = [message for turn in rollout.path for message in (*turn.messages, turn.reply)]
-    ids = renderer.render([with_objects(message) for message in messages], rollout.setup).ids
+    ids = renderer.render([message for turn in rollout.turns for message in (turn.message, turn.reply)]).ids
     spans = assistant_spans(tokenizer, ids)
-    if len(spans) != len(rollout.path):
-        raise RuntimeError(f"{len(rollout.path)} turns were rendered as {len(spans)} assistant messages")
-    pieces: list[_Piece] = []
+    if len(spans) != len(rollout.turns):
+        raise RuntimeError(f"{len(rollout.turns)} turns were rendered as {len(spans)} assistant messages")
+    pieces = []
     at = 0
-    for turn, (start, end) in zip(rollout.path, spans, strict=True):
+    for turn, (start, end) in zip(rollout.turns, spans, strict=True):
         pieces.append(_context(ids[at:start]))
         pieces.append(_completion(tokenizer, turn.completion_ids, turn.logprobs, ids[start:end]))
         at = end
@@ -99,7 +109,7 @@ def rerendered(renderer: Renderer, rollout: Rollout) -> Given:
 
 
 PATHS: Mapping[str, Path] = {"recorded": recorded, "retokenized": retokenized, "rerendered": rerendered}
-"""Arms of the experiment by name."""
+"""Token paths by name."""
 
 
 def assistant_spans(tokenizer: Tokenizer, ids: TokenIds) -> list[tuple[int, int]]:

@@ -1,156 +1,114 @@
-"""Record sessions of a tool-calling agent with the model through a gateway.
+"""Sample sessions with a policy: exact ids in, exact ids out, contexts that only grow.
 
-Gateway, store and engine run in this process. The agent connects over a socket, as any agent does.
+A session is what Tokentape records: the ids that `Renderer` writes between the sampled ones, and the sampled ones as
+they were sampled. There is no server, so that a run takes seconds. Sampling uses the trainer's own module.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import random
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-import httpx2
-from paths import Rollout
+import numpy as np
+import torch
+from paths import Rollout, Turn
+from policy import ROUNDS, Task
 
 from tokentape.chat import Renderer
-from tokentape.demo.tasks import (
-    ITEMS,
-    PHRASINGS,
-    SYSTEM_PROMPT,
-    TOOLS,
-    Question,
-    Split,
-    Task,
-    call_tool,
-    is_solved,
-    split_of,
-)
-from tokentape.engines._transformers import TransformersEngine
-from tokentape.gateway._app import create_app
-from tokentape.gateway._serve import running
-from tokentape.gateway._turns import Turns
-from tokentape.store import SqliteStore
+from tokentape.chat._reply import Reply
+from tokentape.types import Message, Setup
 
-if TYPE_CHECKING:
-    import torch
-
-MAX_CALLS = 5
-"""Maximum of model calls per question; no correct answer needs more than four."""
-
-MAX_TOKENS = 96
-"""Maximum of sampled tokens per call; the longest correct reply uses half of it."""
+MAX_TOKENS = 24
+"""Maximum of sampled tokens per reply; a right reply has about 14."""
 
 
-def draw_tasks(seed: int, count: int, split: Split) -> list[Task]:
-    """Draw tasks that ask for two prices, one after the other, of items of this split.
+def play(model: Any, renderer: Renderer, tasks: Sequence[Task], seed: int, temperature: float = 1.0) -> list[Rollout]:
+    """Run all tasks with a policy.
 
-    The model has to copy each name into a call, which sometimes fails at temperature 1. There are two questions because
-    the template drops the reasoning of the first when the second is asked.
+    The same tasks, seed and weights give the same sessions up to rounding. Each sampled token is drawn with its own
+    random number, which depends on the seed, the session and the position only.
     """
-    rng = random.Random(f"{split} {seed}")
-    phrasings = PHRASINGS[1, 0, False, ""]
-    known = [item for item in ITEMS if split_of(Question("", (item,))) == split]
-    tasks = []
-    for _ in range(count):
-        first, second = rng.sample(known, 2)
-        questions = (
-            Question(rng.choice(phrasings[:3]).format(x=first), (first,)),
-            Question(rng.choice(phrasings).format(x=second), (second,)),
-        )
-        tasks.append(Task(questions, {item: rng.randint(2, 99) for item in ITEMS}))
-    return tasks
-
-
-class Player:
-    """Run agents on tasks. Create it with `playing`."""
-
-    def __init__(self, base_url: str, engine: TransformersEngine, renderer: Renderer, store: SqliteStore) -> None:
-        self.renderer = renderer
-        self._base_url = base_url
-        self._engine = engine
-        self._store = store
-        self._played = 0
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str) -> None:
-        """Load new weights."""
-        asyncio.run(self._engine.push_weights(tensors, version))
-
-    def play(self, tasks: Sequence[Task], seeds: Sequence[int], temperature: float = 1.0) -> list[Rollout]:
-        """Run all tasks concurrently. The same tasks, seeds and weights give the same sessions up to rounding."""
-        names = [f"{self._played + n:06}" for n in range(len(tasks))]
-        self._played += len(tasks)
-        replies = asyncio.run(self._play(names, tasks, seeds, temperature))
-        return [
-            self._rollout(name, _all_right(task, own)) for name, task, own in zip(names, tasks, replies, strict=True)
+    setup = renderer.setup()
+    numbers = np.random.default_rng(seed).random((ROUNDS, len(tasks), MAX_TOKENS))
+    turns: list[list[Turn]] = [[] for _ in tasks]
+    contexts = [np.empty(0, np.int32) for _ in tasks]
+    for number in range(ROUNDS):
+        added = [
+            _added(renderer, setup, task.prompts[number], own[-1] if own else None)
+            for task, own in zip(tasks, turns, strict=True)
         ]
-
-    async def _play(
-        self, names: Sequence[str], tasks: Sequence[Task], seeds: Sequence[int], temperature: float
-    ) -> list[list[str]]:
-        async with httpx2.AsyncClient(timeout=600, limits=httpx2.Limits(max_connections=len(tasks))) as client:
-            return await asyncio.gather(
-                *(
-                    _solve(client, f"{self._base_url}/sessions/{name}/v1", task, temperature, seed)
-                    for name, task, seed in zip(names, tasks, seeds, strict=True)
-                )
-            )
-
-    def _rollout(self, name: str, right: bool) -> Rollout:
-        stored = self._store.load_session(name)
-        trajectory = stored.trajectories()[-1]
-        path = tuple(stored.turns[seq] for seq in trajectory.turns)
-        return Rollout(trajectory, path, stored.setups[path[-1].setup], right)
+        contexts = [np.concatenate([ids, new]) for ids, new in zip(contexts, added, strict=True)]
+        sampled = sample(model, contexts, renderer.stop_ids(setup), numbers[number], temperature)
+        for n, (completion, logprobs) in enumerate(sampled):
+            parser = renderer.parser(setup, prompt_ids=contexts[n])
+            parser.feed(completion.tolist())
+            reply = _message(parser.finish()[1])
+            question = {"role": "user", "content": tasks[n].prompts[number]}
+            turns[n].append(Turn(added[n], completion, logprobs, question, reply))
+            contexts[n] = np.concatenate([contexts[n], completion])
+    return [
+        Rollout(tuple(own), tuple(turn.reply.get("content") == task.answer(n) for n, turn in enumerate(own)))
+        for task, own in zip(tasks, turns, strict=True)
+    ]
 
 
-@contextmanager
-def playing(model: Path) -> Iterator[Player]:
-    """Run a gateway with the model while the context is open; its record is deleted afterwards."""
-    renderer = Renderer.load(model)
-    engine = TransformersEngine.open(model, threads=1, max_batch=64)
-    with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory())
-        store = SqliteStore.open(directory, synchronous="NORMAL")
-        base_url = stack.enter_context(running(create_app(Turns(engine, renderer, store), model_id="tiny")))
-        yield Player(base_url, engine, renderer, store)
+def _added(renderer: Renderer, setup: Setup, prompt: str, before: Turn | None) -> Any:
+    """Return the ids between the last sampled token and the next one."""
+    question = {"role": "user", "content": prompt}
+    if before is None:
+        return renderer.render([question], setup).ids
+    return renderer.bridge(before.completion_ids, before.reply, [question], setup).ids
 
 
-async def _solve(client: httpx2.AsyncClient, base_url: str, task: Task, temperature: float, seed: int) -> list[str]:
-    """Ask the questions one after the other, run the tools that the model calls, and return its replies."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM_PROMPT}]
-    replies: list[str] = []
-    call_number = 0
-    for prompt in task.prompts:
-        messages.append({"role": "user", "content": prompt})
-        replies.append("")
-        for _ in range(MAX_CALLS):
-            body = {
-                "model": "tiny",
-                "messages": messages,
-                "tools": TOOLS,
-                "temperature": temperature,
-                "seed": seed * 100 + call_number,
-                "max_tokens": MAX_TOKENS,
-            }
-            call_number += 1
-            response = await client.post(f"{base_url}/chat/completions", content=json.dumps(body))
-            response.raise_for_status()
-            reply = response.json()["choices"][0]["message"]
-            messages.append({key: value for key, value in reply.items() if value is not None})
-            calls = reply.get("tool_calls") or ()
-            if not calls:
-                replies[-1] = reply.get("content") or ""
-                break
-            for call in calls:
-                result = call_tool(task, call["function"]["name"], call["function"]["arguments"])
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-    return replies
+def _message(reply: Reply) -> Message:
+    """Return the message that a client gets."""
+    reasoning = {"reasoning_content": reply.reasoning} if reply.reasoning else {}
+    return {"role": "assistant", "content": reply.content, **reasoning}
 
 
-def _all_right(task: Task, replies: Sequence[str]) -> bool:
-    """Return whether every question was answered correctly."""
-    return all(is_solved(Task(task.questions[: n + 1], task.prices), reply) for n, reply in enumerate(replies))
+@torch.no_grad()
+def sample(
+    model: Any, contexts: Sequence[Any], stop_ids: Any, numbers: Any, temperature: float
+) -> list[tuple[Any, Any]]:
+    """Return ids and logprobs of a completion of each context.
+
+    `numbers`, float [contexts, tokens] from 0 to 1, choose the tokens by the cumulative probabilities.
+    """
+    longest = max(map(len, contexts))
+    ids = torch.zeros(len(contexts), longest, dtype=torch.long)
+    mask = torch.zeros(len(contexts), longest + numbers.shape[1], dtype=torch.long)
+    for row, context in enumerate(contexts):
+        ids[row, longest - len(context) :] = torch.from_numpy(context.astype(np.int64))
+        mask[row, longest - len(context) : longest] = 1
+    mask[:, longest:] = 1
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    stops = torch.tensor(sorted(stop_ids))
+    drawn, logprobs, cache = [], [], None
+    alive = torch.ones(len(contexts), dtype=torch.bool)
+    lengths = torch.zeros(len(contexts), dtype=torch.long)
+    for step in range(numbers.shape[1]):
+        end = longest + step
+        found = model(
+            input_ids=ids,
+            attention_mask=mask[:, :end],
+            position_ids=places[:, end - ids.shape[1] : end],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = found.past_key_values
+        distribution = torch.log_softmax(found.logits[:, -1] / temperature, -1)
+        cumulative = distribution.exp().double().cumsum(-1)
+        cumulative /= cumulative[:, -1:].clone()
+        ids = torch.searchsorted(cumulative, torch.from_numpy(numbers[:, step : step + 1].copy())).clamp(
+            max=distribution.shape[1] - 1
+        )
+        drawn.append(ids[:, 0])
+        logprobs.append(distribution.gather(1, ids)[:, 0])
+        lengths += alive
+        alive &= ~torch.isin(ids[:, 0], stops)
+        if not alive.any():
+            break
+    all_ids = torch.stack(drawn, 1).numpy().astype(np.int32)
+    all_logprobs = torch.stack(logprobs, 1).numpy().astype(np.float32)
+    return [(all_ids[row, :n], all_logprobs[row, :n]) for row, n in enumerate(lengths.tolist())]
