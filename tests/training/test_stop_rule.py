@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ import pytest
 
 from tests.session.trajectory_cases import make_trajectory
 from tests.training import live, test_skyrl, test_slime, test_tinker, test_verifiers, test_verl
+from tests.training.test_trl_async import taken
 from tests.training.test_trl_rollouts import branching, one_question, trainer
 from tokentape import Client
+from tokentape.client import ClientSession
 from tokentape.errors import InvalidRequest, TokentapeError, TrainingStopped
 from tokentape.training import StopRule
-from tokentape.training.trl import GatewayRollouts, GatewayWorker
+from tokentape.training.trl import GatewayRollouts, GatewayWorker, Row
 from tokentape.types import Trajectory
 
 ledger, servers, engines = test_verifiers.ledger, test_verl.servers, test_skyrl.engines
@@ -176,6 +179,7 @@ def test_in_slime(router: test_slime.Router) -> None:
         test_slime.ran([FORKS], stop_rule=no_forks())
     rule = StopRule(window=1)
     test_slime.ran([FAILS], stop_rule=rule)
+    test_slime.ran([FORKS], evaluation=True, stop_rule=rule)
     assert rule.numbers() == {}
 
 
@@ -200,10 +204,14 @@ def test_in_verifiers(ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch) -> N
 def test_in_the_tinker_cookbook(tinker_ledger: live.Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_tinker.Rollouts, "stop_rule", no_forks())
     test_tinker.trajectories_of(tinker_ledger, 0)
+    strategy = test_tinker.Rollouts()
     with pytest.raises(RuntimeError, match="the agent failed"):
-        test_tinker.trajectories_of(tinker_ledger, FORKS, FAILS)
+        test_tinker.trajectories_of(tinker_ledger, FORKS, FAILS, strategy=strategy)
+    # The cookbook skips a group that fails as long as this is set, and then goes on.
+    assert strategy.catches_group_errors
     with pytest.raises(TrainingStopped, match="forked"):
-        test_tinker.trajectories_of(tinker_ledger, FORKS)
+        test_tinker.trajectories_of(tinker_ledger, FORKS, strategy=strategy)
+    assert not strategy.catches_group_errors
 
 
 @pytest.fixture
@@ -216,6 +224,9 @@ def test_in_trl(client: Client) -> None:
     GatewayRollouts(client, one_question, stop_rule=StopRule(truncated=1.0, window=1))(["a", "a"], trainer())
     with pytest.raises(TrainingStopped, match="forked"):
         GatewayRollouts(client, branching, branches="last", stop_rule=no_forks())(["a", "a"], trainer())
+    rule, evaluating = StopRule(window=1), trainer(model=SimpleNamespace(training=False))
+    GatewayRollouts(client, branching, branches="last", stop_rule=rule)(["a", "a"], evaluating)
+    assert rule.numbers() == {}
 
 
 def test_in_trl_s_asynchronous_trainer(client: Client) -> None:
@@ -224,3 +235,17 @@ def test_in_trl_s_asynchronous_trainer(client: Client) -> None:
     worker._thread.join()
     with pytest.raises(TokentapeError, match="forked"):
         worker.check_health(60.0)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:You are importing from 'trl.experimental'")
+def test_in_trl_s_asynchronous_trainer_without_agents_that_fail(client: Client) -> None:
+    def agent(session: ClientSession, row: Row) -> float:
+        if row["prompt"] != "bad":
+            return one_question(session, row)
+        branching(session, row)
+        raise RuntimeError("tool broke")
+
+    rule, rows = StopRule(window=4), [{"prompt": "bad"}, {"prompt": "a"}]
+    about: Any = {"num_generations": 2, "concurrency": 1, "failures": "skip", "stop_rule": rule}
+    taken(GatewayWorker(client, agent, rows, **about), 2)
+    assert rule.numbers()["forked"] == 0.0

@@ -71,7 +71,9 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Iterator[live.Ledger]:
     live.LEDGER.clear()
 
 
-def trajectories_of(ledger: live.Ledger, *numbers: int, temperature: float = 1.0) -> list[Any]:
+def trajectories_of(
+    ledger: live.Ledger, *numbers: int, temperature: float = 1.0, strategy: AgentRollouts | None = None
+) -> list[Any]:
     lock, client = asyncio.Lock(), live.TinkerClient(ledger)
 
     async def agent(base_url: str, api_key: str, task: Any) -> float | None:
@@ -88,7 +90,7 @@ def trajectories_of(ledger: live.Ledger, *numbers: int, temperature: float = 1.0
     async def make_envs() -> list[Any]:
         return [SimpleNamespace(number=n) for n in numbers]
 
-    policy, strategy = Policy(), Rollouts()
+    policy, strategy = Policy(), strategy or Rollouts()
     policy.temperature, strategy.agent = temperature, agent  # type: ignore[attr-defined,misc]
     return list(asyncio.run(strategy.execute(SimpleNamespace(make_envs=make_envs), policy)).trajectories)
 

@@ -42,15 +42,14 @@ Sink: TypeAlias = str | Path | IO[bytes]
 """Where to write: a path, or a binary file object."""
 
 
-def parquet_library() -> ModuleType:
-    """Return `pyarrow.parquet`. Raises `UnsupportedParameter` with the command that installs it."""
+def parquet_library(
+    help_text: str = "pip install 'tokentape[parquet]', or use JSON lines (a file named .jsonl)",
+) -> ModuleType:
+    """Return `pyarrow.parquet`. Raises `UnsupportedParameter` with `help_text`: the command that installs it."""
     try:
         import pyarrow.parquet as pq
     except ModuleNotFoundError:
-        raise UnsupportedParameter(
-            "Parquet needs pyarrow, which is not installed; run: pip install 'tokentape[parquet]', or use JSON lines "
-            "(a file named .jsonl)"
-        ) from None
+        raise UnsupportedParameter(f"Parquet needs pyarrow, which is not installed; run: {help_text}") from None
     return cast(ModuleType, pq)
 
 

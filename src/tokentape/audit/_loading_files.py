@@ -103,10 +103,13 @@ def _brief(value: Any) -> str:
 
 
 def write_settings(settings: Settings, special_tokens: Mapping[str, str], folder: Path, like: Path) -> None:
-    """Write a folder with these settings and the tokenizer of another folder, for transformers to load."""
+    """Write `settings` and `special_tokens` into `folder`, and link the tokenizer.json and config.json of `like` there.
+
+    Then `AutoTokenizer` loads `folder` as it would load `like` with these settings.
+    """
     named = {CONFIG: {**special_tokens, **settings.get(CONFIG, {})}}
     for file, keys in {**settings, **named}.items():
-        if file in _FILES:  # a path in a lock of another's must not be written to
+        if file in _FILES:  # a lock may come from others: never write to another path that it names
             (folder / file).write_text(json.dumps(keys), encoding="utf-8")
     for name in ("tokenizer.json", "config.json"):
         if (like / name).is_file():

@@ -37,10 +37,19 @@ def serving(
 
     Raises `TokenizerUnusable` for a folder that can't be served, and `StoreError` for a record that can't be written.
     """
+    with serving_record(engine, model_dir, directory, renderer or Renderer.load(model_dir), model_id) as (url, _):
+        yield url
+
+
+@contextmanager
+def serving_record(
+    engine: Engine, model_dir: Path | str, directory: Path | str | None, renderer: Renderer, model_id: str = "policy"
+) -> Iterator[tuple[str, SqliteStore]]:
+    """Serve as `serving` does; gives the base URL and the record, to read."""
     with ExitStack() as stack:
         record = Path(directory) if directory is not None else Path(stack.enter_context(TemporaryDirectory()))
-        renderer = renderer or Renderer.load(model_dir)
-        app = create_app(Turns(engine, renderer, SqliteStore.open(record)), model_id=model_id)
+        store = SqliteStore.open(record)
+        app = create_app(Turns(engine, renderer, store), model_id=model_id)
         folder = str(Path(model_dir).resolve())
         write_served_model(record, ServedModel(folder, renderer.tokenizer.sha256, renderer.fingerprint))
-        yield stack.enter_context(running(app))
+        yield stack.enter_context(running(app)), store

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 MARKER, MANIFEST = "tokentape-archive.json", "manifest.json"
 FORMAT = {"format": "tokentape-archive", "version": 2}
 
+_INSTALL = "pip install 'tokentape[archive]'"
+
 GROUP_BYTES = 16 * 2**20
 """About how many bytes of rows a row group has; one is in memory at a time."""
 
@@ -58,7 +60,7 @@ def _open(location: str) -> DirFileSystem:
         import fsspec
         from fsspec.implementations.dirfs import DirFileSystem
     except ImportError:
-        raise InvalidRequest("archives need fsspec: pip install 'tokentape[archive]'", "to") from None
+        raise InvalidRequest(f"archives need fsspec, which is not installed; run: {_INSTALL}", "to") from None
     try:
         files, path = fsspec.core.url_to_fs(location)
     except (ImportError, ValueError) as error:
@@ -268,7 +270,7 @@ def _records(store: Store, stored: StoredSession) -> list[Record]:
 
 def _write_tables(directory: Path, run: DirFileSystem) -> dict[str, Any]:
     """Write the tables of the database in `directory` to a run. Return rows and SHA-256 of each file."""
-    pq = parquet_library()
+    pq = parquet_library(_INSTALL)
     import pyarrow as pa
 
     files = {}
@@ -387,7 +389,7 @@ def _load(directory: Path, runs: Sequence[tuple[DirFileSystem, Any, set[str]]]) 
 
 def _read(run: DirFileSystem, name: str, about: Any, directory: Path) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of a file, a row group at a time. Raises `StoreCorrupt` unless it is the one that was written."""
-    pq = parquet_library()
+    pq = parquet_library(_INSTALL)
     if about is None:
         return
     path = directory / name

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -16,11 +14,13 @@ from tokentape.chat._renderer import Renderer
 from tokentape.client import AsyncClient
 from tokentape.engines._base import Engine, SamplingParams
 from tokentape.errors import InvalidRequest
-from tokentape.gateway._serving import serving
+from tokentape.gateway._serving import serving_record
 from tokentape.store import SqliteStore
-from tokentape.training._samples import AssemblyReport, MaxLength, Sample, Select, assemble
+from tokentape.store._lineage import lineage_of
+from tokentape.store._reads import StoredSession
+from tokentape.training._samples import AssemblyReport, Sample, assemble
 from tokentape.training._stop_rule import StopRule
-from tokentape.types import Message
+from tokentape.types import Message, Trajectory
 
 T = TypeVar("T")
 
@@ -70,14 +70,12 @@ class LiveGateway:
         pin: Mapping[str, Any] | None = None,
         default: Mapping[str, Any] | None = None,
         seconds: float | None = None,
-        select: Sequence[Select] = (),
-        max_length: MaxLength | None = None,
         stop_rule: StopRule | None = None,
     ) -> Rollout:
         """Run an agent in a new session, for at most so many seconds. What it raises is in the rollout.
 
-        The session's metadata name the group and the attempt. `pin` and `default` are its sampling parameters,
-        `select` and `max_length` those of `assemble`. Sessions of a temporary record are deleted once they are read.
+        The session's metadata name the group and the attempt. `pin` and `default` are its sampling parameters.
+        Sessions of a temporary record are deleted once they are read.
         """
         named = {"group": group, "attempt": attempt, **(metadata or {})}
         session = await self.client.session(session_id, metadata=named, pin=pin, default=default)
@@ -90,17 +88,21 @@ class LiveGateway:
                     await session.reward(float(reward))
             except Exception as raised:
                 error = raised
-            stored = await asyncio.to_thread(self.store.load_session, session.session_id, per_token=True)
+            stored, found = await asyncio.to_thread(self._read, session.session_id)
         finally:
             # Also where the trainer cancels the rollout.
             if not self.keeps:
                 await session.delete()
-        made = assemble(stored.trajectories(), select=select, max_length=max_length, group=lambda _: group)
+        made = assemble(found, group=lambda _: group)
         if stop_rule is not None:
             # What an agent that failed left is not trained.
             stop_rule.add(made.samples if error is None else ())
         replies = {turn.seq: turn.reply for turn in stored.turns}
         return Rollout(session.session_id, tuple(made.samples), made.report, error, replies)
+
+    def _read(self, session_id: str) -> tuple[StoredSession, list[Trajectory]]:
+        stored = self.store.load_session(session_id, per_token=True)
+        return stored, stored.trajectories(edges=lineage_of(self.store.load_session, stored))
 
 
 _gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Future[LiveGateway]]] = WeakKeyDictionary()
@@ -137,7 +139,7 @@ async def _hold(
     """
     try:
         renderer = await asyncio.to_thread(Renderer.load, model_dir)
-        gateway = _serving(make_engine(renderer), model_dir, directory, renderer)
+        gateway = serving_record(make_engine(renderer), model_dir, directory, renderer)
         url, store = await asyncio.to_thread(gateway.__enter__)
     except Exception as error:
         ready.set_exception(error)
@@ -150,28 +152,19 @@ async def _hold(
         await asyncio.to_thread(gateway.__exit__, None, None, None)
 
 
-@contextmanager
-def _serving(
-    engine: Engine, model_dir: Path | str, directory: Path | str | None, renderer: Renderer
-) -> Iterator[tuple[str, SqliteStore]]:
-    with TemporaryDirectory() as temporary:
-        record = directory or temporary
-        with (
-            serving(engine, model_dir, directory=record, renderer=renderer) as url,
-            SqliteStore.open(record, read_only=True) as store,
-        ):
-            yield url, store
-
-
-def named(given: T | str) -> T:
-    """Return an agent or stop rule, or the one that `package.module.name` names. Raises `InvalidRequest` for none."""
+def imported(given: T | str, param: str) -> T:
+    """Return an object, or the one that `package.module.name` names. Raises `InvalidRequest` if there is none."""
     if not isinstance(given, str):
         return given
     module, _, name = given.rpartition(".")
     try:
         return cast(T, getattr(importlib.import_module(module), name))
     except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidRequest(f"there is no {given!r} ({error}); expected package.module.name", "agent") from None
+        raise InvalidRequest(
+            f"{param} {given!r} can't be imported ({error}); expected package.module.name: write the full name, and "
+            "put the package where Python finds it, with PYTHONPATH for example",
+            param,
+        ) from None
 
 
 def sampling_fields(params: SamplingParams, names: Collection[str]) -> dict[str, Any]:

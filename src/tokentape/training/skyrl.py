@@ -22,7 +22,7 @@ from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._function import FunctionEngine
 from tokentape.engines._replies import finish_reason_of
 from tokentape.errors import EngineContractError, InvalidRequest
-from tokentape.training._live import Agent, LiveGateway, Rollout, live_gateway, named, version_between, vllm_fields
+from tokentape.training._live import Agent, LiveGateway, Rollout, imported, live_gateway, version_between, vllm_fields
 from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import skyrl_generator_output
 
@@ -52,7 +52,7 @@ class AgentGenerator:
         directory: Path | str | None = None,
         stop_rule: StopRule | None = None,
     ) -> None:
-        self._agent = named(agent)
+        self._agent = imported(agent, "agent")
         self._config = generator_cfg
         self._client = inference_engine_client
         self._model_dir = find_model(Path(tokenizer.name_or_path), weights=False)

@@ -25,7 +25,7 @@ from tokentape.chat._tokenizer_files import read_json
 from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._function import FunctionEngine
 from tokentape.errors import EngineUnavailable, InvalidRequest
-from tokentape.training._live import Agent, Rollout, live_gateway, named, sampling_fields
+from tokentape.training._live import Agent, Rollout, imported, live_gateway, sampling_fields
 from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import slime_sample
 
@@ -51,7 +51,7 @@ def generating(
     loss, `aborted` and with `remove_sample`, as in slime's own coding agent. Sessions are recorded in `directory`, or
     not kept.
     """
-    found = named(agent)
+    found = imported(agent, "agent")
 
     async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> list[Any]:
         _refuse(args, sample, sampling_params)

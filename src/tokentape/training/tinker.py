@@ -21,7 +21,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.engines._function import FunctionEngine
 from tokentape.errors import InvalidRequest, TrainingStopped
-from tokentape.training._live import Rollout, live_gateway, named
+from tokentape.training._live import Rollout, imported, live_gateway
 from tokentape.training._stop_rule import StopRule
 from tokentape.training._trainers import temperature
 from tokentape.training.exports import agent_lightning_triplets
@@ -59,7 +59,7 @@ class AgentRollouts:
         _policies.update(dict.fromkeys(envs, policy))
         about: dict[str, Any] = {"group": uuid4().hex, "seconds": self.seconds}
         about |= {"pin": {"temperature": policy.temperature}, "default": {"max_tokens": policy.max_tokens}}
-        agent = named(self.agent)
+        agent = imported(self.agent, "agent")
         runs = [gateway.run(agent, vars(env), session_id=name, **about) for name, env in envs.items()]
         try:
             rollouts = await asyncio.gather(*runs)

@@ -23,7 +23,7 @@ from tokentape.engines._base import SampleDelta, SamplingParams, WeightSpan
 from tokentape.engines._function import FunctionEngine
 from tokentape.engines._replies import finish_reason_of
 from tokentape.errors import EngineContractError, InvalidRequest
-from tokentape.training._live import live_gateway, named, vllm_fields
+from tokentape.training._live import imported, live_gateway, vllm_fields
 from tokentape.training._samples import Sample
 from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import verifiers_nodes
@@ -81,7 +81,7 @@ class AgentHarness:
             _clients[trace.id] = client, fixed
             try:
                 rollout = await gateway.run(
-                    named(self.agent),
+                    imported(self.agent, "agent"),
                     {**data.model_dump(), "mcp_urls": mcp_urls},
                     group=str(trace.task.key or trace.task.hash),
                     session_id=trace.id,

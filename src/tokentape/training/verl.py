@@ -21,7 +21,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import UNKNOWN_MODE, SampleDelta, SamplingParams
 from tokentape.engines._function import FunctionEngine
 from tokentape.errors import EngineContractError, InvalidRequest
-from tokentape.training._live import Agent, live_gateway, named, sampling_fields, version_between
+from tokentape.training._live import Agent, imported, live_gateway, sampling_fields, version_between
 from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import verl_agent_loop_output
 from tokentape.types import FinishReason
@@ -55,10 +55,10 @@ class AgentLoop:
         self._rollout = self._config.actor_rollout_ref.rollout
         self._servers = server_manager
         self._model_dir = find_model(Path(tokenizer.name_or_path), weights=False)
-        self._agent = named(agent)
+        self._agent = imported(agent, "agent")
         self._seconds = seconds
         self._directory = directory
-        self._stop_rule = named(stop_rule)
+        self._stop_rule = imported(stop_rule, "stop_rule")
         if self._config.actor_rollout_ref.model.get("custom_chat_template") is not None:
             raise InvalidRequest("write model.custom_chat_template into the model's folder: it is read from there")
 

@@ -56,7 +56,7 @@ def test_a_server_with_the_same_tokenizer_is_as_locked(server: FakeServer, rende
     report = compare(lock, observed, {})
     assert report.ok
     assert report.inputs == len(lock.goldens)
-    assert report.notes == ("not compared: parts, template and certificate: a server shows its ids only",)
+    assert report.not_compared == ("parts, template and certificate: a server shows its ids only",)
 
 
 def test_a_beginning_of_sequence_token_too_many_is_told(server: FakeServer, renderer: Renderer, lock: Lock) -> None:
@@ -84,7 +84,7 @@ def test_a_gateway_is_asked_for_its_texts(gateway_url: str, lock: Lock) -> None:
     report = compare(lock, observed, {})
     assert report.ok
     assert report.inputs == sum(not golden.messages for golden in lock.goldens)
-    assert any("the server does not render them" in note for note in report.notes)
+    assert any("the server does not render them" in what for what in report.not_compared)
 
 
 def test_no_kwargs_are_other_kwargs_than_those_of_the_lock(

@@ -25,7 +25,7 @@ def known() -> dict[str, dict[str, Any]]:
 
 
 def mended() -> dict[str, dict[str, Any]]:
-    """Return the cases whose complaint has to stay away."""
+    """Return the cases that the audit must not complain about."""
     return json.loads(LIST.with_name("mended.json").read_text(encoding="utf-8"))
 
 

@@ -34,7 +34,7 @@ AREAS: Mapping[str, tuple[tuple[str, str], ...]] = {
 """Areas with the file and the path, as a regular expression, of what belongs to them: the first that fits counts."""
 
 TABLES = frozenset({"vocabulary", "merges", "settings"})
-"""Areas whose changes need the whole vocabulary to be judged."""
+"""Areas with changes that need the whole vocabulary to be judged."""
 
 AREAS_OF_KIND: Mapping[str, tuple[str, ...]] = {
     "normalizer": ("normalizer",),

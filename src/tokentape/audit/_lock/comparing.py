@@ -24,8 +24,6 @@ _SHOWN = 5
 _SHOWN_OF_CERTIFICATE = 2
 _SHOWN_IDS = 8
 _LINE = 200
-LEFT_OUT = "not compared: "
-"""The beginning of notes about what a check says nothing of."""
 
 CAUSES = {
     "normalizer": "the normalizer was dropped or replaced when the tokenizer was loaded or converted: accents, Hangul, "
@@ -76,6 +74,8 @@ class LockReport:
     """The number of golden inputs that were compared."""
     changes: tuple[LockChange, ...]
     notes: tuple[str, ...]
+    not_compared: tuple[str, ...] = ()
+    """What the check says nothing of, and why."""
 
     @property
     def ok(self) -> bool:
@@ -90,18 +90,18 @@ class LockReport:
             lines = [f"{self.compared} is not as locked: {', '.join(dict.fromkeys(c.what for c in self.changes))}"]
         for change in self.changes:
             lines += change_lines(change)
-        lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"note: {note}" for note in all_notes(self))])
 
 
 def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], *, strict: bool = False) -> LockReport:
     """Compare what was observed with a lock. `strict` makes a changed library version, or file, a change."""
     changes = list(_changed_parts(lock, observed, template_kwargs))
-    notes = [f"{LEFT_OUT}{what}" for what in observed.not_compared]
+    notes: list[str] = []
+    left = list(observed.not_compared)
     if lock.components.configuration is None:
-        notes.append("not compared: config.json, truncation and padding, which this older lock does not hold")
+        left.append("config.json, truncation and padding, which this older lock does not hold")
     if lock.components.loading is None:
-        notes.append("not compared: files that transformers reads beside tokenizer.json, which this older lock lacks")
+        left.append("files that transformers reads beside tokenizer.json, which this older lock lacks")
     elif observed.components is not None and observed.components.loading is not None:
         found, note = _loading(lock.components, observed.components, Path(observed.name))
         changes += found
@@ -114,7 +114,12 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
         changes += [LockChange("versions and files", notice, "`--strict` takes no other") for notice in notices]
     else:
         notes += notices
-    return LockReport(observed.name, len(observed.ids), tuple(changes), tuple(notes))
+    return LockReport(observed.name, len(observed.ids), tuple(changes), tuple(notes), tuple(left))
+
+
+def all_notes(report: LockReport) -> list[str]:
+    """Return what was not compared, then the other notes, in words."""
+    return [*(f"not compared: {what}" for what in report.not_compared), *report.notes]
 
 
 def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any]) -> Iterator[LockChange]:
@@ -156,9 +161,10 @@ def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockC
     was, now = dict(old.loading or {}), dict(new.loading or {})
     templates = [each.pop(TEMPLATES, {}) for each in (was, now)]
     changes = [
-        _named("template", f"the one named {name} {_came(templates[0].get(name), templates[1].get(name))}")
+        _named("template", f"the one named {name} {_came(before, after, 'is another text')}")
         for name in sorted({*templates[0], *templates[1]})
-        if templates[0].get(name) != templates[1].get(name)
+        for before, after in [[each.get(name) for each in templates]]
+        if before != after
     ]
     if was == now:
         return changes, []
@@ -174,8 +180,8 @@ def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockC
     return [*changes, *(_named("loading", one.cause) for one in found)], [note] if note else []
 
 
-def _came(was: object, now: object) -> str:
-    return "is new" if was is None else "is gone" if now is None else "is another text"
+def _came(was: object, now: object, changed: str) -> str:
+    return "is new" if was is None else "is gone" if now is None else changed
 
 
 def _first_few(found: Sequence[str], most: int) -> str:
@@ -316,8 +322,8 @@ def _files(lock: Lock, observed: Observed) -> Iterator[str]:
     was, now = lock.components.files, observed.components.files
     for name in sorted({*was, *now}):
         if was.get(name) != now.get(name):
-            word = _came(was.get(name), now.get(name)).replace("is another text", "has other bytes")
-            yield f"{name} {word}, but nothing in it that was looked at changed"
+            came = _came(was.get(name), now.get(name), "has other bytes")
+            yield f"{name} {came}, but nothing in it that was looked at changed"
 
 
 def change_lines(change: LockChange) -> Iterator[str]:

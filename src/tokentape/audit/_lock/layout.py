@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tokentape.audit._lock.comparing import CAUSES, LEFT_OUT, LockReport, change_lines, shown_input
+from tokentape.audit._lock.comparing import CAUSES, LockReport, all_notes, change_lines, shown_input
 from tokentape.audit._report import Block, CiCase, CiFinding, Facts, Heading, Paragraph, Report
 
 RULES = {
@@ -29,12 +29,11 @@ def _blocks(report: LockReport) -> Iterator[Block]:
     for change in report.changes:
         yield Heading(change.what, 3, style="fail")
         yield Facts([("changed", change.found), *shown_input(change), ("cause", change.cause or "not known")])
-    yield from (Paragraph(note) for note in report.notes)
+    yield from (Paragraph(note) for note in all_notes(report))
 
 
 def lock_cases(report: LockReport) -> list[CiCase]:
     """Return what was compared, and what was not, for CI systems."""
     found = [CiFinding(one.what, "error", one.what, "\n".join(change_lines(one))) for one in report.changes]
-    left = [note.removeprefix(LEFT_OUT) for note in report.notes if note.startswith(LEFT_OUT)]
-    skipped = [CiCase(f"{report.compared}: {why.partition(':')[0]}", skipped=why) for why in left]
+    skipped = [CiCase(f"{report.compared}: {why.partition(':')[0]}", skipped=why) for why in report.not_compared]
     return [CiCase(report.compared, found, str(report).splitlines()[0]), *skipped]

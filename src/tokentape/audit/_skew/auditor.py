@@ -241,7 +241,7 @@ class _Run:
         return replace(statistics, conversations=self.own[0], differing_conversations=self.own[1])
 
     def loading(self) -> None:
-        """Compare what transformers makes of two folders whose other files may make it another tokenizer."""
+        """Compare what transformers loads from two folders if other files than tokenizer.json differ."""
         ours, theirs = self.a.facts.loading, self.b.facts.loading
         if ours is None or theirs is None or ours == theirs:
             return

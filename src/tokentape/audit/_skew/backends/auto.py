@@ -111,7 +111,7 @@ def same_tokenizer(a: AutoBackend, b: AutoBackend) -> bool:
 
 
 def unlike_sides(a: AutoBackend, b: AutoBackend) -> list[str]:
-    """Return in words on which sides transformers pads and truncates otherwise for two folders."""
+    """Return in words where two folders make transformers pad, or truncate, on different sides."""
     sides = [(name, *(getattr(one._tokenizer, name) for one in (a, b))) for name in ("padding_side", "truncation_side")]
     return [f"{name} is {one} in A and {other} in B" for name, one, other in sides if one != other]
 

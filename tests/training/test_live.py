@@ -1,0 +1,54 @@
+"""The gateway in a trainer's process: what a rollout has of its session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.training import live
+from tokentape.chat._renderer import Renderer
+from tokentape.demo import MODEL
+from tokentape.engines._base import SampleDelta, SamplingParams
+from tokentape.engines._function import FunctionEngine
+from tokentape.errors import InvalidRequest
+from tokentape.training._live import Rollout, imported, live_gateway
+
+
+@pytest.fixture
+def ledger() -> Iterator[live.Ledger]:
+    live.LEDGER.append(live.Ledger())
+    yield live.LEDGER[-1]
+    live.LEDGER.clear()
+
+
+def rollout_of(ledger: live.Ledger, number: int) -> Rollout:
+    async def sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
+        call = ledger.sample(prompt_ids, params.max_tokens, str(params.session_id))
+        return SampleDelta(tuple(call.ids), tuple(call.logprobs), call.finish)
+
+    def engine(renderer: Renderer) -> FunctionEngine:
+        about = {"logprobs_mode": "processed_logprobs", "sampling": frozenset({"stop_token_ids", "session_id"})}
+        return FunctionEngine(sample, vocab_size=renderer.tokenizer.vocab_size, max_context=500, **about)  # type: ignore[arg-type]
+
+    async def run() -> Rollout:
+        gateway = await live_gateway(MODEL, engine)
+        return await gateway.run(live.agent, {"number": number}, group="g")
+
+    return asyncio.run(run())
+
+
+def test_samples_say_their_role_and_where_their_branch_comes_from(ledger: live.Ledger) -> None:
+    samples = rollout_of(ledger, live.KINDS.index("forked")).samples
+    # The second turn of the fork is one reply beside a branch that goes on.
+    found = {one.turns: (one.role, [(edge.kind, edge.turn, edge.parent) for edge in one.lineage]) for one in samples}
+    assert found == {(0, 1, 3): ("main", []), (0, 2): ("side_call", [("side_call", 2, 0)])}
+
+
+@pytest.mark.parametrize("name", ["tests.training.live.nothing", "no_such_package.agent", "agent"])
+def test_a_name_that_is_none_says_what_is_expected(name: str) -> None:
+    assert imported("tests.training.live.agent", "agent") is live.agent
+    with pytest.raises(InvalidRequest, match=rf"stop_rule '{name}' can't be imported .*expected package") as refused:
+        imported(name, "stop_rule")
+    assert refused.value.param == "stop_rule"
