@@ -81,30 +81,20 @@ def is_control(token: AddedToken, named: str, named_ids: frozenset[int]) -> bool
     return bars or token.id in named_ids or token.content in named
 
 
-def strings_of(config: Any) -> Iterator[str]:
-    """Yield the strings of a configuration, without the list of all added tokens that some configurations repeat."""
-    if isinstance(config, str):
-        yield config
-    elif isinstance(config, Mapping):
-        for key, value in config.items():
-            if key != "added_tokens_decoder":
-                yield from strings_of(value)
-    elif isinstance(config, list):
-        for value in config:
-            yield from strings_of(value)
+def config_values(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a configuration at any depth, each with its key.
 
-
-def ids_in_config(config: Any) -> Iterator[int]:
-    """Yield the ids that a configuration gives as `..._token_id` or `..._token_index`, at any depth."""
+    The list of all added tokens that some configurations repeat is left out.
+    """
     if isinstance(config, Mapping):
-        for key, value in config.items():
-            if key.endswith(("_token_id", "_token_index")):
-                yield from (one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int))
-            else:
-                yield from ids_in_config(value)
+        for name, value in config.items():
+            if name != "added_tokens_decoder":
+                yield from config_values(value, name)
     elif isinstance(config, list):
         for value in config:
-            yield from ids_in_config(value)
+            yield from config_values(value, key)
+    else:
+        yield key, config
 
 
 def any_of(tokens: Iterable[AddedToken]) -> re.Pattern[str]:

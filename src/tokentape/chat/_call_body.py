@@ -26,7 +26,6 @@ from tokentape.chat._delimiters import ANY, any_of, may_grow, pattern, pieces, s
 from tokentape.chat._json_text import (
     ObjectEnd,
     decode,
-    first_member,
     members,
     property_schema,
     quoted_json,
@@ -150,7 +149,8 @@ class _JsonBody:
             return Broken(end)
         if not isinstance(call_id, str):
             call_id = None
-        written = first_member(fields, self._syntax.arguments_key, *_ARGUMENT_KEYS)
+        keys = (self._syntax.arguments_key, *_ARGUMENT_KEYS)
+        written = next((fields[key] for key in keys if key in fields), None)
         if written is None and not fields.keys() <= {self._syntax.name_key, *_OTHER_FIELDS}:
             # Its arguments stand somewhere else: without them it would be another call.
             return CallBody(end, name, text[start:end], valid=False, id=call_id)

@@ -199,7 +199,8 @@ class CallReader:
         if syntax.style == "json" or raw.startswith("{"):
             keys = "|".join(map(re.escape, (syntax.arguments_key, "arguments", "parameters")))
             arguments = re.search(rf'"(?:{keys})"\s*:\s*(.*?)\s*\}}?\s*$', raw, re.DOTALL)
-            return self._name_in(raw), arguments[1] if arguments else ""
+            name = re.search(rf'"{re.escape(syntax.name_key)}"\s*:\s*"([^"\\\s]{{1,256}})"', raw)
+            return name[1] if name else None, arguments[1] if arguments else ""
         ends = [*pieces(syntax.name_close), *pieces(syntax.key_open)]
         end = re.escape(ends[0]) if ends else r"(?!\S)"
         found = re.match(rf"\s*([\w.:/-]{{1,256}})\s*{end}(.*)", raw, re.DOTALL)
@@ -216,11 +217,6 @@ class CallReader:
         keys = "|".join(map(re.escape, (self._syntax.name_key, self._syntax.arguments_key, "arguments", "parameters")))
         other = re.sub(rf'"(?:{keys})"\s*:', "", before).replace(name, "", 1)
         return raw.strip() if re.search(r"\w", other) else arguments
-
-    def _name_in(self, raw: str) -> str | None:
-        """Return the name in a JSON object that is not well-formed."""
-        found = re.search(rf'"{re.escape(self._syntax.name_key)}"\s*:\s*"([^"\\\s]{{1,256}})"', raw)
-        return found[1] if found else None
 
 
 def _is_within(syntax: CallSyntax, piece: str) -> bool:

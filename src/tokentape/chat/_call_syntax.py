@@ -45,20 +45,11 @@ class CallShape:
 
     def message(self, content: str, calls: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
         """Return an assistant message with (id, name, arguments) calls in this shape."""
-        message: dict[str, Any] = {"role": "assistant"}
-        if self.content == "text" or content:
-            message["content"] = content
-        elif self.content == "none":
-            message["content"] = None
-        message["tool_calls"] = [
-            {
-                "id": call_id,
-                "type": "function",
-                "function": {"name": name, "arguments": self.shape(arguments)},
-            }
+        made = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
             for call_id, name, arguments in calls
         ]
-        return message
+        return self.reshape({"role": "assistant", "content": content, "tool_calls": made})
 
     def probe(self, name: str, arguments: Any, call_id: str = PROBE_ID) -> tuple[str, str, Any]:
         """Return a call to ask with, for `message`: its name is where the template shows a name."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from tokentape.chat import _grammar as grammar
 from tokentape.types import Message, html_table
 
@@ -159,18 +161,8 @@ class Certificate:
         """Read what `to_json` wrote. Raises `ValueError` for anything else."""
         try:
             fields = json.loads(text)
-            found = fields.pop("format", None)
-            if found != FORMAT:
-                raise ValueError(f"this is of format {found}, not of format {FORMAT}")
-            fields["continuations"] = tuple(
-                Continuation(**{**one, **{key: tuple(one[key]) for key in ("counterexample", "ends")}})
-                for one in fields["continuations"]
-            )
-            fields["parsing"] = tuple(ParseCheck(**one) for one in fields["parsing"])
-            for key in ("stop_tokens", "dropped", "control_tokens", "text_tokens"):
-                fields[key] = tuple(fields[key])
-            fields["replaced_ids"] = tuple(map(tuple, fields["replaced_ids"]))
-            fields["reasoning"] = tuple(fields["reasoning"]) if fields["reasoning"] else None
-            return cls(**fields)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            if fields.pop("format", None) != FORMAT or fields.keys() != cls.__dataclass_fields__.keys():
+                raise ValueError(f"it is not of format {FORMAT}")
+            return msgspec.convert(fields, cls)
+        except (ValueError, AttributeError, TypeError, msgspec.ValidationError) as error:
             raise ValueError(f"not a certificate: {error}") from error

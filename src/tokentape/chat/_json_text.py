@@ -102,11 +102,6 @@ def standard(raw: str) -> str:
     return _STRING.sub(lambda found: _CONTROL.sub(lambda c: f"\\u{ord(c[0]):04x}", found[0]), raw)
 
 
-def first_member(fields: Mapping[str, str], *names: str) -> str | None:
-    """Return the raw value of the first of these members that there is."""
-    return next((fields[name] for name in names if name in fields), None)
-
-
 def _skip_space(text: str, at: int) -> int:
     space = _SPACE.match(text, at)
     return space.end() if space else at

@@ -1,8 +1,8 @@
 """How much one rendering of a template may use: CPU time of its thread, and memory.
 
-Operations count what they look through, which decides when the clock is read. No single operation is given enough to
-run for long, so that the limit of time holds wherever a template spends it. What is made counts for as long as anything
-refers to it. Both limits grow with the conversation, that of time with its messages too.
+Each operation looks whether the time is up. No single one is given enough to run for long, so that the limit of time
+holds wherever a template spends it. What is made counts for as long as anything refers to it. Both limits grow with the
+conversation, that of time with its messages too.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ MOST_NUMBER = 100_000
 MOST_BITS = 2**16
 """Length of any whole number that an expression makes; Python writes no number of more than 2^14."""
 
-OBJECT = 256
+GROWTH = 16
+"""The most characters that an operation may make of one that it is given: `repr` writes 12."""
+
+_OBJECT = 256
 """Characters that an object counts for, apart from what it holds."""
 
-ESCAPED = 12
-"""The most characters that JSON and `repr` write for one."""
-
-_UNTIL_CLOCK = 2**16
-"""Characters looked through between two readings of the clock."""
+_BETWEEN_READINGS = 0.001
+"""Seconds between two readings of the thread's clock, which takes several times as long as that of the machine."""
 
 _UNTIL_SWEEP = 2**22
 """Characters made, at least, between two looks at what of them is still there."""
@@ -78,26 +78,26 @@ _UNUSED = _references((object(),))
 class Usage:
     """Counts what one rendering of `given` uses. Methods raise `jinja2.TemplateError` when it is too much."""
 
-    __slots__ = ("_begin", "_end", "_given", "_known", "_longest", "_until_clock", "_until_sweep")
+    __slots__ = ("_begin", "_end", "_given", "_known", "_longest", "_next_reading", "_until_sweep")
 
     def __init__(self, given: Mapping[str, Any] | None = None) -> None:
         self._begin = time.thread_time()
         self._end = self._begin + MOST_SECONDS
         self._given = given
         self._longest = MOST_CHARACTERS
-        self._until_clock = _UNTIL_CLOCK
+        self._next_reading = 0.0
         self._until_sweep = _UNTIL_SWEEP
-        self._known: dict[int, tuple[Any, int, int]] = {}
-        """Strings that were made, and containers, by `id`, with weight and memory; what contains others is later.
+        self._known: dict[int, tuple[Any, int]] = {}
+        """Strings that were made, and containers, by `id`, with their weight; what contains others is later.
 
         Templates can't change a container; the references keep ids unique.
         """
 
-    def look(self, characters: int) -> None:
-        """Count what is looked through, and read the clock from time to time."""
-        self._until_clock -= characters
-        if self._until_clock < 0:
-            self._until_clock = _UNTIL_CLOCK
+    def tick(self) -> None:
+        """Raise `TimeOver` if the time is up. Each operation calls it."""
+        now = time.monotonic()
+        if now > self._next_reading:
+            self._next_reading = now + _BETWEEN_READINGS
             if time.thread_time() > self._end:
                 self._grow()
                 if time.thread_time() > self._end:
@@ -108,7 +108,7 @@ class Usage:
         given, self._given = self._given, None
         if given is not None:
             end, self._end = self._end, float("inf")
-            weight = self._weigh(given)
+            weight = self.weigh(given)
             for_messages = min(len(given["messages"]) / MESSAGES_PER_SECOND, MOST_FOR_MESSAGES)
             self._end = end + weight / PER_SECOND + for_messages
             self._longest += PER_CHARACTER * weight
@@ -127,14 +127,13 @@ class Usage:
             if characters > 2 * self._longest:
                 raise jinja2.TemplateError(f"it makes more than {2 * self._longest} characters")
 
-    def _hold(self, value: Any, weight: int, size: int) -> None:
-        """Count the memory of a value, unless it is known, until nothing refers to it any more."""
+    def _hold(self, value: Any, weight: int) -> None:
+        """Count a value, unless it is known, until nothing refers to it any more."""
         if id(value) not in self._known:
-            self._known[id(value)] = value, weight, size
-            self._until_sweep -= size
+            self._known[id(value)] = value, weight
+            self._until_sweep -= weight + _OBJECT
             if self._until_sweep < 0:
                 self._sweep()
-        self.look(size)
 
     def _sweep(self) -> None:
         """Forget what nothing else refers to, and refuse the rest if it is too much."""
@@ -144,7 +143,8 @@ class Usage:
             entry = entries.pop()
             if _references(entry) > _UNUSED:
                 held.append(entry)
-                live += entry[2]
+                # What a container holds counts by itself: the conversation is not made, and texts are.
+                live += _OBJECT + (entry[1] if isinstance(entry[0], str) else 8 * len(entry[0]))
         self._known = {id(entry[0]): entry for entry in reversed(held)}
         self.fits(live)
         self._until_sweep = max(_UNTIL_SWEEP, min(live, 2 * self._longest - live))
@@ -152,23 +152,18 @@ class Usage:
     def weigh(self, value: Any) -> int:
         """Return about how many characters the value has when written, counting what it holds as often as it holds it.
 
-        Counts as looking through it.
+        A namespace, a loop, a cycler and a joiner hold any amount: they count as empty here, and in no list.
         """
-        weight = len(value) if type(value) is str else 24 if isinstance(value, _HOLDERS) else self._weigh(value)
-        self.look(weight)
-        return weight
+        return 24 if isinstance(value, _HOLDERS) else self._weigh(value)
 
     def _weigh(self, value: Any) -> int:
-        kind = type(value)
-        if kind is str or isinstance(value, str):
+        if isinstance(value, str):
             return len(value)
         known = self._known.get(id(value))
         if known is not None:
             return known[1]
-        if kind is bool or value is None:
-            return 5
         if isinstance(value, int):
-            return value.bit_length() // 3 + 2
+            return value.bit_length() // 3 + 5
         if isinstance(value, range):
             return 8 * len(value)
         if isinstance(value, _VIEWS):
@@ -177,13 +172,13 @@ class Usage:
             raise jinja2.TemplateError("it puts a namespace, a loop, a cycler or a joiner in a list")
         if not isinstance(value, list | tuple | dict):
             return 24
+        self.tick()
         weight = self._contents(value)
-        self.look(64 * len(value))
-        self._hold(value, weight, 8 * len(value) + OBJECT)
+        self._hold(value, weight)
         return weight
 
     def _contents(self, value: Any) -> int:
-        weight: int = OBJECT + 8 * len(value) + sum(map(self._weigh, value))
+        weight: int = _OBJECT + 8 * len(value) + sum(map(self._weigh, value))
         return weight + sum(map(self._weigh, value.values())) if isinstance(value, Mapping) else weight
 
     def appended(self, left: list[Any], right: list[Any]) -> list[Any]:
@@ -192,44 +187,33 @@ class Usage:
         weight = self._weigh(left) + self._weigh(right)
         self.room(weight)
         made = left + right
-        self._hold(made, weight, 8 * len(made) + OBJECT)
+        self._hold(made, weight)
         return made
 
     def made(self, value: Any) -> Any:
         """Count a new value, and return it."""
-        if value is None or type(value) is bool:
-            return value
+        self.tick()
         if isinstance(value, str):
             self.room(len(value))
-            self._hold(value, len(value), len(value) + OBJECT)
+            self._hold(value, len(value))
         elif isinstance(value, list | tuple | dict):
             self.items(len(value))
-            if isinstance(value, dict) and len(value) > MOST_OTHER_KEYS:
-                self.keys(sum(not isinstance(key, str) for key in value))
+            if isinstance(value, dict) and sum(not isinstance(key, str) for key in value) > MOST_OTHER_KEYS:
+                raise jinja2.TemplateError(f"it makes a dict with more than {MOST_OTHER_KEYS} keys that are no text")
             self.room(self._weigh(value))
         elif isinstance(value, int):
             self.bits(value.bit_length())
         return value
 
     def counted(self, values: Iterable[Any]) -> Generator[Any]:
-        for value in values:
-            yield self.made(value)
-
-    def each(self, values: Iterable[Any]) -> Generator[Any]:
-        """Yield values, or the pairs of a dict, reading the clock from time to time."""
+        """Yield values, or the pairs of a dict, each counted as it comes."""
         for value in values.items() if isinstance(values, Mapping) else values:
-            self.look(OBJECT + self._weigh(value))
-            yield value
+            yield self.made(value)
 
     def items(self, items: int) -> None:
         """Refuse a list that would be too long."""
         if items > MOST_ITEMS:
             raise jinja2.TemplateError(f"it makes a list longer than {MOST_ITEMS}")
-
-    def keys(self, others: int) -> None:
-        """Refuse a dict with too many keys that are no text."""
-        if others > MOST_OTHER_KEYS:
-            raise jinja2.TemplateError(f"it makes a dict with more than {MOST_OTHER_KEYS} keys that are no text")
 
     def bits(self, bits: int) -> None:
         """Refuse a whole number of more than `MOST_BITS`."""
@@ -238,11 +222,8 @@ class Usage:
 
     def numbers(self, values: Iterable[Any]) -> None:
         """Refuse widths that are too large."""
-        for value in values:
-            if isinstance(value, int):
-                if abs(value) > MOST_NUMBER:
-                    raise jinja2.TemplateError(f"it asks for a width above {MOST_NUMBER}")
-                self.look(abs(value))
+        if any(isinstance(value, int) and abs(value) > MOST_NUMBER for value in values):
+            raise jinja2.TemplateError(f"it asks for a width above {MOST_NUMBER}")
 
     def sized(self, value: Any) -> None:
         """Refuse to go through the items of what has too many."""
@@ -253,7 +234,7 @@ class Usage:
         if type(value) is str:
             return value
         if not isinstance(value, str):
-            self.fits(ESCAPED * self.weigh(value))
+            self.fits(GROWTH * self.weigh(value))
         return self.made(str(value))  # type: ignore[no-any-return]
 
     def concat(self, values: Iterable[Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -64,9 +63,8 @@ class ReplyParts:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
-    _new_content: str = ""
-    _new_reasoning: str = ""
-    _told_calls: int = 0
+    _drained: tuple[int, int, int] = (0, 0, 0)
+    """How much of each `drain` has returned."""
     _interrupted: dict[str, bool] = field(default_factory=lambda: {"content": False, "reasoning": False})
 
     def add(self, region: Literal["content", "reasoning"], text: str) -> None:
@@ -77,20 +75,16 @@ class ReplyParts:
             text = f"\n{text}"
         self._interrupted[region] = False
         parts.append(text)
-        if region == "content":
-            self._new_content += text
-        else:
-            self._new_reasoning += text
 
     def drain(self) -> ReplyDelta:
         """Return what was added since this was asked before, but for unclosed calls."""
-        calls: Sequence[ToolCall] = ()
-        if made := self.tool_calls[self._told_calls :]:
-            self._told_calls += len(made)
-            calls = [call for call in made if call.status != "unclosed"]
-        added = ReplyDelta(self._new_content, self._new_reasoning, tuple(calls) if calls else ())
-        self._new_content = self._new_reasoning = ""
-        return added
+        content, reasoning, calls = self._drained
+        self._drained = len(self.content), len(self.reasoning), len(self.tool_calls)
+        return ReplyDelta(
+            "".join(self.content[content:]),
+            "".join(self.reasoning[reasoning:]),
+            tuple([call for call in self.tool_calls[calls:] if call.status != "unclosed"]),
+        )
 
     def interrupt(self) -> None:
         """Say that what was said is over, and something else comes."""

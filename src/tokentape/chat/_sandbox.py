@@ -1,14 +1,14 @@
 """The sandbox that chat templates run in: no access to Python's internals, limited time and memory.
 
 Templates are code (CVE-2024-34359, CVE-2026-5760). Jinja's sandbox blocks unsafe attributes and changes to arguments.
-This one also stops templates that run for ever or make huge values: it counts the values that operators, filters, tests
-and methods read and make (`_limits.py`), and checks sizes first where they multiply or take more than linear time.
+This one also stops templates that run for ever or make huge values: each loop, call and operator looks at the time and
+counts what it makes (`_limits.py`), and sizes are checked first where they multiply or take more than linear time.
 Filters and tests are in `_template_filters.py`. Features that no chat template uses are removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from typing import Any
 
 import jinja2
@@ -18,7 +18,7 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-from tokentape.chat._limits import MOST_OTHER_KEYS, OBJECT, usage
+from tokentape.chat._limits import GROWTH, MOST_OTHER_KEYS, usage
 from tokentape.chat._template_filters import (
     limited_filters,
     limited_tests,
@@ -35,21 +35,16 @@ _METHODS: Mapping[type, frozenset[str]] = {
     tuple: frozenset({"count", "grouper", "index", "list"}),
     int: frozenset({"bit_length"}),
     float: frozenset({"is_integer"}),
+    LoopContext: frozenset(name for name in dir(LoopContext) if not name.startswith("_")),
 }
-"""What templates may ask of values of Python's own kinds. Bytes and sets are made by no expression."""
+"""What templates may ask of values of Python's own kinds, and of loops. Bytes and sets are made by no expression."""
 
-_SMALL = 2**64
-_DATA = frozenset({str, int, bool, float, list, dict})
-_FIXED = frozenset({int, bool, type(None)})
-"""What a comparison takes a few microseconds for at most."""
 _OF_DICTS = frozenset(dir(dict))
-_OF_STRINGS = _METHODS[str] - {"format", "format_map"}
-_OF_LOOPS = frozenset({"first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"})
 
 
 class _Namespace(Namespace):
     def __init__(*args: Any, **kwargs: Any) -> None:  # as jinja2 has it: `self` is a name that a template may give
-        Namespace.__init__(args[0], *map(usage().each, args[1:]), **kwargs)
+        Namespace.__init__(args[0], *map(usage().counted, args[1:]), **kwargs)
 
     def __repr__(self) -> str:
         # It can hold any amount, and is the only thing that a template can change after it was weighed.
@@ -64,24 +59,22 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if (kind is str and attribute in _OF_STRINGS) or (kind is LoopContext and attribute in _OF_LOOPS):
+        if kind in (str, LoopContext) and attribute in _METHODS[kind] and not attribute.startswith("format"):
             return getattr(obj, attribute)
-        if kind is _Namespace and not attribute.startswith("_"):
-            value = getattr(obj, attribute, None)
-            if type(value) in _DATA:
-                return value
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return what a subscript gives, counted: filters look up paths in each item of a list, and may yield none."""
-        usage().look(OBJECT)
+        """Return what a subscript gives: filters look up paths in each item of a list, and may yield none."""
+        usage().tick()
         return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Return whether a dot may give this: of Python's own kinds only what templates have a use for."""
-        if not super().is_safe_attribute(obj, attr, value):
-            return False
-        return next((attr in names for kind, names in _METHODS.items() if isinstance(obj, kind)), True)
+        if type(obj) is _Namespace:
+            # What it holds, the template put there.
+            return not attr.startswith("_")
+        names = next((_METHODS[kind] for kind in type(obj).__mro__ if kind in _METHODS), None)
+        return super().is_safe_attribute(obj, attr, value) if names is None else attr in names
 
 
 class Sandbox(_Environment):
@@ -91,7 +84,7 @@ class Sandbox(_Environment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_finalize, **options)
-        counting: dict[str, Any] = {"looped": _looped, "made": _made, "seen": _seen, "step": _step, "concat": _concat}
+        counting: dict[str, Any] = {"made": _made, "step": _step, "concat": _concat}
         self.filters = limited_filters(_Environment()) | counting
         self.tests = limited_tests(self.tests)
         del self.globals["lipsum"]
@@ -117,8 +110,6 @@ class Sandbox(_Environment):
         if type(left) is int and type(right) is int:
             if operator == "**":
                 use.bits(left.bit_length() * abs(right))
-            elif not (-_SMALL < left < _SMALL and -_SMALL < right < _SMALL):
-                use.look(left.bit_length() * right.bit_length() >> 8)
             return use.made(self.binop_table[operator](left, right))
         if operator == "%" and isinstance(left, str):
             return printf(left, right)
@@ -126,7 +117,7 @@ class Sandbox(_Environment):
             if type(left) is list and type(right) is list:
                 return use.appended(left, right)
             if type(left) is not str or type(right) is not str:
-                use.fits(6 * (use.weigh(left) + use.weigh(right)))  # `Markup` escapes what is added to it.
+                use.fits(GROWTH * (use.weigh(left) + use.weigh(right)))  # `Markup` escapes what is added to it.
         elif operator == "*":
             for several, count in ((left, right), (right, left)):
                 if isinstance(count, int) and not isinstance(several, int | float):
@@ -139,23 +130,17 @@ class Sandbox(_Environment):
         """Return what a call gives, unless it asks for something huge."""
         scope = {name: kwargs.pop(name) for name in ("_loop_vars", "_block_vars") if name in kwargs}
         """The variables in sight: Jinja passes them with each call in a loop or block, for `Context.call`."""
-        use = usage()
+        usage().tick()
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `format`.
         owner = getattr(method, "__self__", None)
-        if isinstance(owner, str | list | tuple | dict):
-            use.weigh(owner)
         if isinstance(owner, str):
             args = string_arguments(owner, method.__name__, args, kwargs)
         elif getattr(method, "__name__", "") == "strftime":
             refuse_wide_times("".join(map(str, args)))
-        for value in (*args, *kwargs.values()):
-            use.weigh(value)
-        use.look(8 * len(args) + OBJECT)
         made = super().call(__context, __obj, *args, **kwargs, **scope)
         if isinstance(owner, str) and isinstance(made, list | tuple):
-            for piece in made:
-                use.made(piece)
-        return use.made(made)
+            made = type(made)(usage().counted(made))
+        return usage().made(made)
 
 
 class _Counting(NodeTransformer):
@@ -169,18 +154,11 @@ class _Counting(NodeTransformer):
         self.generic_visit(node)
         operands = [node.expr, *(one.expr for one in node.ops)]
         looks_in = node.ops[0].op in ("in", "notin") and not _is_constant(node.ops[0].expr)
-        if looks_in or sum(not _is_constant(one) for one in operands) > 1:
-            node.expr = _filtered(node.expr, "seen")
-            for one in node.ops:
-                one.expr = _filtered(one.expr, "seen")
-        return node
+        return _filtered(node, "step") if looks_in or sum(not _is_constant(one) for one in operands) > 1 else node
 
     def visit_Getitem(self, node: nodes.Getitem) -> Any:  # noqa: N802
         self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice):
-            return _filtered(node, "made")
-        node.arg = _filtered(node.arg, "seen")
-        return node
+        return _filtered(node, "made") if isinstance(node.arg, nodes.Slice) else node
 
     def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> Any:  # noqa: N802
         if isinstance(node, nodes.Dict) and sum(not _is_text(one.key) for one in node.items) > MOST_OTHER_KEYS:
@@ -192,10 +170,10 @@ class _Counting(NodeTransformer):
 
     def visit_For(self, node: nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block) -> Any:  # noqa: N802
         self.generic_visit(node)
-        if isinstance(node, nodes.For):
-            node.iter = _filtered(node.iter, "looped")
         step = nodes.Filter(nodes.Const(None), "step", [], [], None, None, lineno=node.lineno)
         node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
+        if isinstance(node, nodes.For) and node.test is not None:
+            node.test = nodes.Filter(node.test, "step", [], [], None, None, lineno=node.lineno)
         return node
 
     visit_Macro = visit_CallBlock = visit_Block = visit_For  # noqa: N815
@@ -230,21 +208,9 @@ def _made(context: Context, value: Any) -> Any:
 
 
 @pass_context
-def _seen(context: Context, value: Any) -> Any:
-    if type(value) not in _FIXED:
-        usage().weigh(value)
+def _step(context: Context, value: Any) -> Any:
+    usage().tick()
     return value
-
-
-@pass_context
-def _looped(context: Context, value: Any) -> Any:
-    usage().look(OBJECT * len(value) if isinstance(value, Sized) else OBJECT)
-    return value
-
-
-@pass_context
-def _step(context: Context, value: None) -> None:
-    usage().look(OBJECT)
 
 
 @pass_context

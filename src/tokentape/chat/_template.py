@@ -220,11 +220,11 @@ class _Dict:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*map(usage().each, args), **kwargs)
+        return dict(*map(usage().counted, args), **kwargs)
 
     def fromkeys(self, keys: Any, *value: Any) -> dict[Any, Any]:
         # `each` would yield the pairs of a dict.
-        return dict.fromkeys(usage().each(list(keys) if isinstance(keys, Mapping) else keys), *value)
+        return dict.fromkeys(usage().counted(list(keys) if isinstance(keys, Mapping) else keys), *value)
 
 
 def _raise_exception(message: str) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from tokentape.chat._added_tokens import AddedToken, any_of, ids_in_config, is_control, read_added_tokens, strings_of
+from tokentape.chat._added_tokens import AddedToken, any_of, config_values, is_control, read_added_tokens
 from tokentape.chat._byte_level import BYTE_OF, CHAR_OF
 from tokentape.chat._sections import LONG, Sections
 from tokentape.chat._tokenizer_files import NAMING_CONFIGS, from_text, highest_id, named_special_tokens, read_json
@@ -99,9 +99,11 @@ class Tokenizer:
         self.strict_text = strict_text
         self.added_tokens = read_added_tokens(self._spec)
         self._added_by_content = {token.content: token for token in self.added_tokens}
-        configs = (config, *other_configs)
-        self._named_in = (*named_in, *(text for one in configs for text in strings_of(one)))
-        self._named_ids = frozenset(token_id for one in configs for token_id in ids_in_config(one))
+        values = [*config_values([config, *other_configs])]
+        self._named_in = (*named_in, *(value for _, value in values if isinstance(value, str)))
+        self._named_ids = frozenset(
+            value for key, value in values if isinstance(value, int) and key.endswith(("_token_id", "_token_index"))
+        )
         self.vocab_size = 1 + max(
             max((token.id for token in self.added_tokens), default=-1),
             highest_id(self._spec["model"]["vocab"]),
