@@ -7,10 +7,13 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import numpy.typing as npt
 
 from tokentape.errors import InvalidRequest
 from tokentape.types import FinishReason, Message, TokenIds, Tool
+
+_Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +241,13 @@ class MediaEngine(Engine, Protocol):
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample a continuation of `prompt_ids`, whose placeholder ids stand for `media`, in order."""
         ...
+
+
+def common_prefix(one: Sequence[int] | _Ids, other: Sequence[int] | _Ids) -> int:
+    """Return how many ids the two begin with in common."""
+    size = min(len(one), len(other))
+    differ = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
+    return int(differ[0]) if differ.size else size
 
 
 UNVERIFIED = "model-unverified"

@@ -14,13 +14,9 @@ from tokentape.types import TokenIds
 
 
 def refuse_prompt(prompt_ids: TokenIds, info: EngineInfo) -> None:
-    """Raise unless the prompt has ids, all in the vocabulary, and leaves room for one more.
+    """Raise `InvalidRequest` unless the prompt has ids, all in the vocabulary, and leaves room for one more.
 
     An id outside the vocabulary kills some servers, so it is never sent.
-
-    Raises:
-        InvalidRequest: with `param` "prompt_ids".
-
     """
     ids = np.asarray(prompt_ids)
     if not ids.size:
@@ -41,12 +37,7 @@ def refuse_prompt(prompt_ids: TokenIds, info: EngineInfo) -> None:
 
 @lru_cache(maxsize=256)
 def refuse_params(params: SamplingParams) -> None:
-    """Raise unless each parameter is in its range.
-
-    Raises:
-        InvalidRequest: naming the first that is not.
-
-    """
+    """Raise `InvalidRequest` for the first parameter that is out of its range."""
     ranges: list[tuple[str, bool, str]] = [
         ("max_tokens", params.max_tokens >= 1, "at least 1"),
         ("temperature", 0 <= params.temperature < math.inf, "0 or more"),
@@ -68,16 +59,18 @@ def refuse_params(params: SamplingParams) -> None:
 
 
 def refuse_unsupported(params: SamplingParams, info: EngineInfo) -> None:
-    """Raise for a parameter that is set and that this engine would ignore.
-
-    Raises:
-        UnsupportedParameter: naming the first.
-
-    """
+    """Raise `UnsupportedParameter` for the first parameter that is set and that this engine would ignore."""
     name = _set_but_not_in(info.sampling, params)
     if name is not None:
         supported = ", ".join(sorted(info.sampling))
         raise UnsupportedParameter(f"{info.name} does not support {name}; it supports {supported}", name)
+
+
+def refuse_call(prompt_ids: TokenIds, params: SamplingParams, info: EngineInfo) -> None:
+    """Raise for a prompt or a parameter that this engine does not take."""
+    refuse_prompt(prompt_ids, info)
+    refuse_params(params)
+    refuse_unsupported(params, info)
 
 
 @lru_cache(maxsize=256)

@@ -37,9 +37,7 @@ class SseReader:
     def feed(self, chunk: bytes) -> list[bytes]:
         """Read the next bytes; return the data of the events that they complete.
 
-        Raises:
-            EngineContractError: an event is larger than allowed, not UTF-8, or a line is not of an event stream.
-
+        Raises `EngineContractError` for an event that is too large or not UTF-8, or for another kind of line.
         """
         if not chunk:
             return []

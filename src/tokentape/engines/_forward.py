@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from tokentape.engines._base import common_prefix
 from tokentape.engines._scoring import Scores
 from tokentape.types import TokenIds
 
@@ -60,9 +61,7 @@ class ForwardPass:
 
     def _keep_common(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> int:
         """Crop the cache to its common prefix with `ids`, and return that prefix's length."""
-        held = self._ids[: len(ids)]
-        unlike = np.flatnonzero(held != ids[: len(held)])
-        common = int(unlike[0]) if len(unlike) else len(held)
+        common = common_prefix(self._ids, ids)
         if common < len(self._ids):
             if not self._cuts or not common:
                 self._forget()

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from tokentape.engines._base import UNKNOWN_MODE, EngineInfo, SampleDelta, SamplingParams
-from tokentape.engines._checks import refuse_params, refuse_prompt, refuse_unsupported
+from tokentape.engines._checks import refuse_call
 from tokentape.engines._replies import ReceivedTokens, finish_reason_of
 from tokentape.errors import EngineContractError, EngineError, EngineTimeout, EngineUnavailable, TokentapeError
 from tokentape.types import FinishReason, TokenIds
@@ -81,9 +81,7 @@ class FunctionEngine:
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample a continuation of `prompt_ids`, in one delta."""
-        refuse_params(params)
-        refuse_prompt(prompt_ids, self.info)
-        refuse_unsupported(params, self.info)
+        refuse_call(prompt_ids, params, self.info)
         await self.check()
         params = replace(params, max_tokens=min(params.max_tokens, self.info.max_context - len(prompt_ids)))
         sampled = await self._called(np.asarray(prompt_ids).tolist(), params)

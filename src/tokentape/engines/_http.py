@@ -92,12 +92,7 @@ class HttpClient:
         return self._connector.generation if self._connector is not None else 0
 
     async def get(self, path: str, *, stage: Stage = "first_token") -> bytes:
-        """Return the body of a GET, within the timeout of `stage`.
-
-        Raises:
-            EngineError: or one of its kinds; see `post`.
-
-        """
+        """Return the body of a GET, within the timeout of `stage`. Raises as `post`."""
         return await self._whole("GET", path, None, {}, _Limit.after(stage, self.timeouts))
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
@@ -117,12 +112,8 @@ class HttpClient:
     async def arrivals(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncGenerator[list[bytes], None]:
         """Yield the data of the server-sent events of the reply to a JSON `body`, those that arrived together at once.
 
-        Close it (`contextlib.aclosing`) to give up: the connection is closed with it.
-
-        Raises:
-            EngineError: or one of its kinds; see `post` and `SseReader.feed`. A stream that breaks off or ends
-                within an event is an `EngineError`.
-
+        Close it (`contextlib.aclosing`) to give up: the connection is closed with it. Raises as `post` and
+        `SseReader.feed`, and `EngineError` if the stream breaks off or ends within an event.
         """
         total, between = _Limit.after("total", self.timeouts), _Limit.after("between_tokens", self.timeouts)
         limit = min(_Limit.after("first_token", self.timeouts), total)
@@ -328,10 +319,7 @@ class _HttpReply:
 async def attempt(answer: Awaitable[_T]) -> _T | None:
     """Return what a server answers; None if it has no such endpoint or answers something else.
 
-    Raises:
-        EngineUnavailable: it can't be reached or takes no requests.
-        EngineTimeout: it did not answer in time.
-
+    Raises `EngineUnavailable` and `EngineTimeout`.
     """
     try:
         return await answer
@@ -342,12 +330,7 @@ async def attempt(answer: Awaitable[_T]) -> _T | None:
 
 
 def header_value(value: str, param: str) -> str:
-    """Return `value` if it can be sent in a header.
-
-    Raises:
-        InvalidRequest: it is empty, longer than 1024 characters, or has others than printable ASCII.
-
-    """
+    """Return `value` if it can be sent in a header, else raise `InvalidRequest`."""
     if not 0 < len(value) <= 1024 or not value.isascii() or not value.isprintable():
         raise InvalidRequest(f"{param} must be 1 to 1024 printable ASCII characters", param)
     return value

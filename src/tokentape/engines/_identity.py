@@ -49,6 +49,13 @@ class Card(msgspec.Struct):
     max_model_len: int | None = None
     meta: _Meta | None = None
 
+    @property
+    def context(self) -> int:
+        """How long the context is, in tokens. Raises `EngineContractError` if the server does not say."""
+        if self.max_model_len is None:
+            raise EngineContractError("the engine does not say how long its context is (max_model_len)")
+        return self.max_model_len
+
 
 class _Cards(msgspec.Struct):
     data: list[Card]
@@ -60,12 +67,7 @@ class _ModelInfo(msgspec.Struct):
 
 
 async def served_cards(http: HttpClient) -> list[Card]:
-    """Return what `/v1/models` lists, at least one model.
-
-    Raises:
-        EngineError: or one of its kinds.
-
-    """
+    """Return what `/v1/models` lists, at least one model. Raises `EngineError` and kinds."""
     cards = decode(await http.get("/v1/models"), _Cards, "an engine").data
     if not cards:
         raise EngineContractError("the engine lists no model at /v1/models; expected at least one")
@@ -75,9 +77,7 @@ async def served_cards(http: HttpClient) -> list[Card]:
 def chosen(cards: Sequence[Card], name: str | None) -> Card:
     """Return the model of that name; the first if None, which is the base model where adapters are listed too.
 
-    Raises:
-        InvalidRequest: there is none.
-
+    Raises `InvalidRequest` if there is none.
     """
     for card in cards:
         if name in (None, card.id):
@@ -87,12 +87,7 @@ def chosen(cards: Sequence[Card], name: str | None) -> Card:
 
 
 async def served_as(kind: str, http: HttpClient) -> ServedAs:
-    """Return what `/v1/models` says, and SGLang's `/model_info`.
-
-    Raises:
-        EngineError: or one of its kinds.
-
-    """
+    """Return what `/v1/models` says, and SGLang's `/model_info`. Raises `EngineError` and kinds."""
     listed = await served_cards(http)
     cards = [card for card in listed if card.parent is None]
     more = _ModelInfo()

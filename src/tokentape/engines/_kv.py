@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache, DynamicLayer
 
+from tokentape.engines._base import common_prefix
+
 LayerTensors: TypeAlias = list[tuple[Tensor, Tensor]]
 """One request's keys and values, one pair per layer, each [heads, tokens, head size]."""
 
@@ -251,7 +253,7 @@ class PrefixCache:
         if size > self._max_bytes:
             return
         for key, (known, _) in list(self._entries.items()):
-            common = _common(known, ids)
+            common = common_prefix(known, ids)
             if common == len(ids):
                 self._entries.move_to_end(key)
                 return
@@ -266,7 +268,7 @@ class PrefixCache:
         """Return the longest known prefix of `context` that leaves at least its last token to compute."""
         best, best_key = 0, b""
         for key, (known, _) in self._entries.items():
-            length = _common(known, context[:-1])
+            length = common_prefix(known, context[:-1])
             if length > best:
                 best, best_key = length, key
         if not best:
@@ -282,13 +284,6 @@ class PrefixCache:
     def _drop(self, key: bytes) -> None:
         _, layers = self._entries.pop(key)
         self._bytes -= _size(layers)
-
-
-def _common(a: Ids, b: Ids) -> int:
-    """Length of the longest common prefix."""
-    shorter = min(len(a), len(b))
-    differs = a[:shorter] != b[:shorter]
-    return int(differs.argmax()) if differs.any() else shorter
 
 
 def _size(layers: LayerTensors) -> int:

@@ -21,7 +21,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from tokentape.engines._base import BEFORE_GRAMMAR, DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines._base import BEFORE_GRAMMAR, DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams, common_prefix
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import served_cards
 from tokentape.engines._remote import RemoteEngine
@@ -277,19 +277,12 @@ class _Slots:
     async def taken(self, context: list[int]) -> AsyncGenerator[_Slot, None]:
         """A slot for as long as the context lasts; waits for one."""
         async with self._one_is_free:
-            best = max(self._free, key=lambda slot: _common(slot.context, context))
+            best = max(self._free, key=lambda slot: common_prefix(slot.context, context))
             self._free.remove(best)
             try:
                 yield best
             finally:
                 self._free.append(best)
-
-
-def _common(held: Sequence[int], context: Sequence[int]) -> int:
-    """How many ids the two begin with in common."""
-    size = min(len(held), len(context))
-    differ = np.flatnonzero(np.asarray(held[:size]) != np.asarray(context[:size]))
-    return int(differ[0]) if differ.size else size
 
 
 def _cut(reply: _LlamaCppReply, stop_ids: Sequence[int]) -> tuple[list[int], FinishReason, int | str | None]:

@@ -6,7 +6,6 @@ What the two call the same things is in the table `APIS`. Their own engines can 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -17,9 +16,10 @@ from tokentape.engines._base import DISTRIBUTION, EngineInfo, SampleDelta, Sampl
 from tokentape.engines._http import HttpClient, header_value
 from tokentape.engines._identity import chosen, served_cards
 from tokentape.engines._remote import RemoteEngine, any_id
+from tokentape.engines._replies import whole
 from tokentape.engines._status_errors import safe_name
 from tokentape.engines._vllm_reply import VllmReply
-from tokentape.errors import EngineContractError, InvalidRequest
+from tokentape.errors import InvalidRequest
 from tokentape.types import TokenIds
 
 _COMPLETIONS = "/v1/completions"
@@ -94,14 +94,12 @@ class OpenAiEngine(RemoteEngine):
     async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
         card = chosen(await served_cards(http), model)
         row = _known(card.owned_by)
-        if card.max_model_len is None:
-            raise EngineContractError("the engine does not say how long its context is (max_model_len)")
         info = EngineInfo(
             name=f"openai:{row.owned_by}",
             version="unknown",
             model=card.id,
             vocab_size=vocab_size,
-            max_context=card.max_model_len,
+            max_context=card.context,
             logprobs_mode=row.logprobs_mode,
             sampling=frozenset(row.fields),
         )
@@ -140,9 +138,7 @@ class OpenAiEngine(RemoteEngine):
         params = SamplingParams(max_tokens=1)
         # SGLang takes a prompt of nothing but id 0 for an empty one.
         prompt = np.ones(1, dtype=np.int32)
-        async with aclosing(self.sample(prompt, params, stream=True, request_id="tokentape-probe")) as deltas:
-            async for _ in deltas:
-                pass
+        await whole(self.sample(prompt, params, stream=True, request_id="tokentape-probe"))
 
     def _request_body(self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool) -> bytes:
         row = self._api

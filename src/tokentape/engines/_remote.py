@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import ClassVar, Self
 
 from tokentape.engines._base import EngineInfo, SampleDelta, SamplingParams, Timeouts
-from tokentape.engines._checks import refuse_params, refuse_prompt, refuse_unsupported
+from tokentape.engines._checks import refuse_call
 from tokentape.engines._http import HttpClient, header_value
 from tokentape.engines._replies import DONE, EngineReply
 from tokentape.engines._scoring import Scores, refuse_unscorable, server_scores
@@ -160,9 +160,7 @@ class RemoteEngine(ABC):
 
     def _refuse(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
         """Raise for what no server is asked."""
-        refuse_prompt(prompt_ids, self._info)
-        refuse_params(params)
-        refuse_unsupported(params, self._info)
+        refuse_call(prompt_ids, params, self._info)
         if (params.payloads_from or 0) > len(prompt_ids):
             raise InvalidRequest(f"payloads_from must be at most {len(prompt_ids)}, the prompt's end", "payloads_from")
 
@@ -219,12 +217,7 @@ class RemoteEngine(ABC):
 
 
 def unique_id(request_id: str) -> str:
-    """Return `request_id` with a random ending: servers abort every call of an id, or of ids that begin with it.
-
-    Raises:
-        InvalidRequest: it can't be sent in a header.
-
-    """
+    """Return `request_id` with a random ending: servers abort every call of an id, or of ids that begin with it."""
     return f"{header_value(request_id, 'request_id')}-{secrets.token_hex(16)}"
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -42,12 +43,7 @@ def _decoder(shape: type[_Shape]) -> msgspec.json.Decoder[_Shape]:
 
 
 def decode(body: bytes, shape: type[_Shape], server: str) -> _Shape:
-    """Return `body` as `shape`.
-
-    Raises:
-        EngineContractError: it is not JSON of that form. The text names the field, never its value.
-
-    """
+    """Return `body` as `shape`, else raise `EngineContractError`, which names the field and never its value."""
     try:
         found: _Shape = _decoder(shape).decode(body)
         return found
@@ -70,6 +66,12 @@ def joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
     )
 
 
+async def whole(deltas: AsyncGenerator[SampleDelta, None]) -> SampleDelta:
+    """Return a completion as one delta."""
+    async with aclosing(deltas):
+        return joined([delta async for delta in deltas])
+
+
 def alternatives(reported: Sequence[tuple[int, float | None]], top: int, lowest: float = LOWEST) -> Alternatives:
     """Return the `top` most likely of the (id, log-probability) pairs that a server reports for a position."""
     pairs = [(token_id, logprob) for token_id, logprob in reported if logprob is not None and logprob > lowest]
@@ -90,13 +92,7 @@ def logits_error() -> EngineContractError:
 
 
 def finish_reason_of(name: object) -> FinishReason:
-    """Return a server's `finish_reason` as ours.
-
-    Raises:
-        EngineError: it is `error`.
-        EngineContractError: it is unknown.
-
-    """
+    """Return a server's `finish_reason` as ours. Raises `EngineError` for `error` and for what is unknown."""
     match name:
         case "stop" | "length" | "abort":
             return name

@@ -96,12 +96,8 @@ _Row: TypeAlias = tuple[Any, list[Any]]
 async def server_scores(http: HttpClient, info: EngineInfo, ids: TokenIds, start: int, top: int = 0) -> Scores | None:
     """Return what `Scorer.score` does, from a server; None if it does not score prompts.
 
-    Raises:
-        InvalidRequest: the server refuses the ids, as SGLang does the last few that its context has room for.
-        EngineUnavailable: it can't be reached or takes no requests.
-        EngineTimeout: it did not answer in time.
-        EngineContractError: it reports logits.
-
+    Raises `InvalidRequest` also if the server refuses the ids, as SGLang does the last few that its context has room
+    for, and `EngineContractError` if it reports logits.
     """
     top = min(top, SERVER_TOP)
     rows: list[_Row] | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Self
 
@@ -24,7 +23,7 @@ from tokentape.engines._distributions import truncates
 from tokentape.engines._http import HttpClient, attempt
 from tokentape.engines._identity import served_cards
 from tokentape.engines._remote import RemoteEngine, any_id, common_fields, unique_id, version_numbers
-from tokentape.engines._replies import Alternatives, decode
+from tokentape.engines._replies import Alternatives, decode, whole
 from tokentape.engines._sglang_reply import GENERATE, SglangReply
 from tokentape.engines._status_errors import safe_name
 from tokentape.errors import EngineContractError, InvalidRequest
@@ -72,15 +71,13 @@ class SglangEngine(RemoteEngine):
         server = decode(await _first(http, "/server_info", "/get_server_info"), _SglangServer, "SGLang")
         started = decode(await _first(http, "/model_info", "/get_model_info"), _SglangModelInfo, "SGLang")
         card = (await served_cards(http))[0]
-        if card.max_model_len is None:
-            raise EngineContractError("the engine does not say how long its context is (max_model_len)")
         _refuse_preferred(started.preferred_sampling_params)
         info = EngineInfo(
             name="sglang",
             version=server.version,
             model=card.id,
             vocab_size=vocab_size,
-            max_context=card.max_model_len,
+            max_context=card.context,
             logprobs_mode="scaled_logprobs",
             sampling=_honored(server),
             capabilities=(OVER_SUPPORTS,) if server.sampling_mask_max_tokens > 0 else (),
@@ -169,8 +166,7 @@ class SglangEngine(RemoteEngine):
     async def _probe(self, temperature: float) -> Alternatives:
         params = SamplingParams(max_tokens=1, temperature=temperature, top_logprobs=2)
         prompt = np.zeros(1, dtype=np.int32)
-        async with aclosing(self.sample(prompt, params, stream=True, request_id="tokentape-probe")) as deltas:
-            (top,) = [top async for delta in deltas for top in delta.top_logprobs]
+        (top,) = (await whole(self.sample(prompt, params, stream=True, request_id="tokentape-probe"))).top_logprobs
         if len(top) != 2:
             raise EngineContractError(f"the engine returned {len(top)} alternatives for a token; asked for were 2")
         return top

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape.engines._base import DISTRIBUTION, EngineInfo, LogprobsMode, PromptMedia, SampleDelta, SamplingParams
-from tokentape.engines._checks import refuse_params, refuse_prompt, refuse_unsupported
+from tokentape.engines._checks import refuse_call
 from tokentape.engines._image_processor import QwenImageProcessor, find_image_processor
 from tokentape.engines._scoring import Scores, refuse_unscorable
 from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
@@ -195,9 +195,7 @@ class TransformersEngine:
         from tokentape.engines._requests import Request
         from tokentape.engines._stopping import StopStrings
 
-        refuse_prompt(prompt_ids, self._info)
-        refuse_params(params)
-        refuse_unsupported(params, self._info)
+        refuse_call(prompt_ids, params, self._info)
         images = await asyncio.to_thread(self._processed, prompt_ids, media) if self._media_ids else {}
         await self.check()
         loop = asyncio.get_running_loop()

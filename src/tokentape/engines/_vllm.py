@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import AsyncGenerator, Collection
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self, TypeAlias
 
@@ -21,10 +20,10 @@ import numpy as np
 
 from tokentape.engines._base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines._http import HttpClient, attempt, header_value
-from tokentape.engines._identity import chosen, served_cards
+from tokentape.engines._identity import Card, chosen, served_cards
 from tokentape.engines._prompt_json import PromptWriter
 from tokentape.engines._remote import RemoteEngine, any_id, common_fields, unique_id, version_numbers
-from tokentape.engines._replies import ROUNDING, decode, logits_error
+from tokentape.engines._replies import ROUNDING, decode, logits_error, whole
 from tokentape.engines._vllm_reply import VllmReply, alternatives_to_ask
 from tokentape.errors import (
     EngineContractError,
@@ -108,7 +107,7 @@ class VllmEngine(RemoteEngine):
             version=version.version if version.rust_frontend_version is None else f"{version.version}+rust",
             model=card.id,
             vocab_size=vocab_size,
-            max_context=card.max_model_len or await _context_length(http, card.id),
+            max_context=await _context_length(http, card),
             logprobs_mode="raw_logprobs",
             sampling=sampling,
             prompt_penalties=frozenset({"repetition_penalty"}),
@@ -228,8 +227,7 @@ class VllmEngine(RemoteEngine):
         params = SamplingParams(max_tokens=1, top_p=1e-6, top_logprobs=2)
         prompt = np.zeros(1, dtype=np.int32)
         reply, sampled = self._ask(prompt, params, stream=stream, request_id="tokentape-probe", rows_from=0)
-        async with aclosing(sampled) as deltas:
-            (alternatives,) = [top async for delta in deltas for top in delta.top_logprobs]
+        (alternatives,) = (await whole(sampled)).top_logprobs
         if math.fsum(math.exp(logprob) for _, logprob in alternatives) > 1 + ROUNDING:
             raise logits_error()
         return "raw_logprobs" if len(alternatives) > 1 else "processed_logprobs", reply
@@ -315,13 +313,13 @@ class _ServerInfo(msgspec.Struct):
     vllm_config: _Config = msgspec.field(default_factory=_Config)
 
 
-async def _context_length(http: HttpClient, model: str) -> int:
-    """Return how long the context is, where `/v1/models` does not say it."""
-    asked = msgspec.json.encode({"model": model, "prompt": "a"})
-    answer = await attempt(http.post("/tokenize", asked, {}))
-    if answer is None:
-        raise EngineContractError("the engine does not say how long its context is (max_model_len)")
-    return decode(answer, _Tokenized, "vLLM").max_model_len
+async def _context_length(http: HttpClient, card: Card) -> int:
+    """Return how long the context is: `/tokenize` says it where `/v1/models` does not."""
+    if card.max_model_len is None:
+        answer = await attempt(http.post("/tokenize", msgspec.json.encode({"model": card.id, "prompt": "a"}), {}))
+        if answer is not None:
+            return decode(answer, _Tokenized, "vLLM").max_model_len
+    return card.context
 
 
 async def _has_priorities(http: HttpClient) -> bool:

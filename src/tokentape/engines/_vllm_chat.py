@@ -18,6 +18,7 @@ from tokentape.engines._base import CAPTURED, ChatCall, EngineInfo, SampleDelta,
 from tokentape.engines._checks import refuse_params, refuse_unsupported
 from tokentape.engines._guarded import GuardedEngine
 from tokentape.engines._remote import unique_id
+from tokentape.engines._replies import whole
 from tokentape.engines._vllm import VllmEngine, call_headers, scheduling_fields, vllm_fields
 from tokentape.engines._vllm_reply import VllmReply, alternatives_to_ask
 from tokentape.errors import EngineContractError, InvalidRequest
@@ -50,9 +51,7 @@ class VllmChatServer:
         try:
             probe = SamplingParams(max_tokens=1, temperature=0)
             call = await server.begin(({"role": "user", "content": "?"},), (), {}, probe, request_id="tokentape-probe")
-            async with aclosing(call.deltas) as deltas:
-                async for _ in deltas:
-                    pass
+            await whole(call.deltas)
         except BaseException:
             await server.close()
             raise
