@@ -328,6 +328,8 @@ class Judge:
             self.counts["not compared: content with a control token that the parser does not know"] += 1
             return
         at = full.rindex(content)
+        if at < max((full.rfind(word) for word in words_in(list(one.history))), default=0):
+            return
         tail = full[at + len(content) :]
         sampled = self.reference.decode(cut)
         after = sampled.rpartition(content)[2] if content in sampled else ""
@@ -337,9 +339,11 @@ class Judge:
         self.counts["bridges after truncated replies"] += 1
         # After a stop that was sampled stands what the template writes after that one.
         expected = tail.partition(stop[1])[2] if stop is not None and stop[1] in tail else tail
-        # What was sampled after the content may be white space of the content.
-        lines = [one.partition("zqfollowup")[0].count("\n") for one in (text, expected) if sampled.endswith(content)]
-        if _squeezed(text) != _squeezed(expected) or len(set(lines)) > 1:
+        # What was sampled after the content may be its white space. Some tokens take along what follows them.
+        again = self.reference.decode(self.reference.encode(expected).ids)
+        lines = [one.partition("zqfollowup")[0].count("\n") for one in (text, expected, again)]
+        exact = lines[0] in lines[1:] or not sampled.endswith(content)
+        if _squeezed(text) != _squeezed(expected) or not exact:
             before = (prompt + sampled).rpartition(content)[0].rstrip()
             opening = [token for token in self.reference.controls if full[:at].rstrip().endswith(token)]
             if opening and not before.endswith(tuple(opening)):
@@ -405,6 +409,8 @@ def _checks(reply: Message) -> list[str]:
         checks.append("unicode")
     if calls:
         checks += ["call", "typed arguments", "multi-line argument"]
+        values = [value for call in calls for value in _loaded(call["function"]["arguments"]).values()]
+        checks += ["null as text"] if "null" in values else []
         checks += ["parallel calls"] if len(calls) > 1 else []
         checks += ["content and call"] if content else []
     if reply.get("reasoning_content"):
@@ -422,6 +428,13 @@ def _squeezed(text: str | None) -> str:
     return "".join(_composed(text).split())
 
 
+def _loaded(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 def _reply_differs(wanted: Message, found: Message, normal: Callable[[str | None], str]) -> str:
     """What of a message did not come back, but for what `normal` takes for the same; empty if all did."""
     for key in ("content", "reasoning_content"):
@@ -431,12 +444,6 @@ def _reply_differs(wanted: Message, found: Message, normal: Callable[[str | None
     def plain(message: Message) -> list[tuple[str, Any]]:
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         return [(f["name"], _loaded(f["arguments"])) for f in calls]
-
-    def _loaded(value: Any) -> Any:
-        try:
-            return json.loads(value) if isinstance(value, str) else value
-        except ValueError:
-            return value
 
     if normal(repr(plain(wanted))) != normal(repr(plain(found))):
         return f"calls came back as {plain(found)!r} for {plain(wanted)!r}"

@@ -150,7 +150,11 @@ MENDED = (
     "91:10 only the last turn says a word between reasoning and content",
     "91:13 the frame of a content that follows reasoning which was cut short",
     "92:2 a vocabulary has a text twice, so all added tokens have other ids",
+    "91:39 reasoning that is not shown again is spelled elsewhere",
+    "91:45 the token that ends a turn takes the line break along",
     "92:16 the prompt is always written, and the last question is marked",
+    "94:8 no control token stands between a question's line break and the turn",
+    "94:12 the certificate says that the text null is not read back",
 )
 """Cases that showed a fault once, and which."""
 

@@ -212,6 +212,10 @@ _OTHER_IDS = tuple((*_past(call_id), QUESTION) for call_id in ("call_7f0e1b9d2c"
 """Histories with ids that some templates refuse, tried with one turn each."""
 
 
+_ENDS_BLANK: Message = {"role": "user", "content": "What is a questionword?\n"}
+"""Where no control token stands between a question and the turn, their white space may be one token."""
+
+
 @functools.lru_cache(maxsize=256)
 def histories_with(words: str) -> tuple[tuple[Message, ...], ...]:
     """Return histories in which `words`, which a template compares with texts, are said: by the system, by the others.
@@ -262,7 +266,7 @@ def conversations(
             continue
         for turn in turns:
             yield history, turn, new
-    for history in (*_OTHER_IDS, *_long_histories(max(3, most_counted + 1))):
+    for history in (*_OTHER_IDS, (_ENDS_BLANK,), *_long_histories(max(3, most_counted + 1))):
         yield history, turns[0], new
 
 
