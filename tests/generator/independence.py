@@ -27,7 +27,7 @@ def answered(one: Conversation) -> bool:
 
 def histories_saying(constants: Sequence[str]) -> Iterator[list[Message]]:
     """Histories in which each of these strings, which a template looks for, is said by everybody in turn."""
-    for constant in constants[:8]:
+    for constant in constants[:32]:
         for text in (constant, f"so {constant} then"):
             yield [{"role": "system", "content": text}, QUESTION]
             yield [{"role": "user", "content": text}, _ANSWER, QUESTION]

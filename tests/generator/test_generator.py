@@ -154,6 +154,7 @@ MENDED = (
     "91:45 the token that ends a turn takes the line break along",
     "92:16 the prompt is always written, and the last question is marked",
     "94:8 no control token stands between a question's line break and the turn",
+    "94:27 the template looks for more strings than eight",
     "94:12 the certificate says that the text null is not read back",
 )
 """Cases that showed a fault once, and which."""
