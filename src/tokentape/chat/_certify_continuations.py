@@ -158,6 +158,11 @@ class Continuations:
         """Return how the ids change after calls without results; None if they do not, or none are taken there."""
         try:
             full = self._marked((*history, reply, *new), generate=True)
+            turn = full[len(self._marked(history, generate=True)) :]
+            if any(call["function"]["name"] not in turn for call in reply["tool_calls"]):
+                # Some leave calls out that come with content, even an empty one (DeepSeek-V3).
+                reply = {**reply, "content": None}
+                full = self._marked((*history, reply, *new), generate=True)
             return self._rewrites(history, reply, full, self._strategy(history, reply, new)[1])
         except TemplateRefused:
             return None
