@@ -17,7 +17,7 @@ import httpx2
 import pytest
 import typer.testing
 from hypothesis import HealthCheck, settings
-from sqlalchemy import Connection, Engine, MetaData, create_engine
+from sqlalchemy import Connection, Engine, create_engine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 import tokentape.demo
@@ -40,6 +40,7 @@ from tokentape.gateway._app import create_app
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
+from tokentape.store import _archive as archive
 from tokentape.store import _schema as schema
 from tokentape.store import _sqlite as sqlite_store
 from tokentape.types import TokenIds
@@ -92,23 +93,18 @@ def _create_engine(*address: Any, **options: Any) -> Engine:
     return engine
 
 
-sqlite_store.create_engine = _create_engine
-
-
-@functools.cache
-def _tables() -> list[str]:
-    """Return the SQL that creates the tables and indexes of a record."""
-    elements = [CreateTable(table) for table in schema.metadata.sorted_tables]
-    elements += [CreateIndex(index) for table in schema.metadata.sorted_tables for index in table.indexes]
-    return [str(element.compile(dialect=_first_engine.dialect)) for element in elements]
+sqlite_store.create_engine = archive.create_engine = _create_engine
+_tables: dict[str, list[str]] = {}
+"""The SQL that creates the tables and indexes of a record, by the name of the database."""
 
 
 def _create_all(connection: Connection, **options: Any) -> None:
-    if connection.dialect is not _first_engine.dialect:
-        MetaData.create_all(schema.metadata, connection, **options)
-        return
+    if connection.dialect.name not in _tables:
+        elements = [CreateTable(table) for table in schema.metadata.sorted_tables]
+        elements += [CreateIndex(index) for table in schema.metadata.sorted_tables for index in table.indexes]
+        _tables[connection.dialect.name] = [str(one.compile(dialect=connection.dialect)) for one in elements]
     cursor = connection.connection.cursor()
-    for statement in _tables():
+    for statement in _tables[connection.dialect.name]:
         cursor.execute(statement)
     cursor.close()
 
@@ -123,7 +119,7 @@ for _stage in ("connect", "read", "write", "pool"):
 # On a busy machine the making of examples is slow, which is no fault of a test.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # A change is judged by the same examples each time; `make test-slow` searches for new ones.
-settings.register_profile("same", settings.get_profile("search"), derandomize=True, max_examples=10)
+settings.register_profile("same", settings.get_profile("search"), derandomize=True, max_examples=6)
 settings.load_profile("search")
 
 
@@ -146,7 +142,7 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     # Each pass takes long with so much imported: a tenth as many free the same.
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(60_000, 20, 20)
     gc.enable()
 
 

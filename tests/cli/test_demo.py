@@ -12,6 +12,7 @@ from tokentape.cli.extras import require
 from tokentape.errors import TokentapeError
 
 
+@pytest.mark.slow
 def test_json_has_what_was_run_and_found(run: Run, tmp_path: Path) -> None:
     done = run("demo", "--out", tmp_path / "demo", "--sessions", 1, "--json")
     report = json.loads(done.stdout)

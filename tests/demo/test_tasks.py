@@ -28,8 +28,8 @@ def test_sampling_depends_on_its_arguments_only() -> None:
 
 
 def test_splits_share_no_question() -> None:
-    train = {repr(q.subject) for task in sample_tasks(0, 2000, "train") for q in task.questions}
-    heldout = {repr(q.subject) for task in sample_tasks(0, 2000, "heldout") for q in task.questions}
+    train = {repr(q.subject) for task in sample_tasks(0, 1000, "train") for q in task.questions}
+    heldout = {repr(q.subject) for task in sample_tasks(0, 1000, "heldout") for q in task.questions}
     assert train
     assert heldout
     assert not train & heldout
@@ -46,7 +46,7 @@ def test_both_splits_have_every_kind_of_question() -> None:
     def kinds(split: str) -> set[tuple[int, int, bool, str, bool]]:
         return {
             (len(q.items), len(q.numbers), q.continues, q.operator, bool(q.name))
-            for task in sample_tasks(0, 2000, split)  # type: ignore[arg-type]
+            for task in sample_tasks(0, 800, split)  # type: ignore[arg-type]
             for q in task.questions
         }
 

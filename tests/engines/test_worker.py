@@ -100,7 +100,7 @@ def test_requests_that_come_and_go_sample_what_they_sample_alone(
         )
         return ids, params
 
-    plans = [plan(n) for n in range(30)]
+    plans = [plan(n) for n in range(20)]
 
     async def one(n: int) -> Sampled | None:
         await asyncio.sleep(n * 0.004)
@@ -112,7 +112,7 @@ def test_requests_that_come_and_go_sample_what_they_sample_alone(
         return None
 
     async def together() -> list[Sampled | None]:
-        return await asyncio.gather(*map(one, range(30)))
+        return await asyncio.gather(*map(one, range(len(plans))))
 
     crowded = asyncio.run(together())
     asyncio.run(engine.close())

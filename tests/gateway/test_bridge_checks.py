@@ -304,8 +304,8 @@ def test_without_the_fault_the_same_turns_are_the_same(renderer: Renderer, tmp_p
 
 def changed_after(certified: Renderer, served: Renderer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the certificate of one renderer where another one's is looked for."""
+    made = certificate_cache.load_or_certify(certified, {}, cache_directory("certificates"))
     monkeypatch.setenv("TOKENTAPE_CACHE", str(folder))
-    made = certificate_cache.certify(certified)
     path = cache_directory("certificates") / f"{certificate_cache._key(served, {})}.json"
     keep(path, replace(made, fingerprint=served.fingerprint).to_json())
 

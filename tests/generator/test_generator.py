@@ -131,6 +131,7 @@ def test_some_cases_are_examined() -> None:
         assert examine(case_of(2, index), 4).counts
 
 
+@pytest.mark.slow
 def test_append_only_covers_calls_left_unanswered() -> None:
     # The prompt ends with `] `, which the tokenizer joins with the `<` of a call.
     options = ["header=inst", "end=three", "separator=nothing", "prompt=think_empty", "channels=plan_and_final"]

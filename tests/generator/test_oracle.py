@@ -67,6 +67,7 @@ def test_a_planted_fault_is_found(product: type[Product]) -> None:
     assert kind not in sound(case).kinds
 
 
+@pytest.mark.slow
 def test_a_false_claim_of_append_only_is_found() -> None:
     case = only(PLAIN, ["thinking=after_last_user"])
     details = {finding.detail for finding in examine(case, 12, AlwaysLocal).findings}

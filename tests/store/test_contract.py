@@ -268,7 +268,7 @@ def test_a_position_is_not_used_again(store: Store) -> None:
 
 
 def test_iteration_yields_every_session_over_page_borders(store: Store) -> None:
-    names = [f"s{number}" for number in range(250)]
+    names = [f"s{number}" for number in range(120)]
     write(store, *map(session, names))
     assert [stored.info.session_id for stored in store.iter_sessions()] == names
 

@@ -287,6 +287,10 @@ def test_a_deleted_image_is_found(directory: Path, tables: tuple[str, ...]) -> N
     assert f"session b turn 0: media {IMAGE.sha256} {DELETED}" in findings(directory)
 
 
+ALLOWED = "token_columns SET created_at"
+"""A column that says it is newer than its head is what a client's new values look like."""
+
+
 @pytest.mark.parametrize("every_row", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_change_of_any_field_and_the_loss_of_any_row_is_found(
     directory: Path, tmp_path: Path, every_row: bool
@@ -304,6 +308,10 @@ def test_a_change_of_any_field_and_the_loss_of_any_row_is_found(
                     changed += f" THEN {name} || 'x' ELSE {name} + 1 END"
                     if name != "position" and rowid in (rowids[0], rowids[-1]):
                         changes.append(f"UPDATE {table} SET {name} = {changed} WHERE rowid = {rowid}")
+    made = len(changes)
+    if not every_row:
+        # Each third one, and the one that is allowed.
+        changes = [one for at, one in enumerate(changes) if at % 3 == 0 or one.startswith(f"UPDATE {ALLOWED}")]
     head, missed = read_head(directory / "head.json"), []
     for change in changes:
         shutil.copy(directory / "tokentape.db", tmp_path)
@@ -314,9 +322,8 @@ def test_a_change_of_any_field_and_the_loss_of_any_row_is_found(
         if verify(tmp_path, against=head).ok:
             missed.append(change)
             assert not verify(tmp_path, against=head, nothing_added=True).ok
-    assert len(changes) > (150 if every_row else 80)
-    # A column that says it is newer than its head is what a client's new values look like.
-    assert [one.split(" = ")[0] for one in missed] == ["UPDATE token_columns SET created_at"]
+    assert made > (150 if every_row else 80)
+    assert [one.split(" = ")[0] for one in missed] == [f"UPDATE {ALLOWED}"]
 
 
 def more(store: Store, snapshots: bool) -> None:

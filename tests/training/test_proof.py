@@ -22,9 +22,10 @@ def training(model_dir: Path) -> TrainingTokenizer:
 
 
 def test_an_extended_tokenizer_has_the_byte_path_of_the_old_one(model_dir: Path, training: TrainingTokenizer) -> None:
-    proof = prove(model_dir, training, ["some text of mine", *(Path(__file__).parents[1] / "chat").glob("*.py")])
+    files = (Path(__file__).parents[1] / "chat").glob("test_[a-c]*.py")
+    proof = prove(model_dir, training, ["some text of mine", *files])
     assert proof.ok
-    assert proof.texts > 6000
+    assert proof.texts > 1500
     assert proof.fingerprint == prove(model_dir, model_dir).fingerprint
 
 

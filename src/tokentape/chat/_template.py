@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,7 @@ class ChatTemplate:
             return _render(self._tool_use if tools else self._default, given)
 
 
+@lru_cache(maxsize=32)
 def _takes_parts_only(template: jinja2.Template) -> bool:
     """Return whether it shows a word that comes as a part, and not one that comes as text.
 
@@ -248,7 +249,12 @@ def _environment() -> Sandbox:
     return Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols])
 
 
+@lru_cache(maxsize=32)
 def _compile(source: str) -> jinja2.Template:
+    """Compile a template. It keeps nothing of a rendering, so all who load a model share it.
+
+    Raises `TokenizerUnusable` if it is not valid.
+    """
     environment = _environment()
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["dict"] = _Dict()

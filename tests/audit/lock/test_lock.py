@@ -160,6 +160,7 @@ def test_another_end_of_sequence_id_is_told(tiny_lock: Lock, tiny: Path) -> None
     assert changed(report)[0] == "end-of-sequence ids"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "change", "part", "said"),
     [

@@ -30,12 +30,14 @@ from tests.audit.mutator import drawing, harmless
 from tests.audit.mutator.files import load, names
 from tests.audit.mutator.judge import Base, judge_harmless, judge_mutant
 from tests.audit.mutator.known import unknown
+from tests.audit.mutator.served import KINDS
 from tests.audit.mutator.undo import TABLES, areas_between
 
 HARMLESS_EVERY = 8
 CLI_EVERY = 40
 CHECK_EVERY = 2
 FLIPPED_EVERY = 3
+SERVED_EVERY = 6
 WALL = 20
 """How many seconds of the clock a second of CPU may take on a busy machine."""
 
@@ -45,15 +47,20 @@ _TWO = 0.1
 def case(base: Base, seed: int) -> dict[str, Any]:
     """Run the case of a seed: usually one change, sometimes two, sometimes a rewriting that changes nothing.
 
+    The changed folder is audited itself or as a server of it.
+
     What leaves the tables of a real model alone is drawn anew for, and judged on, its twin with small tables.
     """
     rng = random.Random(f"case:{base.model.name}:{seed}")
     line: dict[str, Any] = {"model": base.model.name, "seed": seed}
+    served = KINDS[seed // SERVED_EVERY % len(KINDS)] if seed % SERVED_EVERY == SERVED_EVERY - 1 else None
+    if served:
+        line["served"] = served
     if seed % HARMLESS_EVERY == HARMLESS_EVERY - 1:
         base = base.twin or base
         name, made = harmless.draw(base.model, rng)
         line["harmless"] = name
-        verdict = judge_harmless(base, name, made)
+        verdict = judge_harmless(base, name, made, served=served)
     else:
         many = 2 if rng.random() < _TWO else 1
         made, changes = drawing.draw(base.model.name, seed, many)
@@ -62,7 +69,8 @@ def case(base: Base, seed: int) -> dict[str, Any]:
             made, changes = drawing.draw(base.model.name, seed, many)
         line["changes"] = [change.to_json() for change in changes]
         line["flipped"] = seed % FLIPPED_EVERY == 0
-        verdict = judge_mutant(base, made, changes, check=seed % CHECK_EVERY == 0, flipped=line["flipped"])
+        check = seed % CHECK_EVERY == 0 and not served
+        verdict = judge_mutant(base, made, changes, check=check, flipped=line["flipped"], served=served)
     line |= {
         "judged_on": base.model.name,
         "areas": list(verdict.areas),
@@ -178,6 +186,7 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "mutants": len(mutants),
         "harmless": sum("harmless" in line for line in lines),
+        "served": sum("served" in line for line in lines),
         "differing": len(differing),
         "refused by the audit": sum(line["skewed"] is None for line in differing),
         "called clean": sum(line["skewed"] is False for line in differing),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,8 +13,10 @@ from typing import Any, TypeAlias
 from tests.audit.mutator.files import CONFIG, GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, Model, write
 from tests.audit.mutator.harmless import NOT_AS_LOCKED
 from tests.audit.mutator.oracle import Effect, Refused, View, attempt, effects
+from tests.audit.mutator.served import ServedView, shown
 from tests.audit.mutator.texts import about
 from tests.audit.mutator.undo import AREAS, AREAS_OF_KIND, areas_between, exchange
+from tests.audit.skew.fake_server import serving
 from tokentape.audit._lock import examine, make_lock
 from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends import open_backend
@@ -120,16 +123,22 @@ def judge_mutant(
     *,
     check: bool = True,
     flipped: bool = False,
+    served: str | None = None,
 ) -> Verdict:
     """Compare a changed model with its base by the oracle, the audit and, with `check`, the lock.
 
-    With `flipped` the changed model is side A of the audit.
+    With `flipped` the changed model is side A of the audit. `served` is the kind of a server that has it.
     """
     folder = base.last = base.written(mutant)
     view = View(mutant, folder)
     areas = areas_between(base.model, mutant)
     verdict = Verdict(areas, effects(base.view, view, about(base.model, mutant, changes)))
-    report = _audited(base, folder, verdict, run, flipped=flipped)
+    if served and any(one.what.endswith("refused") for one in verdict.effects):
+        return verdict  # a server does not start with it
+    if served:
+        verdict.effects = shown(verdict.effects, base.view, view)
+    with serving(served, ServedView(view)) if served else nullcontext() as url:
+        report = _audited(base, f"{served}:{url}" if served else str(folder), verdict, run, flipped=flipped)
     if report is not None:
         if verdict.differs and not report.skewed:
             verdict.complaints += [f"{CLEAN}: {_area(areas, effect)}: {effect.what}" for effect in verdict.effects]
@@ -143,12 +152,16 @@ def judge_mutant(
     return verdict
 
 
-def judge_harmless(base: Base, name: str, rewritten: Model, run: Audit | None = None) -> Verdict:
-    """Compare a model with one that is written differently and does the same."""
+def judge_harmless(
+    base: Base, name: str, rewritten: Model, run: Audit | None = None, *, served: str | None = None
+) -> Verdict:
+    """Compare a model with one that is written differently and does the same, in a folder or before a server of it."""
     folder = base.last = base.written(rewritten)
-    verdict = Verdict(areas_between(base.model, rewritten), effects(base.view, View(rewritten, folder)))
+    view = View(rewritten, folder)
+    verdict = Verdict(areas_between(base.model, rewritten), effects(base.view, view))
     assert not verdict.effects, f"{name} is not harmless: {verdict.effects[0]}"
-    _audited(base, folder, verdict, run)
+    with serving(served, ServedView(view)) if served else nullcontext() as url:
+        _audited(base, f"{served}:{url}" if served else str(folder), verdict, run)
     if verdict.skewed is not False:
         verdict.complaints.append(f"{ALARM}: {name}")
     _checked(base, folder, verdict)
@@ -165,9 +178,9 @@ def _area(areas: Sequence[str], effect: Effect | None = None) -> str:
 
 
 def _audited(
-    base: Base, folder: Path, verdict: Verdict, run: Audit | None, *, flipped: bool = False
+    base: Base, other: str, verdict: Verdict, run: Audit | None, *, flipped: bool = False
 ) -> AuditReport | None:
-    sides = (base.side, str(folder))
+    sides = (base.side, other)
     try:
         report = (run or audit)(*(reversed(sides) if flipped else sides))
     except TokentapeError:

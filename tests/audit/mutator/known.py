@@ -47,7 +47,9 @@ def merged(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         for complaint in line["complaints"]:
             if any(alone in found for alone in _alone(complaint)):
                 continue
-            case = {key: line[key] for key in ("model", "seed", "changes", "flipped", "harmless") if key in line}
+            case = {
+                key: line[key] for key in ("model", "seed", "changes", "flipped", "served", "harmless") if key in line
+            }
             case["model"] = line.get("judged_on", line["model"])
             found.setdefault(complaint, case)
     return dict(sorted(found.items()))

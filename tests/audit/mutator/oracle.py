@@ -85,8 +85,11 @@ class View:
         self._ids.update(((text, special), one.ids) for text, one in zip(new, made, strict=True))
         return [self._ids[text, special] for text in texts]
 
-    def encode_anew(self, texts: Sequence[str]) -> list[list[int]]:
-        return [one.ids for one in attempt(lambda: self.tokenizer.encode_batch_fast(list(texts), False))]
+    def encode_anew(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        return [
+            one.ids
+            for one in attempt(lambda: self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=special))
+        ]
 
     def decode(self, sequences: Sequence[Sequence[int]], *, skip: bool = False) -> list[str]:
         return attempt(lambda: self.tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=skip))

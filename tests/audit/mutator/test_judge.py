@@ -13,6 +13,7 @@ from tests.audit.mutator.changes import Change, apply
 from tests.audit.mutator.files import GENERATION, TEMPLATE, TOKENIZER
 from tests.audit.mutator.harmless import REWRITINGS
 from tests.audit.mutator.judge import Audit, Base, Verdict, judge_harmless, judge_mutant
+from tests.audit.mutator.served import KINDS
 from tests.chat.conftest import slow_unless
 from tokentape.audit._skew.backends.base import Backend, BackendFacts
 from tokentape.audit._skew.findings import AuditReport, Kind, Skew
@@ -35,6 +36,20 @@ def _says(*findings: Skew) -> Audit:
 
 def _finding(kind: Kind, example: str | None) -> Skew:
     return Skew(kind, "encode", "planted", "none", 1, example=example)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_of_a_changed_folder_is_judged_by_what_it_shows(base: Base, kind: str) -> None:
+    stop = Change(GENERATION, "set", ("eos_token_id",), 3991)
+    served = {"check": False, "served": kind}
+    right = judge_mutant(base, apply(base.model, [NO_NORMALIZER]), [NO_NORMALIZER], **served)
+    assert ([one.what for one in right.effects], right.skewed, right.complaints) == (["ids"], True, [])
+    missed = judge_mutant(base, apply(base.model, [NO_NORMALIZER]), [NO_NORMALIZER], _says(), **served)
+    assert missed.complaints == ["called clean: normalizer: ids"]
+    # No endpoint tells a server's stop ids.
+    hidden = judge_mutant(base, apply(base.model, [stop]), [stop], **served)
+    assert (hidden.effects, hidden.skewed, hidden.complaints) == ([], False, [])
 
 
 @pytest.mark.slow

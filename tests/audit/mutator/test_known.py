@@ -28,11 +28,11 @@ def _complaints(base: Base, case: dict[str, Any], *, check: bool) -> list[str]:
     if "harmless" in case:
         made = [REWRITINGS[case["harmless"]](base.model, random.Random(seed)) for seed in range(5)]
         models = [model for model in made if model is not None]
-        return [one for model in models for one in judge_harmless(base, case["harmless"], model).complaints]
+        verdicts = [judge_harmless(base, case["harmless"], model, served=case.get("served")) for model in models]
+        return [one for verdict in verdicts for one in verdict.complaints]
     changes = [Change.from_json(one) for one in case["changes"]]
-    return judge_mutant(
-        base, apply(base.model, changes), changes, check=check, flipped=case.get("flipped", False)
-    ).complaints
+    how = {"check": check, "flipped": case.get("flipped", False), "served": case.get("served")}
+    return judge_mutant(base, apply(base.model, changes), changes, **how).complaints
 
 
 def _cases() -> Iterator[Any]:

@@ -60,6 +60,7 @@ def test_a_case_that_loops_is_a_complaint(base: Base, monkeypatch: pytest.Monkey
     assert runner.isolated(base, 5, 1)["complaints"] == ["case takes too long"]
 
 
+@pytest.mark.slow
 def test_two_folders_with_the_same_files_exit_with_0(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "last", base.folder)
     assert runner._by_command(base, False) == []

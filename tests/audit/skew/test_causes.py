@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,36 @@ def test_a_vocabulary_that_no_text_tried_shows_is_found_by_its_facts() -> None:
     assert "vocabulary" in kinds
 
 
+def swapped_bytes(spec: dict[str, Any]) -> None:
+    vocab = spec["model"]["vocab"]
+    vocab["<0xFB>"], vocab["<0x23>"] = vocab["<0x23>"], vocab["<0xFB>"]
+
+
+def token_with_a_space(spec: dict[str, Any]) -> None:
+    (token,) = [one for one in spec["added_tokens"] if one["content"] == "<tr>"]
+    token["content"] = "<tr> "
+
+
+def facts_shown(change: Callable[[Any], None]) -> list[Skew]:
+    spec = copy.deepcopy(base("gemma3").spec)
+    change(spec)
+    return [one for one in audit(healthy("gemma3"), base("gemma3").side(spec=spec)).findings if one.severity == "skew"]
+
+
+def test_a_vocabulary_that_no_text_shows_is_shown_by_an_id_that_the_sides_decode_otherwise() -> None:
+    (found,) = facts_shown(swapped_bytes)
+    assert found.cause.startswith("the vocabularies differ: 2 tokens")
+    assert found.example == (base("gemma3").spec["model"]["vocab"]["<0x23>"],)
+    assert (found.a.text, found.b.text) == ("#", "\ufffd")
+
+
+def test_each_added_token_that_one_side_lacks_is_shown() -> None:
+    one, other = facts_shown(token_with_a_space)
+    assert (one.example, other.example) == ("<tr>", "<tr> ")
+    assert other.cause == "'<tr> ' is an added token of B and not of A, which reads it as text"
+    assert (len(other.a.ids), len(other.b.ids)) == (2, 1)
+
+
 class FillsInTools(SpecBackend):
     """Writes every field that its own schema of a tool has, as servers do that read tools into objects."""
 
@@ -80,6 +111,7 @@ def test_tool_definitions_with_more_fields_are_named_and_shown_on_a_whole_tool()
     assert kinds["tools"].count > 50
 
 
+@pytest.mark.slow
 def test_settings_of_the_model_are_named() -> None:
     kinds = found(with_model(ignore_merges=True, merges=base(TINY).spec["model"]["merges"][:500]))
     assert set(kinds) <= {"merges", "model settings"}

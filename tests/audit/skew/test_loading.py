@@ -44,6 +44,7 @@ def skews(report: AuditReport) -> list[tuple[str, Any]]:
     return [(one.kind, one.example) for one in report.findings if one.severity == "skew"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("file", "settings", "kind", "example"),
     [

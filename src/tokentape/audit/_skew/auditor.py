@@ -95,7 +95,7 @@ def audit(
         if stable:
             run.texts()
             run.decoding()
-        run.findings += fact_findings(run.a.facts, run.b.facts, run.causes.differing, run.findings)
+        run.findings += fact_findings(run.a, run.b, run.causes.differing, run.findings)
         if stable:
             run.conversations(list(conversations_of(corpus_files([Path(path) for path in corpus]))) if corpus else ())
         run.findings += part_findings(run.a, run.b, run.causes, run.findings)
@@ -137,7 +137,7 @@ def loaded_findings(
         return [], f"{said}: {by} makes the same tokenizer of both"
     run.texts()
     run.decoding()
-    run.findings += fact_findings(run.a.facts, run.b.facts, run.causes.differing, run.findings)
+    run.findings += fact_findings(run.a, run.b, run.causes.differing, run.findings)
     run.findings += part_findings(run.a, run.b, run.causes, run.findings, templates=False)
     found = [replace(x, cause=f"loaded by {by}, {x.cause} ({said})", fix=SAME_SETTINGS) for x in run.findings]
     return found, "" if found else f"{said}: {by} makes tokenizers of both that agree on everything that was tried"

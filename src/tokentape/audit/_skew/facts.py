@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from tokentape.audit._skew.backends.base import BackendFacts
+from tokentape.audit._skew.backends.base import Backend, BackendFacts
 from tokentape.audit._skew.causes import added_words, unlike_tokens
 from tokentape.audit._skew.findings import Severity, Skew, SkewResult
 from tokentape.audit._skew.id_causes import SAME_FILES
+from tokentape.audit._skew.probing import result
 from tokentape.audit._skew.spec_parts import Spec, part_of
 
 _PAD_FIX = "Give padding a token of its own: masks made from a padding token that is EOS leave ends of turns untrained."
 
 
-def fact_findings(a: BackendFacts, b: BackendFacts, differing: Collection[str], found: Collection[Skew]) -> list[Skew]:
+def fact_findings(side_a: Backend, side_b: Backend, differing: Collection[str], found: Collection[Skew]) -> list[Skew]:
     """Return differences of the facts that are in none of the findings yet. `differing` are parts of tokenizer.json."""
+    a, b = side_a.facts, side_b.facts
     kinds = {one.kind for one in found}
     known = " ".join(one.cause for one in found)
-    new = (one for one in _tables(a, b, differing) if one.cause not in known)
-    findings = [one for one in new if one.kind != "vocabulary" or one.kind not in kinds]
+    new = ((one, tokens) for one, tokens in _tables(a, b, differing) if one.cause not in known)
+    findings = [
+        _shown(one, tokens, side_a, side_b) for one, tokens in new if one.kind != "vocabulary" or one.kind not in kinds
+    ]
     findings += _special_tokens(a, b)
     if None not in (a.cleans_up, b.cleans_up) and a.cleans_up != b.cleans_up and "decode clean-up" not in kinds:
         cause = f"clean_up_tokenization_spaces is {a.cleans_up} in A and {b.cleans_up} in B"
@@ -39,7 +43,8 @@ def fact_notes(a: BackendFacts, b: BackendFacts, found: Collection[Skew]) -> lis
     return notes
 
 
-def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Iterator[Skew]:
+def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Iterator[tuple[Skew, Sequence[str]]]:
+    """Yield findings, each with the tokens that it is about."""
     if a.spec is None or b.spec is None:
         return
     for said, tokens in unlike_tokens(a, b).items():
@@ -47,14 +52,33 @@ def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Ite
         marked = a.kind != b.kind and said.startswith("special=") and "," not in said
         severity: Severity = "caution" if marked else "skew"
         found = Skew("added token", "facts", added_words(tokens, a, b), SAME_FILES, len(tokens), severity=severity)
-        yield _with_hidden(found, tokens[0], a, b) if said.startswith("special=") else found
+        yield _with_hidden(found, tokens[0], a, b) if said.startswith("special=") else found, tokens
     if "vocabulary" in differing:
         one, other = _ids(a.spec), _ids(b.spec)
         added = {**a.added, **b.added}
         unlike = sorted(t for t in {*one, *other} if one.get(t) != other.get(t) and t not in added)
         if unlike:
             said = f"{len(unlike)} tokens have other ids or are on one side only, the first is {unlike[0]!r}"
-            yield Skew("vocabulary", "facts", f"the vocabularies differ: {said}", SAME_FILES, len(unlike))
+            yield Skew("vocabulary", "facts", f"the vocabularies differ: {said}", SAME_FILES, len(unlike)), unlike
+
+
+def _shown(found: Skew, tokens: Sequence[str], a: Backend, b: Backend) -> Skew:
+    """Return a finding with a token that the sides encode otherwise, or an id that they decode otherwise, if any."""
+    if found.example is not None:
+        return found
+    texts = tokens if found.kind == "added token" else ()
+    for text, one, other in zip(texts, a.encode(texts), b.encode(texts), strict=True):
+        if one != other:
+            return replace(found, example=text, a=result(a, one), b=result(b, other))
+    if not all("decode" in side.facts.abilities for side in (a, b)):
+        return found
+    tables = [_ids(side.facts.spec or {}) for side in (a, b)]
+    ids = {table[token] for table in tables for token in tokens if token in table}
+    asked = [(one,) for one in sorted(ids & {*tables[0].values()} & {*tables[1].values()})]
+    for example, text, another in zip(asked, a.decode(asked), b.decode(asked), strict=True):
+        if text != another:
+            return replace(found, example=example, a=result(a, example, text), b=result(b, example, another))
+    return found
 
 
 def _with_hidden(found: Skew, token: str, a: BackendFacts, b: BackendFacts) -> Skew:

@@ -1,0 +1,58 @@
+"""A changed model as the tokenizer of a server: what such a server shows of the change, by plain `tokenizers`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.audit.mutator.oracle import Effect, Refused, View, conversations
+from tokentape.audit._skew.backends.base import Backend, BackendFacts, Rendering, SkewChat
+from tokentape.errors import TemplateRefused
+
+KINDS = ("vllm", "sglang", "llamacpp")
+
+
+class ServedView(Backend):
+    """Answers as a server of this folder does. It shares no code with the backends that audits read folders with."""
+
+    facts = BackendFacts("served", "planted", frozenset())
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        return self._view.encode_anew(texts, special=special)
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        return self._view.decode(sequences)
+
+    def render(self, conversation: SkewChat) -> Rendering:
+        messages = [dict(message) for message in conversation.messages]
+        for message in messages:
+            parts = message.get("content")
+            if isinstance(parts, list) and all(part.get("type") == "text" for part in parts):
+                message["content"] = "".join(part["text"] for part in parts)
+        try:
+            text = self._view.render(messages, conversation.tools, conversation.generate)
+            return Rendering(self.encode([text])[0], text)
+        except Refused as error:
+            raise TemplateRefused(str(error)) from None
+
+
+def shown(effects: Sequence[Effect], a: View, b: View) -> list[Effect]:
+    """Return the effects that requests to a server of `b` show: it has endpoints for texts, ids and conversations."""
+    kept = [one for one in effects if one.what in ("ids", "special ids", "unstable", "text of ids")]
+    kept = [one for one in kept if "skipped: True" not in one.shown and "by transformers" not in one.shown]
+    asked = [f"{name}, True, {{}}" for name, messages, _ in conversations() if _is_asked(messages)]
+    unlike = [name for name in asked if _rendered(a, name) != _rendered(b, name)]
+    return [*kept, Effect("rendering", f"{len(unlike)} of {len(asked)}, {unlike[0]}")] if unlike else kept
+
+
+def _is_asked(messages: Sequence[Any]) -> bool:
+    """Servers join parts before a template sees them, and llama.cpp goes on writing what an assistant said last."""
+    return messages[-1]["role"] != "assistant" and all(isinstance(one["content"], str) for one in messages)
+
+
+def _rendered(view: View, name: str) -> list[list[int]] | None:
+    text = view.renderings[name]
+    return None if text == "\0refused" else view.encode([text])
