@@ -45,8 +45,9 @@ def page() -> str:
 
 
 def _sections(group: TyperGroup, name: str) -> Iterator[str]:
-    for sub, command in sorted(group.commands.items()):
-        whole = f"{name} {sub}"
+    context = Context(group, info_name=name)
+    for sub in sorted(group.list_commands(context)):
+        command, whole = group.get_command(context, sub), f"{name} {sub}"
         if isinstance(command, TyperGroup):
             yield from _sections(command, whole)
         else:

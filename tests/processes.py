@@ -15,7 +15,7 @@ from typing import IO, Any
 from tests.waiting import PATIENCE
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.processes", "tokentape.cli.serving", "tokentape.cli.view", "tokentape.viewer"])
+_context.set_forkserver_preload(["tests.processes", "tokentape.cli.serve", "tokentape.cli.view", "tokentape.viewer"])
 # Waits for the process that forks, so that its time and that of its children count as that of the tests.
 atexit.register(forkserver._forkserver._stop)  # type: ignore[attr-defined]  # there is no other way to end it
 

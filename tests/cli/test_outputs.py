@@ -79,8 +79,8 @@ def test_no_file_of_a_model_folder_is_replaced(run: Run, model_dir: Path, tmp_pa
 def test_a_folder_that_is_not_there_is_said_before_the_work(
     run: Run, model_dir: Path, tmp_path: Path, command: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokentape.audit._lock.make_lock", None)
-    monkeypatch.setattr("tokentape.audit._skew.auditor.audit", None)
+    monkeypatch.setattr("tokentape.cli.lock.make_lock", None)
+    monkeypatch.setattr("tokentape.cli.audit.audit_sides", None)
     monkeypatch.setattr("tokentape.chat._renderer.Renderer.load", None)
     more = [model_dir] * (1 + (command[0] == "audit"))
     done = run(command[0], *more, command[1], tmp_path / "nodir" / "x.html")

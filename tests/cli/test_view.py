@@ -102,7 +102,7 @@ def test_all_addresses_are_opened_at_one_that_can_be_reached(
     def serve(app: ASGIApp, *, on_ready: Callable[[str], None], **more: object) -> None:
         on_ready("http://0.0.0.0:8810")
 
-    monkeypatch.setattr("tokentape.gateway._serve.serve", serve)
+    monkeypatch.setattr("tokentape.cli.view.serve", serve)
     done = run("view", record(HELLO), "--host", "0.0.0.0", "--no-browser")
     assert (done.exit_code, done.stdout) == (0, "http://127.0.0.1:8810/view\n")
     assert f"from other machines: http://{socket.gethostname()}:8810/view" in done.stderr

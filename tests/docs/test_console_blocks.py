@@ -43,7 +43,8 @@ def unmarked(text: str) -> list[str]:
 @cache
 def commands() -> dict[str, Any]:
     """Our commands by name."""
-    return typer.main.get_command(app).commands  # type: ignore[attr-defined, no-any-return]
+    group: Any = typer.main.get_command(app)
+    return {name: group.get_command(None, name) for name in group.list_commands(None)}
 
 
 @cache

@@ -38,6 +38,6 @@ def test_a_record_in_a_database_is_read_from_python(postgres: Server, capsys: py
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_line_is_one(line: str, tmp_path: Path) -> None:
     name, *arguments = shlex.split(line.replace("/models/Qwen3-8B", str(tmp_path)))
-    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).get_command(None, name)  # type: ignore[attr-defined]
     with command.make_context(name, arguments) as context:
         assert name == "doctor" or not context.args

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tokentape.viewer._binary import header, pack, unpack
+from tests.viewer.packed import header, unpack
+from tokentape.viewer._binary import pack
 
 any_array = st.sampled_from([np.uint8, np.int32, np.float32, np.bool_]).flatmap(
     lambda dtype: arrays(dtype, st.integers(0, 40))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.gateway.scripted import ScriptedEngine
 from tests.records import SETUP, make_turn
 from tests.searching import examples
+from tests.viewer.packed import header, unpack
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
 from tokentape.chat._renderer import Renderer
@@ -25,7 +26,6 @@ from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
 from tokentape.store._served_model import ServedModel
 from tokentape.types import SessionInfo, Trajectory, Turn
-from tokentape.viewer._binary import header, unpack
 from tokentape.viewer._comparing import RecordReader, comparison, reader_of
 from tokentape.viewer._source import SessionView, StoreSource
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.gateway.scripted import ScriptedEngine
+from tests.viewer.packed import header, unpack
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway._app import create_app
 from tokentape.gateway._keys import Keys
@@ -20,7 +21,6 @@ from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
 from tokentape.types import Trajectory, TurnColumn
-from tokentape.viewer._binary import header, unpack
 from tokentape.viewer._routes import MAX_MEASURED
 from tokentape.viewer._static_files import FOLDER
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.records import SETUP, bits, make_chain, make_turn
+from tests.viewer.packed import header, unpack
 from tokentape._session.arrow import write_parquet
 from tokentape._session.jsonl import write_jsonl
 from tokentape.errors import InvalidRequest, NotFound
@@ -17,7 +18,6 @@ from tokentape.store import SqliteStore
 from tokentape.store._listing import Listing
 from tokentape.types import Reward, SessionInfo, TurnColumn
 from tokentape.viewer import _views as views
-from tokentape.viewer._binary import header, unpack
 from tokentape.viewer._file_source import FileSource, ViewerSource
 from tokentape.viewer._source import StoreSource
 

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from tokentape._version import __version__
-from tokentape.cli.archive import archive
-from tokentape.cli.audit import audit
-from tokentape.cli.certify import certify
-from tokentape.cli.check import check
-from tokentape.cli.check_logprobs import check_logprobs
-from tokentape.cli.compare import compare
-from tokentape.cli.config import config
-from tokentape.cli.delete import delete
-from tokentape.cli.demo import demo
-from tokentape.cli.doctor import doctor
-from tokentape.cli.drift import drift
-from tokentape.cli.export import export
-from tokentape.cli.lock import lock
-from tokentape.cli.output import NOTHING_MEASURED
-from tokentape.cli.premium import premium
-from tokentape.cli.probe import probe
-from tokentape.cli.score import score
-from tokentape.cli.serve import SAME_AS_SERVE, ServeCommand, serve
-from tokentape.cli.show import show
-from tokentape.cli.snapshot import snapshot
-from tokentape.cli.verify import verify
-from tokentape.cli.view import view
+from tokentape.cli.arguments import NOTHING_MEASURED, SAME_AS_SERVE
 from tokentape.errors import NothingToMeasure, TokentapeError
 
 # What typer raises for a command line that makes no sense; it has no public name of its own.
 _USAGE: Any = typer.BadParameter.__base__
 
-RECORD, CHECK, TRY = "Record and export", "Check a model, a trainer, a server", "Try"
+_COMMANDS = {
+    "Record and export": {
+        "serve": "Serve a model, and record token-exactly.",
+        "show": "Show who wrote which tokens of a session.",
+        "view": "Look at trajectories token by token, in a browser.",
+        "export": "Write trajectories to a file for a trainer.",
+        "verify": "Re-check every hash and every rule of a record.",
+        "score": "Score the recorded ids with an engine.",
+        "snapshot": "Take sessions out of a running gateway.",
+        "archive": "Archive old sessions as Parquet files with hashes.",
+        "delete": "Delete sessions by metadata and age.",
+        "config": "Look at the settings of a gateway.",
+    },
+    "Check a model, a trainer, a server": {
+        "doctor": "Check what `tokentape serve` needs, before it needs it.",
+        "certify": "Say what holds for a model's chat template.",
+        "audit": "Say whether trainer and server give the same ids.",
+        "lock": "Freeze the ids of texts and messages in a lockfile.",
+        "check": "Say what changed since a lockfile was made.",
+        "check-logprobs": "Compare recorded logprobs with a trainer's.",
+        "drift": "Measure how often ids change when they become text.",
+        "compare": "Compare two records of token ids, row by row.",
+        "probe": "Count edits that change the ids and not the text.",
+        "premium": "Count tokens per character and byte, by language.",
+    },
+    "Try": {"demo": "Run agents on a tiny model and show where ids drift."},
+}
+"""By group what each command does. A command is in the module of its name, which is imported when it runs."""
 
 
 class _Commands(TyperGroup):
@@ -45,14 +53,28 @@ class _Commands(TyperGroup):
     `NOTHING_MEASURED`.
     """
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for group in _COMMANDS.values() for name in group]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        if cmd_name not in self.commands:
+            name = cmd_name.replace("-", "_")
+            found = getattr(import_module(f"tokentape.cli.{name}"), name)
+            if not isinstance(found, typer.Typer):
+                alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+                settings = SAME_AS_SERVE if cmd_name == "doctor" else None
+                alone.command(cmd_name, context_settings=settings)(found)
+                found = alone
+            self.commands[cmd_name] = get_command(found)
+        return self.commands[cmd_name]
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """List the commands by their groups, without rich."""
-        width = formatter.width - 6 - max(map(len, self.commands))
-        for title in (RECORD, CHECK, TRY):
-            commands: Any = self.commands
-            own = {name: one for name, one in commands.items() if one.rich_help_panel == title}
+        """List the commands by their groups, without importing them."""
+        for title, commands in _COMMANDS.items():
             with formatter.section(title):
-                formatter.write_dl([(name, one.get_short_help_str(width)) for name, one in own.items()])
+                formatter.write_dl(list(commands.items()))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -94,30 +116,6 @@ def _options(
     ] = False,
 ) -> None:
     """Train on exactly the tokens your model sampled."""
-
-
-# A short help where the first sentence is too long for the list of commands.
-app.command(cls=ServeCommand, rich_help_panel=RECORD, short_help="Serve a model, and record token-exactly.")(serve)
-app.command(rich_help_panel=RECORD)(show)
-app.command(rich_help_panel=RECORD)(view)
-app.command(rich_help_panel=RECORD)(export)
-app.command(rich_help_panel=RECORD, short_help="Re-check every hash and every rule of a record.")(verify)
-app.command(rich_help_panel=RECORD, short_help="Score the recorded ids with an engine.")(score)
-app.add_typer(snapshot, name="snapshot", rich_help_panel=RECORD, short_help="Take sessions out of a running gateway.")
-app.command(rich_help_panel=RECORD)(archive)
-app.command(rich_help_panel=RECORD, short_help="Delete sessions by metadata and age.")(delete)
-app.add_typer(config, name="config", rich_help_panel=RECORD)
-app.command(rich_help_panel=CHECK, context_settings=SAME_AS_SERVE)(doctor)
-app.command(rich_help_panel=CHECK)(certify)
-app.command(rich_help_panel=CHECK, short_help="Say whether trainer and server give the same ids.")(audit)
-app.command(rich_help_panel=CHECK, short_help="Freeze the ids of texts and messages in a lockfile.")(lock)
-app.command(rich_help_panel=CHECK, short_help="Say what changed since a lockfile was made.")(check)
-app.command(rich_help_panel=CHECK)(check_logprobs)
-app.command(rich_help_panel=CHECK, short_help="Measure how often ids change when they become text.")(drift)
-app.command(rich_help_panel=CHECK)(compare)
-app.command(rich_help_panel=CHECK, short_help="Count edits that change the ids and not the text.")(probe)
-app.command(rich_help_panel=CHECK, short_help="Count tokens per character and byte, by language.")(premium)
-app.command(rich_help_panel=TRY)(demo)
 
 
 def main() -> None:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from tokentape.cli.arguments import AdminKey, AsJson, GatewayUrl, StoreLocation, age
-from tokentape.cli.output import print_json
-
-if TYPE_CHECKING:
-    from tokentape.client import Client
-    from tokentape.store._snapshots import Selection
+from tokentape.cli.arguments import AdminKey, AsJson, GatewayUrl, StoreLocation, age, flag, option
+from tokentape.cli.output import print_json, working
+from tokentape.client import Client
+from tokentape.store._archive import SnapshotClient, archive_sessions
+from tokentape.store._location import open_record, served_model, shown
+from tokentape.store._snapshots import Selection
 
 
 def archive(
     store: StoreLocation,
-    to: Annotated[str, typer.Option(metavar="TARGET", help="Folder or URL: s3://bucket/runs, gs://..., file:///...")],
-    older_than: Annotated[
-        str, typer.Option(metavar="AGE", help="Only sessions whose newest turn is so old: 30d, 12h, 90m, 0s.")
-    ] = "30d",
+    to: Annotated[str, option("Folder or URL: s3://bucket/runs, gs://..., file:///...", "TARGET")],
+    older_than: Annotated[str, option("Only sessions whose newest turn is so old: 30d, 12h, 90m, 0s.", "AGE")] = "30d",
     delete: Annotated[
-        bool, typer.Option("--delete", help="Then delete them from the record; their ids are not used again.")
+        bool, flag("Then delete them from the record; their ids are not used again.", "--delete")
     ] = False,
     url: GatewayUrl = None,
     api_key: AdminKey = None,
@@ -33,17 +31,11 @@ def archive(
     What was written is read back and compared before anything is deleted. If it is cut off, run it again. What reads a
     record reads an archive: `show`, `view`, `export`, `verify`, `drift`, `compare`, `check-logprobs`.
     """
-    from rich.console import Console
-
-    from tokentape.client import Client
-    from tokentape.store._archive import SnapshotClient, archive_sessions
-    from tokentape.store._location import open_record, served_model, shown
-
     seconds = age(older_than, "--older-than")
     with (
         ExitStack() as held,
         open_record(store, read_only=url is not None) as opened,
-        Console(stderr=True).status("selecting sessions") as status,
+        working("selecting sessions") as status,
     ):
         taker: Any = SnapshotClient(opened)
         if url is not None:

@@ -9,6 +9,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
+NOTHING_MEASURED = 3
+"""The exit code of a command that found nothing to measure, so that no gate takes that for a pass."""
+
+SAME_AS_SERVE = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Context settings of a command that also takes the arguments of `serve`."""
+
 
 def _record(value: str) -> str:
     from tokentape.store._location import EXPECTED, is_record
@@ -28,6 +34,31 @@ def there(value: str) -> str:
     return value
 
 
+def option(help: str, metavar: str | None = None, *flags: str, **settings: Any) -> Any:  # noqa: A002
+    """Return an option. Without `flags` its flag is the parameter's name."""
+    return typer.Option(*flags, metavar=metavar, help=help, **settings)
+
+
+def flag(help: str, *flags: str) -> Any:  # noqa: A002
+    """Return an option without a value. Without `flags` there is also one that begins with `--no-`."""
+    return typer.Option(*flags, help=help)
+
+
+def existing_file(help: str, metavar: str | None = None) -> Any:  # noqa: A002
+    """Return an option for a file that is read."""
+    return typer.Option(metavar=metavar, exists=True, dir_okay=False, help=help)
+
+
+def existing_folder(help: str, metavar: str | None = None, *flags: str) -> Any:  # noqa: A002
+    """Return an option for a folder that is read."""
+    return typer.Option(*flags, metavar=metavar, exists=True, file_okay=False, help=help)
+
+
+def new_file(help: str, *flags: str) -> Any:  # noqa: A002
+    """Return an option for a file that is written."""
+    return typer.Option(*flags, metavar="FILE", dir_okay=False, help=help)
+
+
 StoreLocation: TypeAlias = Annotated[
     str,
     typer.Argument(
@@ -41,6 +72,27 @@ ANY_RECORD = (
     "What a gateway records to, running or not: a data directory, postgresql://user@host/database or an archive."
 )
 """The help of an argument that may also be a file."""
+
+
+def record_or_file(file: str) -> Any:
+    """Return an argument for a record, or for a file that is described by `file`."""
+    return typer.Argument(metavar="STORE_OR_FILE", callback=there, help=f"{ANY_RECORD} Or {file}")
+
+
+def model_folder(help: str, metavar: str = "MODEL") -> Any:  # noqa: A002
+    """Return an argument for a model folder."""
+    return typer.Argument(metavar=metavar, callback=_folder, help=help)
+
+
+def _folder(value: Any) -> Any:
+    for path in value if isinstance(value, list) else [value]:
+        if path is not None and not path.is_dir():
+            raise typer.BadParameter(
+                f"{str(path)!r} is not a folder. This takes a model folder on this machine and downloads nothing; "
+                "tokenizer and chat template are enough, weights are not needed."
+            )
+    return value
+
 
 CiFormat: TypeAlias = Annotated[
     Literal["text", "junit", "sarif", "github"],
@@ -112,13 +164,3 @@ def json_object(text: str, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise typer.BadParameter(f"expected a JSON object, found {text}", param_hint=name)
     return found
-
-
-def refuse_no_folder(path: Path, name: str) -> None:
-    """Refuse an argument that is no model folder."""
-    if not path.is_dir():
-        raise typer.BadParameter(
-            f"{str(path)!r} is not a folder. This takes a model folder on this machine and downloads nothing; "
-            "tokenizer and chat template are enough, weights are not needed.",
-            param_hint=name,
-        )

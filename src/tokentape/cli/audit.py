@@ -8,8 +8,14 @@ from typing import Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson, CiFormat, EngineKey, HtmlFile, json_object
-from tokentape.cli.output import end, print_report
+from tokentape.audit._report import ci_report
+from tokentape.audit._skew.auditor import audit as audit_sides
+from tokentape.audit._skew.backends.spec import BackendOptions
+from tokentape.audit._skew.report_text import RULES, audit_cases, audit_layout
+from tokentape.cli.arguments import AsJson, CiFormat, EngineKey, HtmlFile, existing_file, json_object, option
+from tokentape.cli.output import end, print_report, working
+from tokentape.errors import InvalidRequest, NothingToMeasure
+from tokentape.store._location import refuse_output
 
 _SIDE_HELP = (
     "A model folder, a tokenizer file or a server. A prefix names the loader (json: auto: slow: spm: tiktoken: "
@@ -21,27 +27,18 @@ def audit(
     a: Annotated[str, typer.Argument(metavar="A", help=f"One side, usually that of training. {_SIDE_HELP}")],
     b: Annotated[str, typer.Argument(metavar="B", help="The other side, usually that of serving, named the same way.")],
     corpus: Annotated[
-        list[Path] | None,
-        typer.Option(help="File or folder of text or JSON lines to encode too; may be given more than once."),
+        list[Path] | None, option("File or folder of text or JSON lines to encode too; may be given more than once.")
     ] = None,
     kwargs: Annotated[
-        str, typer.Option(metavar="JSON", help="Template kwargs of both sides, such as '{\"enable_thinking\": false}'.")
+        str, option("Template kwargs of both sides, such as '{\"enable_thinking\": false}'.", "JSON")
     ] = "{}",
-    kwargs_a: Annotated[str, typer.Option(metavar="JSON", help="Template kwargs of side A alone.")] = "{}",
-    kwargs_b: Annotated[str, typer.Option(metavar="JSON", help="Template kwargs of side B alone.")] = "{}",
-    template_a: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template for side A instead of its own.")
-    ] = None,
-    template_b: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template for side B instead of its own.")
-    ] = None,
-    date: Annotated[
-        str | None, typer.Option(metavar="YYYY-MM-DD", help="What templates are shown as today, where it can be set.")
-    ] = None,
+    kwargs_a: Annotated[str, option("Template kwargs of side A alone.", "JSON")] = "{}",
+    kwargs_b: Annotated[str, option("Template kwargs of side B alone.", "JSON")] = "{}",
+    template_a: Annotated[Path | None, existing_file("Chat template for side A instead of its own.")] = None,
+    template_b: Annotated[Path | None, existing_file("Chat template for side B instead of its own.")] = None,
+    date: Annotated[str | None, option("What templates are shown as today, where it can be set.", "YYYY-MM-DD")] = None,
     api_key: EngineKey = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that encode the corpus; by default one per core.")
-    ] = None,
+    workers: Annotated[int | None, option("Processes that encode the corpus; by default one per core.", min=1)] = None,
     html: HtmlFile = None,
     file_format: CiFormat = "text",
     as_json: AsJson = False,
@@ -62,19 +59,9 @@ def audit(
                 f"expected a date such as 2026-11-21, found {date!r}", param_hint="--date"
             ) from None
 
-    from rich.console import Console
-
-    from tokentape.audit._report import ci_report
-    from tokentape.audit._skew.auditor import audit as audit_sides
-    from tokentape.audit._skew.backends.spec import BackendOptions
-    from tokentape.audit._skew.report_text import RULES, audit_cases, audit_layout
-    from tokentape.errors import InvalidRequest, NothingToMeasure
-    from tokentape.store._location import refuse_output
-
-    if html is not None:
-        sides = [part for side in (a, b) for part in (side, side.partition(":")[2])]
-        refuse_output(html, *sides, *(corpus or ()), template_a, template_b)
-    with Console(stderr=True).status("") as status:
+    sides = [part for side in (a, b) for part in (side, side.partition(":")[2])]
+    refuse_output(html, *sides, *(corpus or ()), template_a, template_b)
+    with working("") as status:
         try:
             report = audit_sides(
                 a,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson, TemplateFile, TemplateKwargs, json_object, refuse_no_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from tokentape.chat._certificate import REQUIRABLE
+from tokentape.chat._certificate_cache import load_or_certify
+from tokentape.chat._certification import certify as certify_anew
+from tokentape.chat._renderer import Renderer
+from tokentape.cli.arguments import AsJson, TemplateFile, TemplateKwargs, flag, json_object, model_folder, option
+from tokentape.cli.certificate_report import certificate_layout
+from tokentape.cli.output import working
 
 _REQUIRE_HELP = (
     "Exit with 1 unless all of these are certified: continuations by their roles joined with +, such as "
@@ -20,18 +24,18 @@ _REQUIRE_HELP = (
 
 
 def certify(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Model folder on this machine; nothing is downloaded.")],
+    path: Annotated[Path, model_folder("Model folder on this machine; nothing is downloaded.", "PATH")],
     chat_template: TemplateFile = None,
     strict_text: Annotated[
         bool,
-        typer.Option(
-            help="Keep every added token out of the text of callers, HTML tags too. Default: no, text is encoded as "
+        flag(
+            "Keep every added token out of the text of callers, HTML tags too. Default: no, text is encoded as "
             "the tokenizer encodes it, and control tokens alone are kept out."
         ),
     ] = False,
     kwargs: TemplateKwargs = "{}",
-    required: Annotated[str, typer.Option("--require", metavar="NAMES", help=_REQUIRE_HELP)] = "",
-    cache: Annotated[bool, typer.Option(help="Use the certificate that is kept on this machine.")] = True,
+    required: Annotated[str, option(_REQUIRE_HELP, "NAMES", "--require")] = "",
+    cache: Annotated[bool, flag("Use the certificate that is kept on this machine.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Say what holds for a model's chat template.
@@ -40,18 +44,10 @@ def certify(
     rendering them. Certificates are kept under TOKENTAPE_CACHE or the user's cache directory. A continuation is
     certified unless it is refused; `fork` is exact too, on a new branch.
     """
-    refuse_no_folder(path, "PATH")
     template_kwargs = json_object(kwargs, "--kwargs")
 
-    from rich.console import Console
-
-    from tokentape.chat._certificate_cache import load_or_certify
-    from tokentape.chat._certification import certify as certify_anew
-    from tokentape.chat._renderer import Renderer
-    from tokentape.cli.certificate_report import certificate_layout
-
     names = _names(required)
-    with Console(stderr=True).status("loading the tokenizer") as status:
+    with working("loading the tokenizer") as status:
         renderer = Renderer.load(path, chat_template, strict_text=strict_text)
         status.update("trying out conversations")
         certificate = (load_or_certify if cache else certify_anew)(renderer, template_kwargs)
@@ -66,8 +62,6 @@ def certify(
 
 
 def _names(text: str) -> Sequence[str]:
-    from tokentape.chat._certificate import REQUIRABLE
-
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in REQUIRABLE]
     if unknown:

@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from tokentape.cli.arguments import AsJson, CiFormat, EngineKey, HtmlFile, TemplateFile, json_object, refuse_no_folder
-from tokentape.cli.output import end, print_report
-
-if TYPE_CHECKING:
-    from tokentape.audit._lock import LockReport
+from tokentape.audit._lock import LockReport, examine, read_lock
+from tokentape.audit._lock.comparing import compare
+from tokentape.audit._lock.layout import RULES, lock_cases, lock_layout
+from tokentape.audit._lock.observing import observe_server
+from tokentape.audit._report import ci_report
+from tokentape.audit._report import escape_for_terminal as readable
+from tokentape.cli.arguments import (
+    AsJson,
+    CiFormat,
+    EngineKey,
+    HtmlFile,
+    TemplateFile,
+    flag,
+    json_object,
+    model_folder,
+    option,
+)
+from tokentape.cli.output import end, print_report, working
+from tokentape.errors import InvalidRequest
+from tokentape.store._location import refuse_output
 
 
 def check(
     lockfile: Annotated[Path, typer.Argument(metavar="LOCKFILE", exists=True, dir_okay=False)],
-    path: Annotated[Path | None, typer.Argument(metavar="MODEL", help="Model folder to compare.")] = None,
-    engine: Annotated[
-        str | None, typer.Option(metavar="URL", help="Running server, or gateway, to compare its ids.")
-    ] = None,
+    path: Annotated[Path | None, model_folder("Model folder to compare.")] = None,
+    engine: Annotated[str | None, option("Running server, or gateway, to compare its ids.", "URL")] = None,
     kind: Annotated[
         Literal["vllm", "sglang", "llamacpp", "gateway"] | None,
-        typer.Option(metavar="KIND", help="vllm, sglang, llamacpp or gateway; detected if not given."),
+        option("vllm, sglang, llamacpp or gateway; detected if not given.", "KIND"),
     ] = None,
-    model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What the server calls the model. Default: its first.")
-    ] = None,
+    model_name: Annotated[str | None, option("What the server calls the model. Default: its first.", "NAME")] = None,
     api_key: EngineKey = None,
     chat_template: TemplateFile = None,
-    kwargs: Annotated[
-        str | None, typer.Option("--kwargs", metavar="JSON", help="Template kwargs in use. Default: the lock's.")
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option(help="Another library version, or file, with the same ids is a failure too.")
-    ] = False,
+    kwargs: Annotated[str | None, option("Template kwargs in use. Default: the lock's.", "JSON", "--kwargs")] = None,
+    strict: Annotated[bool, flag("Another library version, or file, with the same ids is a failure too.")] = False,
     html: HtmlFile = None,
     file_format: CiFormat = "text",
     as_json: AsJson = False,
@@ -46,31 +54,15 @@ def check(
     """
     if path is None and engine is None:
         raise typer.BadParameter("name a model folder, a server with --engine URL, or both", param_hint="MODEL")
-    if path is not None:
-        refuse_no_folder(path, "MODEL")
     given = None if kwargs is None else json_object(kwargs, "--kwargs")
 
-    import asyncio
-
-    from rich.console import Console
-
-    from tokentape.audit._lock import examine, read_lock
-    from tokentape.audit._lock.comparing import compare
-    from tokentape.audit._lock.layout import RULES, lock_cases, lock_layout
-    from tokentape.audit._lock.observing import observe_server
-    from tokentape.audit._report import ci_report
-    from tokentape.audit._report import escape_for_terminal as readable
-    from tokentape.errors import InvalidRequest
-    from tokentape.store._location import refuse_output
-
-    if html is not None:
-        refuse_output(html, lockfile, path, chat_template)
+    refuse_output(html, lockfile, path, chat_template)
     try:
         lock = read_lock(lockfile)
     except InvalidRequest as error:
         raise typer.BadParameter(str(error), param_hint="LOCKFILE") from None
     reports: list[LockReport] = []
-    with Console(stderr=True).status("tokenizing") as status:
+    with working("tokenizing") as status:
         if path is not None:
             reports.append(examine(lock, path, given, chat_template, strict=strict))
         if engine is not None:

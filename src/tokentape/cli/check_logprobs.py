@@ -6,64 +6,50 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from tokentape.cli.arguments import ANY_RECORD, AsJson, CiFormat, there
-from tokentape.cli.output import end, print_json
-from tokentape.cli.source import RecordSource, open_source
-
-if TYPE_CHECKING:
-    from tokentape.audit._mismatch import Attribution
-    from tokentape.audit._numbers import Numbers
-    from tokentape.audit._tokendiff import TokenDrift as Drift
-    from tokentape.training._logprob_check import Forward, LogprobReport, Outlier
-    from tokentape.training._rerendering import Changed, IfRerendered
-    from tokentape.types import Trajectory
+from tokentape._session.arrow import iter_parquet
+from tokentape._session.jsonl import read_jsonl
+from tokentape.audit._mismatch import Attribution
+from tokentape.audit._numbers import Numbers
+from tokentape.audit._report import CiCase, CiFinding, ci_report
+from tokentape.audit._report import escape_for_terminal as readable
+from tokentape.audit._tokendiff import TokenDrift as Drift
+from tokentape.chat._renderer import Renderer
+from tokentape.chat._tokenizer import Tokenizer
+from tokentape.cli.arguments import AsJson, CiFormat, existing_file, existing_folder, flag, option, record_or_file
+from tokentape.cli.extras import open_forward
+from tokentape.cli.output import end, print_json, working
+from tokentape.cli.source import RecordSource, open_source, open_tokenizer
+from tokentape.store._served_model import served_tokenizer
+from tokentape.training._logprob_check import Forward, LogprobLimits, LogprobReport, Outlier, read_rows
+from tokentape.training._logprob_check import check_logprobs as check
+from tokentape.training._rerendering import Changed, IfRerendered, check_rerendered
+from tokentape.types import Trajectory
 
 
 def check_logprobs(
-    location: Annotated[
-        str,
-        typer.Argument(
-            metavar="STORE_OR_FILE", callback=there, help=f"{ANY_RECORD} Or a file that export wrote: .parquet, .jsonl."
-        ),
-    ],
+    location: Annotated[str, record_or_file("a file that export wrote: .parquet, .jsonl.")],
     model: Annotated[
         Path | None,
-        typer.Option(
-            exists=True,
-            file_okay=False,
-            help="Model folder, for its tokenizer and its forward pass. Default without --batch: that of the record.",
+        existing_folder(
+            "Model folder, for its tokenizer and its forward pass. Default without --batch: that of the record."
         ),
     ] = None,
     batch: Annotated[
         Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="What a trainer has: session_id, leaf, token_ids, trainer_logprobs, in Parquet or .jsonl.",
-        ),
+        existing_file("What a trainer has: session_id, leaf, token_ids, trainer_logprobs, in Parquet or .jsonl."),
     ] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of the forward pass.")
-    ] = "float32",
-    max_mean: Annotated[float, typer.Option(metavar="NATS", help="Largest mean difference on the same ids.")] = 0.02,
-    max_delta: Annotated[
-        float | None, typer.Option(metavar="NATS", help="Largest difference of one token on the same ids.")
-    ] = None,
-    max_k3: Annotated[float, typer.Option(metavar="NATS", help="Largest clamped k3 on the same ids.")] = 0.01,
-    max_drift: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of trained tokens that may be other ids, or other text.")
-    ] = 0.0,
-    max_missing: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Rows that only the record, or only --batch, may have.")
-    ] = 0,
-    outliers: Annotated[int, typer.Option(metavar="N", min=0, help="How many tokens to list.")] = 10,
-    rerender: Annotated[
-        bool, typer.Option("--rerender", help="Report too what rendering the messages again would change.")
-    ] = False,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], option("Precision of the forward pass.")] = "float32",
+    max_mean: Annotated[float, option("Largest mean difference on the same ids.", "NATS")] = 0.02,
+    max_delta: Annotated[float | None, option("Largest difference of one token on the same ids.", "NATS")] = None,
+    max_k3: Annotated[float, option("Largest clamped k3 on the same ids.", "NATS")] = 0.01,
+    max_drift: Annotated[float, option("Share of trained tokens that may be other ids, or other text.", "SHARE")] = 0.0,
+    max_missing: Annotated[int, option("Rows that only the record, or only --batch, may have.", "N", min=0)] = 0,
+    outliers: Annotated[int, option("How many tokens to list.", "N", min=0)] = 10,
+    rerender: Annotated[bool, flag("Report too what rendering the messages again would change.", "--rerender")] = False,
     file_format: CiFormat = "text",
     as_json: AsJson = False,
 ) -> None:
@@ -75,12 +61,6 @@ def check_logprobs(
     retokenizing or --rerender would change is reported, and is no failure. --rerender takes a record, since exported
     files have no messages.
     """
-    from rich.console import Console
-
-    from tokentape.cli.model_folder import open_tokenizer, served_tokenizer
-    from tokentape.training._logprob_check import LogprobLimits, read_rows
-    from tokentape.training._logprob_check import check_logprobs as check
-
     with open_source(location) as source:
         if rerender and source.store is None:
             raise typer.BadParameter(f"--rerender takes a record: {source.name} is a file, which has no messages")
@@ -94,10 +74,10 @@ def check_logprobs(
             typer.echo(f"model: {model}, which {source.name} was recorded with last", err=True)
         rows = None if batch is None else read_rows(batch)
         needs_model = rows is None or rerender or any(row.logprobs is None for row in rows.values())
-        forward = None if model is None or not needs_model else _forward(model, dtype)
-        served = served_tokenizer(source) if model is None else open_tokenizer(model)
-        tokenizer = None if isinstance(served, str) else served[1]
-        with Console(stderr=True).status("comparing"):
+        forward = None if model is None or not needs_model else open_forward(model, dtype)
+        found_tokenizer = served_tokenizer(source.served_model()) if model is None else Tokenizer.load(model)
+        tokenizer = None if isinstance(found_tokenizer, str) else found_tokenizer
+        with working("comparing"):
             report = check(
                 _trajectories(source),
                 rows=rows,
@@ -113,8 +93,6 @@ def check_logprobs(
         found = {"ok": not failures, "failures": by_channel, **asdict(report)}
         print_json(found if again is None else {**found, "if_rerendered": again})
     elif file_format != "text":
-        from tokentape.audit._report import CiCase, CiFinding, ci_report
-
         found_each = [CiFinding(channel, "error", channel, what) for channel, what in failures]
         case = CiCase("logprobs", found_each, details=[*(f"{c}: {what}" for c, what in failures), *_lines(report)])
         typer.echo(ci_report(file_format, "tokentape check-logprobs", location, _RULES, [case]))
@@ -136,20 +114,7 @@ _RULES = {
 }
 
 
-def _forward(model: Path, dtype: str) -> Forward:
-    from tokentape.cli.extras import require
-
-    require("torch", "transformers", extra="hf")
-
-    from tokentape.training._logprob_check import forward_pass
-
-    return forward_pass(model, dtype=dtype)
-
-
 def _trajectories(source: RecordSource) -> Iterator[Trajectory]:
-    from tokentape._session.arrow import iter_parquet
-    from tokentape._session.jsonl import read_jsonl
-
     if source.store is None:
         path = Path(source.location)
         yield from read_jsonl(path) if path.suffix == ".jsonl" else iter_parquet(path)
@@ -159,10 +124,6 @@ def _trajectories(source: RecordSource) -> Iterator[Trajectory]:
 
 
 def _rerendered(source: RecordSource, model: Path | None, forward: Forward | None) -> IfRerendered:
-    from tokentape.chat._renderer import Renderer
-    from tokentape.cli.model_folder import open_tokenizer
-    from tokentape.training._rerendering import check_rerendered
-
     assert source.store is not None
     folder, _ = open_tokenizer(model, source, option="--model")
     return check_rerendered(source.store.iter_sessions(), Renderer.load(folder), forward)
@@ -227,8 +188,6 @@ def _drift(drift: Drift) -> str:
 
 
 def _outlier(one: Outlier) -> str:
-    from tokentape.audit._report import escape_for_terminal as readable
-
     text = "" if one.text is None else f" {readable(json.dumps(one.text, ensure_ascii=False))}"
     drift = "" if one.drift_class is None else f" after {one.drift_class}"
     where = f"{readable(one.session_id)} leaf {one.leaf} turn {one.turn} position {one.position}"

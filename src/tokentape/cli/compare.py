@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from tokentape.cli.arguments import ANY_RECORD, AsJson, IdsColumn, MaskColumn, NameColumn, TokenizerFolder, there
-from tokentape.cli.model_folder import open_tokenizer
+from tokentape.audit._id_rows import Columns, IdRow, session_rows
+from tokentape.audit._tokendiff.formats import printed
+from tokentape.audit._tokendiff.rows import RowComparison, compare_rows
+from tokentape.cli.arguments import (
+    ANY_RECORD,
+    AsJson,
+    IdsColumn,
+    MaskColumn,
+    NameColumn,
+    TokenizerFolder,
+    option,
+    there,
+)
 from tokentape.cli.output import end
-from tokentape.cli.source import RecordSource, open_source
-
-if TYPE_CHECKING:
-    from tokentape.audit._id_rows import Columns, IdRow
-    from tokentape.audit._tokendiff.rows import RowComparison
+from tokentape.cli.source import RecordSource, open_source, open_tokenizer
+from tokentape.errors import InvalidRequest
 
 _SIDE_HELP = f"{ANY_RECORD} Or a file of ids: .parquet, .jsonl, .json. With #NAME only that row, or that session."
 
@@ -28,13 +36,11 @@ def compare(
     mask_column: MaskColumn = None,
     name_column: NameColumn = None,
     file_format: Annotated[
-        Literal["text", "json", "junit", "sarif", "github"], typer.Option("--format", help="What to print.")
+        Literal["text", "json", "junit", "sarif", "github"], option("What to print.", None, "--format")
     ] = "text",
-    fail_on: Annotated[
-        Literal["error", "warning"], typer.Option(help="The least that makes the exit code 1.")
-    ] = "warning",
-    max_delta: Annotated[float, typer.Option(metavar="NATS", min=0, help="How far logprobs may be apart.")] = 1e-3,
-    show: Annotated[int, typer.Option(metavar="N", min=1, help="Differences to print of each row, as text.")] = 20,
+    fail_on: Annotated[Literal["error", "warning"], option("The least that makes the exit code 1.")] = "warning",
+    max_delta: Annotated[float, option("How far logprobs may be apart.", "NATS", min=0)] = 1e-3,
+    show: Annotated[int, option("Differences to print of each row, as text.", "N", min=1)] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Compare two records of token ids, row by row.
@@ -44,10 +50,6 @@ def compare(
     have them. Rows of the same name belong together, or the only row of each side; SESSION stands for SESSION:LEAF if
     it has one. Exits with 1 if something differs, 3 if neither side has a row.
     """
-    from tokentape.audit._id_rows import Columns
-    from tokentape.audit._tokendiff.formats import printed
-    from tokentape.audit._tokendiff.rows import compare_rows
-
     (location, name), (other_location, other_name) = _address(expected), _address(recorded)
     columns = Columns(ids=ids_column, mask=mask_column, name=name_column)
     failed, compared = False, 0
@@ -83,9 +85,6 @@ def _address(side: str) -> tuple[str, str | None]:
 
 
 def _rows(source: RecordSource, name: str | None, columns: Columns) -> Iterator[IdRow]:
-    from tokentape.audit._id_rows import session_rows
-    from tokentape.errors import InvalidRequest
-
     if name is None:
         yield from source.rows(columns)
         return

@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from tokentape.cli.arguments import AsJson
-from tokentape.cli.serve import SAME_AS_SERVE, config_of_serve
+from tokentape.cli.arguments import SAME_AS_SERVE, AsJson
+from tokentape.cli.serve import config_of_serve
 
 config = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at the settings of a gateway.")
 

@@ -7,28 +7,27 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from tokentape.cli.arguments import AdminKey, AsJson, GatewayUrl, StoreLocation, age
+from tokentape.cli.arguments import AdminKey, AsJson, GatewayUrl, StoreLocation, age, flag, option
 from tokentape.cli.output import print_json
+from tokentape.client import Client, ClientSession
 from tokentape.errors import Conflict, NotFound
-
-if TYPE_CHECKING:
-    from tokentape.store import Store
+from tokentape.store import Store
+from tokentape.store._location import open_record
 
 
 def delete(
     store: StoreLocation,
     where: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Only sessions with this value in their metadata; may be repeated."),
+        list[str] | None, option("Only sessions with this value in their metadata; may be repeated.", "KEY=VALUE")
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Only sessions whose newest turn is so old: 30d, 12h, 90m, 0s.")
+        str | None, option("Only sessions whose newest turn is so old: 30d, 12h, 90m, 0s.", "AGE")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete them; without it they are only listed.")] = False,
+    yes: Annotated[bool, flag("Delete them; without it they are only listed.", "--yes")] = False,
     url: GatewayUrl = None,
     api_key: AdminKey = None,
     as_json: AsJson = False,
@@ -37,9 +36,6 @@ def delete(
 
     Copies in archives, backups and exports stay. Exits with 1 if a session was kept because a snapshot holds it.
     """
-    from tokentape.client import Client, ClientSession
-    from tokentape.store._location import open_record
-
     if not where and older_than is None:
         raise typer.BadParameter("nothing says which sessions; give --where KEY=VALUE, --older-than AGE or both.")
     wanted = [*map(_condition, where or ())]

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson
+from tokentape.cli.arguments import AsJson, flag, option
 from tokentape.cli.extras import require
-from tokentape.cli.output import print_json
+from tokentape.cli.output import print_json, working
+from tokentape.demo.findings import new_directory
+from tokentape.demo.findings import replay as replayed
+from tokentape.demo.report import print_report
 from tokentape.errors import TokentapeError
 
 
 def demo(
     out: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="New directory for the record. Default: a fresh one under runs/demo."),
+        Path | None, option("New directory for the record. Default: a fresh one under runs/demo.", file_okay=False)
     ] = None,
-    sessions: Annotated[int, typer.Option(min=1, max=1000, help="How many sessions, all at once.")] = 16,
-    seed: Annotated[int, typer.Option(help="Draws the tasks and seeds the sampling.")] = 0,
+    sessions: Annotated[int, option("How many sessions, all at once.", min=1, max=1000)] = 16,
+    seed: Annotated[int, option("Draws the tasks and seeds the sampling.")] = 0,
     replay: Annotated[
-        bool, typer.Option("--replay", help="Show a run that was recorded before. Needs no torch; default without it.")
+        bool, flag("Show a run that was recorded before. Needs no torch; default without it.", "--replay")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -30,12 +33,6 @@ def demo(
     Everything runs on this machine, the model ships with the package. Without torch it replays a recorded run. Exits
     with 1 if the record is not exact.
     """
-    from rich.console import Console
-
-    from tokentape.demo.findings import new_directory
-    from tokentape.demo.findings import replay as replayed
-    from tokentape.demo.report import print_report
-
     directory = new_directory() if out is None else out
     if not replay:
         try:
@@ -43,7 +40,7 @@ def demo(
         except TokentapeError as error:
             typer.echo(f"A run that was recorded before, since it can't be run here: {error}", err=True)
             replay = True
-    with Console(stderr=True).status("looking at the record") as status:
+    with working("looking at the record") as status:
         if replay:
             report = replayed(directory)
         else:
@@ -51,7 +48,8 @@ def demo(
 
             report = run_demo(directory, sessions, seed, progress=status.update)
     if as_json:
-        print_json(report.to_json())
+        places = {"directory": str(report.directory), "trajectories_file": str(report.trajectories_file)}
+        print_json({**asdict(report), **places, "exact": report.exact})
     else:
         print_report(report)
     raise typer.Exit(0 if report.exact else 1)

@@ -6,19 +6,21 @@ from typing import Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson
-from tokentape.cli.output import print_json
+from tokentape.cli.arguments import AsJson, option
+from tokentape.cli.examination import examine
+from tokentape.cli.output import print_json, working
 from tokentape.cli.serve import config_of_serve
+from tokentape.training._trainers import TRAINERS
 
 
 def doctor(
     ctx: typer.Context,
     trainer: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Also check that a trainer can use the log-probabilities that are recorded: agent-lightning, miles, "
+        option(
+            "Also check that a trainer can use the log-probabilities that are recorded: agent-lightning, miles, "
             "nemo-rl, prime-rl, skyrl, slime, tinker, trl, verifiers or verl.",
+            "NAME",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -28,16 +30,11 @@ def doctor(
     Takes the arguments of `tokentape serve`. Every check is ok, warn or fail, with what to do. May run beside a
     gateway. Exits with 1 if one fails.
     """
-    from rich.console import Console
-
-    from tokentape.cli.examination import examine
-    from tokentape.training._trainers import TRAINERS
-
     if trainer is not None and trainer.lower() not in TRAINERS:
         raise typer.BadParameter(f"{trainer!r} is none of {', '.join(sorted(TRAINERS))}", param_hint="--trainer")
     config = config_of_serve(ctx).config
     findings = []
-    with Console(stderr=True).status("looking") as status:
+    with working("looking") as status:
         for finding in examine(config, status.update, trainer and trainer.lower()):
             findings.append(finding)
             if not as_json:

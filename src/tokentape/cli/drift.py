@@ -5,69 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from tokentape.audit._drift.meter import measure_drift
+from tokentape.audit._drift.report import drift_layout
+from tokentape.audit._drift.rerender import RerenderMeter
+from tokentape.audit._id_rows import Columns, IdRow, session_rows
+from tokentape.chat._renderer import Renderer
 from tokentape.cli.arguments import (
-    ANY_RECORD,
     AsJson,
     HtmlFile,
     IdsColumn,
     MaskColumn,
     NameColumn,
     TokenizerFolder,
-    there,
+    existing_folder,
+    option,
+    record_or_file,
 )
-from tokentape.cli.model_folder import open_tokenizer
-from tokentape.cli.output import end, print_report
-from tokentape.cli.source import RecordSource, open_source
-
-if TYPE_CHECKING:
-    from tokentape.audit._drift.rerender import RerenderMeter
-    from tokentape.audit._id_rows import Columns, IdRow
+from tokentape.cli.extras import open_forward
+from tokentape.cli.output import end, print_report, working
+from tokentape.cli.source import RecordSource, open_source, open_tokenizer
+from tokentape.errors import TokenizerUnusable
+from tokentape.store._location import refuse_output
 
 
 def drift(
-    location: Annotated[
-        str,
-        typer.Argument(
-            metavar="STORE_OR_FILE", callback=there, help=f"{ANY_RECORD} Or a file of ids: .parquet, .jsonl, .json."
-        ),
-    ],
+    location: Annotated[str, record_or_file("a file of ids: .parquet, .jsonl, .json.")],
     tokenizer: TokenizerFolder = None,
     model: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            exists=True,
-            file_okay=False,
-            help="Model folder with weights, to compute logprobs of drifted completions in both spellings.",
+        existing_folder(
+            "Model folder with weights, to compute logprobs of drifted completions in both spellings.", "FOLDER"
         ),
     ] = None,
     ids_column: IdsColumn = None,
     mask_column: MaskColumn = None,
-    prompt_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Column of ids before the sampled ones.")
-    ] = None,
+    prompt_column: Annotated[str | None, option("Column of ids before the sampled ones.", "NAME")] = None,
     name_column: NameColumn = None,
-    by: Annotated[
-        list[str] | None, typer.Option(metavar="COLUMN", help="Split the report by it too; may be given several times.")
-    ] = None,
-    rerender: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Render at most this many later turns of a record again.")
-    ] = 200,
-    completions: Annotated[
-        int, typer.Option(metavar="N", min=1, help="With --model: at most this many drifted completions.")
-    ] = 100,
+    by: Annotated[list[str] | None, option("Split the report by it too; may be given several times.", "COLUMN")] = None,
+    rerender: Annotated[int, option("Render at most this many later turns of a record again.", "N", min=0)] = 200,
+    completions: Annotated[int, option("With --model: at most this many drifted completions.", "N", min=1)] = 100,
     fail_above: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATE",
-            min=0,
-            max=1,
-            help="Exit with 1 if a greater share of completions drifted.",
-        ),
+        float | None, option("Exit with 1 if a greater share of completions drifted.", "RATE", min=0, max=1)
     ] = None,
     html: HtmlFile = None,
     as_json: AsJson = False,
@@ -78,18 +60,12 @@ def drift(
     change and where, and what that costs a trainer that tokenizes again. Of a record, later turns are also rendered
     again from their messages. Nothing is written to it. Exits with 3 if there are no completions.
     """
-    from tokentape.audit._drift.meter import measure_drift
-    from tokentape.audit._drift.report import drift_layout
-    from tokentape.audit._id_rows import Columns
-    from tokentape.store._location import refuse_output
-
-    if html is not None:
-        refuse_output(html, location, tokenizer, model)
+    refuse_output(html, location, tokenizer, model)
     columns = Columns(ids_column, mask_column, prompt_column, name_column, tuple(by or ()))
     with open_source(location) as source:
         folder, loaded = open_tokenizer(tokenizer or model, source)
         again = _rerender_meter(folder, loaded.sha256, rerender) if source.store is not None and rerender else None
-        forward = _forward(model)
+        forward = None if model is None else open_forward(model)
         report = measure_drift(_rows(source, columns, again), loaded, forward=forward, forward_limit=completions)
         report = report if again is None else replace(report, rerendered=again.report())
     print_report(drift_layout(report, source.name), html, report if as_json else None)
@@ -104,11 +80,7 @@ def drift(
 
 def _rows(source: RecordSource, columns: Columns, again: RerenderMeter | None) -> Iterator[IdRow]:
     """Yield the rows of a source, and render its sessions again."""
-    from rich.console import Console
-
-    from tokentape.audit._id_rows import session_rows
-
-    with Console(stderr=True).status("measuring") as status:
+    with working("measuring") as status:
         for number, row in enumerate(source.rows(columns) if source.store is None else (), 1):
             yield row
             if number % 500 == 0:
@@ -120,24 +92,8 @@ def _rows(source: RecordSource, columns: Columns, again: RerenderMeter | None) -
             status.update(f"measured {number} sessions")
 
 
-def _forward(model: Path | None) -> Any:
-    if model is None:
-        return None
-    from tokentape.cli.extras import require
-
-    require("torch", "transformers", extra="hf")
-
-    from tokentape.training._logprob_check import forward_pass
-
-    return forward_pass(model)
-
-
 def _rerender_meter(folder: Path, sha256: str, most: int) -> RerenderMeter | None:
     """Return None if the folder has no chat template, or another tokenizer."""
-    from tokentape.audit._drift.rerender import RerenderMeter
-    from tokentape.chat._renderer import Renderer
-    from tokentape.errors import TokenizerUnusable
-
     try:
         renderer = Renderer.load(folder)
     except TokenizerUnusable as error:

@@ -6,74 +6,59 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from enum import StrEnum
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-from tokentape.cli.arguments import AsJson, StoreLocation
-from tokentape.cli.output import end
+from tokentape._durable import durable_file
+from tokentape._session.arrow import write_parquet
+from tokentape._session.atif import atif_document
+from tokentape._session.jsonl import write_jsonl
+from tokentape._session.lineage import check_roles
+from tokentape._session.verdict import check_verdicts
+from tokentape.cli.arguments import AsJson, StoreLocation, flag, new_file, option
+from tokentape.cli.output import end, working
 from tokentape.errors import InvalidRequest
+from tokentape.store import Store, StoredSession, open_record
+from tokentape.store._exporting import ExportCounts, exported
+from tokentape.store._location import refuse_output
+from tokentape.training._samples import assemble
+from tokentape.training._trainer_rows import trainer_rows, write_trainer_rows
 
-if TYPE_CHECKING:
-    from tokentape.store import Store, StoredSession
-
-
-class Format(StrEnum):
-    """What to write."""
-
-    PARQUET = "parquet"
-    JSONL = "jsonl"
-    ATIF = "atif"
-    VERL = "verl"
-    SLIME = "slime"
-    MILES = "miles"
-    SKYRL = "skyrl"
-    NEMO_RL = "nemo-rl"
-    PRIME_RL = "prime-rl"
-    TINKER = "tinker"
-    AGENT_LIGHTNING = "agent-lightning"
-    TRL = "trl"
+Trainer: TypeAlias = Literal[
+    "verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl", "tinker", "agent-lightning", "trl"
+]
+Format: TypeAlias = Literal["parquet", "jsonl", "atif", Trainer]
 
 
 def export(
     location: StoreLocation,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", dir_okay=False, help="File to write.")],
+    output: Annotated[Path, new_file("File to write.", "-o", "--output")],
     file_format: Annotated[
         Format | None,
-        typer.Option(
-            "--format",
-            help="Default: jsonl for a file so named, else parquet. A trainer's name: rows for it, as JSON lines, "
+        option(
+            "Default: jsonl for a file so named, else parquet. A trainer's name: rows for it, as JSON lines, "
             "or as Parquet in a file named .parquet. atif: Harbor's trajectory format, a document per line.",
+            None,
+            "--format",
         ),
     ] = None,
     group: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="For a trainer: the key of the sessions' metadata that names their group."),
+        str | None, option("For a trainer: the key of the sessions' metadata that names their group.", "KEY")
     ] = None,
-    session: Annotated[
-        list[str] | None, typer.Option(metavar="ID", help="Only this session; may be given several times.")
-    ] = None,
+    session: Annotated[list[str] | None, option("Only this session; may be given several times.", "ID")] = None,
     verdict: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST", help="Only these verdicts: exact, forked, forked:WHY, closed, captured; commas between."
-        ),
+        str | None, option("Only these verdicts: exact, forked, forked:WHY, closed, captured; commas between.", "LIST")
     ] = None,
     wait_checks: Annotated[
         bool,
-        typer.Option(
-            help="Wait until the gateway beside has checked the bridges that are due, or has checked none for a minute."
-        ),
+        flag("Wait until the gateway beside has checked the bridges that are due, or has checked none for a minute."),
     ] = False,
-    unread: Annotated[
-        bool, typer.Option(help="Also turns that no client read: it left before it had all of the reply.")
-    ] = False,
+    unread: Annotated[bool, flag("Also turns that no client read: it left before it had all of the reply.")] = False,
     roles: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Only branches with these roles: main, subagent, side_call; commas between."),
+        str | None, option("Only branches with these roles: main, subagent, side_call; commas between.", "LIST")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -86,31 +71,17 @@ def export(
     trained are not trained elsewhere. In a trainer's format and in ATIF they are: the first row that has a turn trains
     it. In a trainer's format a row is a sample, and all samples are held in memory.
     """
-    from rich.console import Console
-
-    from tokentape._durable import durable_file
-    from tokentape._session.arrow import write_parquet
-    from tokentape._session.atif import atif_document
-    from tokentape._session.jsonl import write_jsonl
-    from tokentape._session.lineage import check_roles
-    from tokentape._session.verdict import check_verdicts
-    from tokentape.store import open_record
-    from tokentape.store._exporting import ExportCounts, exported
-    from tokentape.store._location import refuse_output
-    from tokentape.training._samples import assemble
-    from tokentape.training._trainer_rows import trainer_rows, write_trainer_rows
-
-    if group is not None and file_format in (None, Format.PARQUET, Format.JSONL, Format.ATIF):
+    if group is not None and file_format in (None, "parquet", "jsonl", "atif"):
         raise InvalidRequest("--group is for the format of a trainer", "group")
     if file_format is None:
-        file_format = Format.JSONL if output.suffix == ".jsonl" else Format.PARQUET
+        file_format = "jsonl" if output.suffix == ".jsonl" else "parquet"
     wanted = None if verdict is None else [one.strip() for one in verdict.split(",")]
     check_verdicts(wanted or ())
     wanted_roles = None if roles is None else [one.strip() for one in roles.split(",")]
     check_roles(wanted_roles or ())
     counts = ExportCounts()
     refuse_output(output)
-    with open_record(location, read_only=True) as store, Console(stderr=True).status("exporting") as status:
+    with open_record(location, read_only=True) as store, working("exporting") as status:
         now: StoredSession | None = None
 
         def with_progress() -> Iterator[StoredSession]:
@@ -124,9 +95,9 @@ def export(
         extra = store.extra_names(session or None)
         found = exported(with_progress(), extra, wanted, counts, unread=unread, store=store, roles=wanted_roles)
         with durable_file(output) as file:
-            if file_format is Format.JSONL:
+            if file_format == "jsonl":
                 write_jsonl(found, file)
-            elif file_format is Format.ATIF:
+            elif file_format == "atif":
                 trained = 0
                 for _, branches in groupby(found, lambda one: one.session_id):
                     earlier: set[int] = set()
@@ -140,7 +111,7 @@ def export(
                         trained += sum(end - start for turn, start, end in spans if turn not in earlier)
                         earlier.update(one.turns)
                 counts.trained_tokens = trained
-            elif file_format is Format.PARQUET:
+            elif file_format == "parquet":
                 write_parquet(found, file, extra)
             else:
                 made = assemble(found, group=group)

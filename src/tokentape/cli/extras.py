@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 from tokentape.errors import TokentapeError
+from tokentape.training._logprob_check import Forward, forward_pass
 
 
 def require(*modules: str, extra: str) -> None:
@@ -16,3 +18,9 @@ def require(*modules: str, extra: str) -> None:
             # The build of PyPI for Linux downloads gigabytes of CUDA.
             install += " (without a GPU first: pip install torch --index-url https://download.pytorch.org/whl/cpu)"
         raise TokentapeError(f"{', '.join(missing)} not installed; run: {install}")
+
+
+def open_forward(model: Path, dtype: str = "float32") -> Forward:
+    """Load the weights of a model folder, for a forward pass."""
+    require("torch", "transformers", extra="hf")
+    return forward_pass(model, dtype=dtype)

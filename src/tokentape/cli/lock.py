@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson, TemplateFile, TemplateKwargs, json_object, refuse_no_folder
-from tokentape.cli.output import print_json
+from tokentape.audit._lock import make_lock, write_lock
+from tokentape.cli.arguments import AsJson, TemplateFile, TemplateKwargs, json_object, model_folder, new_file
+from tokentape.cli.output import print_json, working
+from tokentape.store._location import refuse_output
 
 
 def lock(
-    path: Annotated[Path, typer.Argument(metavar="MODEL", help="Model folder on this machine; nothing is downloaded.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", dir_okay=False, help="Where the lockfile goes.")
-    ] = Path("tokentape.lock"),
+    path: Annotated[Path, model_folder("Model folder on this machine; nothing is downloaded.")],
+    output: Annotated[Path, new_file("Where the lockfile goes.", "--output", "-o")] = Path("tokentape.lock"),
     chat_template: TemplateFile = None,
     kwargs: TemplateKwargs = "{}",
     as_json: AsJson = False,
@@ -25,14 +25,8 @@ def lock(
     The lockfile has the parts of the tokenizer, the template, what is certified, and the ids of a battery of texts and
     conversations. Commit it, and compare with `tokentape check` in CI or at a trainer's start.
     """
-    refuse_no_folder(path, "MODEL")
-    from rich.console import Console
-
-    from tokentape.audit._lock import make_lock, write_lock
-    from tokentape.store._location import refuse_output
-
     refuse_output(output, path, chat_template)
-    with Console(stderr=True).status("tokenizing"):
+    with working("tokenizing"):
         made = make_lock(path, chat_template=chat_template, template_kwargs=json_object(kwargs, "--kwargs"))
     write_lock(made, output)
     refused = sum(golden.ids is None for golden in made.goldens)

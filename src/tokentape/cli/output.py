@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
+from rich.console import Console
+from rich.status import Status
 
 from tokentape._durable import write_durably
-
-if TYPE_CHECKING:
-    from tokentape.audit._report import Report
-
-
-NOTHING_MEASURED = 3
-"""The exit code of a command that found nothing to measure, so that no gate takes that for a pass."""
+from tokentape.audit._report import Report, json_text
+from tokentape.cli.arguments import NOTHING_MEASURED
 
 
 def end(failed: bool, measured: int, what: str) -> NoReturn:
@@ -24,10 +21,13 @@ def end(failed: bool, measured: int, what: str) -> NoReturn:
     raise typer.Exit(1 if failed else 0 if measured else NOTHING_MEASURED)
 
 
+def working(what: str) -> Status:
+    """Show on stderr what a command does, for as long as the context lasts."""
+    return Console(stderr=True).status(what)
+
+
 def print_json(value: Any) -> None:
     """Print dataclasses, mappings and sequences as one line of ASCII JSON. NaN becomes null."""
-    from tokentape.audit._report import json_text
-
     typer.echo(json_text(value))
 
 

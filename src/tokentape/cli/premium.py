@@ -7,8 +7,12 @@ from typing import Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson, HtmlFile, refuse_no_folder
-from tokentape.cli.output import print_report
+from tokentape.audit._premium import measure_premium, premium_layout, read_corpus
+from tokentape.chat._tokenizer import Tokenizer
+from tokentape.cli.arguments import AsJson, HtmlFile, model_folder, option
+from tokentape.cli.output import print_report, working
+from tokentape.errors import InvalidRequest, NothingToMeasure
+from tokentape.store._location import refuse_output
 
 _CORPUS_HELP = (
     "Text files, one language each and named for it (de.txt), JSON lines with text and language, or folders of these; "
@@ -17,12 +21,12 @@ _CORPUS_HELP = (
 
 
 def premium(
-    paths: Annotated[list[Path], typer.Argument(metavar="TOKENIZER", help="Model folders with tokenizer.json.")],
-    corpus: Annotated[list[Path], typer.Option(metavar="FILE", exists=True, help=_CORPUS_HELP)],
+    paths: Annotated[list[Path], model_folder("Model folders with tokenizer.json.", "TOKENIZER")],
+    corpus: Annotated[list[Path], option(_CORPUS_HELP, "FILE", exists=True)],
     baseline: Annotated[
-        str | None, typer.Option(metavar="LANGUAGE", help="Give each language's tokens over this one's: translations.")
+        str | None, option("Give each language's tokens over this one's: translations.", "LANGUAGE")
     ] = None,
-    lines: Annotated[int | None, typer.Option(min=1, help="Read at most this many lines of each file.")] = None,
+    lines: Annotated[int | None, option("Read at most this many lines of each file.", min=1)] = None,
     html: HtmlFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -31,24 +35,13 @@ def premium(
     Several tokenizers are compared on the same texts. Texts are tokenized by themselves, without a chat template.
     Exits with 3 if there is no text.
     """
-    for path in paths:
-        refuse_no_folder(path, "TOKENIZER")
-
-    from rich.console import Console
-
-    from tokentape.audit._premium import measure_premium, premium_layout, read_corpus
-    from tokentape.chat._tokenizer import Tokenizer
-    from tokentape.errors import InvalidRequest, NothingToMeasure
-    from tokentape.store._location import refuse_output
-
-    if html is not None:
-        refuse_output(html, *paths, *corpus)
+    refuse_output(html, *paths, *corpus)
     names = [path.resolve().name for path in paths]
     tokenizers = {
         name if names.count(name) == 1 else str(path): Tokenizer.load(path)
         for name, path in zip(names, paths, strict=True)
     }
-    with Console(stderr=True).status("tokenizing"):
+    with working("tokenizing"):
         try:
             found = measure_premium(tokenizers, read_corpus(corpus, lines), baseline=baseline)
         except NothingToMeasure:

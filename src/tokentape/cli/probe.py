@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import aclosing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
-from tokentape.cli.arguments import AsJson, EngineKey, HtmlFile, TemplateKwargs, json_object, refuse_no_folder
+from tokentape.audit._probe.running import Header, ProbeFile, ProbeResult, ProbeSettings, header, run_trials
+from tokentape.audit._probe.summary import probe_layout, summarise
+from tokentape.audit._probe.trials import BUILT_IN, Trial, read_texts, trials
+from tokentape.audit._report import json_value
+from tokentape.chat import _grammar as grammar
+from tokentape.chat._renderer import Renderer
+from tokentape.cli.arguments import (
+    AsJson,
+    EngineKey,
+    HtmlFile,
+    TemplateKwargs,
+    existing_file,
+    flag,
+    json_object,
+    model_folder,
+    new_file,
+    option,
+)
 from tokentape.cli.output import end, print_report
-
-if TYPE_CHECKING:
-    from tokentape.audit._probe.running import Header, ProbeResult, ProbeSettings
-    from tokentape.audit._probe.trials import Trial
-    from tokentape.chat._renderer import Renderer
-    from tokentape.engines._base import Engine
+from tokentape.engines._base import Engine
+from tokentape.engines._opening import open_engine
+from tokentape.store._location import refuse_output
 
 _ENGINE_HELP = "vllm, sglang, llamacpp or openai: the server at --engine-url. Default: the model in this process."
 _TEXTS_HELP = (
@@ -24,29 +42,20 @@ _TEXTS_HELP = (
 
 
 def probe(
-    path: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Model folder: tokenizer and template, and weights unless served.")
-    ],
-    engine: Annotated[str | None, typer.Option(metavar="KIND", help=_ENGINE_HELP)] = None,
-    engine_url: Annotated[
-        str | None, typer.Option(metavar="URL", help="The server. A gateway is a server of kind vllm.")
-    ] = None,
+    path: Annotated[Path, model_folder("Model folder: tokenizer and template, and weights unless served.")],
+    engine: Annotated[str | None, option(_ENGINE_HELP, "KIND")] = None,
+    engine_url: Annotated[str | None, option("The server. A gateway is a server of kind vllm.", "URL")] = None,
     api_key: EngineKey = None,
-    texts: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help=_TEXTS_HELP)] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", dir_okay=False, help="JSONL of results; continues an old one."),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Run at most this many trials.")] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Samples of each task; needs a temperature.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of sampling, and of the words drawn.")] = 0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Per completion.")] = 512,
-    ban: Annotated[
-        bool, typer.Option("--ban", help="Sample each phantom edit again with its ids banned. Greedy only.")
-    ] = False,
+    texts: Annotated[Path | None, existing_file(_TEXTS_HELP)] = None,
+    output: Annotated[Path | None, new_file("JSONL of results; continues an old one.", "--output", "-o")] = None,
+    limit: Annotated[int | None, option("Run at most this many trials.", min=1)] = None,
+    repetitions: Annotated[int, option("Samples of each task; needs a temperature.", min=1)] = 1,
+    temperature: Annotated[float, option("0 is greedy.", min=0.0)] = 0.0,
+    seed: Annotated[int, option("Seed of sampling, and of the words drawn.")] = 0,
+    max_tokens: Annotated[int, option("Per completion.", min=1)] = 512,
+    ban: Annotated[bool, flag("Sample each phantom edit again with its ids banned. Greedy only.", "--ban")] = False,
     kwargs: TemplateKwargs = "{}",
-    concurrency: Annotated[int, typer.Option(min=1, help="Calls at a time.")] = 8,
+    concurrency: Annotated[int, option("Calls at a time.", min=1)] = 8,
     html: HtmlFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -54,7 +63,6 @@ def probe(
 
     The replacement task of arXiv 2601.14658. Exits with 1 if there were phantom edits, 3 if no sentence came back.
     """
-    refuse_no_folder(path, "MODEL")
     if (engine is None) != (engine_url is None):
         raise typer.BadParameter("--engine and --engine-url go together", param_hint="--engine")
     if repetitions > 1 and not temperature:
@@ -63,19 +71,8 @@ def probe(
         raise typer.BadParameter("ids are banned in greedy decoding only", param_hint="--ban")
     template_kwargs = json_object(kwargs, "--kwargs")
 
-    import asyncio
-
-    from tokentape.audit._probe.running import ProbeSettings
-    from tokentape.audit._probe.summary import probe_layout, summarise
-    from tokentape.audit._probe.trials import BUILT_IN, read_texts, trials
-    from tokentape.audit._report import json_value
-    from tokentape.chat._renderer import Renderer
-    from tokentape.store._location import refuse_output
-
-    if output is not None:
-        refuse_output(output, texts)
-    if html is not None:
-        refuse_output(html, path, texts, output)
+    refuse_output(output, texts)
+    refuse_output(html, path, texts, output)
     renderer = Renderer.load(path)
     asked = list(trials(read_texts(texts or BUILT_IN, seed=seed), repetitions=repetitions))[:limit]
 
@@ -103,14 +100,6 @@ async def _run(
     output: Path | None,
 ) -> tuple[Header, list[ProbeResult]]:
     """Return the header and the results, in order of the trials."""
-    from contextlib import aclosing, nullcontext
-
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from tokentape.audit._probe.running import ProbeFile, header, run_trials
-    from tokentape.chat import _grammar as grammar
-
     setup = grammar.setup(renderer.fingerprint, template_kwargs, tools=(), date=grammar.DATE)
     made = header(engine, renderer, setup, settings)
     place = {trial: at for at, trial in enumerate(asked)}
@@ -133,6 +122,5 @@ async def _open(kind: str | None, url: str | None, model: Path, vocab_size: int,
         from tokentape.engines._transformers import TransformersEngine
 
         return TransformersEngine.open(model)
-    from tokentape.engines._opening import open_engine
 
     return await open_engine(kind, url, vocab_size=vocab_size, api_key=api_key)

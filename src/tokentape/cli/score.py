@@ -6,17 +6,19 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from tokentape.cli.arguments import AsJson, EngineKey
+from tokentape.audit._scoring import ScoreReport, open_and_score, recorded_sessions
+from tokentape.cli.arguments import AsJson, EngineKey, existing_folder, flag, option
 from tokentape.cli.check_logprobs import cause_lines, numbers_line
-from tokentape.cli.output import end, print_json
-from tokentape.cli.source import RecordSource
-
-if TYPE_CHECKING:
-    from tokentape.audit._scoring import ScoreReport
+from tokentape.cli.extras import require
+from tokentape.cli.output import end, print_json, working
+from tokentape.cli.source import RecordSource, open_tokenizer
+from tokentape.client import Client
+from tokentape.errors import InvalidRequest
+from tokentape.store import open_record
 
 
 def score(
@@ -30,39 +32,33 @@ def score(
     ],
     engine: Annotated[
         Literal["transformers", "vllm", "sglang"],
-        typer.Option(help="transformers: the model's weights in this process. Others: at --engine-url."),
+        option("transformers: the model's weights in this process. Others: at --engine-url."),
     ] = "transformers",
-    engine_url: Annotated[str | None, typer.Option(metavar="URL", help="Base URL of the engine's server.")] = None,
+    engine_url: Annotated[str | None, option("Base URL of the engine's server.", "URL")] = None,
     model: Annotated[
         Path | None,
-        typer.Option(
-            exists=True,
-            file_okay=False,
-            help="Model folder: its tokenizer, and its weights with --engine transformers. Default: the record's.",
+        existing_folder(
+            "Model folder: its tokenizer, and its weights with --engine transformers. Default: the record's."
         ),
     ] = None,
     engine_model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="By which name the server serves it. Default: its first.")
+        str | None, option("By which name the server serves it. Default: its first.", "NAME")
     ] = None,
-    column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Default: sampler_logprobs, teacher_logprobs.")
-    ] = None,
+    column: Annotated[str | None, option("Default: sampler_logprobs, teacher_logprobs.", "NAME")] = None,
     teacher: Annotated[
-        bool, typer.Option("--teacher", help="The engine is not the model that sampled: nothing is compared.")
+        bool, flag("The engine is not the model that sampled: nothing is compared.", "--teacher")
     ] = False,
     precision: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option(
-            help="The lower one of the engine that sampled and this one, by which differences are judged. Default: "
+        option(
+            "The lower one of the engine that sampled and this one, by which differences are judged. Default: "
             "float32 with transformers, bfloat16 with a server."
         ),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Score turns too that have the column.")] = False,
-    concurrency: Annotated[int, typer.Option(min=1, metavar="N", help="Sessions scored at a time by a server.")] = 8,
+    again: Annotated[bool, flag("Score turns too that have the column.", "--again")] = False,
+    concurrency: Annotated[int, option("Sessions scored at a time by a server.", "N", min=1)] = 8,
     api_key: EngineKey = None,
-    gateway_key: Annotated[
-        str | None, typer.Option(envvar="TOKENTAPE_API_KEY", help="What the gateway wants as API key.")
-    ] = None,
+    gateway_key: Annotated[str | None, option("What the gateway wants as API key.", envvar="TOKENTAPE_API_KEY")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score the recorded ids with an engine, and keep the scores as a column per token.
@@ -87,12 +83,8 @@ def score(
         "options": {} if embedded else {"api_key": api_key},
     }
     if embedded:
-        from tokentape.cli.extras import require
-
         require("torch", "transformers", extra="hf")
     if location.startswith(("http://", "https://")):
-        from tokentape.client import Client
-
         if model is None:
             raise typer.BadParameter(
                 "name the model folder: a gateway does not say which one it is", param_hint="--model"
@@ -119,13 +111,6 @@ def score(
 def _of_store(
     location: str, engine: str, url: str | None, model: Path | None, *, again: bool, **asked: Any
 ) -> ScoreReport:
-    from rich.console import Console
-
-    from tokentape.audit._scoring import open_and_score, recorded_sessions
-    from tokentape.cli.model_folder import open_tokenizer
-    from tokentape.errors import InvalidRequest
-    from tokentape.store import open_record
-
     # Opened for writing, a record that does not exist would be made. Opened for reading, it is an error.
     open_record(location, read_only=True).close()
     with open_record(location) as store:
@@ -136,7 +121,7 @@ def _of_store(
             raise InvalidRequest(f"{folder} has another tokenizer than {source.name} was recorded with", "model")
         typer.echo(f"model: {folder}", err=True)
         sessions = recorded_sessions(store, asked["column"], again=again)
-        with Console(stderr=True).status("scoring"):
+        with working("scoring"):
             return asyncio.run(
                 open_and_score(sessions, lambda columns: store.write(*columns), engine, folder, url, **asked)
             )

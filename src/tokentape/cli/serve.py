@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
-from typer.main import get_command
 
 from tokentape.cli.extras import require
-from tokentape.errors import TokentapeError
-
-if TYPE_CHECKING:
-    from tokentape.config import Resolved, ServeConfig
-
-SAME_AS_SERVE = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Context settings of a command that also takes the arguments of `serve`."""
+from tokentape.cli.serving import serve_alone, serve_with_workers
+from tokentape.config import Resolved, ServeConfig, resolve, settings
+from tokentape.errors import InvalidRequest, TokentapeError
 
 
-class ServeCommand(TyperCommand):
-    """A command with an option for each setting, made when it is first needed: settings import most of the gateway."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, `--help` included."""
-        if not self.params:
-            self.params = _parameters()
-        return super().get_params(ctx)
-
-    def invoke(self, ctx: Any) -> None:
-        """Serve with the settings that the parameters make."""
-        run(config_of(ctx.params).config)
-
-
-def serve() -> None:
+def serve(**params: Any) -> None:
     """Serve a model over OpenAI's and Anthropic's APIs; record token-exactly.
 
     Every option can also be set in the environment or in a TOML file. `tokentape config show` with the same arguments
     prints the settings in force and where each came from.
     """
+    run(config_of(params).config)
 
 
 def run(config: ServeConfig) -> None:
@@ -54,8 +34,6 @@ def run(config: ServeConfig) -> None:
                 f"{error}. A server needs neither: tokentape serve MODEL --engine vllm --engine-url URL"
             ) from None
 
-    from tokentape.cli.serving import serve_alone, serve_with_workers
-
     if config.workers == 1:
         serve_alone(config)
     else:
@@ -67,9 +45,6 @@ def config_of(params: Mapping[str, Any]) -> Resolved:
 
     Raises `typer.BadParameter` if they make none.
     """
-    from tokentape.config import resolve
-    from tokentape.errors import InvalidRequest
-
     flags = {name.replace("__", "."): value for name, value in params.items()}
     file = flags.pop("config")
     for name in ("pin", "default"):
@@ -90,27 +65,12 @@ def config_of_serve(ctx: typer.Context) -> Resolved:
 
     Raises `click.UsageError` for what `serve` does not take.
     """
-    root = ctx.find_root().command
-    assert isinstance(root, typer.core.TyperGroup)
-    with root.commands["serve"].make_context("serve", list(ctx.args), parent=ctx.find_root()) as context:
+    root: Any = ctx.find_root()
+    with root.command.get_command(root, "serve").make_context("serve", list(ctx.args), parent=root) as context:
         return config_of(context.params)
 
 
-@cache
-def _parameters() -> list[Any]:
-    """Return the parameters of `serve`, which typer makes from a signature."""
-
-    def signed(**_: Any) -> None: ...
-
-    signed.__signature__ = Signature(list(_signature()))  # type: ignore[attr-defined]
-    app = typer.Typer(add_completion=False)
-    app.command()(signed)
-    return get_command(app).params
-
-
 def _signature() -> Iterator[Parameter]:
-    from tokentape.config import settings
-
     file = "Settings in TOML. Flags and TOKENTAPE_* variables take precedence. Default: tokentape.toml."
     yield _parameter("config", Path, typer.Option(metavar="FILE", help=file))
     for name, setting in settings().items():
@@ -130,3 +90,7 @@ def _parameter(name: str, kind: Any, option: Any) -> Parameter:
     # No parameter has a default: a setting that is not given is looked for in the environment and the file.
     annotation = Annotated[kind | None, option]
     return Parameter(name.replace(".", "__"), Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+# typer makes the options from the signature: one for each setting.
+serve.__signature__ = Signature(list(_signature()))  # type: ignore[attr-defined]

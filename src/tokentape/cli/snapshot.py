@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import Annotated, TypeAlias
 
 import typer
 
-from tokentape.cli.arguments import AsJson
+from tokentape.cli.arguments import AsJson, new_file, option
 from tokentape.cli.output import print_json
-
-if TYPE_CHECKING:
-    from tokentape.client import Client, SnapshotManifest
+from tokentape.client import Client, SnapshotManifest
+from tokentape.store._location import refuse_output
 
 snapshot = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Freeze sessions of a running gateway, take them out, drop them."
@@ -33,13 +32,9 @@ LOCAL = "http://127.0.0.1:8800"
 def create(
     url: Url = LOCAL,
     api_key: Key = None,
-    session: Annotated[list[str] | None, typer.Option(metavar="ID", help="Only this session; may be repeated.")] = None,
-    since: Annotated[
-        int | None, typer.Option(metavar="SNAPSHOT", help="Only what has changed since this snapshot.")
-    ] = None,
-    idle: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Only sessions without a turn for this long.")
-    ] = None,
+    session: Annotated[list[str] | None, option("Only this session; may be repeated.", "ID")] = None,
+    since: Annotated[int | None, option("Only what has changed since this snapshot.", "SNAPSHOT")] = None,
+    idle: Annotated[float | None, option("Only sessions without a turn for this long.", "SECONDS")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Freeze sessions as they are, and print the snapshot's id."""
@@ -72,7 +67,7 @@ def show(
 @snapshot.command(short_help="Write a snapshot to a file, and print its digest.")
 def export(
     snapshot_id: SnapshotId,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", dir_okay=False, help="File to write.")],
+    output: Annotated[Path, new_file("File to write.", "-o", "--output")],
     url: Url = LOCAL,
     api_key: Key = None,
 ) -> None:
@@ -80,8 +75,6 @@ def export(
 
     JSON lines for a file named .jsonl, else Parquet. The file appears under its name once it is whole.
     """
-    from tokentape.store._location import refuse_output
-
     refuse_output(output)
     with _client(url, api_key) as client:
         typer.echo(client.snapshot(snapshot_id).save(output))
@@ -117,8 +110,6 @@ def drop(snapshot_id: SnapshotId, url: Url = LOCAL, api_key: Key = None, as_json
 
 
 def _client(url: str, api_key: str | None) -> Client:
-    from tokentape.client import Client
-
     return Client(url, api_key=api_key, timeout=600, max_retries=0)
 
 

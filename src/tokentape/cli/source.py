@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from tokentape.audit._id_rows import Columns, IdRow
-    from tokentape.store import Store
-    from tokentape.store._served_model import ServedModel
+from tokentape.audit._id_rows import Columns, IdRow, iter_rows, store_rows
+from tokentape.chat._tokenizer import Tokenizer
+from tokentape.errors import InvalidRequest
+from tokentape.store import Store
+from tokentape.store._location import is_record, open_record, served_model, shown
+from tokentape.store._served_model import ServedModel, served_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +26,14 @@ class RecordSource:
     @property
     def name(self) -> str:
         """The location as it may be shown."""
-        from tokentape.store._location import shown
-
         return shown(self.location)
 
     def served_model(self) -> ServedModel | None:
         """Which model the record was made with last; None if nothing says so, as of a file."""
-        from tokentape.store._location import served_model
-
         return None if self.store is None else served_model(self.location, self.store)
 
     def rows(self, columns: Columns) -> Iterator[IdRow]:
         """Return the sequences of ids. `columns` are those of a file in another format. Raises as `iter_rows`."""
-        from tokentape.audit._id_rows import iter_rows, store_rows
-
         return iter_rows(self.location, columns) if self.store is None else store_rows(self.store)
 
 
@@ -47,10 +43,27 @@ def open_source(location: str) -> Iterator[RecordSource]:
 
     Raises as `open_record`; files are opened when they are read.
     """
-    from tokentape.store._location import is_record, open_record
-
     if not is_record(location):
         yield RecordSource(location, None)
         return
     with open_record(location, read_only=True) as store:
         yield RecordSource(location, store)
+
+
+def open_tokenizer(named: Path | None, *sources: RecordSource, option: str = "--tokenizer") -> tuple[Path, Tokenizer]:
+    """Return the `named` folder with its tokenizer, or those that a record among `sources` was served with.
+
+    Raises `InvalidRequest` if nothing names a folder, or if its tokenizer is gone or has changed since. `option` is the
+    option that names it.
+    """
+    if named is not None:
+        return named, Tokenizer.load(named)
+    for source in sources:
+        if served := source.served_model():
+            found = served_tokenizer(served)
+            if isinstance(found, str):
+                raise InvalidRequest(f"{source.name}: {found}; name the model folder with {option}")
+            return Path(served.folder), found
+    raise InvalidRequest(
+        f"nothing says which tokenizer the ids are of (a file never does); name its model folder with {option}"
+    )

@@ -9,31 +9,23 @@ from typing import Annotated
 
 import typer
 
-from tokentape.cli.arguments import AsJson, StoreLocation
-from tokentape.cli.output import end, print_json
+from tokentape.cli.arguments import AsJson, StoreLocation, existing_file, flag, new_file
+from tokentape.cli.output import end, print_json, working
+from tokentape.store._head import read_head
+from tokentape.store._location import refuse_output
+from tokentape.store._verify import verify as check
 
 
 def verify(
     store: StoreLocation,
-    head_out: Annotated[
-        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write a head of the record to this file.")
-    ] = None,
-    sign: Annotated[
-        Path | None,
-        typer.Option(metavar="KEY", exists=True, dir_okay=False, help="Sign it: Ed25519 private key, PEM file."),
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(metavar="HEAD", exists=True, dir_okay=False, help="Find what was changed since this head."),
-    ] = None,
+    head_out: Annotated[Path | None, new_file("Write a head of the record to this file.")] = None,
+    sign: Annotated[Path | None, existing_file("Sign it: Ed25519 private key, PEM file.", "KEY")] = None,
+    against: Annotated[Path | None, existing_file("Find what was changed since this head.", "HEAD")] = None,
     public_key: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="KEY", exists=True, dir_okay=False, help="Refuse a head not signed by this key: public, PEM file."
-        ),
+        Path | None, existing_file("Refuse a head not signed by this key: public, PEM file.", "KEY")
     ] = None,
     nothing_added: Annotated[
-        bool, typer.Option("--nothing-added", help="Sessions or parts added since the head are findings too.")
+        bool, flag("Sessions or parts added since the head are findings too.", "--nothing-added")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -49,20 +41,13 @@ def verify(
     An unsigned head proves nothing by itself: whoever can replace it can make one of a changed record. Compare its
     digest with one that you wrote down elsewhere, or sign it.
     """
-    from rich.console import Console
-
-    from tokentape.store._head import read_head
-    from tokentape.store._location import refuse_output
-    from tokentape.store._verify import verify as check
-
     if sign and not head_out:
         raise typer.BadParameter("needs --head-out.", param_hint="--sign")
     if (public_key or nothing_added) and not against:
         raise typer.BadParameter("needs --against.", param_hint="--public-key" if public_key else "--nothing-added")
-    if head_out is not None:
-        refuse_output(head_out, against, public_key)
+    refuse_output(head_out, against, public_key)
     head = None if against is None else read_head(against, public_key)
-    with Console(stderr=True).status("checking every hash and rule"):
+    with working("checking every hash and rule"):
         report = check(store, against=head, nothing_added=nothing_added, head_out=head_out, sign=sign)
     if as_json:
         print_json({"ok": report.ok, **asdict(report)})

@@ -4,79 +4,65 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
+import webbrowser
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from starlette.middleware import Middleware
 
 from tokentape._durable import write_durably
-from tokentape.cli.arguments import ANY_RECORD, there
+from tokentape.cli.arguments import existing_folder, flag, new_file, option, record_or_file
 from tokentape.cli.source import open_source
 from tokentape.errors import InvalidRequest
+from tokentape.gateway._hosts import THIS_MACHINE, AllowedHosts
+from tokentape.gateway._serve import serve
+from tokentape.store._location import refuse_output
+from tokentape.viewer._app import create_app, file_viewer, key_visit, store_viewer
+from tokentape.viewer._export import export_page
+from tokentape.viewer._routes import PAGE
 
 _ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 """What listens on all addresses of this machine, and loopback of its kind."""
 
 
 def view(
-    location: Annotated[
-        str,
-        typer.Argument(
-            metavar="STORE_OR_FILE",
-            callback=there,
-            help=f"{ANY_RECORD} Or a .parquet or .jsonl file of trajectories.",
-        ),
-    ],
+    location: Annotated[str, record_or_file("a .parquet or .jsonl file of trajectories.")],
     tokenizer: Annotated[
         Path | None,
-        typer.Option(
-            "--tokenizer",
-            exists=True,
-            file_okay=False,
-            help="Model folder to read ids with. A data directory knows the one that was served last.",
+        existing_folder(
+            "Model folder to read ids with. A data directory knows the one that was served last.", None, "--tokenizer"
         ),
     ] = None,
     host: Annotated[
         str,
-        typer.Option(
-            help="Address to listen on. Beyond this machine the page asks for a key, which is printed. Key and prompts "
+        option(
+            "Address to listen on. Beyond this machine the page asks for a key, which is printed. Key and prompts "
             "travel over plain HTTP: where others can listen, forward the port with ssh instead."
         ),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    port: Annotated[int, option("0 takes a free one.", min=0, max=65535)] = 0,
     export: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            dir_okay=False,
-            help="Write one HTML file instead of serving: the run, the newest 500 sessions, and their tokens while the "
-            "file is smaller than 64 MiB.",
+        new_file(
+            "Write one HTML file instead of serving: the run, the newest 500 sessions, and their tokens while the "
+            "file is smaller than 64 MiB."
         ),
     ] = None,
-    session: Annotated[
-        str | None, typer.Option(metavar="ID", help="With --export: only this session, with every comparison.")
-    ] = None,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+    session: Annotated[str | None, option("With --export: only this session, with every comparison.", "ID")] = None,
+    browser: Annotated[bool, flag("Open the page in a browser.", "--browser/--no-browser")] = True,
 ) -> None:
     """Look at trajectories token by token, in a browser.
 
     Serves the page on this machine only, unless --host names another address, until it is interrupted. A gateway serves
     the same page of its own record at /view.
     """
-    from starlette.middleware import Middleware
-
-    from tokentape.gateway._hosts import THIS_MACHINE, AllowedHosts
-    from tokentape.gateway._serve import serve
-    from tokentape.store._location import refuse_output
-    from tokentape.viewer._app import create_app, file_viewer, key_visit, store_viewer
-    from tokentape.viewer._routes import PAGE
-
     if session is not None and export is None:
         raise InvalidRequest("--session goes with --export FILE")
-    if export is not None:
-        refuse_output(export, location, tokenizer)
+    refuse_output(export, location, tokenizer)
 
     def ready(url: str) -> None:
         if host in _ALL_ADDRESSES:
@@ -87,8 +73,6 @@ def view(
         typer.echo(f"{url}{PAGE}")
         if browser:
             # webbrowser waits for browsers of the terminal; serving must go on meanwhile.
-            import threading
-            import webbrowser
 
             threading.Thread(target=webbrowser.open, args=(url + PAGE,), daemon=True).start()
 
@@ -101,8 +85,6 @@ def view(
         if viewer.reader.tokenizer is None:
             typer.echo(f"{viewer.reader.why_none}: showing ids only; name a model folder with --tokenizer", err=True)
         if export is not None:
-            from tokentape.viewer._export import export_page
-
             made = export_page(viewer, session)
             write_durably(export, made.html)
             counts = f"{made.whole}, listed without: {made.listed - made.whole}, left out: {made.total - made.listed}"

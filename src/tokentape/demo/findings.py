@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tokentape._session.files import read_trajectories, write_trajectories
+from tokentape.audit._drift.meter import measure_drift
+from tokentape.audit._drift.report import Example
+from tokentape.audit._drift.rerender import through_messages
+from tokentape.audit._id_rows import session_rows
+from tokentape.audit._tokendiff import retokenized
 from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
-from tokentape.demo.drift import RetokenizationDrift, retokenization_drift, turns_unlike_engine
-from tokentape.errors import Conflict
+from tokentape.errors import Conflict, TemplateRefused
 from tokentape.store import SqliteStore, StoredSession, verify
 from tokentape.store._served_model import ServedModel, write_served_model
+from tokentape.types import Trajectory
 
 RECORDED = Path(__file__).parent / "recorded"
 """A run that `scripts/record_demo.py` recorded: its database, and hashes of the calls in the engine's log."""
@@ -30,7 +39,19 @@ class Group:
     sessions: int
     streamed: int
     solved: int
-    drift: RetokenizationDrift
+    completions: int
+    changed_completions: int
+    """Completions that decoding and encoding would change."""
+    tokens: int
+    """Sampled tokens."""
+    changed_tokens: int
+    trajectories: int
+    retokenized_trajectories: int
+    """Trajectories with other ids after encoding their own text."""
+    rerendered_trajectories: int
+    """Trajectories with other ids after rendering their messages. Templates rewrite history, too."""
+    example: Example | None
+    """A changed word, or what else had the most ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +76,6 @@ class DemoReport:
     def exact(self) -> bool:
         """Whether the record is what was sampled."""
         return not self.turns_unlike_engine and not self.findings
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain values."""
-        return {
-            **asdict(self),
-            "directory": str(self.directory),
-            "trajectories_file": str(self.trajectories_file),
-            "exact": self.exact,
-        }
 
 
 def new_directory() -> Path:
@@ -113,16 +125,68 @@ def examine(directory: Path, renderer: Renderer, calls: Iterable[str], seconds: 
 
 
 def _groups(renderer: Renderer, stored: list[StoredSession]) -> tuple[Group, ...]:
-    groups = []
-    for temperature in sorted({one.info.metadata["temperature"] for one in stored}):
-        own = [one for one in stored if one.info.metadata["temperature"] == temperature]
-        groups.append(
-            Group(
-                temperature=temperature,
-                sessions=len(own),
-                streamed=sum(one.info.metadata["stream"] for one in own),
-                solved=sum(any(reward.value > 0 for reward in one.rewards) for one in own),
-                drift=retokenization_drift(renderer, own),
+    temperatures = sorted({one.info.metadata["temperature"] for one in stored})
+    return tuple(
+        group_of(renderer, temperature, [one for one in stored if one.info.metadata["temperature"] == temperature])
+        for temperature in temperatures
+    )
+
+
+def group_of(renderer: Renderer, temperature: float, sessions: list[StoredSession]) -> Group:
+    """Retokenize every completion, render every branch again, and compare with the recorded ids."""
+    tokenizer = renderer.tokenizer
+    drift = measure_drift((row for one in sessions for row in session_rows(one)), tokenizer)
+    branches = [(one, trajectory) for one in sessions for trajectory in one.trajectories()]
+    return Group(
+        temperature=temperature,
+        sessions=len(sessions),
+        streamed=sum(bool(one.info.metadata.get("stream")) for one in sessions),
+        solved=sum(any(reward.value > 0 for reward in one.rewards) for one in sessions),
+        completions=drift.completions.total,
+        changed_completions=drift.completions.changed,
+        tokens=drift.tokens.total,
+        changed_tokens=drift.tokens.changed,
+        trajectories=len(branches),
+        retokenized_trajectories=sum(
+            not np.array_equal(one.token_ids, retokenized(tokenizer, one.token_ids)) for _, one in branches
+        ),
+        rerendered_trajectories=sum(not _comes_back(renderer, stored, one) for stored, one in branches),
+        example=max(drift.examples, key=_how_telling, default=None),
+    )
+
+
+def _how_telling(example: Example) -> tuple[bool, int]:
+    return "".join(example.sampled_pieces).isalpha(), len(example.sampled)
+
+
+def _comes_back(renderer: Renderer, stored: StoredSession, one: Trajectory) -> bool:
+    """Return whether rendering the messages of a branch gives its ids."""
+    path = stored.tree().path(one.leaf)
+    try:
+        return np.array_equal(one.token_ids, through_messages(renderer, path, stored.setups[path[-1].setup]))
+    except TemplateRefused:
+        return False
+
+
+def turns_unlike_engine(trajectories: Iterable[Trajectory], calls: Iterable[str]) -> int:
+    """Count the recorded turns that are not, bit for bit, a call in the engine's own log: prompt, ids, logprobs.
+
+    `calls` are the `call_digest` of each.
+
+    A turn's prompt is its whole trajectory before its first sampled token. So 0 also says that every context is the
+    context before it + what was sampled there + the bridge.
+    """
+    recorded: dict[tuple[str, int], str] = {}
+    for one in trajectories:
+        for seq, start, end in zip(one.turns, one.completion_starts, one.completion_ends, strict=True):
+            recorded[one.session_id, seq] = call_digest(
+                one.token_ids[:start], one.token_ids[start:end], one.logprobs[start:end]
             )
-        )
-    return tuple(groups)
+    return (Counter(recorded.values()) - Counter(calls)).total()
+
+
+def call_digest(prompt_ids: Any, token_ids: Any, logprobs: Any) -> str:
+    """Return the hex SHA-256 of what one call of an engine was sent and sampled."""
+    prompt, ids = np.asarray(prompt_ids, np.int32), np.asarray(token_ids, np.int32)
+    arrays = (prompt, ids, np.asarray(logprobs, np.float32))
+    return sha256(b"".join([len(prompt).to_bytes(8, "little"), *(one.tobytes() for one in arrays)])).hexdigest()

@@ -14,8 +14,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.client import Client
 from tokentape.demo import MODEL
 from tokentape.demo.agent import Conversation, solve
-from tokentape.demo.drift import call_digest
-from tokentape.demo.findings import DemoReport, examine, refuse_used
+from tokentape.demo.findings import DemoReport, call_digest, examine, refuse_used
 from tokentape.demo.tasks import Task, is_solved, sample_tasks
 from tokentape.engines._transformers import FinishedSample, TransformersEngine
 from tokentape.gateway._serving import serving

@@ -41,12 +41,14 @@ def open_record(
     return SqliteStore.open(location, synchronous=synchronous, read_only=read_only)
 
 
-def refuse_output(path: Path, *inputs: str | Path | None) -> None:
-    """Raise `InvalidRequest` unless a command that reads `inputs` may write to the file `path`.
+def refuse_output(path: Path | None, *inputs: str | Path | None) -> None:
+    """Raise `InvalidRequest` unless a command that reads `inputs` may write to the file `path`, if one is named.
 
     Its folder must be there. It may not replace an input, a file of any record, or, except for lockfiles and reports, a
     file in a folder that is an input.
     """
+    if path is None:
+        return
     target = path.resolve()
     folder = target.parent
     if not folder.is_dir():

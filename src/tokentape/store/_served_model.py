@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import StoreCorrupt
 
 MODEL_NAME = "model.json"
@@ -42,3 +43,15 @@ def read_served_model(directory: str | Path) -> ServedModel | None:
         return ServedModel(**json.loads(path.read_bytes()))
     except (TypeError, ValueError):
         raise StoreCorrupt(f"{path} is damaged; delete it and name the model folder instead") from None
+
+
+def served_tokenizer(served: ServedModel | None) -> Tokenizer | str:
+    """Return the tokenizer that a record was served with, or the reason why there is none."""
+    if served is None:
+        return "this record doesn't say which model was served"
+    if not (Path(served.folder) / "tokenizer.json").is_file():
+        return f"the tokenizer is no longer in {served.folder}"
+    tokenizer = Tokenizer.load(served.folder)
+    if tokenizer.sha256 != served.tokenizer_sha256:
+        return f"the tokenizer in {served.folder} has changed since"
+    return tokenizer

@@ -27,7 +27,7 @@ def create_app(viewer: Viewer, middleware: list[Middleware] | None = None) -> St
     """Return an application that serves only the viewer."""
     return Starlette(
         routes=routes(viewer),
-        exception_handlers={TokentapeError: _error, HTTPException: _http_error},
+        exception_handlers={TokentapeError: _error, HTTPException: _error},
         middleware=middleware,
     )
 
@@ -63,15 +63,10 @@ def key_visit(key: str) -> Visit:
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, TokentapeError)
-    return _told(str(error), error.code, error.status)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _told("there is nothing at this path, or not with this method", "not_found", error.status_code)
-
-
-def _told(message: str, code: str, status: int) -> Response:
+    message, code, status = "there is nothing at this path, or not with this method", "not_found", 404
+    if isinstance(error, TokentapeError):
+        message, code, status = str(error), error.code, error.status
+    elif isinstance(error, HTTPException):
+        status = error.status_code
     body = msgspec.json.encode({"error": {"message": message, "code": code}})
     return Response(body, status, SECURITY, "application/json")

@@ -24,11 +24,7 @@ _KINDS = {"u1": "|u1", "i4": "<i4", "f4": "<f4"}
 
 
 def pack(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """Return `meta` and `arrays` (uint8, bool, int32 or float32, one-dimensional) as one reply.
-
-    >>> unpack(pack({"leaf": 3}, {"ids": np.array([1, 2], np.int32)}))["ids"].tolist()
-    [1, 2]
-    """
+    """Return `meta` and `arrays` (uint8, bool, int32 or float32, one-dimensional) as one reply."""
     layout: dict[str, Any] = {}
     pieces: list[bytes] = []
     offset = 0
@@ -43,21 +39,3 @@ def pack(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> byt
     header = json.dumps({**meta, "arrays": layout}, allow_nan=False).encode()
     head = MAGIC + len(header).to_bytes(4, "little") + header
     return b"".join([head, bytes(-len(head) % _ALIGNED), *pieces])
-
-
-def unpack(data: bytes) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of what `pack` made, over the same bytes."""
-    size = int.from_bytes(data[4:8], "little")
-    if data[:4] != MAGIC or len(data) < 8 + size:
-        raise ValueError("these are not packed arrays")
-    header, base = json.loads(data[8 : 8 + size]), 8 + size + -(8 + size) % _ALIGNED
-    return {
-        name: np.frombuffer(data, _KINDS[one["dtype"]], one["length"], base + one["offset"])
-        for name, one in header["arrays"].items()
-    }
-
-
-def header(data: bytes) -> dict[str, Any]:
-    """Return the header of what `pack` made."""
-    found: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[4:8], "little")])
-    return found

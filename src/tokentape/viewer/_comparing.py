@@ -13,7 +13,7 @@ from tokentape.audit._tokendiff import ARTIFACTS, KINDS, Difference, compare, re
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokenizerUnusable
-from tokentape.store._served_model import ServedModel
+from tokentape.store._served_model import ServedModel, served_tokenizer
 from tokentape.types import Trajectory
 from tokentape.viewer._binary import pack
 from tokentape.viewer._file_source import ViewerSource
@@ -57,17 +57,12 @@ def reader_of(served: ServedModel | None, folder: Path | None = None) -> RecordR
 
     A renderer is used only if it is bit for bit the one that the record was made with.
     """
+    tokenizer = served_tokenizer(served) if folder is None else Tokenizer.load(folder)
+    if isinstance(tokenizer, str):
+        return RecordReader(why_none=tokenizer)
     if folder is None:
-        if served is None:
-            return RecordReader(why_none="this record doesn't say which model was served")
+        assert served is not None
         folder = Path(served.folder)
-        if not (folder / "tokenizer.json").is_file():
-            return RecordReader(why_none=f"the tokenizer is no longer in {folder}")
-        tokenizer = Tokenizer.load(folder)
-        if tokenizer.sha256 != served.tokenizer_sha256:
-            return RecordReader(why_none=f"the tokenizer in {folder} has changed since")
-    else:
-        tokenizer = Tokenizer.load(folder)
     try:
         renderer = Renderer.load(folder)
     except TokenizerUnusable:

@@ -187,13 +187,6 @@ def _text(metadata: Any) -> str:
 
 
 def _sort_value(sort: SortKey, one: SessionSummary) -> Any:
-    match sort:
-        case "created":
-            return one.position
-        case "session":
-            return one.info.session_id
-        case "reward":
-            return one.reward or 0.0
-        case "sampled":
-            return one.sampled_tokens
-    return getattr(one, sort)
+    if sort == "session":
+        return one.info.session_id
+    return getattr(one, {"created": "position", "sampled": "sampled_tokens"}.get(sort, sort)) or 0

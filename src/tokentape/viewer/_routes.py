@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias, get_args
@@ -163,47 +163,37 @@ def routes(viewer: Viewer) -> list[Route]:
 
         return _json(await asyncio.to_thread(found))
 
-    async def seen(request: Request) -> SessionView | Response:
-        """Return the session in the path, or a 304 response if the page has this version."""
-        session_id = request.path_params["session_id"]
-        _, version = await _version(source, viewer.visit(request), session_id)
-        if request.headers.get("if-none-match") == _etag(version):
-            return Response(status_code=304, headers={**_PRIVATE, "ETag": _etag(version)})
-        return await asyncio.to_thread(load, session_id, version)
+    def of_session(answer: Callable[[Request, SessionView], Response]) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint for the session in the path: status 304 if the page has this version."""
 
-    async def session(request: Request) -> Response:
-        view = await seen(request)
-        if isinstance(view, Response):
-            return view
-        return _json(await asyncio.to_thread(views.tree, view), view.version)
+        async def endpoint(request: Request) -> Response:
+            session_id = request.path_params["session_id"]
+            _, version = await _version(source, viewer.visit(request), session_id)
+            if request.headers.get("if-none-match") == _etag(version):
+                return Response(status_code=304, headers={**_PRIVATE, "ETag": _etag(version)})
+            return await asyncio.to_thread(lambda: answer(request, load(session_id, version)))
 
-    async def leaf(request: Request) -> Response:
-        start = _number(request, "from", 0, 2**63 - 1)
-        view = await seen(request)
-        if isinstance(view, Response):
-            return view
+        return endpoint
+
+    def session(request: Request, view: SessionView) -> Response:
+        return _json(views.tree(view), view.version)
+
+    def leaf(request: Request, view: SessionView) -> Response:
         shown = _shown(view, request)
-        start = min(start, len(shown.token_ids))
-        data = await asyncio.to_thread(views.trajectory, view, shown, reader.tokenizer, start)
-        return _binary(data, view.version)
+        start = min(_number(request, "from", 0, 2**63 - 1), len(shown.token_ids))
+        return _binary(views.trajectory(view, shown, reader.tokenizer, start), view.version)
 
-    async def alternatives(request: Request) -> Response:
-        view, turn = await seen(request), request.path_params["turn"]
-        if isinstance(view, Response):
-            return view
+    def alternatives(request: Request, view: SessionView) -> Response:
+        turn = request.path_params["turn"]
         if turn not in {str(node.seq) for node in view.turns}:
             raise NotFound(f"session {view.info.session_id!r} has no turn {turn[:40]!r}")
         return _json({"alternatives": views.alternatives(view, int(turn), reader.tokenizer)}, view.version)
 
-    async def compared(request: Request) -> Response:
+    def compared(request: Request, view: SessionView) -> Response:
         side = request.query_params.get("with", AGAINST[0])
         if side not in AGAINST and not side.startswith(BRANCH):
             raise InvalidRequest(f"with must be {', '.join(AGAINST)} or {BRANCH} and the last turn of a branch", "with")
-        view = await seen(request)
-        if isinstance(view, Response):
-            return view
-        data = await asyncio.to_thread(comparison, reader, view, _shown(view, request), side)
-        return _binary(data, view.version)
+        return _binary(comparison(reader, view, _shown(view, request), side), view.version)
 
     async def overview(request: Request) -> Response:
         visitor = viewer.visit(request)
@@ -213,20 +203,21 @@ def routes(viewer: Viewer) -> list[Route]:
             raise Forbidden("metrics are for admin keys")
         return _json(viewer.overview())
 
-    return [
-        Route("/", to_page, methods=["GET"]),
-        Route(PAGE, page, methods=["GET"]),
-        Route(PAGE + "/static/{name}", static, methods=["GET"]),
-        Route(API + "/about", about, methods=["GET"]),
-        Route(API + "/overview", overview, methods=["GET"]),
-        Route(API + "/run", run, methods=["GET"]),
-        Route(API + "/measures", measure, methods=["GET"]),
-        Route(API + "/sessions", sessions, methods=["GET"]),
-        Route(SESSION, session, methods=["GET"]),
-        Route(LEAF, leaf, methods=["GET"]),
-        Route(LEAF + "/comparison", compared, methods=["GET"]),
-        Route(ALTERNATIVES, alternatives, methods=["GET"]),
-    ]
+    endpoints = {
+        "/": to_page,
+        PAGE: page,
+        PAGE + "/static/{name}": static,
+        API + "/about": about,
+        API + "/overview": overview,
+        API + "/run": run,
+        API + "/measures": measure,
+        API + "/sessions": sessions,
+        SESSION: of_session(session),
+        LEAF: of_session(leaf),
+        LEAF + "/comparison": of_session(compared),
+        ALTERNATIVES: of_session(alternatives),
+    }
+    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
 
 
 def about_of(viewer: Viewer, visitor: Visitor) -> dict[str, Any]:

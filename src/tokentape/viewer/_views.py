@@ -31,28 +31,14 @@ def as_json(value: Any) -> bytes:
 
 
 def listed(one: SessionSummary) -> dict[str, Any]:
-    return {
-        "session_id": one.info.session_id,
-        "created_at": one.info.created_at,
-        "last_at": one.last_at,
-        "metadata": one.info.metadata,
-        "owner": one.info.owner,
-        "turns": one.turns,
-        "forks": one.forks,
-        "aborted": one.aborted,
-        "tokens": one.tokens,
-        "sampled_tokens": one.sampled_tokens,
-        "reward": one.reward,
-    }
+    found = asdict(one)
+    return {**found.pop("info"), **found}
 
 
 def tree(view: SessionView) -> dict[str, Any]:
     """Return a session's turns and leaves, without text and ids."""
     return {
-        "session_id": view.info.session_id,
-        "created_at": view.info.created_at,
-        "metadata": view.info.metadata,
-        "owner": view.info.owner,
+        **asdict(view.info),
         "turns": [asdict(node) for node in view.turns],
         "leaves": [
             {
@@ -149,19 +135,12 @@ def _turns(view: SessionView, shown: Trajectory) -> list[dict[str, Any]]:
         reward = float(shown.turn_rewards[n])
         found.append(
             {
-                "seq": seq,
+                **asdict(node),
                 "start": before,
                 "completion_start": completion_start,
                 "end": end,
-                "fork": node.fork,
-                "parent": node.parent,
-                "finish_reason": node.finish_reason,
-                "stop": node.stop,
-                "engine": node.engine,
-                "weight_version": node.weight_version,
                 "sampled_from": sampled and asdict(sampled),
                 "logprobs_of": recorded and asdict(recorded),
-                "created_at": node.created_at,
                 "alternatives": seq in recorded_alternatives,
                 "reward": None if math.isnan(reward) else reward,
                 "trained": bool(shown.loss_mask[completion_start:end].any()),

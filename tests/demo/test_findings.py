@@ -11,7 +11,7 @@ from tests.records import make_turn
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
 from tokentape.chat._renderer import Renderer
-from tokentape.demo.drift import call_digest, retokenization_drift, turns_unlike_engine
+from tokentape.demo.findings import call_digest, group_of, turns_unlike_engine
 from tokentape.store import StoredSession
 from tokentape.types import Provenance, SessionInfo, Setup, Trajectory
 
@@ -48,21 +48,21 @@ def recorded(renderer: Renderer, setup: Setup, content: str, completion: list[in
 
 def test_a_canonical_completion_has_no_drift(renderer: Renderer, setup: Setup) -> None:
     session = recorded(renderer, setup, "They cost 12.", ids_of(renderer, "They cost 12.<|im_end|>"))
-    drift = retokenization_drift(renderer, [session])
+    drift = group_of(renderer, 1.0, [session])
     assert (drift.completions, drift.changed_completions, drift.changed_tokens) == (1, 0, 0)
     assert (drift.trajectories, drift.retokenized_trajectories, drift.rerendered_trajectories) == (1, 0, 0)
-    assert drift.longest is None
+    assert drift.example is None
 
 
 def test_a_completion_split_otherwise_is_counted_and_shown(renderer: Renderer, setup: Setup) -> None:
     sampled = ids_of(renderer, "They", " co", "st", " 12.<|im_end|>")
     whole = ids_of(renderer, " cost")
-    drift = retokenization_drift(renderer, [recorded(renderer, setup, "They cost 12.", sampled)])
+    drift = group_of(renderer, 1.0, [recorded(renderer, setup, "They cost 12.", sampled)])
     assert (drift.changed_completions, drift.changed_tokens) == (1, len(ids_of(renderer, " co", "st")))
     assert (drift.retokenized_trajectories, drift.rerendered_trajectories) == (1, 1)
-    assert drift.longest is not None
-    assert drift.longest.sampled == tuple(ids_of(renderer, " co", "st"))
-    assert drift.longest.retokenized == tuple(whole)
+    assert drift.example is not None
+    assert drift.example.sampled == tuple(ids_of(renderer, " co", "st"))
+    assert drift.example.retokenized == tuple(whole)
 
 
 @pytest.fixture
