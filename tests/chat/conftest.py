@@ -69,7 +69,6 @@ OFTEN_CERTIFIED = (
     "glm4_5/templates/key-value.jinja",
     "gpt_oss/templates/gpt-oss.jinja",
     "mistral_v3_spm/templates/v3_spm.jinja",
-    "nemotron3/templates/forced-thinking.jinja",
     "qwen3/templates/Qwen3.jinja",
     "unigram/templates/roles.jinja",
 )

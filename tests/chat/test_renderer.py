@@ -21,7 +21,9 @@ from tests.chat.conftest import (
 from tests.chat.oracle import ANSWER, CONVERSATIONS, QUESTION, SYSTEM, by_transformers
 from tests.searching import examples
 from tokentape.chat._renderer import Renderer
+from tokentape.chat._sandbox import Sandbox
 from tokentape.chat._template import ChatTemplate
+from tokentape.chat._template import _compile as compiled_template
 from tokentape.errors import TemplateRefused
 from tokentape.types import Provenance
 
@@ -273,3 +275,24 @@ def test_a_call_without_content_is_rendered_where_the_template_wants_a_text() ->
     empty = {**calling, "content": ""}
     rendered, expected = (renderer.render([question, one, result(1)], (ADD,)).ids for one in (calling, empty))
     assert rendered.tolist() == expected.tolist()
+
+
+def test_a_template_is_compiled_once_and_keeps_nothing_of_a_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    real = Sandbox.compiled
+
+    def counted(self: Sandbox, source: str) -> Any:
+        compiled.append(source)
+        return real(self, source)
+
+    monkeypatch.setattr(Sandbox, "compiled", counted)
+    compiled_template.cache_clear()
+    source = "{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }} {{ messages[0].content }}"
+    written = [
+        ChatTemplate(source).render(
+            [{"role": "user", "content": said}], tools=(), add_generation_prompt=True, date="2026-01-01", variables={}
+        )
+        for said in "ab"
+    ]
+    assert written == ["1 a", "1 b"]
+    assert compiled == [source]

@@ -205,7 +205,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ("tells", "options", "verdict"),
     [
         ({}, [], "exact"),
-        ({"tokenizes": False}, [], "exact, model unverified"),
+        pytest.param({"tokenizes": False}, [], "exact, model unverified", marks=pytest.mark.slow),
         pytest.param({"name": "policy", "root": None}, [], "exact, model unverified", marks=pytest.mark.slow),
         pytest.param({"name": "policy", "root": None}, ["--engine-model", "policy"], "exact", marks=pytest.mark.slow),
         pytest.param(

@@ -62,6 +62,7 @@ def test_what_skyrl_gets_is_what_its_engines_sampled(engines: live.SkyRlClient) 
     assert output["is_last_step"] == [True, False, True, True, True, True]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("failed", [5, 6, 7])
 def test_a_prompt_with_a_failed_rollout_is_not_trained(engines: live.SkyRlClient, failed: int) -> None:
     output = generated(engines, {"a": [0, failed], "b": [3]})

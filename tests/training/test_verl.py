@@ -146,6 +146,7 @@ def test_without_a_call_there_is_no_output_and_without_a_reward_verl_finds_it(se
     assert output.extra_fields["reward_extra_info"] == {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", [{"temperature": 0}, {"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 20}])
 def test_validation_with_settings_of_its_own_has_no_logprobs(servers: Servers, setting: dict[str, float]) -> None:
     (output,) = ran(loop_of(servers, rollout={"logprobs_mode": "raw_logprobs"}), 0, SAMPLING | setting)
