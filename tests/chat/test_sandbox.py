@@ -147,6 +147,7 @@ HUGE = [
     "{{ (['a' * 100000] * 100000) | tojson }}",
     "{{ (['a' * 100000] * 100000) | join }}",
     "{{ [[[1] * 1000] * 100] | tojson(indent=99999) }}",
+    "{{ [[1]] | tojson(indent=800000000) }}",
     BIG + "{{ ([1] * 100000) | tojson(separators=(s, s)) }}",
     "{{ ('a\\n' * 100000) | indent('x' * 1000000) }}",
     BIG + "{{ s | list }}",
@@ -274,6 +275,12 @@ def test_what_templates_do_is_as_ever(source: str, text: str) -> None:
 def test_a_long_text_is_no_list_to_filters_that_read_it_as_one(name: str) -> None:
     source = "{{ messages[0].content | " + name + " | string | length }}"
     assert _render(source, [{"role": "user", "content": "1" * 2_000_000}])
+
+
+@pytest.mark.parametrize("source", ["{{ c.lstrip('x') }}", "{{ c | trim('x') }}", "{{ c.split('</think>')[-1][1:] }}"])
+def test_a_text_of_megabytes_is_stripped_and_split(source: str) -> None:
+    text = "x" + "a" * 9_000_000
+    assert _render("{% set c = messages[0].content %}" + source, [{"role": "user", "content": text}]) == text[1:]
 
 
 def test_a_long_conversation_is_no_bomb() -> None:

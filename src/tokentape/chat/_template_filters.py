@@ -135,6 +135,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     use = usage()
+    use.numbers((len(indent) if isinstance(indent, str) else indent,))
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     use.fits((GROWTH + sum(map(len, separators or ()))) * use.weigh(value))
     if indent is None:
@@ -162,11 +163,11 @@ def _sum(of_numbers: Callable[..., Any]) -> Callable[..., Any]:
 def refuse_large(name: str, value: Any, given: tuple[Any, ...]) -> None:
     """Refuse a filter or a method with so much to read, or such widths, that it makes too much or takes too long."""
     use = usage()
-    weight, longest = use.weigh(value), use.weigh(given) if given else 0
-    use.fits((2 if name in _IN_PIECES else 1) * GROWTH * (weight + longest))
+    weight, sizes = use.weigh(value), [use.weigh(one) for one in given]
+    use.fits((2 if name in _IN_PIECES else 1) * GROWTH * (weight + sum(sizes)))
     if name in _WITH_WIDTHS:
         use.numbers(given)
-    if name in _NOT_FROM_THE_START and weight * longest > _MOST_COMPARISONS:
+    if name in _NOT_FROM_THE_START and weight * max(sizes, default=0) > _MOST_COMPARISONS:
         raise jinja2.TemplateError("it looks for too long a text")
 
 
