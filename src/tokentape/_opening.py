@@ -158,14 +158,14 @@ async def open_captured(
     from tokentape.engines._vllm_chat import VllmChatServer
 
     (url,) = config.engine.urls
-    return await VllmChatServer.open(
+    server = await VllmChatServer.open(
         url,
         vocab_size=renderer.tokenizer.vocab_size,
         model=config.engine.model,
         api_key=config.engine.api_key,
         timeouts=config.engine.timeouts,
-        guard=_guard(config, renderer, weights_now),
     )
+    return await _guard(config, renderer, weights_now)(server)
 
 
 async def open_configured(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from functools import lru_cache
 
 import numpy as np
 
@@ -35,7 +34,6 @@ def refuse_prompt(prompt_ids: TokenIds, info: EngineInfo) -> None:
         )
 
 
-@lru_cache(maxsize=256)
 def refuse_params(params: SamplingParams) -> None:
     """Raise `InvalidRequest` for the first parameter that is out of its range."""
     ranges: list[tuple[str, bool, str]] = [
@@ -60,10 +58,12 @@ def refuse_params(params: SamplingParams) -> None:
 
 def refuse_unsupported(params: SamplingParams, info: EngineInfo) -> None:
     """Raise `UnsupportedParameter` for the first parameter that is set and that this engine would ignore."""
-    name = _set_but_not_in(info.sampling, params)
-    if name is not None:
-        supported = ", ".join(sorted(info.sampling))
-        raise UnsupportedParameter(f"{info.name} does not support {name}; it supports {supported}", name)
+    default = SamplingParams(max_tokens=params.max_tokens)
+    for field in fields(params):
+        name = field.name
+        if name not in info.sampling and getattr(params, name) != getattr(default, name):
+            supported = ", ".join(sorted(info.sampling))
+            raise UnsupportedParameter(f"{info.name} does not support {name}; it supports {supported}", name)
 
 
 def refuse_call(prompt_ids: TokenIds, params: SamplingParams, info: EngineInfo) -> None:
@@ -71,10 +71,3 @@ def refuse_call(prompt_ids: TokenIds, params: SamplingParams, info: EngineInfo) 
     refuse_prompt(prompt_ids, info)
     refuse_params(params)
     refuse_unsupported(params, info)
-
-
-@lru_cache(maxsize=256)
-def _set_but_not_in(supported: frozenset[str], params: SamplingParams) -> str | None:
-    default = SamplingParams(max_tokens=params.max_tokens)
-    names = (field.name for field in fields(SamplingParams) if field.name not in supported)
-    return next((name for name in names if getattr(params, name) != getattr(default, name)), None)

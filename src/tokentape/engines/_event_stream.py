@@ -41,9 +41,6 @@ class SseReader:
         """
         if not chunk:
             return []
-        whole = self._whole_events(chunk)
-        if whole is not None:
-            return whole
         if self._after_cr:
             chunk = chunk.removeprefix(b"\n")
         self._after_cr = chunk.endswith(b"\r")
@@ -59,17 +56,6 @@ class SseReader:
             if len(text) < len(line):
                 self._end_line(events)
         return events
-
-    def _whole_events(self, chunk: bytes) -> list[bytes] | None:
-        """Return the data of a chunk of whole events with one `data: ` line each, as servers send tokens."""
-        if self._line or self._data or self._after_cr or not chunk.endswith(b"\n\n") or b"\r" in chunk:
-            return None
-        if not chunk.startswith(b"data: ") or len(chunk) > self._max:
-            return None
-        parts = chunk[6:-2].split(b"\n\ndata: ")
-        if chunk.count(b"\n") != 2 * len(parts):
-            return None
-        return parts if chunk.isascii() else [_utf8(part) for part in parts]
 
     def _end_line(self, events: list[bytes]) -> None:
         line = bytes(self._line)

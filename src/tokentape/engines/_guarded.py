@@ -7,9 +7,18 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
-from tokentape.engines._base import UNKNOWN_MODE, UNVERIFIED, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines._base import (
+    CAPTURED,
+    UNKNOWN_MODE,
+    UNVERIFIED,
+    ChatCall,
+    ChatServer,
+    EngineInfo,
+    SampleDelta,
+    SamplingParams,
+)
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import ServedAs, served_as
 from tokentape.engines._remote import RemoteEngine
@@ -109,18 +118,28 @@ class GuardedEngine:
         """What the server was at the last look, with `UNVERIFIED` as long as its model is not known."""
         return self._infos[self._found.status == "ok"]
 
-    async def sample(
+    def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
         """Sample as the engine does. Raises `EngineUnavailable` also if the server serves another model."""
-        if self._refused:
-            await self._look_again(self._seen)
-            self._raise_if_refused()
-        sampled = self._engine.sample(prompt_ids, params, stream=stream, request_id=request_id)
+        return self._settled(self._engine.sample(prompt_ids, params, stream=stream, request_id=request_id))
+
+    async def begin(self, *call: Any, **options: Any) -> ChatCall:
+        """Begin a chat as the engine does, which is a `ChatServer` then. Raises as `sample`."""
+        await self._raise_unless_served()
+        begun = await cast(ChatServer, self._engine).begin(*call, **options)
+        return replace(begun, deltas=self._settled(begun.deltas))
+
+    async def _settled(self, sampled: AsyncGenerator[SampleDelta, None]) -> AsyncGenerator[SampleDelta, None]:
+        """Yield deltas, the last one when it is known which model sampled it."""
         async with aclosing(sampled) as deltas:
+            await self._raise_unless_served()
             async for delta in deltas:
                 if delta.finish_reason is not None:
-                    await self.settle(delta)
+                    await self._settle(delta)
+                if delta.engine is not None:
+                    delta = replace(delta, engine=f"{self.info} {CAPTURED}")
+                elif delta.finish_reason is not None:
                     delta = replace(delta, engine=str(self.info))
                 yield delta
 
@@ -128,7 +147,7 @@ class GuardedEngine:
         """End a call early, as the engine does."""
         return self._engine.interrupt(request_id)
 
-    async def settle(self, last: SampleDelta) -> None:
+    async def _settle(self, last: SampleDelta) -> None:
         """Look at the server again, after a completion's last delta, if the server may have changed.
 
         Raises `EngineUnavailable` if it serves another model.
@@ -160,6 +179,11 @@ class GuardedEngine:
     @property
     def _refused(self) -> bool:
         return self._refuse and self._found.status == "refused"
+
+    async def _raise_unless_served(self) -> None:
+        if self._refused:
+            await self._look_again(self._seen)
+            self._raise_if_refused()
 
     def _raise_if_refused(self) -> None:
         if self._refused:

@@ -40,42 +40,6 @@ class Prefix:
 NO_PREFIX = Prefix(0, [])
 
 
-class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values with room for more columns.
-
-    The layer of transformers copies everything for every new column: at 1,500 columns more than half of a step.
-    """
-
-    _ROOM = 64
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append columns; return all keys and values, each [rows, heads, columns, head size]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self._buffers = (key_states[:, :, :0], value_states[:, :, :0])
-            self.keys, self.values = self._buffers
-        start = self.keys.shape[-2]
-        end = start + key_states.shape[-2]
-        if end > self._buffers[0].shape[-2]:
-            self.hold(self.keys, self.values, columns=end)
-        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, start:end] = new
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
-        return self.keys, self.values
-
-    def hold(self, keys: Tensor, values: Tensor, columns: int) -> None:
-        """Hold these instead, with room for `columns` and some more."""
-        room = columns + self._ROOM - keys.shape[-2]
-        self._buffers = (pad(keys, (0, 0, 0, room)), pad(values, (0, 0, 0, room)))
-        self.keys, self.values = (buffer[:, :, : keys.shape[-2]] for buffer in self._buffers)
-
-    def select(self, rows: Tensor, start: int) -> None:
-        """Keep these rows and the columns from `start`."""
-        end = self.keys.shape[-2] - start
-        self._buffers = (self._buffers[0][rows, :, start:], self._buffers[1][rows, :, start:])
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
-
-
 class DecodeBatch:
     """The rows that decode together: their key-value tensors and which columns of them are real."""
 
@@ -165,7 +129,7 @@ class DecodeBatch:
         start = int(mask.shape[1] - mask.sum(-1).max())
         self._mask, self._shifts = mask[:, start:], self._shifts[index]
         for layer in self._cache.layers:
-            layer.select(index, start)
+            layer.keys, layer.values = layer.keys[index, :, start:], layer.values[index, :, start:]
 
     def clear(self) -> None:
         """Drop all rows."""
@@ -202,15 +166,12 @@ class DecodeBatch:
         width = max(self._mask.shape[1], mask.shape[1])
         self._mask = torch.cat([_widened(self._mask, width), _widened(mask, width)])
         for old, new in zip(self._cache.layers, cache.layers, strict=True):
-            old.hold(
-                torch.cat([_widened(old.keys, width, -2), _widened(new.keys, width, -2)]),
-                torch.cat([_widened(old.values, width, -2), _widened(new.values, width, -2)]),
-                columns=width,
-            )
+            old.keys = torch.cat([_widened(old.keys, width, -2), _widened(new.keys, width, -2)])
+            old.values = torch.cat([_widened(old.values, width, -2), _widened(new.values, width, -2)])
 
 
 def _empty_cache() -> Any:
-    return Cache(layer_class_to_replicate=RoomyLayer)
+    return Cache(layer_class_to_replicate=DynamicLayer)
 
 
 def _widened(tensor: Tensor, width: int, dim: int = -1) -> Tensor:

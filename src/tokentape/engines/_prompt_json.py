@@ -24,34 +24,23 @@ _SHORT = 256
 """Prompts of up to so many ids are formatted directly."""
 
 
-class PromptWriter:
-    """Writes prompts of ids below `vocab_size` as a JSON array. For one thread.
+def prompt_json(ids: TokenIds, vocab_size: int, *, compact: bool = False) -> bytes:
+    """Return the JSON array of ids, int32 [tokens], all below `vocab_size`.
 
     `compact` leaves out the white space, as a server would write the ids.
 
-    >>> PromptWriter(1000).write(np.array([3, 40, 999], dtype=np.int32))
+    >>> prompt_json(np.array([3, 40, 999], dtype=np.int32), 1000)
     b'[3,40,999]'
     """
-
-    def __init__(self, vocab_size: int, *, compact: bool = False) -> None:
-        self._vocab_size = vocab_size
-        self._gathers = not compact and vocab_size <= _MOST_IDS
-        self._cells: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
-        """Reused for every prompt: allocating it costs more than filling it."""
-
-    def write(self, ids: TokenIds) -> bytes:
-        """Return the array of ids, int32 [tokens], all in the vocabulary."""
-        ids = np.asarray(ids)
-        if not self._gathers or len(ids) <= _SHORT:
-            return msgspec.json.encode(ids.tolist())
-        if len(self._cells) <= len(ids):
-            self._cells = np.empty(len(ids) * 5 // 4 + 1, np.uint64)
-        # The first cell is for the opening bracket.
-        cells = self._cells[: len(ids) + 1]
-        _table(self._vocab_size).take(ids, out=cells[1:], mode="clip")
-        written = cells.view(np.uint8)
-        written[_CELL - 1], written[-1] = b"[]"
-        return written[_CELL - 1 :].tobytes()
+    ids = np.asarray(ids)
+    if compact or vocab_size > _MOST_IDS or len(ids) <= _SHORT:
+        return msgspec.json.encode(ids.tolist())
+    # The first cell is for the opening bracket.
+    cells = np.empty(len(ids) + 1, np.uint64)
+    _table(vocab_size).take(ids, out=cells[1:], mode="clip")
+    written = cells.view(np.uint8)
+    written[_CELL - 1], written[-1] = b"[]"
+    return written[_CELL - 1 :].tobytes()
 
 
 @lru_cache(maxsize=4)

@@ -53,17 +53,10 @@ class SglangEngine(RemoteEngine):
     _abort_path = "/abort_request"
 
     def __init__(
-        self,
-        http: HttpClient,
-        info: EngineInfo,
-        *,
-        deterministic: bool = False,
-        verify_prompt: bool = False,
-        most_kept: int = 0,
+        self, http: HttpClient, info: EngineInfo, server: _SglangServer, *, verify_prompt: bool = False
     ) -> None:
         super().__init__(http, info)
-        self._most_kept = most_kept
-        self._deterministic = deterministic
+        self._server = server
         self._verify_prompt = verify_prompt and version_numbers(info.version) >= _RETURN_PROMPT_TOKEN_IDS
 
     @classmethod
@@ -82,13 +75,7 @@ class SglangEngine(RemoteEngine):
             sampling=_honored(server),
             capabilities=(OVER_SUPPORTS,) if server.sampling_mask_max_tokens > 0 else (),
         )
-        engine = cls(
-            http,
-            info,
-            deterministic=server.enable_deterministic_inference,
-            verify_prompt=verify_prompt,
-            most_kept=server.sampling_mask_max_tokens,
-        )
+        engine = cls(http, info, server, verify_prompt=verify_prompt)
         engine._info = replace(info, logprobs_mode=await engine.find_logprobs_mode())
         return engine
 
@@ -99,7 +86,7 @@ class SglangEngine(RemoteEngine):
         self._refuse(prompt_ids, params)
         if 0 < params.temperature < _LOWEST_TEMPERATURE:
             raise InvalidRequest("SGLang would sample greedily at so low a temperature; use 0 for that", "temperature")
-        if not (truncates(params) and 0 < params.top_k <= self._most_kept):
+        if not (truncates(params) and 0 < params.top_k <= self._server.sampling_mask_max_tokens):
             # The server would refuse the call: it bounds sampling masks by top_k.
             params = replace(params, supports=0)
         elif params.supports and self._info.logprobs_mode != "scaled_logprobs":
@@ -117,7 +104,7 @@ class SglangEngine(RemoteEngine):
         sampling = _sampling_fields(params)
         if params.json_schema is not None:
             sampling["json_schema"] = params.json_schema
-        if self._deterministic:
+        if self._server.enable_deterministic_inference:
             # Without a seed such a server uses 42 for every call: equal prompts would get equal completions.
             sampling["sampling_seed"] = secrets.randbelow(_SEEDS) if params.seed is None else params.seed
         body: dict[str, object] = {
@@ -155,7 +142,7 @@ class SglangEngine(RemoteEngine):
 
         Temperature is in the log-probabilities if twice the temperature halves a distance.
         """
-        probe = SglangEngine(self._http, any_id(self._info), deterministic=self._deterministic)
+        probe = SglangEngine(self._http, any_id(self._info), self._server)
         plain, heated = [await probe._probe(temperature) for temperature in (1.0, 2.0)]
         distance = plain[0][1] - plain[1][1]
         if distance < 1e-3:

@@ -21,7 +21,7 @@ import numpy as np
 from tokentape.engines._base import DISTRIBUTION, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines._http import HttpClient, attempt, header_value
 from tokentape.engines._identity import Card, chosen, served_cards
-from tokentape.engines._prompt_json import PromptWriter
+from tokentape.engines._prompt_json import prompt_json
 from tokentape.engines._remote import RemoteEngine, any_id, common_fields, unique_id, version_numbers
 from tokentape.engines._replies import ROUNDING, decode, logits_error, whole
 from tokentape.engines._vllm_reply import VllmReply, alternatives_to_ask
@@ -87,8 +87,6 @@ class VllmEngine(RemoteEngine):
         super().__init__(http, info)
         self._server = server
         self._verify_prompt = verify_prompt
-        # Prompts that come back are compared as bytes, so they are sent as the server writes them.
-        self._prompts = PromptWriter(info.vocab_size, compact=verify_prompt)
 
     @classmethod
     async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
@@ -142,7 +140,8 @@ class VllmEngine(RemoteEngine):
         """
         unique = unique_id(request_id)
         headers = call_headers(unique, params)
-        prompt = self._prompts.write(prompt_ids)
+        # Prompts that come back are compared as bytes, so they are sent as the server writes them.
+        prompt = prompt_json(prompt_ids, self._info.vocab_size, compact=self._verify_prompt)
         if rows_from is None:
             # Otherwise the server would return the rows of the whole prompt with each reply.
             rows_from = len(prompt_ids) if params.payloads_from is None else params.payloads_from

@@ -7,66 +7,37 @@ sampled.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
-from tokentape.engines._base import CAPTURED, ChatCall, EngineInfo, SampleDelta, SamplingParams, Timeouts
+from tokentape.engines._base import CAPTURED, ChatCall, SampleDelta, SamplingParams
 from tokentape.engines._checks import refuse_params, refuse_unsupported
-from tokentape.engines._guarded import GuardedEngine
+from tokentape.engines._http import HttpClient
 from tokentape.engines._remote import unique_id
 from tokentape.engines._replies import whole
 from tokentape.engines._vllm import VllmEngine, call_headers, scheduling_fields, vllm_fields
 from tokentape.engines._vllm_reply import VllmReply, alternatives_to_ask
 from tokentape.errors import EngineContractError, InvalidRequest
-from tokentape.types import Message, TokenIds, Tool
+from tokentape.types import Message, Tool
 
 _CHAT = "/v1/chat/completions"
 
 
-class VllmChatServer:
+class VllmChatServer(VllmEngine):
     """A vLLM server that also takes messages, as `ChatServer`. Open it with `open`."""
 
-    def __init__(self, engine: VllmEngine | GuardedEngine) -> None:
-        self._engine = engine
-        self._http = engine.http
-
     @classmethod
-    async def open(
-        cls,
-        base_url: str,
-        *,
-        vocab_size: int,
-        model: str | None = None,
-        api_key: str | None = None,
-        timeouts: Timeouts | None = None,
-        guard: Callable[[VllmEngine], Awaitable[GuardedEngine]] | None = None,
-    ) -> VllmChatServer:
-        """Open an engine, verify it with `guard`, and sample one token to see that chats return ids."""
-        engine = await VllmEngine.open(base_url, vocab_size=vocab_size, model=model, api_key=api_key, timeouts=timeouts)
-        server = cls(engine if guard is None else await guard(engine))
-        try:
-            probe = SamplingParams(max_tokens=1, temperature=0)
-            call = await server.begin(({"role": "user", "content": "?"},), (), {}, probe, request_id="tokentape-probe")
-            await whole(call.deltas)
-        except BaseException:
-            await server.close()
-            raise
+    async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+        """See `VllmEngine`; one more token is sampled, to see that chats return ids."""
+        server = await super()._explore(http, vocab_size, model, verify_prompt=verify_prompt)
+        probe = SamplingParams(max_tokens=1, temperature=0)
+        call = await server.begin(({"role": "user", "content": "?"},), (), {}, probe, request_id="tokentape-probe")
+        await whole(call.deltas)
         return server
-
-    @property
-    def info(self) -> EngineInfo:
-        """What the server said when it was opened."""
-        return self._engine.info
-
-    def sample(
-        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
-    ) -> AsyncGenerator[SampleDelta, None]:
-        """Sample a continuation of exact ids, as `VllmEngine.sample`."""
-        return self._engine.sample(prompt_ids, params, stream=stream, request_id=request_id)
 
     async def begin(
         self,
@@ -84,7 +55,7 @@ class VllmChatServer:
         refuse_params(params)
         refuse_unsupported(replace(params, payloads_from=None), self.info)
         headers = call_headers(unique_id(request_id), params)
-        body = msgspec.json.encode(self._body(messages, tools, template_kwargs, params))
+        body = msgspec.json.encode(self._chat_body(messages, tools, template_kwargs, params))
         reply = VllmReply(
             _CHAT,
             None,
@@ -108,14 +79,6 @@ class VllmChatServer:
             raise
         return ChatCall(prompt_ids, deltas)
 
-    async def check(self) -> None:
-        """Check as `RemoteEngine.check` does."""
-        await self._engine.check()
-
-    async def close(self) -> None:
-        """Close all connections, which aborts what runs on them. May be called again."""
-        await self._engine.close()
-
     async def _deltas(
         self, reply: VllmReply, body: bytes, headers: dict[str, str]
     ) -> AsyncGenerator[SampleDelta, None]:
@@ -129,12 +92,9 @@ class VllmChatServer:
                     yield SampleDelta((), ())
                 if delta:
                     yield replace(delta, engine=f"{self.info} {CAPTURED}")
-        last = reply.last()
-        if isinstance(self._engine, GuardedEngine):
-            await self._engine.settle(last)
-        yield replace(last, engine=f"{self.info} {CAPTURED}")
+        yield replace(reply.last(), engine=f"{self.info} {CAPTURED}")
 
-    def _body(
+    def _chat_body(
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool],

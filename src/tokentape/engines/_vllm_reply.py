@@ -35,7 +35,6 @@ UNNAMED_WEIGHTS = "default"
 
 # What a server with --return-tokens-as-token-ids puts before an id in place of a token's text.
 _ID_PREFIX = "token_id:"
-_ID_AT = len(_ID_PREFIX)
 _MOST_DIGITS = 20
 """Of a token id: int() raises for thousands."""
 
@@ -212,7 +211,7 @@ class VllmReply(EngineReply):
             if self._params.top_logprobs:
                 tops = [[(_id_of(top), top.logprob) for top in entry.top_logprobs] for entry in report.content]
         else:
-            ids, logprobs = _token_ids(report.tokens), report.token_logprobs
+            ids, logprobs = [_token_id(name) for name in report.tokens], report.token_logprobs
             if self._params.top_logprobs:
                 rows = report.top_logprobs or ()
                 tops = [[(_token_id(name), logprob) for name, logprob in (row or {}).items()] for row in rows]
@@ -259,16 +258,6 @@ class VllmReply(EngineReply):
 
 def _id_of(entry: _Entry | _Top) -> int:
     return _token_id(entry.token) if entry.token_id is None else entry.token_id
-
-
-def _token_ids(tokens: Sequence[str]) -> list[int]:
-    try:
-        ids = [int(token[_ID_AT:]) for token in tokens]
-    except ValueError:
-        ids = []
-    if [f"{_ID_PREFIX}{token_id}" for token_id in ids] == tokens and (not ids or min(ids) >= 0):
-        return ids
-    return [_token_id(token) for token in tokens]
 
 
 def _token_id(token: str) -> int:
