@@ -1,50 +1,51 @@
-"""Summarize the runs in one CSV file, a table and a plot.
+"""Summarize the runs in one CSV file, tables and a plot.
 
     python examples/token_paths/report.py runs/token-paths --docs docs/experiments
 
-Writes data/token-paths.csv and token-paths.svg into the folder, and prints the tables as Markdown. Without the runs,
-`--csv` reads an existing CSV file.
+Writes data/token-paths.csv, token-paths.svg, and the tables between the two marks of token-paths.md. Without the runs,
+it reads the CSV file that is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TypeAlias
 
 Row: TypeAlias = Mapping[str, str]
 
-ARMS = (
-    ("recorded", "recomputed"),
-    ("retokenized", "recomputed"),
-    ("rerendered", "recomputed"),
-    ("retokenized", "sampler"),
-    ("rerendered", "sampler"),
-)
+ARM = ("path", "template", "correction", "dropout", "learning_rate")
+"""The settings that make an arm."""
+PATHS = ("recorded", "retokenized", "rerendered")
+BASE = ("drops", "none", "0.0", "0.0005")
+"""The other settings of the main comparison."""
+MAIN = tuple((path, *BASE) for path in PATHS)
 LAST = 5
 """Number of final steps that summarize a run."""
+BEGIN, END = "<!-- written by examples/token_paths/report.py -->\n", "<!-- end -->"
 
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 T_95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 MEASURES = {
     "right": "sessions with both answers right",
-    "reward": "reward",
     "sampled": "sampled tokens per session",
-    "spelt_otherwise": "sampled tokens that retokenizing would change",
-    "entropy": "entropy where the trainer trains, nats",
-    "kl": "KL to the first policy, nats per token",
+    "noncanonical": "sampled tokens that are not canonical",
+    "kl": "KL to the starting policy, nats per token",
     "grad_norm": "gradient norm",
 }
 AS_GIVEN = {
     "other_ids": "sampled tokens given as other ids",
     "other_text": "sampled tokens not given at all",
+    "changed_sessions": "sessions with either",
     "ratio_mean": "importance ratio, mean",
     "ratio_max": "importance ratio, largest",
     "ess_tokens": "ESS, share of tokens",
@@ -60,30 +61,48 @@ class Interval:
 
     mean: float
     half: float
-    seeds: int
 
 
 def interval(values: Sequence[float]) -> Interval:
     """Return the interval of one value per seed."""
     n = len(values)
     if not n:
-        return Interval(math.nan, math.nan, 0)
+        return Interval(math.nan, math.nan)
     half = T_95[n - 1] * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan
-    return Interval(statistics.fmean(values), half, n)
+    return Interval(statistics.fmean(values), half)
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Return the exact two-sided p of the mean, over all assignments of signs."""
+    seen = abs(math.fsum(differences)) - 1e-12
+    flips = itertools.product((1, -1), repeat=len(differences))
+    reached = [
+        abs(math.fsum(sign * one for sign, one in zip(flip, differences, strict=True))) >= seen for flip in flips
+    ]
+    return sum(reached) / len(reached)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Return p values corrected for their number, in the same order."""
+    found, least = [0.0] * len(ps), 0.0
+    for rank, at in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        least = max(least, min(1.0, ps[at] * (len(ps) - rank)))
+        found[at] = least
+    return found
 
 
 def read_runs(folder: Path) -> list[dict[str, str]]:
-    """Return all lines of complete runs, with path, old logprobs and seed from the file names."""
+    """Return all lines of complete runs, each with the run's settings."""
     rows = []
     for file in sorted(folder.glob("*.jsonl")):
-        path, old, seed = file.stem.split("-")
-        for line in file.read_text("utf-8").splitlines():
-            rows.append({"path": path, "old": old, "seed": seed, **{k: _short(v) for k, v in json.loads(line).items()}})
+        settings, *lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+        known = {name: str(settings[name]) for name in (*ARM, "seed", "policy", "cpu_seconds")}
+        rows += [known | {name: _short(value) for name, value in line.items()} for line in lines]
     return rows
 
 
 def write_csv(rows: Sequence[Row], file: Path) -> None:
-    """Return one row per line of a run."""
+    """Write one line per step."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w", encoding="utf-8", newline="") as out:
@@ -92,72 +111,122 @@ def write_csv(rows: Sequence[Row], file: Path) -> None:
         writer.writerows(rows)
 
 
-def curves(rows: Iterable[Row], arm: tuple[str, str], name: str) -> dict[int, list[float]]:
-    """Return the values of a measure at each step, per seed."""
-    found: dict[int, list[float]] = {}
-    for row in rows:
-        if (row["path"], row["old"]) == arm and row["kind"] == "step":
-            found.setdefault(int(row["seed"]), []).append(float(row[name]))
-    return found
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """All runs, by arm and seed."""
 
+    rows: Mapping[tuple[str, ...], Mapping[int, Sequence[Row]]]
 
-def at_end(rows: Iterable[Row], arm: tuple[str, str], name: str) -> dict[int, float]:
-    """Return the mean over the last steps, per seed."""
-    return {seed: statistics.fmean(values[-LAST:]) for seed, values in curves(rows, arm, name).items()}
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Runs:
+        """Group the rows of a CSV file."""
+        found: dict[tuple[str, ...], dict[int, list[Row]]] = {}
+        for row in rows:
+            found.setdefault(tuple(row[name] for name in ARM), {}).setdefault(int(row["seed"]), []).append(row)
+        return cls(found)
 
+    def heldout(self, arm: tuple[str, ...], kind: str = "after", name: str = "right") -> dict[int, float]:
+        """Return a number of the held-out tasks per seed."""
+        return {
+            seed: next(float(row[name]) for row in rows if row["kind"] == kind)
+            for seed, rows in sorted(self.rows.get(arm, {}).items())
+        }
 
-def examined(rows: Iterable[Row], arm: tuple[str, str], kind: str) -> list[float]:
-    """Return the share of held-out sessions with both answers correct, per seed. Before training all arms are equal."""
-    of_arm = ARMS[0] if kind == "before" else arm
-    return [float(row["right"]) for row in rows if (row["path"], row["old"]) == of_arm and row["kind"] == kind]
+    def steps(self, arm: tuple[str, ...], name: str) -> dict[int, list[float]]:
+        """Return a number of each step, per seed."""
+        return {
+            seed: [float(row[name]) for row in rows if row["kind"] == "step"]
+            for seed, rows in sorted(self.rows.get(arm, {}).items())
+        }
 
-
-def differences(rows: Sequence[Row], arm: tuple[str, str], name: str) -> Interval | None:
-    """Return the difference of an arm from `recorded` at the end, paired by seed (same tasks and sampling seeds)."""
-    own, base = at_end(rows, arm, name), at_end(rows, ARMS[0], name)
-    paired = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
-    return interval(paired) if paired else None
+    def differences(self, arm: tuple[str, ...], base: tuple[str, ...]) -> list[float]:
+        """Return the differences between the held-out results of two arms, paired by seed."""
+        own, other = self.heldout(arm), self.heldout(base)
+        return [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
 
 
 def tables(rows: Sequence[Row]) -> Iterable[str]:
     """Return the tables as lines of Markdown."""
-    arms = [arm for arm in ARMS if curves(rows, arm, "right")]
-    names = [_name(arm) for arm in arms]
-    yield f"| at the end | {' | '.join(names)} |"
-    yield f"|---|{'---|' * len(arms)}"
-    yield f"| seeds | {' | '.join(str(len(curves(rows, arm, 'right'))) for arm in arms)} |"
-    for name, meaning in MEASURES.items():
-        found = (interval(list(at_end(rows, arm, name).values())) for arm in arms)
-        yield f"| {meaning} | {' | '.join(_text(one) for one in found)} |"
-    for kind, when in (("before", "before training"), ("after", "after")):
-        found = (interval(examined(rows, arm, kind)) for arm in arms)
-        yield f"| held-out sessions with both answers right, {when} | {' | '.join(_text(one) for one in found)} |"
+    runs = Runs.of(rows)
+    yield from _main_tables(runs)
     yield ""
-    yield f"| arm - recorded | {' | '.join(names[1:])} |"
-    yield f"|---|{'---|' * (len(arms) - 1)}"
-    for name, meaning in MEASURES.items():
-        compared = (differences(rows, arm, name) for arm in arms[1:])
-        yield f"| {meaning} | {' | '.join('' if one is None else _text(one, sign=True) for one in compared)} |"
+    yield from _side_table(runs)
     yield ""
-    yield f"| as given to the trainer, all steps | {' | '.join(names)} |"
-    yield f"|---|{'---|' * len(arms)}"
+    yield from _dose_table(runs)
+
+
+def _main_tables(runs: Runs) -> Iterable[str]:
+    seeds = len(runs.heldout(MAIN[0]))
+    yield f"| {seeds} seeds | {' | '.join(PATHS)} |"
+    yield "|---|---|---|---|"
+    yield _row("held-out tasks right, before", (runs.heldout(arm, "before").values() for arm in MAIN))
+    yield _row("held-out tasks right, after", (runs.heldout(arm).values() for arm in MAIN))
+    for name, meaning in MEASURES.items():
+        ends = ([statistics.fmean(v[-LAST:]) for v in runs.steps(arm, name).values()] for arm in MAIN)
+        yield _row(f"{meaning}, last {LAST} steps", ends)
+    yield ""
+    yield "| held-out tasks right, difference from recorded | estimate with 95 % interval | p, sign flips | p, Holm |"
+    yield "|---|---|---|---|"
+    paired = [runs.differences(arm, MAIN[0]) for arm in MAIN[1:]]
+    ps = [sign_flip_p(one) for one in paired]
+    for path, one, p, corrected in zip(PATHS[1:], paired, ps, holm(ps), strict=True):
+        yield f"| {path} | {_text(interval(one), sign=True)} | {p:.3f} | {corrected:.3f} |"
+    yield ""
+    yield f"| as given to the trainer, mean of all steps | {' | '.join(PATHS)} |"
+    yield "|---|---|---|---|"
     for name, meaning in AS_GIVEN.items():
-        # For the largest ratio, take the maximum over steps as well.
         total = max if name == "ratio_max" else statistics.fmean
-        found = (interval([total(values) for values in curves(rows, arm, name).values()]) for arm in arms)
-        yield f"| {meaning} | {' | '.join(_text(one) for one in found)} |"
+        yield _row(meaning, ([total(v) for v in runs.steps(arm, name).values()] for arm in MAIN))
+
+
+def _side_table(runs: Runs) -> Iterable[str]:
+    yield "| arm | seeds | held-out tasks right, after | difference from recorded, same seeds | ESS, share of tokens |"
+    yield "|---|---|---|---|---|"
+    for arm in sorted(runs.rows, key=lambda arm: (arm[4], arm[2], arm[1], PATHS.index(arm[0]))):
+        path, template, correction, dropout, learning_rate = arm
+        if arm in MAIN or dropout != "0.0":
+            continue
+        base = ("recorded", "drops", "none", "0.0", learning_rate)
+        parts = [path]
+        parts += [f"template {template} reasoning"] if template != "drops" else []
+        parts += [f"`{correction}`"] if correction != "none" else []
+        parts += [f"learning rate {learning_rate}"] if learning_rate != BASE[3] else []
+        own = runs.heldout(arm)
+        apart = "" if arm == base else _text(interval(runs.differences(arm, base)), sign=True)
+        ess = interval([statistics.fmean(v) for v in runs.steps(arm, "ess_tokens").values()])
+        yield f"| {', '.join(parts)} | {len(own)} | {_text(interval(list(own.values())))} | {apart} | {_text(ess)} |"
+
+
+def _dose_table(runs: Runs) -> Iterable[str]:
+    yield (
+        "| BPE dropout | noncanonical, first step | seeds | recorded: before | recorded: after | retokenized: after "
+        "| difference |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for dropout in sorted({arm[3] for arm in runs.rows}, key=float):
+        arms = [(path, "drops", "none", dropout, BASE[3]) for path in PATHS[:2]]
+        seeds = sorted(runs.heldout(arms[0]).keys() & runs.heldout(arms[1]).keys())
+        if not seeds:
+            continue
+        dose = interval([v[0] for v in runs.steps(arms[0], "noncanonical").values()])
+        before = interval(list(runs.heldout(arms[0], "before").values()))
+        after = [interval(list(runs.heldout(arm).values())) for arm in arms]
+        apart = interval(runs.differences(arms[1], arms[0]))
+        cells = [dropout, _text(dose), str(len(seeds)), _text(before), *map(_text, after), _text(apart, sign=True)]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _row(meaning: str, of_arms: Iterable[Iterable[float]]) -> str:
+    return f"| {meaning} | {' | '.join(_text(interval(list(values))) for values in of_arms)} |"
 
 
 PANELS = (
-    ("reward", "reward", False),
     ("right", "sessions with both answers right", False),
-    ("spelt_otherwise", "tokens that retokenizing would change", False),
-    ("entropy", "entropy on what is trained, nats", False),
-    ("kl", "KL to the first policy, nats per token", False),
-    ("ratio_max", "largest importance ratio", True),
+    ("noncanonical", "tokens that are not canonical", False),
+    ("sampled", "sampled tokens per session", False),
+    ("kl", "KL to the starting policy, nats per token", False),
     ("ess_tokens", "ESS, share of tokens", True),
-    ("k3", "k3 trainer to sampler, clamped", True),
-    ("grad_norm", "gradient norm before clipping", True),
+    ("grad_norm", "gradient norm before clipping", False),
 )
 COLOURS = {"recorded": "#2f7fd1", "retokenized": "#d9801f", "rerendered": "#b3509c"}
 INK, PAPER_INK = "#24292f", "#d0d7de"
@@ -180,38 +249,31 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         | {f"{part}.color": INK for part in ("text", "xtick", "ytick")}
         | {"axes.edgecolor": INK, "axes.labelcolor": INK, "axes.titlesize": 9}
     )
-    figure, axes = pyplot.subplots(3, 3, figsize=(11, 8), layout="constrained")
-    arms = [arm for arm in ARMS if curves(rows, arm, "right")]
+    runs = Runs.of(rows)
+    figure, axes = pyplot.subplots(2, 3, figsize=(11, 5.5), layout="constrained")
     for axis, (name, title, logarithmic) in zip(axes.flat, PANELS, strict=True):
-        for arm in arms:
-            of_seeds = list(curves(rows, arm, name).values())
-            style = {"color": COLOURS[arm[0]], "linestyle": "-" if arm[1] == "recomputed" else ":"}
+        for arm in MAIN:
+            of_seeds = list(runs.steps(arm, name).values())
             for values in of_seeds:
-                axis.plot(range(1, len(values) + 1), values, linewidth=0.6, alpha=0.5, **style)
+                axis.plot(range(1, len(values) + 1), values, linewidth=0.6, alpha=0.5, color=COLOURS[arm[0]])
             mean = [statistics.fmean(step) for step in zip(*of_seeds, strict=True)]
-            axis.plot(range(1, len(mean) + 1), mean, linewidth=2, label=_name(arm), **style)
+            axis.plot(range(1, len(mean) + 1), mean, linewidth=2, label=arm[0], color=COLOURS[arm[0]])
         axis.set_title(title)
         axis.set_yscale("log" if logarithmic else "linear")
         axis.spines[["top", "right"]].set_visible(False)
-        axis.set_xticks(range(0, len(mean) + 1, 5))
-        if name == "right":
-            axis.set_ylim(0, 1.02)
-        elif not logarithmic and name != "reward":
+        axis.set_xticks(range(0, len(mean) + 1, 4))
+        if not logarithmic and name != "sampled":
             axis.set_ylim(0)
     for axis in axes[-1]:
         axis.set_xlabel("step")
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(arms), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(MAIN), frameon=False)
     figure.savefig(file, transparent=True, metadata={"Date": None, "Title": "GRPO on three token paths"})
     pyplot.close(figure)
     drawn = file.read_text("utf-8")
     at = drawn.index("<defs>")
     lines = (line.rstrip() for line in (drawn[:at] + _DARK + drawn[at:]).splitlines())
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _name(arm: tuple[str, str]) -> str:
-    return arm[0] if arm[1] == "recomputed" else f"{arm[0]}, sampler's logprobs"
 
 
 def _text(one: Interval, *, sign: bool = False) -> str:
@@ -230,21 +292,29 @@ def _short(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
+def written(rows: Sequence[Row], data: bytes) -> str:
+    """Return what the report writes into the page."""
+    return "\n".join([*tables(rows), "", f"SHA-256 of the data: `{sha256(data).hexdigest()}`"]) + "\n"
+
+
 def main() -> None:
     """Parse the command line and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="?")
-    parser.add_argument("--csv", type=Path)
     parser.add_argument("--docs", type=Path, default=Path("docs/experiments"))
     arguments = parser.parse_args()
+    file = arguments.docs / "data" / "token-paths.csv"
     if arguments.runs is not None:
-        rows = read_runs(arguments.runs)
-        write_csv(rows, arguments.docs / "data" / "token-paths.csv")
-    with open(arguments.csv or arguments.docs / "data" / "token-paths.csv", encoding="utf-8", newline="") as source:
-        read: list[Row] = list(csv.DictReader(source))
-    plot(read, arguments.docs / "token-paths.svg")
-    for line in tables(read):
-        print(line)
+        write_csv(read_runs(arguments.runs), file)
+    with open(file, encoding="utf-8", newline="") as source:
+        rows: list[Row] = list(csv.DictReader(source))
+    text = written(rows, file.read_bytes())
+    page = arguments.docs / "token-paths.md"
+    if page.exists():
+        plot(rows, arguments.docs / "token-paths.svg")
+        before, _, rest = page.read_text("utf-8").partition(BEGIN)
+        page.write_text(before + BEGIN + text + END + rest.partition(END)[2], encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":
