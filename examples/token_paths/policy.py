@@ -2,18 +2,19 @@
 
     python examples/token_paths/policy.py --out runs/policy
 
-A policy is a Qwen3 model of 0.2 million parameters, trained from nothing on canonical ids. Its training stops early, so
-that it makes mistakes. `--dropout` adds steps with BPE dropout, for policies that sample more noncanonical tokens.
+A policy is a Qwen3 model of 0.2 million parameters, trained from nothing on canonical ids in a minute or two.
+`--dropout` adds steps with BPE dropout, for policies that sample more noncanonical tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -34,9 +35,7 @@ ROUNDS = 2
 """Questions per session."""
 SHELVES = 2
 """Items in the first message."""
-SEED, STEPS, BATCH, LEARNING_RATE = 1, 600, 32, 5e-3
-MORE_STEPS = 80
-"""Steps with BPE dropout."""
+SEED, BATCH = 1, 32
 
 Split = Literal["train", "heldout"]
 
@@ -108,28 +107,53 @@ def train_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _demonstration(task: Task, rng: random.Random) -> Iterator[tuple[str, bool]]:
-    """Return the text of a session in pieces, and which of them the model is to sample.
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of a policy's training, with an optimizer of its own."""
 
-    Reasoning and facts are right. Half of the answers have name and amount in the wrong order.
-    """
+    seed: int
+    """Of its tasks."""
+    steps: int
+    learning_rate: Callable[[int], float]
+    """By step."""
+    wrong_order: float = 0.0
+    """Share of the demonstrated answers that have name and amount in the wrong order."""
+    dropout: float = 0.0
+    """BPE dropout in what the model is to sample."""
+
+
+STAGES = (
+    Stage(0, 525, lambda step: 5e-3 * min(1, (step + 1) / 30)),
+    Stage(55, 200, lambda step: 4e-3 * min(1, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / 200))),
+    # What is left to learn for GRPO.
+    Stage(77, 30, lambda step: 7e-3 * min(1, (step + 1) / 30, (30 - step) / 200), wrong_order=0.5),
+)
+
+
+def with_dropout(dropout: float) -> Stage:
+    """Return a further stage, which makes a policy sample more noncanonical tokens."""
+    return Stage(99, 60, lambda step: 1e-3 * (60 - step) / 60, wrong_order=0.5, dropout=dropout)
+
+
+def _demonstration(task: Task, wrong_order: float, rng: random.Random) -> Iterator[tuple[str, bool]]:
+    """Return the text of a session in pieces, and which of them the model is to sample."""
     for turn, prompt in enumerate(task.prompts):
         yield ("\n" if turn else "") + f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n", False
-        answer = task.answer(turn) if rng.random() < 0.5 else task.reasoning(turn)
+        answer = task.reasoning(turn) if rng.random() >= 1 - wrong_order else task.answer(turn)
         yield f"<think>\n{task.reasoning(turn)}\n</think>\n\n{answer}<|im_end|>", True
 
 
-def batches(tokenizer: Tokenizer, seed: int, dropout: float, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(tokenizer: Tokenizer, stage: Stage) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Return ids and which of them are sampled, both [sessions, tokens], for each step."""
     spelling = Tokenizer.from_str(tokenizer.to_str())
-    spelling.model.dropout = dropout or None
-    rng = random.Random(f"order {seed}")
-    for step in range(steps):
+    spelling.model.dropout = stage.dropout or None
+    rng = random.Random(f"order {stage.seed}")
+    for step in range(stage.steps):
         rows, masks = [], []
-        for task in draw_tasks(seed * 100_000 + step, BATCH, "train"):
+        for task in draw_tasks(stage.seed * 100_000 + step, BATCH, "train"):
             ids: list[int] = []
             mask: list[bool] = []
-            for text, sampled in _demonstration(task, rng):
+            for text, sampled in _demonstration(task, stage.wrong_order, rng):
                 new = (spelling if sampled else tokenizer).encode(text, add_special_tokens=False).ids
                 ids += new
                 mask += [sampled] * len(new)
@@ -139,9 +163,9 @@ def batches(tokenizer: Tokenizer, seed: int, dropout: float, steps: int) -> Iter
         yield pad(rows, batch_first=True), pad(masks, batch_first=True)
 
 
-def new_model(tokenizer: Tokenizer, seed: int) -> Qwen3ForCausalLM:
+def new_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
     """Return a model with random weights."""
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY,
@@ -163,13 +187,13 @@ def new_model(tokenizer: Tokenizer, seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def train(model: Any, data: Iterator[tuple[torch.Tensor, torch.Tensor]], steps: int, learning_rate: float) -> None:
-    """Train on the sampled tokens. The learning rate falls to 0 over the last 200 steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+def train(model: Any, tokenizer: Tokenizer, stage: Stage) -> None:
+    """Train on the sampled tokens."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
     model.train()
-    for step, (ids, sampled) in enumerate(data):
+    for step, (ids, sampled) in enumerate(batches(tokenizer, stage)):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * min(1, (step + 1) / 30, (steps - step) / 200)
+            group["lr"] = stage.learning_rate(step)
         hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
         wanted = sampled[:, 1:]
         loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[wanted]), ids[:, 1:][wanted])
@@ -225,12 +249,9 @@ def make(folder: Path, dropout: float = 0.0) -> Path:
     if done.exists():
         return done
     tokenizer = train_tokenizer()
-    if dropout:
-        model = Qwen3ForCausalLM.from_pretrained(make(folder), dtype=torch.float32)
-        train(model, batches(tokenizer, 9, dropout, MORE_STEPS), MORE_STEPS, LEARNING_RATE / 4)
-    else:
-        model = new_model(tokenizer, SEED)
-        train(model, batches(tokenizer, 0, 0.0, STEPS), STEPS, LEARNING_RATE)
+    model = Qwen3ForCausalLM.from_pretrained(make(folder), dtype=torch.float32) if dropout else new_model(tokenizer)
+    for stage in [with_dropout(dropout)] if dropout else STAGES:
+        train(model, tokenizer, stage)
     part = done.with_name(f"{done.name}.part")
     save(model, tokenizer, part)
     part.rename(done)
