@@ -8,7 +8,7 @@ a sequence agrees at first and then no more, the same weights saw other ids from
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -44,7 +44,7 @@ _CUTS: tuple[dict[str, Any], ...] = (
     *({"min_p": p} for p in (0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3)),
 )
 
-Cause: TypeAlias = Literal["ids", "temperature", "truncation", "weights"]
+Cause: TypeAlias = Literal["ids", "temperature", "truncation", "weights", "kernels"]
 Sampling: TypeAlias = Mapping[int, Mapping[str, Any]]
 """Sampling parameters by turn."""
 
@@ -247,6 +247,9 @@ class Mismatch:
         others = [one.too_far(self._limits) for key, one in self._groups.items() if key[0] != version]
         if others and not any(others) and group.apart > group.tokens / 4:
             return ("weights",), "the numbers of other versions of the weights agree"
+        if self._limits.share == 0 and _like_rounding(group.sequences, self._limits):
+            small = "sequences differ from the start, by no more than rounding in bfloat16 explains"
+            return ("kernels", "weights"), small
         return _ids_or_weights(group.sequences, self._limits, version != "unknown")
 
 
@@ -342,6 +345,19 @@ class _Explaining:
             best = float(grid[at])
             grid = np.linspace(grid[max(at - 1, 0)], grid[min(at + 1, len(grid) - 1)], 13)
         return best
+
+
+def _like_rounding(sequences: Sequence[tuple[Values, Values]], limits: Precision) -> bool:
+    """Return True if sequences differ from their first tokens on, but no more than those of a lower precision.
+
+    Before other ids, numbers agree. Weights that differ a little can't be told from rounding.
+    """
+    coarse = PRECISIONS["bfloat16"]
+    apart = [np.abs(recorded - expected)[recorded < -_CERTAIN] for recorded, expected in sequences]
+    together = np.concatenate(apart)
+    early = [(one[:4] > limits.delta).any() for one in apart if len(one) >= 4]
+    small = together.mean() <= coarse.mean and (together > coarse.delta).mean() <= coarse.share
+    return bool(small and early and np.mean(early) >= 0.75)
 
 
 def _ids_or_weights(

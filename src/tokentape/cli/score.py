@@ -66,7 +66,7 @@ def score(
     The scores are the model's own log-probabilities: at temperature 1, before penalties and truncation. Turns that have
     the column are left alone, so a run that was cut off goes on. Unless the engine is a teacher, what was recorded is
     compared with scores of the same distribution, or it is said why it can't be. Exits with 1 if it is further off than
-    rounding explains, and names the cause: ids, temperature, truncation or weights; with 3 if nothing
+    rounding explains, and names the cause: ids, temperature, truncation, kernels or weights; with 3 if nothing
     was compared, or a teacher had nothing to score.
     """
     if (engine == "transformers") == (engine_url is not None):
