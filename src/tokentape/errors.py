@@ -1,34 +1,4 @@
-"""Every error that Tokentape raises on purpose: one tree, the HTTP status on the class.
-
-    TokentapeError                  500
-      InvalidRequest                400  (ValueError)
-        UnsupportedParameter        400
-        ContextTooLong              400
-        IdempotencyMismatch         400
-      Unauthorized                  401
-      Forbidden                     403
-      NotFound                      404  (LookupError)
-      Conflict                      409
-        CommitRace           409
-      TooLarge                      413
-      WrongContentType              415
-      HeadersTooLarge               431
-      TemplateRefused               422  (ValueError)
-      LimitReached                  429
-      TokenizerUnusable             500  (ValueError)
-      TokenizationChanged           500  (ValueError; raised by `tokentape.check`)
-      InvariantViolation            500
-      EngineError                   502
-        EngineContractError         502
-        EngineUnavailable           503
-        EngineTimeout               504
-      StoreError                    503
-        StoreLocked                 503
-        StoreCorrupt                500
-        StoreFull                   507
-        StoreUnavailable            503
-      GatewayUnavailable            503  (raised by the client)
-      TrainingStopped               500  (raised by a stop rule)
+"""Every error that Tokentape raises on purpose: one tree, the HTTP status on the class. See docs/reference/errors.md.
 
 A message says what was found, what was expected and what to do. It never holds prompt text: messages reach
 logs and other people's clients.

@@ -96,53 +96,34 @@ def _folder(value: Any) -> Any:
 
 CiFormat: TypeAlias = Annotated[
     Literal["text", "junit", "sarif", "github"],
-    typer.Option("--format", help="What to print: text, or findings for a CI system."),
+    option("What to print: text, or findings for a CI system.", None, "--format"),
 ]
-
 GatewayUrl: TypeAlias = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="Base URL of the gateway that has this data directory open, if one has."),
+    str | None, option("Base URL of the gateway that has this data directory open, if one has.", "URL")
 ]
-
 AdminKey: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        "--api-key", envvar="TOKENTAPE_API_KEY", metavar="KEY", help="Its admin key; better in the environment."
-    ),
+    option("Its admin key; better in the environment.", "KEY", "--api-key", envvar="TOKENTAPE_API_KEY"),
 ]
-
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-HtmlFile: TypeAlias = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", dir_okay=False, help="Write the report as one HTML file too.")
-]
-
+AsJson: TypeAlias = Annotated[bool, flag("Print JSON.", "--json")]
+HtmlFile: TypeAlias = Annotated[Path | None, new_file("Write the report as one HTML file too.", "--html")]
 EngineKey: TypeAlias = Annotated[
-    str | None, typer.Option("--api-key", envvar="TOKENTAPE_ENGINE_API_KEY", help="API key of the server.")
+    str | None, option("API key of the server.", None, "--api-key", envvar="TOKENTAPE_ENGINE_API_KEY")
 ]
-
-TemplateFile: TypeAlias = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="Chat template to use instead of the model's own.")
-]
-
+TemplateFile: TypeAlias = Annotated[Path | None, existing_file("Chat template to use instead of the model's own.")]
 TemplateKwargs: TypeAlias = Annotated[
-    str, typer.Option("--kwargs", metavar="JSON", help="Template kwargs, such as '{\"enable_thinking\": false}'.")
+    str, option("Template kwargs, such as '{\"enable_thinking\": false}'.", "JSON", "--kwargs")
 ]
-
 TokenizerFolder: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", exists=True, file_okay=False, help="Model folder. Default: that of a record."),
+    Path | None, existing_folder("Model folder. Default: that of a record.", "FOLDER")
 ]
-
 IdsColumn: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Column of ids in a file of another format. Default: token_ids...")
+    str | None, option("Column of ids in a file of another format. Default: token_ids...", "NAME")
 ]
-
 MaskColumn: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Column with 1 per sampled token. Default: loss_mask..., or all.")
+    str | None, option("Column with 1 per sampled token. Default: loss_mask..., or all.", "NAME")
 ]
-
-NameColumn: TypeAlias = Annotated[str | None, typer.Option(metavar="NAME", help="Column with the names of rows.")]
+NameColumn: TypeAlias = Annotated[str | None, option("Column with the names of rows.", "NAME")]
 
 
 def age(text: str, name: str) -> float:

@@ -11,7 +11,7 @@ import typer
 
 from tokentape.cli.extras import require
 from tokentape.cli.serving import serve_alone, serve_with_workers
-from tokentape.config import Resolved, ServeConfig, resolve, settings
+from tokentape.config import Resolved, resolve, settings
 from tokentape.errors import InvalidRequest, TokentapeError
 
 
@@ -21,11 +21,7 @@ def serve(**params: Any) -> None:
     Every option can also be set in the environment or in a TOML file. `tokentape config show` with the same arguments
     prints the settings in force and where each came from.
     """
-    run(config_of(params).config)
-
-
-def run(config: ServeConfig) -> None:
-    """Serve as `config` says, until a signal."""
+    config = config_of(params).config
     if config.engine.kind == "transformers":
         try:
             require("torch", "transformers", extra="hf")
@@ -33,11 +29,7 @@ def run(config: ServeConfig) -> None:
             raise TokentapeError(
                 f"{error}. A server needs neither: tokentape serve MODEL --engine vllm --engine-url URL"
             ) from None
-
-    if config.workers == 1:
-        serve_alone(config)
-    else:
-        serve_with_workers(config)
+    (serve_alone if config.workers == 1 else serve_with_workers)(config)
 
 
 def config_of(params: Mapping[str, Any]) -> Resolved:

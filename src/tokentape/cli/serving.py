@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -105,12 +105,11 @@ def _store(config: ServeConfig) -> Iterator[Store]:
         with open_record(config.store, synchronous=synchronous(config)) as store:
             yield store
         return
-    writers = InterprocessLock(config.data)
-    try:
-        with SqliteStore.open(config.data, synchronous=synchronous(config), writers=writers) as store:
-            yield store
-    finally:
-        writers.close()
+    with (
+        closing(InterprocessLock(config.data)) as writers,
+        SqliteStore.open(config.data, synchronous=synchronous(config), writers=writers) as store,
+    ):
+        yield store
 
 
 def _serve(
@@ -122,7 +121,13 @@ def _serve(
     listener: socket.socket | None = None,
 ) -> None:
     keys, drain = config.all_keys(), Drain(config.drain_seconds)
-    gateway = _Gateway(config, renderer, store, drain)
+    made: list[ASGIApp] = []
+
+    async def gateway(scope: Scope, receive: Receive, send: Send) -> None:
+        # Made inside the event loop that serves it: an engine's connections belong to their loop.
+        if not made:
+            made.append(await open_app(config, renderer, store, drain))
+        await made[0](scope, receive, send)
 
     def ready(url: str) -> None:
         # Vocabularies and templates stay. Each time the collector visits all of them takes 0.1 s, and a call leaves few
@@ -164,19 +169,3 @@ def _port_taken(config: ServeConfig) -> Iterator[None]:
             "with --port (0 takes a free one)",
             "port",
         ) from None
-
-
-class _Gateway:
-    """The application, made inside the event loop that serves it: an engine's connections belong to their loop."""
-
-    def __init__(self, config: ServeConfig, renderer: Renderer, store: Store, drain: Drain) -> None:
-        self._config = config
-        self._renderer = renderer
-        self._store = store
-        self._drain = drain
-        self._app: ASGIApp | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._app is None:
-            self._app = await open_app(self._config, self._renderer, self._store, self._drain)
-        await self._app(scope, receive, send)

@@ -16,12 +16,9 @@ snapshot = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Freeze sessions of a running gateway, take them out, drop them."
 )
 
-Url: TypeAlias = Annotated[str, typer.Option("--url", envvar="TOKENTAPE_URL", help="Base URL of the gateway.")]
+Url: TypeAlias = Annotated[str, option("Base URL of the gateway.", None, "--url", envvar="TOKENTAPE_URL")]
 Key: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key", envvar="TOKENTAPE_API_KEY", help="Its API key; better in the environment.", metavar="KEY"
-    ),
+    str | None, option("Its API key; better in the environment.", "KEY", "--api-key", envvar="TOKENTAPE_API_KEY")
 ]
 SnapshotId: TypeAlias = Annotated[int, typer.Argument(metavar="SNAPSHOT", help="Id of a snapshot.")]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from openai import AsyncOpenAI
 
 from tokentape.chat._renderer import Renderer
-from tokentape.client import Client
+from tokentape.client import AsyncClient
 from tokentape.demo import MODEL
-from tokentape.demo.agent import Conversation, solve
+from tokentape.demo.agent import solve
 from tokentape.demo.findings import DemoReport, call_digest, examine, refuse_used
 from tokentape.demo.tasks import Task, is_solved, sample_tasks
 from tokentape.engines._transformers import FinishedSample, TransformersEngine
@@ -31,36 +31,14 @@ def run_demo(directory: Path, sessions: int, seed: int, progress: Callable[[str]
     renderer = Renderer.load(MODEL)
     log: list[FinishedSample] = []
     engine = TransformersEngine.open(MODEL, threads=1, on_finish=log.append)
-    runs = _plan(sessions, seed)
+    tasks = _tasks(sessions, seed)
     with serving(engine, MODEL, directory=directory, renderer=renderer, model_id="demo") as base_url:
         started = time.monotonic()
-        asyncio.run(_run_all(base_url, runs, progress))
+        asyncio.run(_run_all(base_url, tasks, seed, progress))
         seconds = time.monotonic() - started
     progress("looking at the record")
     calls = [call_digest(call.prompt_ids, call.token_ids, call.logprobs) for call in log]
     return examine(directory, renderer, calls, seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class _PlannedSession:
-    session_id: str
-    task: Task
-    temperature: float
-    seed: int
-    stream: bool
-
-
-def _plan(sessions: int, seed: int) -> list[_PlannedSession]:
-    return [
-        _PlannedSession(
-            session_id=f"demo-{number:02}",
-            task=task,
-            temperature=0.0 if 2 * number < sessions else 1.0,
-            seed=(seed * sessions + number) * 1000,
-            stream=number % 2 == 1,
-        )
-        for number, task in enumerate(_tasks(sessions, seed))
-    ]
 
 
 def _tasks(count: int, seed: int) -> list[Task]:
@@ -73,24 +51,22 @@ def _tasks(count: int, seed: int) -> list[Task]:
         drawn *= 2
 
 
-async def _run_all(base_url: str, runs: list[_PlannedSession], progress: Callable[[str], None]) -> None:
-    """Run all sessions at once, and reward each."""
+async def _run_all(base_url: str, tasks: list[Task], seed: int, progress: Callable[[str], None]) -> None:
+    """Run the sessions at once, and reward each."""
     done = 0
-    with Client(base_url) as client:
+    async with AsyncClient(base_url) as client:
 
-        async def run(one: _PlannedSession) -> None:
+        async def run(number: int, task: Task) -> None:
             nonlocal done
-            metadata = {"prompts": one.task.prompts, "temperature": one.temperature, "stream": one.stream}
-            session = await asyncio.to_thread(client.session, one.session_id, metadata)
+            how: dict[str, Any] = {"temperature": 0.0 if 2 * number < len(tasks) else 1.0, "stream": number % 2 == 1}
+            session = await client.session(f"demo-{number:02}", {"prompts": task.prompts, **how})
             async with AsyncOpenAI(base_url=session.base_url, api_key="none") as openai:
-                talk: Conversation = await solve(
-                    openai, one.task, temperature=one.temperature, seed=one.seed, stream=one.stream
-                )
-            await asyncio.to_thread(session.reward, float(is_solved(one.task, talk.final_text)))
+                talk = await solve(openai, task, seed=(seed * len(tasks) + number) * 1000, **how)
+            await session.reward(float(is_solved(task, talk.final_text)))
             done += 1
-            progress(f"{done} of {len(runs)} sessions done")
+            progress(f"{done} of {len(tasks)} sessions done")
 
-        progress(f"running {len(runs)} sessions")
+        progress(f"running {len(tasks)} sessions")
         async with asyncio.TaskGroup() as group:
-            for one in runs:
-                group.create_task(run(one))
+            for number, task in enumerate(tasks):
+                group.create_task(run(number, task))

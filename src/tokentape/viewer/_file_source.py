@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from tokentape._canonical import canonical_json
 from tokentape._session.arrow import iter_parquet, open_parquet
 from tokentape._session.jsonl import read_jsonl_places
@@ -56,14 +58,10 @@ class FileSource:
         self._lines: dict[str, list[_Line]] = {}
         self._metadata: dict[str, Any] = {}
         for place, one in self._all():
-            sizes = zip(one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True)
-            own, before = [], 0
-            for start, end in sizes:
-                own.append((start - before, end - start))
-                before = end
-            line = _Line(
-                one.leaf, one.turns, tuple(own), frozenset(one.weight_versions), one.verdict, one.reward, place
-            )
+            starts, ends = one.completion_starts, one.completion_ends
+            added = starts - np.concatenate([[0], ends[:-1]])
+            own = tuple(zip(added.tolist(), (ends - starts).tolist(), strict=True))
+            line = _Line(one.leaf, one.turns, own, frozenset(one.weight_versions), one.verdict, one.reward, place)
             self._lines.setdefault(one.session_id, []).append(line)
             self._metadata.setdefault(one.session_id, dict(one.metadata))
         self._listed = [self._summary(n, session_id) for n, session_id in enumerate(self._lines)]

@@ -22,7 +22,7 @@ export function drawTree(place, tree, chosen, address) {
   }
   const path = new Set(tree.leaves.find((leaf) => leaf.turn === chosen)?.path ?? []);
   const leaves = new Map(tree.leaves.map((leaf) => [leaf.turn, leaf]));
-  const edges = tree.lineage ?? [];
+  const edges = tree.lineage;
 
   /** Where a branch comes from, by lineage. */
   function origin(edge) {
@@ -69,8 +69,8 @@ export function drawTree(place, tree, chosen, address) {
       turn.fork && h("span", { class: "badge fork", title: CAUSES[turn.fork] ?? "" }, `↳ ${turn.fork}`),
       aborted && h("span", { class: "badge bad" }, `aborted: ${turn.abort_cause ?? "unknown"}`),
       turn.finish_reason === "length" && h("span", { class: "badge warn" }, "length"),
-      turn.resumes?.length > 0 && h("span", { class: "badge warn", title: turn.resumes.join(", ") }, `resumed ${turn.resumes.length}×`),
-      turn.reward !== null && turn.reward !== undefined && h("span", { class: "badge" }, `reward ${real(turn.reward)}`),
+      turn.resumes.length > 0 && h("span", { class: "badge warn", title: turn.resumes.join(", ") }, `resumed ${turn.resumes.length}×`),
+      turn.reward !== null && h("span", { class: "badge" }, `reward ${real(turn.reward)}`),
     );
   }
 
