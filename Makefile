@@ -10,7 +10,7 @@ ifeq ($(shell uname -s)-$(shell command -v nvidia-smi),Linux-)
 CPU_TORCH = pip install --quiet --no-deps --retries 1 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 endif
 
-.PHONY: demo test lint types layers docs check test-slow test-mutants test-generator test-simulator test-faults test-postgres test-engines engine-distributions test-differential test-external test-harnesses test-browser test-ray benchmark-gateway clean
+.PHONY: demo test lint types layers docs check test-slow test-mutants test-generator test-simulator test-faults test-postgres test-engines engine-distributions test-differential test-external test-harnesses test-browser test-ray benchmark-gateway experiment clean
 
 # .runs marks an environment that can run Tokentape; .installed one that can also run the tests.
 $(RUNS): pyproject.toml constraints-dev.txt
@@ -145,6 +145,11 @@ test-browser: $(STAMP)
 # the package.
 benchmark-gateway: $(STAMP)
 	$(BIN)/python -m benchmarks.gateway --minutes $(or $(MINUTES),30) --out gateway.json --docs
+
+# Two seeds of the training experiment: minutes of CPU. FIRST_SEED chooses which. Interrupted, it goes on where it was.
+experiment: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python examples/token_paths/experiment.py --reduced --first-seed $(or $(FIRST_SEED),0) --out runs/reduced
+	$(BIN)/python examples/token_paths/report.py runs/reduced --docs runs/reduced/report
 
 clean:
 	rm -rf $(VENV) $(PEERS) $(AGENTS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

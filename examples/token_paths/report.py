@@ -1,9 +1,9 @@
-"""Summarize the runs in one CSV file, tables and a plot.
+"""Write the tables and the plot of the experiments' pages from their data.
 
     python examples/token_paths/report.py runs/token-paths --docs docs/experiments
 
-Writes data/token-paths.csv, token-paths.svg, and the tables between the two marks of token-paths.md. Without the runs,
-it reads the CSV file that is there.
+With runs, data/token-paths.csv is written from them first. The other files of data/ come from sources.py,
+benchmarks/prefix_cache.py and benchmarks/tool_calls.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Row: TypeAlias = Mapping[str, str]
 
@@ -30,7 +30,7 @@ BASE = ("drops", "none", "0.0", "0.0005")
 MAIN = tuple((path, *BASE) for path in PATHS)
 LAST = 5
 """Number of final steps that summarize a run."""
-BEGIN, END = "<!-- written by examples/token_paths/report.py -->\n", "<!-- end -->"
+BEGIN, END = "<!-- written by examples/token_paths/report.py: {} -->\n", "<!-- end -->"
 
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 T_95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -119,10 +119,13 @@ class Runs:
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Runs:
-        """Group the rows of a CSV file."""
+        """Group the rows of a CSV file. Of the main comparison, only seeds with all three runs count."""
         found: dict[tuple[str, ...], dict[int, list[Row]]] = {}
         for row in rows:
             found.setdefault(tuple(row[name] for name in ARM), {}).setdefault(int(row["seed"]), []).append(row)
+        complete = set.intersection(*(set(found.get(arm, {})) for arm in MAIN))
+        for arm in MAIN:
+            found[arm] = {seed: own for seed, own in found.get(arm, {}).items() if seed in complete}
         return cls(found)
 
     def heldout(self, arm: tuple[str, ...], kind: str = "after", name: str = "right") -> dict[int, float]:
@@ -150,6 +153,9 @@ def tables(rows: Sequence[Row]) -> Iterable[str]:
     runs = Runs.of(rows)
     yield from _main_tables(runs)
     yield ""
+    if len(runs.rows) == len(MAIN):
+        yield "No side arm has run yet."
+        return
     yield from _side_table(runs)
     yield ""
     yield from _dose_table(runs)
@@ -292,9 +298,69 @@ def _short(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def written(rows: Sequence[Row], data: bytes) -> str:
-    """Return what the report writes into the page."""
-    return "\n".join([*tables(rows), "", f"SHA-256 of the data: `{sha256(data).hexdigest()}`"]) + "\n"
+def source_table(rows: Sequence[Any]) -> Iterable[str]:
+    """Return the sources of mismatch, one at a time."""
+    yield "| source, alone | what differs | mean, nats | largest | k3 | ESS, tokens | ESS, sequences | `score` says |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for one in rows:
+        numbers = [f"{one[name]:.2g}" for name in ("mean", "max", "k3")]
+        shares = [f"{one[name]:.2f}" for name in ("ess_tokens", "ess_sequences")]
+        says = " or ".join(one["score"]) or "nothing"
+        yield f"| {' | '.join([one['source'], one['what'], *numbers, *shares, says])} |"
+
+
+def cache_table(rows: Sequence[Any]) -> Iterable[str]:
+    """Return what a prefix cache held of each kind of context."""
+    yield "| context | replica by | noncanonical | prompt tokens | cached | computed | times exact | as predicted |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for one in sorted(rows, key=lambda row: row["replicas"] == "random"):
+        low, high = one["interval"]
+        computed = one["prompt_tokens"] - one["cached_tokens"]
+        cells = [one["way"], one["replicas"], f"{one['dose']:.1%}", f"{one['prompt_tokens']:,}"]
+        cells += [f"{one['cached_tokens'] / one['prompt_tokens']:.1%}", f"{computed:,}"]
+        cells.append("1" if one["way"] == "exact" else f"{one['computed_times_exact']:.2f} [{low:.2f}, {high:.2f}]")
+        yield f"| {' | '.join(cells)} | {one['as_predicted']} of {one['turns']} |"
+
+
+def call_table(rows: Sequence[Any]) -> Iterable[str]:
+    """Return the malformed tool calls of each kind of context."""
+    yield (
+        "| context | tasks | solved | malformed calls | difference from exact | malformed after the first question "
+        "| difference from exact |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for one in rows:
+        cells = [one["way"], str(one["tasks"]), str(one["solved"])]
+        for name, of in (("malformed", "calls"), ("later_malformed", "later_calls")):
+            cells.append(f"{one[name]} of {one[of]}: {one[name] / max(one[of], 1):.1%}")
+            apart, low, high = (100 * value for value in one[f"{name}_difference"])
+            cells.append("" if one["way"] == "exact" else f"{apart:+.1f} points [{low:+.1f}, {high:+.1f}]")
+        yield f"| {' | '.join(cells)} |"
+
+
+def blocks(data: Path) -> dict[str, str]:
+    """Return what is written into the pages, by name."""
+    found = {}
+    for name, make in (
+        ("mismatch", source_table),
+        ("prefix-cache", cache_table),
+        ("tool-calls", call_table),
+    ):
+        file = data / f"{name}.json"
+        found[name] = "\n".join([*make(json.loads(file.read_text("utf-8"))), "", _checksum(file)]) + "\n"
+    file = data / "token-paths.csv"
+    found["token-paths"] = "\n".join([*tables(read_csv(file)), "", _checksum(file)]) + "\n"
+    return found
+
+
+def _checksum(file: Path) -> str:
+    return f"SHA-256 of data/{file.name}: `{sha256(file.read_bytes()).hexdigest()}`"
+
+
+def read_csv(file: Path) -> list[Row]:
+    """Return the rows of a CSV file."""
+    with open(file, encoding="utf-8", newline="") as source:
+        return list(csv.DictReader(source))
 
 
 def main() -> None:
@@ -303,18 +369,20 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="?")
     parser.add_argument("--docs", type=Path, default=Path("docs/experiments"))
     arguments = parser.parse_args()
-    file = arguments.docs / "data" / "token-paths.csv"
+    data = arguments.docs / "data"
     if arguments.runs is not None:
-        write_csv(read_runs(arguments.runs), file)
-    with open(file, encoding="utf-8", newline="") as source:
-        rows: list[Row] = list(csv.DictReader(source))
-    text = written(rows, file.read_bytes())
-    page = arguments.docs / "token-paths.md"
-    if page.exists():
-        plot(rows, arguments.docs / "token-paths.svg")
-        before, _, rest = page.read_text("utf-8").partition(BEGIN)
-        page.write_text(before + BEGIN + text + END + rest.partition(END)[2], encoding="utf-8")
-    print(text)
+        write_csv(read_runs(arguments.runs), data / "token-paths.csv")
+    if not (arguments.docs / "token-paths.md").exists():
+        print("\n".join(tables(read_csv(data / "token-paths.csv"))))
+        return
+    plot(read_csv(data / "token-paths.csv"), arguments.docs / "token-paths.svg")
+    written = blocks(data)
+    for page in sorted(arguments.docs.glob("*.md")):
+        text = page.read_text("utf-8")
+        for name, block in written.items():
+            before, mark, rest = text.partition(BEGIN.format(name))
+            text = before + mark + block + END + rest.partition(END)[2] if mark else text
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 The embedded engine samples the first replies of the demo's tasks. A plain forward pass is the trainer. Without a source
 both have the same numbers. Each source is then switched on alone. `tokentape score` looks at the same numbers: the last
-column is the cause that it names at `--precision float32`.
+column is the cause that it names at `--precision float32`. report.py writes the table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import copy
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,22 +198,8 @@ def row(source: Source) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the rows as a table in Markdown."""
-    lines = [
-        "| source, alone | what differs | mean, nats | largest | k3 | ESS, tokens | ESS, sequences | `score` says |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for one in rows:
-        numbers = [f"{one[name]:.2g}" for name in ("mean", "max", "k3")]
-        shares = [f"{one[name]:.2f}" for name in ("ess_tokens", "ess_sequences")]
-        says = " or ".join(one["score"]) or "nothing"
-        lines.append(f"| {' | '.join([one['source'], one['what'], *numbers, *shares, says])} |")
-    return lines
-
-
 def main() -> None:
-    """Parse the command line, measure, and print the table."""
+    """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -222,7 +207,6 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     rows = [row(source) for source in sources(Renderer.load(MODEL), model)]
     arguments.out.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
-    sys.stdout.write("\n".join(table(rows)) + "\n")
 
 
 if __name__ == "__main__":
