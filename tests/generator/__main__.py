@@ -28,7 +28,9 @@ def run(seed: int, templates: int, count: int, out: Path, processes: int) -> lis
         file = held.enter_context(out.open("a", encoding="utf-8"))
         # Spawned, not forked: a process with threads of tokenizers or torch cannot fork safely.
         spawn = get_context("spawn")
-        pool = held.enter_context(ProcessPoolExecutor(processes, spawn)) if processes > 1 else None
+        # A process keeps 30 MB of each case, none of it Python's own, so it ends after some.
+        some = ProcessPoolExecutor(processes, spawn, max_tasks_per_child=20) if processes > 1 else None
+        pool = held.enter_context(some) if some is not None else None
         for n, result in enumerate(map(examined, tasks) if pool is None else pool.map(examined, tasks, chunksize=2), 1):
             file.write(json.dumps(result, ensure_ascii=False) + "\n")
             file.flush()

@@ -13,7 +13,7 @@ from tests.generator.oracle import Reference, Refused, end_of_reply
 
 QUESTION: Message = {"role": "user", "content": "What is it?"}
 _ANSWER: Message = {"role": "assistant", "content": "It is this."}
-_FEWEST = 6
+_FEWEST = 14
 """Renderings below which nothing is said."""
 _REPLIES = 2
 """Replies that are tried after every history."""
@@ -23,6 +23,23 @@ def answered(one: Conversation) -> bool:
     """Whether the new messages answer each call of the reply, as in the conversations that certificates speak of."""
     results = [message for message in one.new if message["role"] == "tool"]
     return len(results) == len(one.reply.get("tool_calls") or ())
+
+
+def _after_a_call(content: str | None, arguments: object) -> tuple[Message, ...]:
+    call = {"id": "past00000", "type": "function", "function": {"name": "past", "arguments": arguments}}
+    calling = {"role": "assistant", "content": content, "tool_calls": [call]}
+    result = {"role": "tool", "name": "past", "tool_call_id": "past00000", "content": "It was."}
+    return QUESTION, calling, result, _ANSWER, QUESTION
+
+
+_CALLED = [_after_a_call(content, form) for content in (None, "") for form in ({"of": "then"}, '{"of": "then"}')]
+"""Histories with a call. Templates take its arguments as an object or as text, and no content or an empty one."""
+
+
+def has_shortest(name: str, conversations: Sequence[Conversation]) -> bool:
+    """Whether one of them continues with as few messages as any of this name. A template may count messages."""
+    fewest = len(name.partition("/")[0].replace("tools", "tool+tool").split("+"))
+    return any(len(one.new) == fewest for one in conversations)
 
 
 def histories_saying(constants: Sequence[str]) -> Iterator[list[Message]]:
@@ -43,9 +60,10 @@ def dependence(
     All `conversations` continue alike; some of the shortest are tried after all of `histories`, and after a question.
     """
     tried = 0
-    for one in sorted(conversations, key=lambda one: len(one.new))[:_REPLIES]:
+    # Templates that fail on a reply without content fail after most histories.
+    for one in sorted(conversations, key=lambda one: (len(one.new), one.reply.get("content") is None))[:_REPLIES]:
         tails: set[str] = set()
-        for history in [(QUESTION,), one.history, *histories]:
+        for history in [(QUESTION,), one.history, *_CALLED, *histories]:
             try:
                 full = reference.render([*history, one.reply, *one.new], one.tools, generate=True)
             except Refused:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.generator.conversations import Conversation, Message, words_in
-from tests.generator.independence import answered, dependence, histories_saying
+from tests.generator.independence import answered, dependence, has_shortest, histories_saying
 from tests.generator.oracle import Reference, Refused, appends, end_of_reply
 from tests.generator.product import Product, message_of
 from tests.generator.replies import Spoken, expected_tail, spoken_turn
@@ -322,7 +322,7 @@ class Judge:
         if "zqfollowup" in full and "zqfollowup" not in text:
             self._found("message lost after a truncated reply", one, f"{text!r} after {self.reference.decode(cut)!r}")
         content = (reply.reasoning if reply.reasoning_open else reply.content).strip()
-        if reply.tool_calls or not content or full.count(content) != 1:
+        if reply.tool_calls or not content or full.count(content) != 1 or (reply.reasoning_open and reply.content):
             return
         if self.reference.spells_control(content):
             self.counts["not compared: content with a control token that the parser does not know"] += 1
@@ -382,7 +382,7 @@ class Judge:
             elif why is not None:
                 self.counts[INDEPENDENT] += 1
                 self.counts[LOCAL] += row.strategy == "local"
-                if row.strategy != "local" and len(silent) >= ENOUGH:
+                if row.strategy != "local" and len(silent) >= ENOUGH and has_shortest(row.name, silent):
                     detail = f"{row.name}: the same tail after {len(asked)} histories; {row.reason}"
                     self._found(f"needless {row.strategy}", same[0], detail)
 

@@ -143,7 +143,8 @@ def _with_ids(reference: Reference, full: str, at: int) -> tuple[str, list[int] 
     begins_control = any(full.startswith(token, at) for token in reference.controls)
     if index is None or not (ends_control or begins_control):
         rstrip = next((n for n, (s, e) in enumerate(encoded.spans) if s < at < e), None)
-        if rstrip is None or reference.content_of(encoded.ids[rstrip]) is None:
+        content = None if rstrip is None else reference.content_of(encoded.ids[rstrip])
+        if rstrip is None or content is None or not reference.added[content]["rstrip"]:
             return full[at:], None
         index = rstrip + 1
     return full[at:], encoded.ids[index:]

@@ -156,6 +156,12 @@ MENDED = (
     "92:16 the prompt is always written, and the last question is marked",
     "94:8 no control token stands between a question's line break and the turn",
     "94:27 the template looks for more strings than eight",
+    "104:135 a template fails on replies without content, so another one shows what depends on the history",
+    "104:236 the line breaks of a content and of the turn's end are one token",
+    "104:180 the close of reasoning that the prompt opens is followed by a word in the last turn only",
+    "104:302 what opens reasoning stands in every header, closed at once",
+    "104:265 what opens reasoning, and is no tag, opens content too",
+    "104:103 three results are more messages than the template counts to",
     "94:12 the certificate says that the text null is not read back",
 )
 """Cases that showed a fault once, and which."""

@@ -368,7 +368,10 @@ def _read_reasoning(
         # The same opens the content: what differs is the word before it.
         framed = re.search(rf"{_FRAME.pattern}\s*\Z", before)
         turn = before[before.rfind(header[: common_prefix(header, generation_prompt)]) :]
-        opening = framed[0] if framed is not None else turn[common_prefix(turn, header) :] or opening
+        differing = turn[common_prefix(turn, header) :] if framed is None else framed[0]
+        if not differing.strip() and re.match(r"[\w#:]", opening):
+            return None  # A word that opens content as well tells nothing.
+        opening = differing if differing.strip() else opening
     opened, closed = generation_prompt.rfind(opening.strip()), generation_prompt.rfind(close.strip())
     return Reasoning(opening, close, opened_by_prompt=opened > closed)
 
@@ -402,7 +405,7 @@ def _shortest_close(
         # What only the last turn says before its content closes no reasoning.
         shared = min(shared, common_prefix(close, within[1]))
     if content_open.strip() and close.rstrip().endswith(content_open.strip()):
-        shared = min(shared, close.rindex(content_open.strip()))
+        shared = min(shared, close.rindex(content_open.strip()) or shared)
     if not close[shared:].strip():
         return reasoning, ""
     shared = max((end for end in _ends_of_delimiters(close) if end <= shared), default=0)
