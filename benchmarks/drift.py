@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 from tokentape.audit._drift.meter import measure_drift
 from tokentape.audit._drift.report import DriftReport
 from tokentape.audit._id_rows import IdRow, Span
-from tokentape.audit._intervals import Rate
+from tokentape.audit._statistics import Rate
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
 

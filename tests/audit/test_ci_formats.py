@@ -9,9 +9,8 @@ import jsonschema
 import pytest
 
 from tests.audit.tokendiff.test_formats import SARIF
-from tokentape.audit._lock.comparing import LockChange, LockReport
-from tokentape.audit._lock.layout import RULES as LOCK_RULES
-from tokentape.audit._lock.layout import lock_cases
+from tokentape.audit._lock.comparing import RULES as LOCK_RULES
+from tokentape.audit._lock.comparing import LockChange, LockReport, lock_cases
 from tokentape.audit._report import CiCase, CiFinding, ci_report
 from tokentape.audit._skew.backends.base import BackendFacts
 from tokentape.audit._skew.findings import AuditReport, CorpusStatistics, Skew, SkewResult

@@ -104,11 +104,16 @@ def own_row(**damage: Any) -> str:
         "session_id": "s",
         "leaf": 0,
         "token_ids": [1, 2],
-        "loss_mask": [0, 1],
+        "loss_mask": [False, True],
         "provenance": [2, 1],
         "completion_starts": [1],
         "completion_ends": [2],
         "weight_versions": ["0"],
+        "turns": [0],
+        "logprobs": [0.0, -1.0],
+        "verdict": "exact",
+        "metadata": {},
+        "reward": None,
     }
     return json.dumps({**whole, **damage})
 

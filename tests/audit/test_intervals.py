@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tokentape.audit._intervals import ENOUGH, Rate, Shares, rate_of
+from tokentape.audit._statistics import ENOUGH, Rate, Shares, rate_of
 
 Draw: TypeAlias = Callable[[np.random.Generator, int, float], tuple[npt.NDArray[Any], npt.NDArray[Any]]]
 

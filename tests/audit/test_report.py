@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tokentape.audit._intervals import Rate
 from tokentape.audit._report import (
     Bar,
     Bars,
@@ -30,6 +29,7 @@ from tokentape.audit._report import (
     json_text,
 )
 from tokentape.audit._report.blocks import round_numbers
+from tokentape.audit._statistics import Rate
 from tokentape.errors import InvalidRequest
 
 HOSTILE = "</svg></table><script>alert(1)</script>\"'><img src=http://a.example>&amp;\x1b[2J\u202e\ud800"

@@ -13,7 +13,7 @@ from tests.records import SETUP, make_turn
 from tests.viewer.runs import SESSIONS, corrupt, record_run
 from tokentape.audit._drift.meter import measure_drift
 from tokentape.audit._id_rows import store_rows
-from tokentape.audit._numbers import NumbersTally, logprob_numbers
+from tokentape.audit._statistics import NumbersTally, logprob_numbers
 from tokentape.chat._renderer import Renderer
 from tokentape.store import SqliteStore
 from tokentape.store._listing import Listing

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from tokentape.audit._drift.rerender import with_objects
     from tokentape.audit._id_rows import Columns, IdRow, Span, iter_rows
     from tokentape.audit._lock import Lock, LockReport, check, make_lock, read_lock, write_lock
-    from tokentape.audit._numbers import Numbers, logprob_numbers
     from tokentape.audit._premium import Premium, measure_premium, read_corpus
     from tokentape.audit._probe.running import ProbeResult, ProbeSettings, run_trials
     from tokentape.audit._probe.trials import read_texts, trials
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from tokentape.audit._skew.backends.base import Backend, BackendFacts, Rendering, SkewChat
     from tokentape.audit._skew.backends.spec import BackendOptions
     from tokentape.audit._skew.findings import AuditReport, Skew
+    from tokentape.audit._statistics import Numbers, logprob_numbers
     from tokentape.audit._tokendiff import Comparison, Difference, compare, pair_ids, retokenized
 
 __all__ = [
@@ -83,7 +83,7 @@ __getattr__ = lazy_names(
         "tokentape.audit._drift.rerender": "with_objects",
         "tokentape.audit._id_rows": "Columns IdRow Span iter_rows",
         "tokentape.audit._lock": "Lock LockReport check make_lock read_lock write_lock",
-        "tokentape.audit._numbers": "Numbers logprob_numbers",
+        "tokentape.audit._statistics": "Numbers logprob_numbers",
         "tokentape.audit._premium": "Premium measure_premium read_corpus",
         "tokentape.audit._probe.running": "ProbeResult ProbeSettings run_trials",
         "tokentape.audit._probe.trials": "read_texts trials",

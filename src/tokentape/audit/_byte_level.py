@@ -54,9 +54,7 @@ class Bounds:
     exact: bool
     """True if every spelling was found; then the bounds are equal."""
     spellings: int
-    """The number of spellings found."""
     evaluations: int
-    """The number of contexts that the model computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,6 @@ class Price:
     canonical: float | None
     """Of the ids that encoding the bytes gives; None if the bytes are no UTF-8, or do not come back the same."""
     text: Bounds
-    """Of the bytes, over all spellings."""
 
     @property
     def drift(self) -> float | None:
@@ -164,7 +161,7 @@ def bytes_logprob(
     found, lower, evaluations = 0, -math.inf, 0
 
     def upper() -> float:
-        return float(np.logaddexp(lower, _log_sum([-cost for cost, _, _ in open_])))
+        return float(np.logaddexp.reduce([lower, *(-cost for cost, _, _ in open_)]))
 
     while open_ and evaluations < max_evaluations:
         # The sum of all beginnings is taken only if the best one alone would not prevent the end.
@@ -185,7 +182,7 @@ def bytes_logprob(
                 last = [one for one in spellings.covering(rest) if allowed((*ids, one))]
                 found += len(last)
             if rest or len(stops):
-                lower = float(np.logaddexp(lower, _log_sum(row[list(last)]) - cost))
+                lower = float(np.logaddexp.reduce([lower, *(row[list(last)] - cost)]))
             for token_id, length in spellings.within(rest):
                 ends_it = length == len(rest) and not len(stops)  # already in `last`
                 if not ends_it and row[token_id] > -math.inf and allowed((*ids, token_id)):
@@ -214,22 +211,14 @@ def price(
     if any(tokenizer.control_by_id(token_id) is not None for token_id in body):
         raise InvalidRequest("a control token stands within the ids: price the texts before and after it")
     spelled = b"".join(map(tokenizer.token_bytes, body))
-    canonical = _canonical(spelled, tokenizer)
     bounds = bytes_logprob(model, spelled, spellings, stop_ids=end, max_evaluations=max_evaluations, tolerance=_DONE)
-    again = None if canonical is None else float(model.logprobs_of([*canonical, *end]).sum())
-    return Price(float(model.logprobs_of([*body, *end]).sum()), again, bounds)
-
-
-def _canonical(spelled: bytes, tokenizer: Tokenizer) -> list[int] | None:
     try:
-        ids = tokenizer.encode_plain(spelled.decode())
+        canonical = tokenizer.encode_plain(spelled.decode())
     except UnicodeDecodeError:
-        return None
-    return ids if b"".join(map(tokenizer.token_bytes, ids)) == spelled else None
-
-
-def _log_sum(values: Sequence[float] | npt.NDArray[np.float64]) -> float:
-    return float(np.logaddexp.reduce(values)) if len(values) else -math.inf
+        canonical = []
+    same = bool(canonical) and b"".join(map(tokenizer.token_bytes, canonical)) == spelled
+    again = float(model.logprobs_of([*canonical, *end]).sum()) if same else None
+    return Price(float(model.logprobs_of([*body, *end]).sum()), again, bounds)
 
 
 class TransformersModel:
@@ -247,8 +236,7 @@ class TransformersModel:
             raise InvalidRequest("the context is empty; give at least the id that texts begin with")
         self._torch, self._model = torch, model
         begun = self._run([list(context_ids)], None)
-        self._cache = begun.past_key_values
-        self._first = self._logprobs(begun.logits[0, -1])
+        self._cache, self._first = begun.past_key_values, self._logprobs(begun.logits[0, -1])
 
     @classmethod
     def load(cls, folder: str | Path, context_ids: Sequence[int], *, device: str = "cpu") -> TransformersModel:

@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tokentape._session.arrow import VERSION_KEY, open_parquet
+from tokentape._session.arrow import VERSION_KEY, iter_parquet, open_parquet
+from tokentape._session.jsonl import trajectory_from_json
 from tokentape.errors import InvalidRequest
 from tokentape.store import Store, StoredSession
 from tokentape.store._location import EXPECTED, is_record, open_record
@@ -28,16 +29,6 @@ MASK_COLUMNS = ("loss_mask", "completion_mask", "assistant_masks", "mask")
 NAME_COLUMNS = ("session_id", "sample_id", "id", "uid")
 
 _BATCH_ROWS = 64
-_OWN: tuple[str, ...] = (
-    "session_id",
-    "leaf",
-    "token_ids",
-    "provenance",
-    "loss_mask",
-    "completion_starts",
-    "completion_ends",
-)
-_OWN += ("weight_versions", "logprobs")
 
 _Row: TypeAlias = Mapping[str, Any]
 
@@ -118,35 +109,25 @@ def store_rows(store: Store) -> Iterator[IdRow]:
 
 def session_rows(stored: StoredSession) -> Iterator[IdRow]:
     """Yield a row for each branch of a session. Turns that branches share are sampled in the first of them."""
-    temperatures = {turn.seq: turn.sampling.get("temperature") for turn in stored.turns}
-    return trajectory_rows(stored.trajectories(), temperatures)
+    return trajectory_rows(stored.trajectories(), {turn.seq: turn.sampling.get("temperature") for turn in stored.turns})
 
 
-def trajectory_rows(trajectories: Iterable[Trajectory], temperatures: Mapping[int, Any]) -> Iterator[IdRow]:
-    """Yield a row for each trajectory of a session; `temperatures` are by turn."""
+def trajectory_rows(
+    trajectories: Iterable[Trajectory], temperatures: Mapping[int, Any] | None = None
+) -> Iterator[IdRow]:
+    """Yield a row for each trajectory of a session; `temperatures` are by turn, if known."""
     for one in trajectories:
-        labels = []
-        for turn in one.turns:
-            temperature = temperatures.get(turn)
-            labels.append({"temperature": "unknown" if temperature is None else f"{temperature:g}"})
-        spans = _turn_spans(one.loss_mask, one.completion_starts, one.completion_ends, one.weight_versions, labels)
+        spans = []
+        turns = zip(one.turns, one.completion_starts.tolist(), one.completion_ends.tolist(), strict=True)
+        for n, (turn, start, end) in enumerate(turns):
+            labels = {"turn": _turn_label(n), "weights": one.weight_versions[n]}
+            if temperatures is not None:
+                temperature = temperatures.get(turn)
+                labels["temperature"] = "unknown" if temperature is None else f"{temperature:g}"
+            if one.loss_mask[start:end].any():
+                spans.append(Span(start, end, labels))
         name, values = f"{one.session_id}:{one.leaf}", (one.loss_mask, one.logprobs)
-        yield IdRow(name, one.token_ids, spans, one.provenance, 1, *values, session=one.session_id)
-
-
-def _turn_spans(
-    mask: npt.NDArray[np.bool_],
-    starts: npt.NDArray[Any],
-    ends: npt.NDArray[Any],
-    weights: Sequence[str],
-    labels: Sequence[Mapping[str, str]] | None = None,
-) -> tuple[Span, ...]:
-    """Return the completions of a trajectory that carry loss."""
-    return tuple(
-        Span(start, end, {"turn": _turn_label(n), "weights": weights[n], **(labels[n] if labels else {})})
-        for n, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
-        if mask[start:end].any()
-    )
+        yield IdRow(name, one.token_ids, tuple(spans), one.provenance, 1, *values, session=one.session_id)
 
 
 def _turn_label(n: int) -> str:
@@ -161,21 +142,17 @@ def _turn_label(n: int) -> str:
 def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int | None = None) -> Iterator[IdRow]:
     """Yield the sequences of a Parquet file, or of one of its row groups. Raises as `iter_rows`."""
     with open_parquet(path) as file:
+        if VERSION_KEY in (file.schema_arrow.metadata or {}) and columns == Columns():
+            yield from trajectory_rows(iter_parquet(path, row_group=row_group))
+            return
         names = file.schema_arrow.names
-        chosen = None
-        wanted = [name for name in _OWN if name in names]
-        if VERSION_KEY not in (file.schema_arrow.metadata or {}) or columns != Columns():
-            chosen = _chosen(columns, names, str(path))
-            wanted = [name for name in (chosen.ids, chosen.mask, chosen.prompt, chosen.name, *chosen.by) if name]
-            wanted += [name for name in LOGPROB_COLUMNS if name in names][:1]
+        chosen = _chosen(columns, names, str(path))
+        wanted = [name for name in (chosen.ids, chosen.mask, chosen.prompt, chosen.name, *chosen.by) if name]
+        wanted += [name for name in LOGPROB_COLUMNS if name in names][:1]
         groups = None if row_group is None else [row_group]
         first = 1 + sum(file.metadata.row_group(n).num_rows for n in range(row_group or 0))
         for number, row in enumerate(_batches(file, list(dict.fromkeys(wanted)), groups), first):
-            yield (
-                _own_row(row, str(path))
-                if chosen is None
-                else _foreign_row(row, chosen, number, f"{path}, row {number}")
-            )
+            yield _foreign_row(row, chosen, number, f"{path}, row {number}")
 
 
 def _batches(file: Any, names: Sequence[str], row_groups: Sequence[int] | None) -> Iterator[_Row]:
@@ -204,27 +181,11 @@ def _json_row(line: bytes, columns: Columns, number: int, where: str) -> IdRow:
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{where}: expected an object or a list of ids, found {type(value).__name__}")
     if "schema_version" in value and columns == Columns():
-        return _own_row(value, where)
+        try:
+            return next(trajectory_rows([trajectory_from_json(value)]))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{where}: {error}") from None
     return _foreign_row(value, _chosen(columns, list(value), where), number, where)
-
-
-def _own_row(row: _Row, where: str) -> IdRow:
-    """Return the row of a trajectory, of which only the columns `_OWN` are read."""
-    try:
-        ids = _ids(row["token_ids"], where)
-        mask = np.asarray(row["loss_mask"], np.bool_)
-        provenance = np.asarray(row["provenance"], np.uint8)
-        for code in np.unique(provenance).tolist():
-            Provenance(code)
-        starts, ends = (np.asarray(row[name]) for name in ("completion_starts", "completion_ends"))
-        spans = _turn_spans(mask, starts, ends, row["weight_versions"])
-        if not len(ids) == len(mask) == len(provenance):
-            raise ValueError(f"{len(ids)} token_ids, {len(mask)} in loss_mask, {len(provenance)} in provenance")
-        session = str(row["session_id"])
-        logprobs = _logprobs(row.get("logprobs"), len(ids), 0)
-        return IdRow(f"{session}:{row['leaf']}", ids, spans, provenance, 1, mask, logprobs, session)
-    except (LookupError, OverflowError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"{where}: a trajectory is damaged ({type(error).__name__}: {error})") from None
 
 
 def _chosen(columns: Columns, names: Sequence[str], where: str) -> Columns:

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tokentape.audit._numbers import Numbers, NumbersTally
 from tokentape.audit._rescaling import RAW, Rule, Values, recorded_rules, under
+from tokentape.audit._statistics import Numbers, NumbersTally
 from tokentape.engines._scoring import Scores
 from tokentape.types import Logprobs, Trajectory
 
@@ -29,14 +29,12 @@ LOOK_TOP = 512
 _LOOKED_AT = 4
 """Sequences of each group to score again, with alternatives."""
 _TOKENS = 256
-"""Tokens of such a sequence."""
 _SEQUENCES = 256
 """Sequences of each group of which all numbers are kept."""
 
 _CERTAIN = 0.01
 """Nats below 0 within which a token is certain to the model: neither temperature nor weights change it much."""
 _EXPLAINED = 0.9
-"""The share of the tokens that a rule has to explain."""
 
 _CUTS: tuple[dict[str, Any], ...] = (
     *({"top_p": p} for p in (*(n / 20 for n in range(1, 20)), 0.92, 0.97, 0.98, 0.99, 0.995)),
@@ -58,7 +56,6 @@ class Precision:
     share: float
     """Share of tokens that it may move further."""
     mean: float
-    """Largest mean of the absolute difference, in nats."""
 
 
 PRECISIONS = {

@@ -44,12 +44,10 @@ class PremiumRow:
 
     tokenizer: str
     name: str
-    """The language or the script."""
     lines: int
     characters: int
     """Code points."""
     bytes: int
-    """UTF-8 bytes."""
     tokens: float
     """A fraction for scripts: a token over two scripts counts for each by its bytes."""
     tokens_per_character: float
@@ -127,37 +125,29 @@ def premium_layout(found: Premium) -> Report:
         )
     ]
     names = list(dict.fromkeys(row.tokenizer for row in found.languages))
-    kinds = (("language", found.languages), ("script", found.scripts))
+    kinds = {"language": found.languages, "script": found.scripts}
     for name in names:
-        tables = [_table([row for row in rows if row.tokenizer == name], what) for what, rows in kinds]
+        tables = [_table([row for row in rows if row.tokenizer == name], what) for what, rows in kinds.items()]
         blocks += [Heading(name), *tables]
-    for what, rows in kinds:
-        blocks.append(Details(f"By {what}", [_bars(rows, names, "tokens per character", "tokens_per_character")]))
+    plots = [(f"By {what}", rows, "tokens per character", "tokens_per_character") for what, rows in kinds.items()]
     if found.baseline is not None:
-        bars = _bars(found.languages, names, f"tokens over those of {found.baseline}", "premium")
-        blocks.append(Details(f"Premium over {found.baseline}", [bars]))
+        over = f"tokens over those of {found.baseline}"
+        plots.append((f"Premium over {found.baseline}", found.languages, over, "premium"))
+    for title, rows, unit, field in plots:
+        ordered = sorted(rows, key=lambda row: (row.name, names.index(row.tokenizer)))
+        bars = [(f"{row.name}, {row.tokenizer}", getattr(row, field), names.index(row.tokenizer)) for row in ordered]
+        plot = Bars([Bar(label, value or 0.0, group=group) for label, value, group in bars], unit)
+        blocks.append(Details(title, [plot]))
     return Report("Token premium", blocks)
-
-
-def _bars(rows: Sequence[PremiumRow], names: Sequence[str], unit: str, field: str) -> Bars:
-    bars = []
-    for row in sorted(rows, key=lambda row: (row.name, names.index(row.tokenizer))):
-        group = names.index(row.tokenizer)
-        bars.append(Bar(f"{row.name}, {row.tokenizer}", getattr(row, field) or 0.0, group=group))
-    return Bars(bars, unit)
 
 
 def _table(rows: Sequence[PremiumRow], what: str) -> Table:
     head = [what, "lines", "characters", "tokens", "tokens/character", "tokens/byte", "premium"]
-    body = [
-        [
-            row.name,
-            *(f"{many:,.0f}" for many in (row.lines, row.characters, row.tokens)),
-            *(f"{rate:.3f}" for rate in (row.tokens_per_character, row.tokens_per_byte)),
-            "" if row.premium is None else f"{row.premium:.2f}",
-        ]
-        for row in rows
-    ]
+    body = []
+    for row in rows:
+        counts = [f"{many:,.0f}" for many in (row.lines, row.characters, row.tokens)]
+        rates = [f"{rate:.3f}" for rate in (row.tokens_per_character, row.tokens_per_byte)]
+        body.append([row.name, *counts, *rates, "" if row.premium is None else f"{row.premium:.2f}"])
     shown = len(head) if any(row.premium is not None for row in rows) else len(head) - 1
     return Table(head[:shown], [row[:shown] for row in body], range(1, shown))
 
@@ -208,11 +198,10 @@ def _by_script(text: str) -> dict[str, tuple[int, int]]:
     """Return the number of characters and bytes of each script."""
     if text.isascii():
         return {"Latin" if any(map(str.isalpha, text)) else COMMON: (len(text), len(text))}
-    counts: dict[str, tuple[int, int]] = {}
+    chars: dict[str, str] = defaultdict(str)
     for char, script in zip(text, scripts_of(text), strict=True):
-        characters, octets = counts.get(script, (0, 0))
-        counts[script] = characters + 1, octets + len(char.encode())
-    return counts
+        chars[script] += char
+    return {script: (len(some), len(some.encode())) for script, some in chars.items()}
 
 
 def _shares(text: str, ids: Sequence[int], scripts: Sequence[str], tokenizer: Tokenizer) -> dict[str, float]:
@@ -255,7 +244,7 @@ def _rows(counted: _Counts, base: Mapping[str, float]) -> list[PremiumRow]:
     rows = []
     for (tokenizer, name), counts in counted.items():
         lines, characters, octets, tokens = counts.tolist()
-        rates = tokens / characters if characters else 0.0, tokens / octets if octets else 0.0
+        rates = tokens / (characters or 1), tokens / (octets or 1)
         premium = tokens / base[tokenizer] if base.get(tokenizer) else None
         rows.append(PremiumRow(tokenizer, name, int(lines), int(characters), int(octets), tokens, *rates, premium))
     return sorted(rows, key=lambda row: (order.index(row.tokenizer), -row.tokens_per_character, row.name))

@@ -48,7 +48,6 @@ class Rule:
 
 
 RAW = Rule()
-"""The model's own distribution."""
 
 
 def under(own: npt.ArrayLike, top: npt.ArrayLike, rule: Rule, vocab_size: int) -> tuple[Values, Values]:

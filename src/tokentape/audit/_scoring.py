@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from tokentape.audit._mismatch import LOOK_TOP, Attribution, Mismatch
-from tokentape.audit._numbers import Numbers
 from tokentape.audit._served import same_tokenizer
+from tokentape.audit._statistics import Numbers
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._scoring import Scorer
 from tokentape.errors import InvalidRequest
@@ -34,7 +34,6 @@ class Recorded:
     done: Collection[int]
     """The `seq` of turns that have the column."""
     sampling: Mapping[int, Mapping[str, Any]]
-    """Sampling parameters by turn, where known."""
 
 
 @dataclass
@@ -49,13 +48,11 @@ class ScoreReport:
     turns: int = 0
     """Turns that were scored in this run."""
     tokens: int = 0
-    """Their sampled tokens."""
     had_it: int = 0
     """Turns that already had the column."""
     not_scored: Counter[str] = field(default_factory=Counter)
     """Turns that could not be scored, by reason."""
     numeric: Numbers = field(default_factory=Numbers)
-    """Scores compared with the record."""
     not_comparable: Mapping[str, int] = field(default_factory=dict)
     """Tokens that were not compared with the record, by reason."""
     causes: tuple[Attribution, ...] = ()

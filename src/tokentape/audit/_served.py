@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tokentape.audit._lock.goldens import TEXTS
-from tokentape.audit._skew.report_text import first_difference
+from tokentape.audit._tokendiff import first_difference
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import EngineInfo
@@ -46,6 +46,10 @@ _MORE_IDS = 16
 _SAMPLES = 4
 """Sets of other ids to compare the text with; their mean counts."""
 
+_OTHER_FOLDER = "The model folder is not the one that the server serves, or the server loads its tokenizer wrongly."
+_OLDER_FOLDER = "The model folder is that of another model or of an older revision."
+_UNTRAINED = "The served model is another one, is not trained, or knows nothing but a narrow task."
+
 _SCORED: tuple[Message, ...] = (
     {"role": "user", "content": "What is the capital of France, and what can one see there?"},
     {
@@ -71,7 +75,6 @@ class CheckResult:
     status: Literal["ok", "warn", "fail"]
     found: str
     advice: str = ""
-    """What to do; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,6 @@ class FolderModel:
     names: frozenset[str]
     """Its absolute path, and its name on the Hub if it was given by that."""
     config: Mapping[str, Any]
-    """The content of config.json; empty if there is none."""
 
     @classmethod
     def read(cls, folder: Path, *names: str) -> FolderModel:
@@ -125,14 +127,11 @@ async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Rend
     for text, theirs in zip(texts, answers, strict=True):
         ours = renderer.tokenizer.encode_plain(text)
         if theirs is not None and theirs != ours:
-            advice = (
-                "The model folder is not the one that the server serves, or the server loads its tokenizer wrongly."
-            )
             shown = "the text of all control tokens" if text is controls else repr(text)
-            return CheckResult(name, "fail", f"{shown} has the ids {_around(ours, theirs)}", advice)
+            return CheckResult(name, "fail", f"{shown} has the ids {_around(ours, theirs)}", _OTHER_FOLDER)
     if more:
         found = f"the server has text for ids from {renderer.tokenizer.vocab_size} on, which the folder does not have"
-        return CheckResult(name, "fail", found, "The model folder is that of another model or of an older revision.")
+        return CheckResult(name, "fail", found, _OLDER_FOLDER)
     return CheckResult(name, "ok", f"the server's ids are ours for {len(TEXTS)} texts and all control tokens")
 
 
@@ -173,12 +172,8 @@ async def likely_text(http: HttpClient, info: EngineInfo, renderer: Renderer) ->
     margin = means[0] - float(np.mean(means[1:]))
     found = f"{margin:.1f} nats per token likelier than random ids (at least {MARGIN} expected)"
     if not margin >= MARGIN:
-        return CheckResult(
-            name,
-            "fail",
-            f"the server's model predicts plain text hardly better than noise: it is {found}",
-            "The served model is another one, is not trained, or knows nothing but a narrow task.",
-        )
+        found = f"the server's model predicts plain text hardly better than noise: it is {found}"
+        return CheckResult(name, "fail", found, _UNTRAINED)
     return CheckResult(name, "ok", found)
 
 

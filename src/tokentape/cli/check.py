@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from tokentape.audit._lock import LockReport, examine, read_lock
-from tokentape.audit._lock.comparing import compare
-from tokentape.audit._lock.layout import RULES, lock_cases, lock_layout
+from tokentape.audit._lock.comparing import RULES, compare, lock_cases, lock_layout
 from tokentape.audit._lock.observing import observe_server
 from tokentape.audit._report import ci_report
 from tokentape.audit._report import escape_for_terminal as readable

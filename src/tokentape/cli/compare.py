@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from tokentape.audit._id_rows import Columns, IdRow, session_rows
-from tokentape.audit._tokendiff.formats import printed
-from tokentape.audit._tokendiff.rows import RowComparison, compare_rows
+from tokentape.audit._tokendiff.rows import RowComparison, compare_rows, printed
 from tokentape.cli.arguments import (
     ANY_RECORD,
     AsJson,

@@ -11,8 +11,16 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from tokentape.audit._probe.running import Header, ProbeFile, ProbeResult, ProbeSettings, header, run_trials
-from tokentape.audit._probe.summary import probe_layout, summarise
+from tokentape.audit._probe.running import (
+    Header,
+    ProbeFile,
+    ProbeResult,
+    ProbeSettings,
+    header,
+    probe_layout,
+    run_trials,
+    summarise,
+)
 from tokentape.audit._probe.trials import BUILT_IN, Trial, read_texts, trials
 from tokentape.audit._report import json_value
 from tokentape.chat import _grammar as grammar

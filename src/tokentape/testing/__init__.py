@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tokentape.audit._tokendiff import compare
-from tokentape.audit._tokendiff.formats import comparison_lines, summary
+from tokentape.audit._tokendiff.rows import comparison_lines, summary
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.types import Codes, TokenIds
 

@@ -21,7 +21,7 @@ import numpy as np
 import tokenizers
 
 from tokentape.audit._skew import battery
-from tokentape.audit._skew.shrink import smallest_text
+from tokentape.audit._skew.probing import smallest_text
 from tokentape.errors import InvalidRequest
 from tokentape.training._tokenizer import TrainingTokenizer, token_ids
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape.audit._drift.rerender import whole_conversation
-from tokentape.audit._numbers import Numbers, logprob_numbers
+from tokentape.audit._statistics import Numbers, logprob_numbers
 from tokentape.audit._tokendiff import compare
 from tokentape.chat._renderer import Renderer
 from tokentape.store import StoredSession

@@ -21,7 +21,7 @@ import numpy as np
 from tokentape._session.comparable import has_supports, not_comparable
 from tokentape.audit._drift.meter import RowMeter
 from tokentape.audit._id_rows import trajectory_rows
-from tokentape.audit._numbers import NumbersTally
+from tokentape.audit._statistics import NumbersTally
 from tokentape.audit._tokendiff import ARTIFACTS
 from tokentape.errors import InvalidRequest, NotFound, TokentapeError
 from tokentape.types import SessionInfo, Trajectory

@@ -14,7 +14,7 @@ from tokentape.audit._drift import meter as drift
 from tokentape.audit._drift.meter import measure_drift
 from tokentape.audit._drift.report import Cost, DriftReport, drift_layout
 from tokentape.audit._id_rows import IdRow, Span
-from tokentape.audit._intervals import Rate
+from tokentape.audit._statistics import Rate
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest

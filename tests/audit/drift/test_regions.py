@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokentape.audit._drift.regions import REGIONS, SCRIPTS, TokenScripts, token_regions
+from tokentape.audit._drift.meter import REGIONS, SCRIPTS, TokenScripts, token_regions
 from tokentape.chat._renderer import Renderer
 
 

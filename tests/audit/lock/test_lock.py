@@ -14,7 +14,7 @@ import pytest
 import tokentape
 from tests.chat.conftest import FAMILIES, REAL_FAMILIES, SMALL, model_path, slow_unless
 from tokentape.audit._lock import Lock, LockReport, examine, make_lock, read_lock, write_lock
-from tokentape.audit._lock.layout import lock_cases
+from tokentape.audit._lock.comparing import lock_cases
 from tokentape.errors import InvalidRequest, TokenizationChanged
 
 Edit = Callable[[dict[str, Any]], None]
@@ -173,6 +173,7 @@ def test_another_end_of_sequence_id_is_told(tiny_lock: Lock, tiny: Path) -> None
         ),
         ("special_tokens_map.json", {"eos_token": "bye"}, "loading", "eos_token was not set"),
         ("generation_config.json", {"stop_strings": ["x"]}, "configuration", "stop_strings was null"),
+        ("tokenizer_config.json", {"model_max_length": 512}, "configuration", "model_max_length was 2048, is 512"),
     ],
 )
 def test_files_beside_the_tokenizer_are_compared(
@@ -214,6 +215,14 @@ def test_an_older_lock_says_what_it_does_not_hold(tiny_lock: Lock, tiny: Path, t
     assert report.ok
     assert "which this older lock lacks" in report.not_compared[0]
     assert [one.skipped for one in lock_cases(report) if one.skipped]
+
+
+def test_a_lock_without_the_length_of_texts_says_so(tiny_lock: Lock, tiny: Path) -> None:
+    held = dict(tiny_lock.components.configuration or {})
+    del held["tokenizer_config.json model_max_length"]
+    report = examine(replace(tiny_lock, components=replace(tiny_lock.components, configuration=held)), tiny)
+    assert report.ok
+    assert report.not_compared == ("model_max_length, which this older lock does not hold",)
 
 
 def test_other_template_kwargs_are_told_although_files_are_the_same(tiny_lock: Lock, tiny: Path) -> None:

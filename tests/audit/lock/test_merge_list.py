@@ -7,7 +7,8 @@ import json
 import pytest
 
 from tests.chat.conftest import SMALL
-from tokentape.audit._lock.merge_list import merges_apart, packed_merges, unpacked_merges
+from tokentape.audit._lock.comparing import merges_apart
+from tokentape.audit._lock.lockfile import packed_merges, unpacked_merges
 
 
 def test_merges_come_back() -> None:

@@ -13,8 +13,15 @@ from click.testing import Result as CliResult
 from typer.testing import CliRunner
 
 from tests.chat.conftest import load_tokenizer
-from tokentape.audit._probe.running import ProbeFile, ProbeResult, ProbeSettings, header, run_trials
-from tokentape.audit._probe.summary import probe_layout, summarise
+from tokentape.audit._probe.running import (
+    ProbeFile,
+    ProbeResult,
+    ProbeSettings,
+    header,
+    probe_layout,
+    run_trials,
+    summarise,
+)
 from tokentape.audit._probe.trials import Trial, outcome, read_texts, trials
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._renderer import Renderer

@@ -20,18 +20,21 @@ from tokentape.gateway._serve import running
 @contextmanager
 def serving(kind: str, side: Backend, *, echo_offset: int = 0) -> Iterator[str]:
     """Address of a server of a kind. It says that it samples from what it renders, without the first `echo_offset`."""
+    plain, added = ("content", "add_special") if kind == "llamacpp" else ("prompt", "add_special_tokens")
+    answer = {"llamacpp": "content", "sglang": "text"}.get(kind, "prompt")
 
     async def tokenize(request: Request) -> Response:
         body = await request.json()
         if "messages" in body:
             return _tokens(_rendered(body))
-        text = body.get("prompt", body.get("content"))
-        special = body.get("add_special_tokens", body.get("add_special", True))
-        return _tokens(side.encode([text], special=special)[0])
+        return _tokens(side.encode([body[plain]], special=body.get(added, True))[0])
 
     async def detokenize(request: Request) -> Response:
-        text = side.decode([(await request.json())["tokens"]])[0]
-        return JSONResponse({"prompt": text, "text": text, "content": text})
+        body = await request.json()
+        # SGLang leaves control tokens out unless it is asked for them.
+        kept = kind != "sglang" or body.get("skip_special_tokens") is False
+        ids = [i for i in body["tokens"] if kept or i not in controls]
+        return JSONResponse({answer: side.decode([ids])[0]})
 
     async def apply_template(request: Request) -> Response:
         body = await request.json()
@@ -49,6 +52,8 @@ def serving(kind: str, side: Backend, *, echo_offset: int = 0) -> Iterator[str]:
 
     async def version(_: Request) -> Response:
         return JSONResponse({"version": "tokentape-1.2" if kind == "gateway" else "9.9", "build_info": "b9"})
+
+    controls = {token.id for token in side.facts.added.values() if token.special}
 
     def _rendered(body: Mapping[str, Any]) -> list[int] | None:
         try:

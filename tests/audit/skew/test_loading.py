@@ -12,8 +12,8 @@ import pytest
 from tests.audit.skew.cases import TINY, base
 from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends import auto
+from tokentape.audit._skew.file_findings import _same_template
 from tokentape.audit._skew.findings import AuditReport
-from tokentape.audit._skew.part_findings import _same_template
 from tokentape.audit._skew.report_text import audit_cases
 from tokentape.demo import MODEL
 from tokentape.errors import TokenizerUnusable
@@ -64,6 +64,28 @@ def test_another_tokenizer_by_transformers_is_skew(
     report = audit(*sides)
     assert skews(report) == [(kind, example)]
     assert all(f"{file} {key} is not set in A" in report.findings[0].cause for key in settings)
+
+
+def test_another_length_at_which_transformers_truncates_is_a_caution(sides: tuple[Path, Path]) -> None:
+    put(sides[1], CONFIG, model_max_length=512)
+    report = audit(*sides)
+    (found,) = report.findings
+    assert (found.kind, found.severity, report.skewed) == ("truncation", "caution", False)
+    assert "tokenizer_config.json model_max_length is 2048 in A and 512 in B" in found.cause
+
+
+def test_a_folder_without_the_configuration_of_weights_says_nothing_of_stop_ids(sides: tuple[Path, Path]) -> None:
+    put(sides[1], "config.json", eos_token_id=2)
+    assert not audit(*sides).findings
+
+
+def test_no_limit_written_as_a_huge_number_is_no_limit(sides: tuple[Path, Path]) -> None:
+    for folder in sides:
+        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        del settings["model_max_length"]
+        (folder / CONFIG).write_text(json.dumps(settings), encoding="utf-8")
+    put(sides[1], CONFIG, model_max_length=int(1e30))
+    assert not audit(*sides).findings
 
 
 def test_settings_that_transformers_does_not_take_are_a_note(sides: tuple[Path, Path]) -> None:

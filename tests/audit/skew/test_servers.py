@@ -21,6 +21,19 @@ def test_a_server_with_the_same_tokenizer_and_template_is_clean(kind: str) -> No
     assert report.tried["decode"] > 70
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
+def test_a_token_that_a_server_spells_otherwise_is_found_by_the_vocabulary(kind: str) -> None:
+    """No text of the battery has the word whose merge is gone."""
+    word, model = "Ġpears", base(TINY).spec["model"]
+    merges = [merge for merge in model["merges"] if "".join(merge).replace(" ", "") != word]
+    assert len(merges) < len(model["merges"])
+    with serving(kind, base(TINY).side(spec={**base(TINY).spec, "model": {**model, "merges": merges}})) as url:
+        report = audit(healthy(TINY), f"{kind}:{url}")
+    shown = [one.example for one in report.findings if one.where == ("vocabulary",)]
+    assert " pears" in shown, [(one.kind, one.example, one.where) for one in report.findings]
+
+
 def test_a_gateway_is_asked_for_texts_only() -> None:
     with serving("gateway", healthy(TINY)) as url:
         side = open_backend(f"gateway:{url}")

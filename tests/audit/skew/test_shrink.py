@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokentape.audit._skew.backends.base import SkewChat
-from tokentape.audit._skew.shrink import smallest, smallest_conversation, smallest_text
+from tokentape.audit._skew.probing import smallest, smallest_conversation, smallest_text
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.sets(st.integers(0, 9), min_size=1, max_size=3))

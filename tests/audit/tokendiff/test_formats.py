@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 from xml.etree import ElementTree
 
@@ -12,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokentape.audit._id_rows import IdRow, Span
-from tokentape.audit._tokendiff.formats import _VALUES, comparison_lines, github, junit, printed, sarif, summary
-from tokentape.audit._tokendiff.rows import RowComparison, compare_rows
+from tokentape.audit._tokendiff.rows import _VALUES, RowComparison, compare_rows, comparison_lines, printed, summary
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.testing import assert_same_tokens
@@ -119,6 +119,10 @@ SARIF = {
 }
 
 
+def written(rows: list[RowComparison], file_format: str, recorded: str = "b") -> str:
+    return "\n".join(printed(rows, file_format, recorded, 20))
+
+
 @pytest.fixture(scope="session")
 def tokenizer(renderer: Renderer) -> Tokenizer:
     return renderer.tokenizer
@@ -187,9 +191,9 @@ def test_masks_and_logprobs_are_compared(
     assert {name: (one.differing, one.first) for name, one in found.changed_values.items()} == changed
     assert found.same == (not changed)
     assert (found.logprobs is None) == (other.logprobs is None)
-    assert ElementTree.fromstring(junit([found])).get("failures") == str(int(bool(changed)))
-    assert [one["ruleId"] for one in sarif([found], "b")["runs"][0]["results"]] == list(changed)
-    assert len(list(github([found], "b"))) == len(changed)
+    assert ElementTree.fromstring(written([found], "junit")).get("failures") == str(int(bool(changed)))
+    assert [one["ruleId"] for one in json.loads(written([found], "sarif"))["runs"][0]["results"]] == list(changed)
+    assert len(written([found], "github").splitlines()) == len(changed)
 
 
 def test_what_a_side_does_not_have_is_not_compared_and_said(tokenizer: Tokenizer) -> None:
@@ -220,7 +224,7 @@ def test_a_unique_prefix_is_a_name(
 
 
 def test_sarif_is_of_its_schema(rows: list[RowComparison]) -> None:
-    log = sarif(rows, "runs/b.jsonl")
+    log = json.loads(written(rows, "sarif", "runs/b.jsonl"))
     jsonschema.validate(log, SARIF)
     run: dict[str, Any] = log["runs"][0]
     results = run["results"]
@@ -233,7 +237,7 @@ def test_sarif_is_of_its_schema(rows: list[RowComparison]) -> None:
 
 
 def test_junit_counts_rows_and_fails_those_with_errors(rows: list[RowComparison]) -> None:
-    suite = ElementTree.fromstring(junit(rows))
+    suite = ElementTree.fromstring(written(rows, "junit"))
     assert (suite.tag, suite.get("tests"), suite.get("failures")) == ("testsuite", "4", "2")
     cases = {case.get("name"): case for case in suite}
     assert cases["same"].find("failure") is None
@@ -246,7 +250,7 @@ def test_junit_counts_rows_and_fails_those_with_errors(rows: list[RowComparison]
 
 
 def test_an_annotation_is_one_line_with_its_commas_escaped(rows: list[RowComparison]) -> None:
-    lines = list(github(rows, "runs/a,b.jsonl"))
+    lines = written(rows, "github", "runs/a,b.jsonl").split("\n")
     assert len(lines) == 3
     assert all("\n" not in line for line in lines)
     assert lines[0].startswith("::error file=runs/a%2Cb.jsonl,line=1,title=other%3A text at token ")

@@ -3,18 +3,23 @@
 Reports P(encode(decode(ids)) != ids) over completions and over tokens, with confidence intervals: which stretches drift
 (`tokendiff.ARTIFACTS`), how long they are, and how that depends on region, script, turn, temperature and weights. Reads
 rows one at a time and keeps sums, so memory does not grow with the data.
+
+Delimiters in wide use mark regions, not a model's template, so that files without a template can be read too. Text
+without delimiters is prose. The script of a token is that of its first letter.
 """
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from tokentape.audit._drift.regions import REGIONS, SCRIPTS, TokenScripts, token_regions
 from tokentape.audit._drift.report import (
     ArtifactCount,
     Cost,
@@ -25,7 +30,7 @@ from tokentape.audit._drift.report import (
     Stratum,
 )
 from tokentape.audit._id_rows import IdRow, Span
-from tokentape.audit._intervals import Shares
+from tokentape.audit._statistics import Shares
 from tokentape.audit._tokendiff import ARTIFACTS, Comparison, Retokenizer, RoundTrip, check_vocabulary
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.types import Logprobs, TokenIds
@@ -37,7 +42,6 @@ BATCH_TOKENS = 2**17
 """Sampled tokens that are encoded in one call."""
 
 EXAMPLES = 3
-"""Examples of each artifact."""
 
 VALUES = 40
 """Values of each dimension; later ones are counted under `other`."""
@@ -51,7 +55,6 @@ Key: TypeAlias = tuple[str, str]
 """A dimension and its value."""
 
 ALL: Key = ("all", "all")
-"""The key of everything."""
 
 _OTHER = "other"
 _SEAMS = ("seams",)
@@ -70,7 +73,6 @@ class RowDrift:
     unknown: int = 0
     other_text: int = 0
     seams: list[bool] = field(default_factory=list)
-    """True per seam that holds."""
     stretches: list[tuple[str, int, int, int, Example | None]] = field(default_factory=list)
     """Artifact, sampled tokens, retokenized tokens, bytes and, for the first few, an example."""
     forks: list[int] = field(default_factory=list)
@@ -311,3 +313,104 @@ def _by_value(key: Key) -> tuple[float, str]:
     """Sort numbers by size, and before names."""
     number = key[1].split("-")[0].removesuffix(" on")
     return (float(number) if number.replace(".", "", 1).isdecimal() else float("inf")), key[1]
+
+
+REGIONS = ("prose", "reasoning", "tool call", "code")
+
+SCRIPTS: tuple[str, ...] = (
+    "bytes",
+    "space",
+    "digit",
+    "punctuation",
+    "latin",
+    "cyrillic",
+    "greek",
+    "arabic",
+    "hebrew",
+    "devanagari",
+)
+SCRIPTS += ("thai", "cjk", "hiragana", "katakana", "hangul", "other letter", "control")
+"""`bytes` are parts of characters. `punctuation` is everything but letters, digits and spaces, emoji too."""
+
+_PROSE, _REASONING, _CALL, _CODE = range(4)
+
+_DELIMITER = re.compile(
+    rb"(?P<think><think(?:ing)?>|\[THINK\]|<\|channel\|>analysis<\|message\|>)"
+    rb"|(?P<unthink></think(?:ing)?>|\[/THINK\])"
+    rb"|(?P<call><\|?tool_calls?(?:_begin|_section_begin)?\|?>|\[TOOL_CALLS\]|<\|python_tag\|>|<function="
+    rb"|<\|channel\|>commentary to=)"
+    rb"|(?P<uncall></tool_calls?>|<\|tool_calls?_(?:section_)?end\|>|</function>)"
+    rb"|(?P<part><\|end\|>|<\|channel\|>final)"
+    rb"|(?P<fence>```)"
+)
+
+_FIRST = re.compile(rb"[<`\[]")
+
+
+def token_regions(content: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.uint8] | None:
+    """Return an index into `REGIONS` per token; None if all of it is prose.
+
+    If the first delimiter closes reasoning, the completion began within it: the prompt had opened it.
+    """
+    edges, kinds = [0], [_CALL if content.startswith((b'{"name"', b'[{"name"')) else _PROSE]
+    for first in _FIRST.finditer(content):
+        # Searching the whole text with the long expression would take longer than the encoder.
+        match = _DELIMITER.match(content, first.start())
+        if match is None:
+            continue
+        now = kinds[-1]
+        match match.lastgroup:
+            case "think":
+                at, kind = match.start(), _REASONING
+            case "unthink":
+                if now == _PROSE and len(edges) == 1:
+                    kinds[0] = _REASONING
+                at, kind = match.end(), _PROSE
+            case "call":
+                at, kind = match.start(), _CALL
+            case "uncall" | "part":
+                at, kind = match.end(), _PROSE
+            case _ if now in (_PROSE, _CODE):
+                at, kind = (match.start(), _CODE) if now == _PROSE else (match.end(), _PROSE)
+            case _:
+                continue
+        edges.append(at)
+        kinds.append(kind)
+    if kinds == [_PROSE]:
+        return None
+    sizes = np.fromiter(map(len, pieces), np.int64, len(pieces))
+    starts = np.cumsum(sizes) - sizes
+    return np.array(kinds, np.uint8)[np.searchsorted(edges, starts, "right") - 1]
+
+
+class TokenScripts:
+    """The script of each token of a vocabulary, found when it is first needed."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._of = np.full(tokenizer.vocab_size, 255, np.uint8)
+
+    def of(self, ids: TokenIds) -> npt.NDArray[np.uint8]:
+        """Return an index into `SCRIPTS` per id."""
+        found = self._of[ids]
+        if (found == 255).any():
+            for token_id in np.unique(ids[found == 255]).tolist():
+                control = self._tokenizer.control_by_id(token_id) is not None
+                name = "control" if control else _script(self._tokenizer.token_bytes(token_id))
+                self._of[token_id] = SCRIPTS.index(name)
+            found = self._of[ids]
+        return found
+
+
+def _script(piece: bytes) -> str:
+    try:
+        text = piece.decode()
+    except UnicodeDecodeError:
+        return "bytes"
+    for char in text:
+        if char.isalpha():
+            name = unicodedata.name(char, "").split(" ")[0].lower()
+            return name if name in SCRIPTS else "other letter"
+    if any(char.isdigit() for char in text):
+        return "digit"
+    return "space" if not text.strip() else "punctuation"

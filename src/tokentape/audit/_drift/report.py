@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tokentape.audit._drift.rerender import Rerendered
-from tokentape.audit._intervals import Rate
 from tokentape.audit._report import Bars, Block, Facts, Heading, Paragraph, Report, Table, rate_bar
+from tokentape.audit._statistics import Rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,9 @@ class ArtifactCount:
     """Changed stretches of one artifact."""
 
     name: str
-    """One of `tokendiff.ARTIFACTS`."""
     meaning: str
     stretches: int
     tokens: int
-    """Sampled tokens in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +102,9 @@ class DriftReport:
     artifacts: tuple[ArtifactCount, ...]
     """Most frequent first."""
     same_count: int
-    """Changed stretches with the same number of tokens."""
     more_tokens: int
-    """Changed stretches with more tokens after retokenizing."""
     fewer_tokens: int
     span_tokens: Lengths
-    """Sampled tokens of changed stretches."""
     resync_bytes: Lengths
     """Bytes of changed stretches, until both sides have a token boundary again."""
     strata: tuple[Stratum, ...]

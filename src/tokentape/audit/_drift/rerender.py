@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tokentape.audit._intervals import Rate, Shares
+from tokentape.audit._statistics import Rate, Shares
 from tokentape.audit._tokendiff import Difference, compare, retokenized
 from tokentape.chat._renderer import Renderer
 from tokentape.errors import TokentapeError

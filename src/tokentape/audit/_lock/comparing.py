@@ -10,22 +10,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tokentape.audit._loading_files import TEMPLATES, settings_apart, write_settings
-from tokentape.audit._lock.components import BLOCK, Components, LockedToken
 from tokentape.audit._lock.goldens import LockGolden
-from tokentape.audit._lock.lockfile import Lock
-from tokentape.audit._lock.merge_list import merges_apart, unpacked_merges
+from tokentape.audit._lock.lockfile import BLOCK, Components, Lock, LockedToken, unpacked_merges
 from tokentape.audit._lock.observing import Observed
-from tokentape.audit._model_config import SAMPLED
-from tokentape.audit._skew.report_text import first_difference
+from tokentape.audit._model_files import MAX_LENGTH, SAMPLED, TEMPLATES, settings_apart, unlike, write_settings
+from tokentape.audit._report import Block, CiCase, CiFinding, Facts, Heading, Paragraph, Report
+from tokentape.audit._skew.parts import Merge
+from tokentape.audit._tokendiff import first_difference
+from tokentape.audit._tokendiff.alignment import anchors
 from tokentape.errors import TokenizerUnusable
 
 _SHOWN = 5
+_SHOWN_MERGES = 3
 _SHOWN_OF_CERTIFICATE = 2
 _SHOWN_IDS = 8
 _LINE = 200
 
-CAUSES = {
+_CAUSES = {
     "normalizer": "the normalizer was dropped or replaced when the tokenizer was loaded or converted: accents, Hangul, "
     "ligatures and wide characters get other ids",
     "pre_tokenizer": "another loader class built the pre-tokenizer anew instead of reading tokenizer.json, as "
@@ -40,21 +41,25 @@ CAUSES = {
     "special tokens": "the configuration names other tokens, or training code set pad_token or eos_token",
     "end-of-sequence ids": "generation_config.json or eos_token differs: turns end elsewhere",
     "configuration": "config.json or generation_config.json is of other weights, or training code wrote it anew; or "
-    "code saved a tokenizer with truncation or padding switched on",
+    "code saved a tokenizer with truncation or padding switched on, or with another model_max_length",
     "loading": "tokenizer_config.json, special_tokens_map.json or added_tokens.json is of another revision, or was "
     "edited: code that loads the folder by transformers gets another tokenizer",
     "template": "the template was edited, replaced by a training template, or is another revision",
     "template kwargs": "the kwargs that conversations are rendered with are not those of the lock",
 }
-"""The usual cause of a change, by part."""
+
+RULES = {
+    **{part: f"the {part} changed" for part in _CAUSES},
+    "certificate": "what is certified changed",
+    "golden ids": "an input has other ids",
+    "versions and files": "another version, or other bytes of a file",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class LockChange:
     what: str
-    """A part, by the names of `CAUSES`, `certificate`, or `golden ids`."""
     found: str
-    """The difference, in words."""
     cause: str = ""
     golden: LockGolden | None = None
     """The first input of its kind with other ids."""
@@ -63,15 +68,27 @@ class LockChange:
     at: int = 0
     """Position of the first id that differs."""
 
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield the input that shows the change, the ids expected and found, and the cause, each with its name."""
+        if self.golden is not None:
+            if not self.golden.messages:
+                yield "text", _short(self.golden.text)
+            yield "expected", _around(self.golden.ids, self.at)
+            yield "found", _around(self.ids, self.at)
+        if self.cause:
+            yield "usually" if self.golden is None else "likely", self.cause
+
+    def lines(self) -> list[str]:
+        """Return the change as lines of text."""
+        return [f"  {self.what}: {self.found}", *(f"    {name:<10}{said}" for name, said in self.rows())]
+
 
 @dataclass(frozen=True, slots=True)
 class LockReport:
     """The result of a check. Changes fail it, notes don't."""
 
     compared: str
-    """What was compared with the lock."""
     inputs: int
-    """The number of golden inputs that were compared."""
     changes: tuple[LockChange, ...]
     notes: tuple[str, ...]
     not_compared: tuple[str, ...] = ()
@@ -82,90 +99,113 @@ class LockReport:
         """True if nothing changed."""
         return not self.changes
 
+    @property
+    def all_notes(self) -> list[str]:
+        """What was not compared, then the other notes, in words."""
+        return [*(f"not compared: {what}" for what in self.not_compared), *self.notes]
+
     def __str__(self) -> str:
         """Return a line for each change, followed by the input that shows it."""
-        if self.ok:
-            lines = [f"{self.compared} is as locked: {self.inputs} golden inputs have their ids"]
-        else:
-            lines = [f"{self.compared} is not as locked: {', '.join(dict.fromkeys(c.what for c in self.changes))}"]
-        for change in self.changes:
-            lines += change_lines(change)
-        return "\n".join([*lines, *(f"note: {note}" for note in all_notes(self))])
+        verdict = f"as locked: {self.inputs} golden inputs have their ids"
+        if not self.ok:
+            verdict = f"not as locked: {', '.join(dict.fromkeys(change.what for change in self.changes))}"
+        changes = (line for change in self.changes for line in change.lines())
+        return "\n".join([f"{self.compared} is {verdict}", *changes, *(f"note: {note}" for note in self.all_notes)])
+
+
+def lock_layout(lockfile: str, reports: Sequence[LockReport]) -> Report:
+    """Return checks against a lock as blocks."""
+    return Report(f"Check of {lockfile}", [block for report in reports for block in _blocks(report)])
+
+
+def _blocks(report: LockReport) -> Iterator[Block]:
+    verdict = ("as locked", "ok") if report.ok else ("not as locked", "fail")
+    yield Heading(report.compared, 2, *verdict)  # type: ignore[arg-type]
+    yield Paragraph(f"Compared {report.inputs} golden inputs.", "dim")
+    for change in report.changes:
+        yield Heading(change.what, 3, style="fail")
+        yield Facts([("changed", change.found), *change.rows()])
+    yield from map(Paragraph, report.all_notes)
+
+
+def lock_cases(report: LockReport) -> list[CiCase]:
+    """Return what was compared, and what was not, for CI systems."""
+    found = [CiFinding(one.what, "error", one.what, "\n".join(one.lines())) for one in report.changes]
+    skipped = [CiCase(f"{report.compared}: {why.partition(':')[0]}", skipped=why) for why in report.not_compared]
+    return [CiCase(report.compared, found, str(report).splitlines()[0]), *skipped]
 
 
 def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], *, strict: bool = False) -> LockReport:
     """Compare what was observed with a lock. `strict` makes a changed library version, or file, a change."""
-    changes = list(_changed_parts(lock, observed, template_kwargs))
+    old, new = lock.components, observed.components
+    changes = [_change(what, found) for what, found in _changed_parts(lock, observed, template_kwargs)]
     notes: list[str] = []
-    left = list(observed.not_compared)
-    if lock.components.configuration is None:
-        left.append("config.json, truncation and padding, which this older lock does not hold")
-    if lock.components.loading is None:
-        left.append("files that transformers reads beside tokenizer.json, which this older lock lacks")
-    elif observed.components is not None and observed.components.loading is not None:
-        found, note = _loading(lock.components, observed.components, Path(observed.name))
+    if old.loading is not None and new is not None and new.loading is not None:
+        found, note = _loading(old, new, Path(observed.name))
         changes += found
         notes += note
-    moved = list(_versions(lock, observed))
-    notices = [*moved, *(_files(lock, observed) if not changes else ())]
+    now = {name: observed.versions.get(name, was) for name, was in lock.versions.items()}
+    moved = [f"{name} was {pair[0]}, is {pair[1]}" for name, pair in unlike(lock.versions, now).items()]
+    notices = [*moved, *(_files(old, new) if new is not None and not changes else ())]
     changes += _certificate(lock, observed, moved)
     changes += _goldens(lock, observed, [change.what for change in changes], moved)
     if strict:
         changes += [LockChange("versions and files", notice, "`--strict` takes no other") for notice in notices]
     else:
         notes += notices
-    return LockReport(observed.name, len(observed.ids), tuple(changes), tuple(notes), tuple(left))
+    left = *observed.not_compared, *_unlocked(old)
+    return LockReport(observed.name, len(observed.ids), tuple(changes), tuple(notes), left)
 
 
-def all_notes(report: LockReport) -> list[str]:
-    """Return what was not compared, then the other notes, in words."""
-    return [*(f"not compared: {what}" for what in report.not_compared), *report.notes]
+def _unlocked(old: Components) -> Iterator[str]:
+    """Yield what locks of older versions do not hold."""
+    if old.configuration is None:
+        yield "config.json, truncation and padding, which this older lock does not hold"
+    elif MAX_LENGTH not in old.configuration:
+        yield "model_max_length, which this older lock does not hold"
+    if old.loading is None:
+        yield "files that transformers reads beside tokenizer.json, which this older lock lacks"
 
 
-def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any]) -> Iterator[LockChange]:
+def _changed_parts(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each part that changed, and how."""
     if dict(template_kwargs) != dict(lock.template_kwargs):
         was, now = (json.dumps(kwargs, ensure_ascii=False) for kwargs in (lock.template_kwargs, dict(template_kwargs)))
-        yield _named("template kwargs", f"were {was}, are {now}")
-    if observed.components is None:
-        return
+        yield "template kwargs", f"were {was}, are {now}"
     old, new = lock.components, observed.components
+    if new is None:
+        return
     for name, step in old.steps.items():
         if new.steps[name] != step:
-            yield _named(name, _step_change(step, new.steps[name]))
+            yield name, _step_change(step, new.steps[name])
     if new.vocabulary != old.vocabulary:
-        yield _named("vocabulary", _block_change("id", old.vocabulary, new.vocabulary))
+        yield "vocabulary", _block_change("id", old.vocabulary, new.vocabulary)
     if new.merges != old.merges:
-        named = _merges_apart(lock.components, observed)
-        yield _named("merges", named or _block_change("merge", old.merges, new.merges))
+        yield "merges", _merges_apart(old, observed) or _block_change("merge", old.merges, new.merges)
     tokens = [{token.id: token for token in each.added_tokens} for each in (old, new)]
     changes = [_token_change(i, tokens[0].get(i), tokens[1].get(i)) for i in sorted(tokens[0] | tokens[1])]
     if any(changes):
-        yield _named("added tokens", _first_few(list(filter(None, changes)), _SHOWN))
-    for key in sorted({*old.special_tokens, *new.special_tokens}):
-        was, now = (repr(one) if one else "none" for one in (old.special_tokens.get(key), new.special_tokens.get(key)))
-        if was != now:
-            yield _named("special tokens", f"{key} was {was}, is {now}")
+        yield "added tokens", _first_few(list(filter(None, changes)), _SHOWN)
+    for key, pair in unlike(old.special_tokens, new.special_tokens).items():
+        before, after = (repr(one) if one else "none" for one in pair)
+        yield "special tokens", f"{key} was {before}, is {after}"
     if new.eos_ids != old.eos_ids:
-        yield _named("end-of-sequence ids", f"were {list(old.eos_ids)}, are {list(new.eos_ids)}")
+        yield "end-of-sequence ids", f"were {list(old.eos_ids)}, are {list(new.eos_ids)}"
     if old.configuration is not None and new.configuration is not None:
-        for key in sorted({*old.configuration, *new.configuration}):
-            before, after = old.configuration.get(key), new.configuration.get(key)
-            if before != after and (old.loading is not None or not key.endswith(SAMPLED)):  # older locks lack these
-                yield _named("configuration", f"{key} was {_short(before)}, is {_short(after)}")
+        for key, pair in unlike(old.configuration, new.configuration).items():
+            # Older locks lack some keys, which are not unset.
+            lacked = key == MAX_LENGTH and key not in old.configuration
+            if not lacked and (old.loading is not None or not key.endswith(SAMPLED)):
+                yield "configuration", f"{key} was {_short(pair[0])}, is {_short(pair[1])}"
     if new.template_sha256 != old.template_sha256:
-        yield _named("template", _template_change(old.template, new.template))
+        yield "template", _template_change(old.template, new.template)
 
 
 def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockChange], list[str]]:
     """Return changes of the files beside tokenizer.json, or notes if transformers makes the same tokenizer of them."""
     was, now = dict(old.loading or {}), dict(new.loading or {})
-    templates = [each.pop(TEMPLATES, {}) for each in (was, now)]
-    changes = [
-        _named("template", f"the one named {name} {_came(before, after, 'is another text')}")
-        for name in sorted({*templates[0], *templates[1]})
-        for before, after in [[each.get(name) for each in templates]]
-        if before != after
-    ]
+    templates = unlike(was.pop(TEMPLATES, {}), now.pop(TEMPLATES, {}))
+    changes = [_change("template", f"the one named {name} {_came(*pair)}") for name, pair in templates.items()]
     if was == now:
         return changes, []
     from tokentape.audit._skew.auditor import loaded_findings
@@ -176,39 +216,38 @@ def _loading(old: Components, new: Components, folder: Path) -> tuple[list[LockC
             write_settings(was, old.special_tokens, Path(locked), folder)
             found, note = loaded_findings(Path(locked), folder, said)
         except TokenizerUnusable as error:
-            return [*changes, _named("loading", f"{said}; {error}")], []
-    return [*changes, *(_named("loading", one.cause) for one in found)], [note] if note else []
+            return [*changes, _change("loading", f"{said}; {error}")], []
+    return [*changes, *(_change("loading", one.cause) for one in found)], [note] if note else []
 
 
-def _came(was: object, now: object, changed: str) -> str:
-    return "is new" if was is None else "is gone" if now is None else changed
+def _came(was: object, now: object, other: str = "is another text") -> str:
+    return "is new" if was is None else "is gone" if now is None else other
 
 
 def _first_few(found: Sequence[str], most: int) -> str:
     return "; ".join(found[:most]) + (f"; and {len(found) - most} more" if len(found) > most else "")
 
 
-def _named(what: str, found: str) -> LockChange:
-    return LockChange(what, found, CAUSES[what])
+def _change(what: str, found: str) -> LockChange:
+    return LockChange(what, found, _CAUSES[what])
 
 
 def _step_change(was: Any, now: Any) -> str:
     if was is None or now is None:
         return f"was {_kind(was)}, is {_kind(now)}"
-    path, one, other = _first_difference(was, now, "")
+    path, one, other = _nested_difference(was, now, "")
     return f"{_kind(was)}{path}: was {_short(one)}, is {_short(other)}"
 
 
-def _first_difference(one: Any, other: Any, path: str) -> tuple[str, Any, Any]:
+def _nested_difference(one: Any, other: Any, path: str) -> tuple[str, Any, Any]:
     """Return the path of the first difference of two nested values, and the values there."""
     if isinstance(one, Mapping) and isinstance(other, Mapping) and one.get("type") == other.get("type"):
         for key in (*one, *(key for key in other if key not in one)):
             if one.get(key) != other.get(key):
-                return _first_difference(one.get(key), other.get(key), f"{path}.{key}")
+                return _nested_difference(one.get(key), other.get(key), f"{path}.{key}")
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for at, (a, b) in enumerate(zip(one, other, strict=True)):
-            if a != b:
-                return _first_difference(a, b, f"{path}[{at}]")
+        at = first_difference(one, other)
+        return _nested_difference(one[at], other[at], f"{path}[{at}]")
     return path, one, other
 
 
@@ -239,10 +278,28 @@ def _merges_apart(old: Components, observed: Observed) -> str:
         return ""
 
 
+def merges_apart(was: Sequence[Merge], now: Sequence[Merge]) -> str:
+    """Return in words which merges are gone, are new, and have moved, as few as possible of them."""
+    kept = {was[at] for at, _ in anchors(was, now)}
+    before, after = set(was), set(now)
+    found = {
+        "gone": [merge for merge in was if merge not in after],
+        "new": [merge for merge in now if merge not in before],
+        "moved": [merge for merge in now if merge in before and merge not in kept],
+    }
+    said = []
+    for how, merges in found.items():
+        named = [repr(" ".join(merge)) for merge in merges[:_SHOWN_MERGES]]
+        named += ["..."] if len(merges) > _SHOWN_MERGES else []
+        said += [f"{len(merges)} {how}: {', '.join(named)}"] if merges else []
+    return "; ".join(said)
+
+
 def _token_change(token_id: int, was: LockedToken | None, now: LockedToken | None) -> str:
     """Return how a token changed; empty if it did not."""
     if was is None or now is None:
-        return f"{token_id} {was.content!r} is gone" if was else f"{token_id} {now.content!r} is new" if now else ""
+        token = was or now
+        return f"{token_id} {token.content!r} {_came(was, now)}" if token else ""
     if was.content != now.content:
         return f"{token_id} was {was.content!r}, is {now.content!r}"
     before, after = was.flags.split(), now.flags.split()
@@ -264,13 +321,10 @@ def _template_change(was: Sequence[str], now: Sequence[str]) -> str:
 def _certificate(lock: Lock, observed: Observed, moved: Sequence[str]) -> Iterator[LockChange]:
     if observed.certificate is None:
         return
-    found = [
-        f"{key}: was {_short(was)}, is {_short(observed.certificate.get(key))}"
-        for key, was in lock.certificate.items()
-        if observed.certificate.get(key) != was
-    ]
+    now = {key: observed.certificate.get(key) for key in lock.certificate}
+    found = [f"{key}: was {_short(a)}, is {_short(b)}" for key, (a, b) in unlike(lock.certificate, now).items()]
     if found:
-        cause = "follows from the changes above" if not moved else f"follows from the changes above, or {moved[0]}"
+        cause = "follows from the changes above" + (f", or {moved[0]}" if moved else "")
         yield LockChange("certificate", _first_few(found, _SHOWN_OF_CERTIFICATE), cause)
 
 
@@ -296,8 +350,7 @@ def _golden_cause(golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequ
         return "the template took it over: it refused this conversation before"
     if ids is None:
         return "the template refuses this conversation now"
-    bos = expected[:1]
-    if ids == (*bos, *expected):
+    if ids == (*expected[:1], *expected):
         return "a beginning-of-sequence token twice: the template writes one, and the tokenizer adds another"
     if ids == expected[1:]:
         return "the beginning-of-sequence token is missing"
@@ -309,39 +362,9 @@ def _golden_cause(golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequ
     return "no part that was looked at changed: what loads or serves the tokenizer treats it differently"
 
 
-def _versions(lock: Lock, observed: Observed) -> Iterator[str]:
-    for name, was in lock.versions.items():
-        now = observed.versions.get(name)
-        if now is not None and now != was:
-            yield f"{name} was {was}, is {now}"
-
-
-def _files(lock: Lock, observed: Observed) -> Iterator[str]:
-    if observed.components is None or not observed.components.files:
-        return
-    was, now = lock.components.files, observed.components.files
-    for name in sorted({*was, *now}):
-        if was.get(name) != now.get(name):
-            came = _came(was.get(name), now.get(name), "has other bytes")
-            yield f"{name} {came}, but nothing in it that was looked at changed"
-
-
-def change_lines(change: LockChange) -> Iterator[str]:
-    """Yield a change in words, its input and ids, and the cause."""
-    yield f"  {change.what}: {change.found}"
-    yield from (f"    {name:<10}{said}" for name, said in shown_input(change))
-    if change.cause:
-        yield f"    {'likely cause' if change.golden is not None else 'usually'}: {change.cause}"
-
-
-def shown_input(change: LockChange) -> Iterator[tuple[str, str]]:
-    """Yield the input that shows a change, the ids expected and those found, each with its name."""
-    golden = change.golden
-    if golden is not None:
-        if not golden.messages:
-            yield "text", _short(golden.text)
-        yield "expected", _around(golden.ids, change.at)
-        yield "found", _around(change.ids, change.at)
+def _files(old: Components, new: Components) -> Iterator[str]:
+    for name, pair in unlike(old.files, new.files).items() if new.files else ():
+        yield f"{name} {_came(*pair, 'has other bytes')}, but nothing in it that was looked at changed"
 
 
 def _around(ids: Sequence[int] | None, at: int) -> str:

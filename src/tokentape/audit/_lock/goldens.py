@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit._skew.conversations import with_text_arguments
+from tokentape.audit._skew.backends.base import with_text_arguments
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer import Tokenizer
@@ -37,18 +37,27 @@ class LockGolden:
     ids: tuple[int, ...] | None = None
     """None for a conversation that the template refuses."""
 
+    def written(self) -> dict[str, Any]:
+        """Return the fields that a lockfile keeps."""
+        ids = None if self.ids is None else list(self.ids)
+        if self.messages:
+            tools = {"tools": list(self.tools)} if self.tools else {}
+            return {"name": self.name, "messages": list(self.messages), **tools, "ids": ids}
+        special = {"special": True} if self.special else {}
+        return {"name": self.name, "text": self.text, **special, "ids": ids}
+
 
 def goldens_of(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> tuple[LockGolden, ...]:
     """Return every input with its ids under this tokenizer and template."""
     frozen = []
     for golden in (*_texts(renderer.tokenizer), *_conversations()):
-        ids = golden_ids(renderer, template_kwargs, golden)
-        if ids is None:
-            # Some templates take the arguments of calls only as text.
-            written = replace(golden, messages=tuple(map(with_text_arguments, golden.messages)))
-            ids = golden_ids(renderer, template_kwargs, written)
-            golden = golden if ids is None else written
-        frozen.append(replace(golden, ids=ids))
+        # Some templates take the arguments of calls only as text.
+        for tried in (golden, replace(golden, messages=tuple(map(with_text_arguments, golden.messages)))):
+            ids = golden_ids(renderer, template_kwargs, tried)
+            if ids is not None:
+                golden = replace(tried, ids=ids)
+                break
+        frozen.append(golden)
     return tuple(frozen)
 
 
@@ -73,20 +82,23 @@ def _texts(tokenizer: Tokenizer) -> Iterator[LockGolden]:
 
 
 def _conversations() -> Iterator[LockGolden]:
-    turns, question = grammar.TURNS, grammar.QUESTION
+    turns, system, question, then = grammar.TURNS, grammar.SYSTEM, grammar.QUESTION, grammar.NEXT
     one, two = grammar.result(1, " a resultword\n"), grammar.result(2, "another {resultword}")
-    yield _chat("question", question)
-    yield _chat("system and question", grammar.SYSTEM, question)
-    yield _chat("second question", grammar.SYSTEM, grammar.EARLIER, turns["content"], grammar.NEXT)
-    yield _chat("unicode and white space", grammar.NEXT, turns["unicode"], question, turns["white space"], question)
-    yield _chat("reasoning", question, turns["reasoning"], grammar.NEXT)
-    yield _chat("two user messages", question, grammar.NEXT)
-    yield _chat("tools", grammar.SYSTEM, question, tools=True)
-    yield _chat("call and result", question, turns["reasoning and call"], one, tools=True)
-    yield _chat("parallel calls", question, turns["parallel calls"], one, two, tools=True)
-    yield _chat("typed arguments", question, turns["typed arguments"], one, grammar.NEXT, tools=True)
-    yield _chat("multi-line argument", question, turns["multi-line argument"], one, tools=True)
-
-
-def _chat(name: str, *messages: Message, tools: bool = False) -> LockGolden:
-    return LockGolden(f"conversation: {name}", messages=messages, tools=(grammar.TOOL,) if tools else ())
+    plain: dict[str, tuple[Message, ...]] = {
+        "question": (question,),
+        "system and question": (system, question),
+        "second question": (system, grammar.EARLIER, turns["content"], then),
+        "unicode and white space": (then, turns["unicode"], question, turns["white space"], question),
+        "reasoning": (question, turns["reasoning"], then),
+        "two user messages": (question, then),
+    }
+    calling: dict[str, tuple[Message, ...]] = {
+        "tools": (system, question),
+        "call and result": (question, turns["reasoning and call"], one),
+        "parallel calls": (question, turns["parallel calls"], one, two),
+        "typed arguments": (question, turns["typed arguments"], one, then),
+        "multi-line argument": (question, turns["multi-line argument"], one),
+    }
+    for tools, conversations in (((), plain), ((grammar.TOOL,), calling)):
+        for name, messages in conversations.items():
+            yield LockGolden(f"conversation: {name}", messages=messages, tools=tools)

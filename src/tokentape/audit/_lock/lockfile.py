@@ -1,24 +1,41 @@
 """Make, read and write lockfiles: the tokenization of a model at a time when it was right, as JSON to review.
 
-Each part has a line of its own, so that `git diff` shows which parts a new lock changes.
+Each part has a line of its own, so that `git diff` shows which parts a new lock changes. Small parts are kept as they
+are, large ones as digests of blocks, which show where they changed. Settings without effect on ids or text are left
+out, such as offsets.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+import tokenizers
 
 from tokentape._durable import write_durably
-from tokentape.audit._loading_files import require_known_files
-from tokentape.audit._lock.components import STEPS, Components, components_of
 from tokentape.audit._lock.goldens import LockGolden, goldens_of
+from tokentape.audit._model_files import (
+    MAX_LENGTH,
+    TEMPLATES,
+    Settings,
+    loading_settings,
+    max_length,
+    model_configuration,
+    named_templates,
+    require_known_files,
+)
+from tokentape.audit._skew.parts import Merge, merges_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._certificate import Certificate
 from tokentape.chat._certificate_cache import load_or_certify
@@ -26,16 +43,63 @@ from tokentape.chat._renderer import Renderer
 from tokentape.errors import InvalidRequest
 
 FORMAT = 1
-"""Version of the lockfile. A check reads no other."""
 
 LIBRARIES = ("tokentape", "tokenizers", "jinja2", "transformers")
 """Libraries with versions that are kept, for information."""
+
+BLOCK = 4096
+"""Vocabulary entries, or merges, to a digest."""
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
+_PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_STEPS = (*_PIPELINE, "model")
+_FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
+_LONG = 1024
+_MOST_UNPACKED = 2**26
 
 _OPEN = 2
 """Levels of the JSON that are written on several lines."""
 
 _OPENED = ("files", "steps", "added_tokens", "special_tokens", "template", "configuration", "loading")
-"""Deeper parts that are written on several lines."""
+
+
+class LockedToken(NamedTuple):
+    id: int
+    content: str
+    flags: str
+    """The flags that are set, of special, lstrip, rstrip, normalized, single_word, separated by spaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """The parts of a tokenizer and a template. Those that may be None are so if not known, as in older locks."""
+
+    files: Mapping[str, str]
+    """Hex SHA-256 of each file; empty for a tokenizer in memory."""
+    steps: Mapping[str, Any]
+    """Normalizer, pre-tokenizer, post-processor and decoder, as in `tokenizer.json`, and the model's settings."""
+    vocabulary: tuple[str, ...]
+    """Digest of each `BLOCK` of ids with their pieces."""
+    merges: tuple[str, ...]
+    added_tokens: tuple[LockedToken, ...]
+    special_tokens: Mapping[str, str]
+    """The tokens that the configuration names: eos_token and others."""
+    eos_ids: tuple[int, ...]
+    template: tuple[str, ...]
+    template_sha256: str
+    """Of the template and its variant for tools."""
+    configuration: Mapping[str, Any] | None = None
+    """What `model_configuration` reads, truncation and padding."""
+    merge_list: str | None = None
+    """The merges, see `packed_merges`."""
+    loading: Settings | None = None
+    """What transformers reads beside tokenizer.json, see `loading_settings`, and digests of other templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +107,6 @@ class Lock:
     """A frozen tokenization."""
 
     model: str
-    """Name of the model folder, for people."""
     versions: Mapping[str, str]
     template_kwargs: Mapping[str, Any]
     components: Components
@@ -54,7 +117,7 @@ class Lock:
 
     def to_text(self) -> str:
         """Return the lockfile, the same bytes for the same lock."""
-        fields = {"format": FORMAT, **asdict(self), "goldens": [_written_golden(golden) for golden in self.goldens]}
+        fields = {"format": FORMAT, **asdict(self), "goldens": [golden.written() for golden in self.goldens]}
         for name in ("configuration", "merge_list", "loading"):
             if fields["components"][name] is None:  # as older versions wrote it
                 del fields["components"][name]
@@ -132,8 +195,8 @@ def read_lock(path: str | Path) -> Lock:
         # A field that is not written back is unknown: its name is misspelled, or it is of another version.
         if json.loads(lock.to_text()) != written:
             raise ValueError("it has fields that a lock has not, or lacks some")
-        if set(lock.components.steps) != set(STEPS):
-            raise ValueError(f"its steps are {', '.join(lock.components.steps)}, expected {', '.join(STEPS)}")
+        if set(lock.components.steps) != set(_STEPS):
+            raise ValueError(f"its steps are {', '.join(lock.components.steps)}, expected {', '.join(_STEPS)}")
         require_known_files(lock.components.loading or {})
     except (msgspec.ValidationError, ValueError) as error:
         raise InvalidRequest(f"{path} is not a whole lockfile: {type(error).__name__}: {error}") from None
@@ -145,22 +208,113 @@ def write_lock(lock: Lock, path: str | Path) -> None:
     write_durably(Path(path), lock.to_text().encode())
 
 
-def _written_golden(golden: LockGolden) -> dict[str, Any]:
-    ids = None if golden.ids is None else list(golden.ids)
-    if golden.messages:
-        tools = {"tools": list(golden.tools)} if golden.tools else {}
-        return {"name": golden.name, "messages": list(golden.messages), **tools, "ids": ids}
-    special = {"special": True} if golden.special else {}
-    return {"name": golden.name, "text": golden.text, **special, "ids": ids}
-
-
 def _laid_out(value: Any, depth: int = 0, key: str = "") -> str:
     """Return JSON with the outer levels on several lines and the inner ones on one."""
     opened = depth < _OPEN or key in _OPENED or (isinstance(value, Mapping) and "ids" in value)
     if not opened or not isinstance(value, Mapping | list | tuple) or not value:
         return json.dumps(value, ensure_ascii=False)
-    indent = " " * (depth + 1)
     if isinstance(value, Mapping):
-        inner = [f"{indent}{json.dumps(name)}: {_laid_out(part, depth + 1, name)}" for name, part in value.items()]
-        return "{\n" + ",\n".join(inner) + "\n" + " " * depth + "}"
-    return "[\n" + ",\n".join(f"{indent}{_laid_out(part, depth + 1)}" for part in value) + "\n" + " " * depth + "]"
+        inner = [f"{json.dumps(name)}: {_laid_out(part, depth + 1, name)}" for name, part in value.items()]
+    else:
+        inner = [_laid_out(part, depth + 1) for part in value]
+    first, last = "{}" if isinstance(value, Mapping) else "[]"
+    lines = ",\n".join(" " * (depth + 1) + line for line in inner)
+    return f"{first}\n{lines}\n{' ' * depth}{last}"
+
+
+def components_of(renderer: Renderer, folder: Path) -> Components:
+    """Return the parts of a model folder. `renderer` was loaded from it."""
+    tokenizer, template = renderer.tokenizer, renderer.template
+    files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+    spec = json.loads(files["tokenizer.json"])
+    lengths = {name: spec[name] for name in ("truncation", "padding") if spec.get(name) is not None}
+    templates = {name: _sha256(text) for name, text in named_templates(folder).items()}
+    return Components(
+        files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
+        **spec_parts(spec),
+        special_tokens=dict(tokenizer.special_tokens),
+        eos_ids=tuple(sorted(tokenizer.eos_ids)),
+        template=tuple(template.source.splitlines()),
+        template_sha256=template.sha256,
+        configuration={**(model_configuration(folder) or {}), MAX_LENGTH: max_length(folder), **lengths},
+        loading={**loading_settings(folder, spec), **({TEMPLATES: templates} if templates else {})},
+    )
+
+
+def spec_parts(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Components` that a `tokenizer.json` has: steps, vocabulary, merges, added tokens.
+
+    The installed `tokenizers` reads and writes it first, so that one in memory and one in a file look alike.
+    """
+    vocab, merges, added = spec["model"]["vocab"], merges_of(spec["model"]), spec.get("added_tokens") or []
+    if isinstance(vocab, Mapping):
+        # The library reads what is left in no time.
+        spec = {**spec, "model": {**spec["model"], "vocab": {}, "merges": []}, "added_tokens": []}
+    spec = json.loads(tokenizers.Tokenizer.from_str(json.dumps(spec)).to_str())
+    model = {key: value for key, value in spec["model"].items() if key not in ("vocab", "merges")}
+    steps = {name: _step(spec[name]) for name in _PIPELINE}
+    if steps["decoder"] is not None and steps["decoder"]["type"] == "ByteLevel":
+        # Its flags do nothing, and libraries write them one way or another.
+        steps["decoder"] = {"type": "ByteLevel"}
+    return {
+        "steps": {**steps, "model": _step(model)},
+        "vocabulary": tuple(_digests(_entries(vocab))),
+        "merges": tuple(_digests(map(" ".join, merges))),
+        "merge_list": packed_merges(vocab, merges) if isinstance(vocab, Mapping) else None,
+        "added_tokens": tuple(
+            LockedToken(token["id"], token["content"], " ".join(flag for flag in _FLAGS if token.get(flag)))
+            for token in added
+        ),
+    }
+
+
+def _step(value: Any) -> Any:
+    """Return a step of a tokenizer for comparison: no settings for offsets, digests for long strings."""
+    if isinstance(value, Mapping):
+        return {key: _step(part) for key, part in value.items() if key != "trim_offsets"}
+    if isinstance(value, list):
+        return [_step(part) for part in value]
+    return f"sha256:{_sha256(value)}" if isinstance(value, str) and len(value) > _LONG else value
+
+
+def _entries(vocab: Mapping[str, int] | Sequence[Any]) -> Iterator[str]:
+    if isinstance(vocab, Mapping):
+        by_id = {token_id: piece for piece, token_id in vocab.items()}
+        return (by_id.get(token_id, "") for token_id in range(max(by_id, default=-1) + 1))
+    return (json.dumps(entry) for entry in vocab)
+
+
+def _digests(entries: Iterable[str]) -> Iterator[str]:
+    """Yield the first 12 hex digits of each block's SHA-256."""
+    rest = iter(entries)
+    while block := list(islice(rest, BLOCK)):
+        yield _sha256("\n".join(block))[:12]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def packed_merges(vocab: Mapping[str, int], merges: Sequence[Merge]) -> str | None:
+    """Return merges in few characters: of each the id that it makes, and where that is cut.
+
+    None if one makes no token of the vocabulary, or is not of two pieces.
+    """
+    ids = [vocab.get("".join(merge)) if len(merge) == 2 else None for merge in merges]
+    if None in ids or not ids:
+        return None
+    steps, cuts = np.diff(np.array(ids, "<i4"), prepend=np.int32(0)), np.array([len(one) for one, _ in merges], "<u2")
+    return base64.b64encode(zlib.compress(steps.tobytes() + cuts.tobytes(), 9)).decode()
+
+
+def unpacked_merges(packed: str, vocab: Mapping[str, int]) -> list[Merge]:
+    """Return the merges of `packed_merges`. Raises `ValueError` if they are of another vocabulary, or damaged."""
+    try:
+        read = zlib.decompressobj().decompress(base64.b64decode(packed, validate=True), _MOST_UNPACKED)
+        many = len(read) // 6
+        ids, cuts = np.cumsum(np.frombuffer(read, "<i4", many)), np.frombuffer(read, "<u2", many, many * 4)
+        pieces = {number: piece for piece, number in vocab.items()}
+        tokens = [pieces[number] for number in ids.tolist()]
+    except (zlib.error, KeyError) as error:
+        raise ValueError(f"merges of another vocabulary, or damaged: {error}") from None
+    return [(token[:cut], token[cut:]) for token, cut in zip(tokens, cuts.tolist(), strict=True)]

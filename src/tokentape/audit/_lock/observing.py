@@ -14,11 +14,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit._lock.components import Components, components_of, spec_parts
 from tokentape.audit._lock.goldens import LockGolden, golden_ids
-from tokentape.audit._lock.lockfile import Lock, certified, versions
+from tokentape.audit._lock.lockfile import Components, Lock, certified, components_of, spec_parts, versions
+from tokentape.audit._skew.backends.base import with_text_arguments
 from tokentape.audit._skew.backends.server import introduced
-from tokentape.audit._skew.conversations import with_text_arguments
 from tokentape.chat._certificate_cache import load_or_certify
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
@@ -38,12 +37,11 @@ class Observed:
     ids: Mapping[str, tuple[int, ...] | None]
     """Ids by name of the golden, without those that could not be asked for; None where the template refuses."""
     versions: Mapping[str, str]
-    """Versions of the libraries; empty for a server."""
     components: Components | None = None
     certificate: Mapping[str, Any] | None = None
     source: Callable[[], str | bytes] | None = None
     """Returns the tokenizer.json, if there is one."""
-    not_compared: tuple[str, ...] = ()
+    not_compared: Sequence[str] = ()
     """What could not be observed, and why."""
 
 
@@ -83,30 +81,23 @@ def observe_live(lock: Lock, live: Any, template_kwargs: Mapping[str, Any]) -> O
         elif template is not None:
             source = variants["tool_use" if golden.tools and "tool_use" in variants else "default"]
             found[golden.name] = _live_chat_ids(tokenizer, source, lock.date, template_kwargs, golden)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    components, source = None, None
-    if backend is None or not hasattr(backend, "to_str"):
+    source_of = getattr(getattr(tokenizer, "backend_tokenizer", None), "to_str", None)
+    components = None
+    if source_of is None:
         not_compared.append("parts: it is not one of the `tokenizers` library")
     else:
-        source = backend.to_str
         compiled = ChatTemplate(variants["default"], variants.get("tool_use"))
         named = {key: getattr(tokenizer, key, None) for key in lock.components.special_tokens}
         components = Components(
             files={},
-            **spec_parts(backend.to_str()),
+            **spec_parts(json.loads(source_of())),
             special_tokens={key: str(value) for key, value in named.items() if value is not None},
             eos_ids=lock.components.eos_ids,  # a tokenizer in memory has none
             template=tuple(compiled.source.splitlines()),
             template_sha256=compiled.sha256,
         )
-    return Observed(
-        f"the {type(tokenizer).__name__} given",
-        found,
-        versions(),
-        components,
-        not_compared=tuple(not_compared),
-        source=source,
-    )
+    name = f"the {type(tokenizer).__name__} given"
+    return Observed(name, found, versions(), components, source=source_of, not_compared=not_compared)
 
 
 async def observe_server(
@@ -146,7 +137,7 @@ async def observe_server(
     for why, names in unknown.items():
         some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
         not_compared.append(f"{len(names)} inputs ({some}): {why}")
-    return Observed(f"the {kind} server", found, versions={}, not_compared=tuple(not_compared))
+    return Observed(f"the {kind} server", found, versions={}, not_compared=not_compared)
 
 
 async def _server_ids(
@@ -170,17 +161,11 @@ def _live_chat_ids(
     # transformers gives templates its own clock.
     shown = datetime.fromisoformat(date).strftime
     dated = _NOW.sub(lambda match: json.dumps(shown(match[2])), template)
+    asked = {"chat_template": dated, "add_generation_prompt": True, "tokenize": True, **template_kwargs}
     # Our renderer gives a template the arguments of calls in the shape that it takes; a trainer has to.
-    for messages in (golden.messages, tuple(map(with_text_arguments, golden.messages))):
+    for messages in (golden.messages, map(with_text_arguments, golden.messages)):
         try:
-            rendered = tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(golden.tools) or None,
-                chat_template=dated,
-                add_generation_prompt=True,
-                tokenize=True,
-                **template_kwargs,
-            )
+            rendered = tokenizer.apply_chat_template(list(messages), tools=list(golden.tools) or None, **asked)
         except Exception:  # a template raises any error
             continue
         # transformers 4 returns a list, 5 a mapping.

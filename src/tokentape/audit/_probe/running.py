@@ -1,4 +1,4 @@
-"""Run trials on an engine, and keep their results in a file so that a stopped probe can go on.
+"""Run trials on an engine, keep their results in a file so that a stopped probe can go on, and count them.
 
 A phantom edit may be sampled again with its ids banned. A ban is exact and needs only alternatives per token: up to the
 first id of the phantom edit, greedy decoding is the same with a ban as without. There the likeliest other id is taken,
@@ -18,8 +18,12 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
-from tokentape.audit._probe.trials import Outcome, Trial, outcome
+from tokentape.audit._probe.trials import KINDS, Outcome, Trial, outcome
+from tokentape.audit._report import Bars, Block, Details, Facts, Heading, Paragraph, Report, Table, rate_bar
+from tokentape.audit._statistics import Rate, Shares
+from tokentape.audit._tokendiff import ARTIFACTS
 from tokentape.chat._renderer import Renderer
+from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import Engine, SamplingParams
 from tokentape.errors import InvalidRequest
 from tokentape.types import Setup
@@ -28,10 +32,11 @@ ALTERNATIVES = 8
 """The number of alternatives per token that a ban asks for."""
 
 MOST_BANS = 8
-"""The largest number of bans in one completion."""
 
 FORMAT = 1
 _HEAD = b'{"format": %d,' % FORMAT
+_EDITS = ("phantom", "spacing")
+_EXAMPLES = 40
 
 Header = Mapping[str, Any]
 
@@ -57,7 +62,6 @@ class ProbeResult:
     banned: Outcome | None = None
     """The outcome with the phantom edit's ids banned; None without a phantom edit or a ban."""
     bans: tuple[tuple[int, int], ...] = ()
-    """The bans: (position in the completion, id)."""
 
 
 def header(engine: Engine, renderer: Renderer, setup: Setup, settings: ProbeSettings) -> Header:
@@ -123,12 +127,12 @@ async def _run(trial: Trial, engine: Engine, renderer: Renderer, setup: Setup, s
     ids, tops = await _sample(engine, prompt, params, trial.name)
     found = read(ids)
     result = ProbeResult(trial, tuple(ids), found)
-    if not settings.ban or found.kind not in ("phantom", "spacing"):
+    if not settings.ban or found.kind not in _EDITS:
         return result
     banned: dict[int, set[int]] = {}
     for _ in range(MOST_BANS):
         at = found.at
-        if found.kind not in ("phantom", "spacing") or not 0 <= at < len(ids):
+        if found.kind not in _EDITS or not 0 <= at < len(ids):
             break
         banned.setdefault(at, set()).add(ids[at])
         other = next((token_id for token_id, _ in tops[at] if token_id not in banned[at]), None)
@@ -168,17 +172,23 @@ class ProbeFile:
     """
 
     def __init__(self, path: str | Path, made: Header) -> None:
-        self.results: list[ProbeResult] = []
         path = Path(path)
-        whole = 0
-        if path.exists():
-            found, self.results, whole = _read(path)
-            other = [key for key, value in made.items() if found is not None and found.get(key) != value]
-            if other:
-                raise InvalidRequest(
-                    f"{path} has results of another probe ({', '.join(other)} differ); name another file, or move "
-                    "this one away"
-                )
+        content = path.read_bytes() if path.exists() else b""
+        whole = content.rfind(b"\n") + 1
+        try:
+            head, *rows = [json.loads(line) for line in content[:whole].splitlines()] or [made]
+            if not whole and not _HEAD.startswith(content[: len(_HEAD)]):
+                raise ValueError("it is one line of something else")
+            if head.get("format") != made["format"]:
+                raise ValueError(f"its first line is not that of format {FORMAT}")
+            self.results = msgspec.convert(rows, list[ProbeResult])
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InvalidRequest(f"{path} has no results of a probe: {error}") from None
+        if other := [key for key, value in made.items() if head.get(key) != value]:
+            raise InvalidRequest(
+                f"{path} has results of another probe ({', '.join(other)} differ); name another file, or move this one "
+                "away"
+            )
         self._file: IO[bytes] = path.open("r+b" if path.exists() else "xb")
         self._file.truncate(whole)
         self._file.seek(whole)
@@ -205,16 +215,96 @@ class ProbeFile:
         self._file.flush()
 
 
-def _read(path: Path) -> tuple[Header | None, list[ProbeResult], int]:
-    """Return the header, the results, and the number of bytes of whole lines."""
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    try:
-        rows = [json.loads(line) for line in content[:whole].splitlines()]
-        if not rows and not _HEAD.startswith(content[: len(_HEAD)]):
-            raise ValueError("it is one line of something else")
-        if rows and rows[0].get("format") != FORMAT:
-            raise ValueError(f"its first line is not that of format {FORMAT}")
-        return (rows[0] if rows else None), msgspec.convert(rows[1:], list[ProbeResult]), whole
-    except (ValueError, TypeError, AttributeError) as error:
-        raise InvalidRequest(f"{path} has no results of a probe: {error}") from None
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Counts over all trials."""
+
+    trials: int
+    outcomes: Mapping[str, Rate]
+    strict: Rate
+    """Phantom edits, byte-strict, of the trials with a sentence that came back."""
+    normalised: Rate
+    """The same, with those that have other white space."""
+    classes: Mapping[str, Rate]
+    """By artifact, of all phantom edits, white space normalized."""
+    noncanonical: Rate
+    """Completions that encoding their text does not give again."""
+    banned: Mapping[str, Rate]
+    """Outcomes of phantom edits with their ids banned, by kind; empty without a ban."""
+
+
+def summarise(results: Sequence[ProbeResult]) -> Summary:
+    """Count results. The trials of a sentence are not independent, so intervals are over sentences."""
+    back = [one for one in results if one.outcome.kind != "other"]
+    edits = [one for one in back if one.outcome.kind in _EDITS]
+    again = [one for one in results if one.banned is not None]
+    classes = {name: _share(edits, [one.outcome.artifact == name for one in edits]) for name in ARTIFACTS}
+    banned = {kind: _share(again, [one.banned.kind == kind for one in again if one.banned]) for kind in KINDS}
+    return Summary(
+        trials=len(results),
+        outcomes={kind: _share(results, [one.outcome.kind == kind for one in results]) for kind in KINDS},
+        strict=_share(back, [one.outcome.kind == "phantom" for one in back]),
+        normalised=_share(back, [one.outcome.kind in _EDITS for one in back]),
+        classes={name: one for name, one in classes.items() if one.changed},
+        noncanonical=_share(results, [not one.outcome.canonical for one in results]),
+        banned={kind: one for kind, one in banned.items() if one.changed},
+    )
+
+
+def _share(results: Sequence[ProbeResult], which: Sequence[bool]) -> Rate:
+    shares = Shares()
+    for result, one in zip(results, which, strict=True):
+        shares.add(result.trial.text, [((), one, 1)])
+    return shares.rate(())
+
+
+def probe_layout(made: Header, results: Sequence[ProbeResult], tokenizer: Tokenizer) -> Report:
+    """Return the findings as blocks."""
+    found = summarise(results)
+    blocks: list[Block] = [
+        Paragraph(f"{found.trials} trials"),
+        Paragraph(
+            "A model is asked to replace one word of a sentence. A phantom edit gives the same word back in other ids: "
+            "for the model something changed, in the text nothing did."
+        ),
+        Facts({key: made[key] for key in ("model", "engine", "temperature")}),
+        Heading("Outcomes"),
+        _bars(found.outcomes),
+        Details("What they mean", [Facts({str(kind): meaning for kind, meaning in KINDS.items()})]),
+        Heading("Phantom edits, of the sentences that came back"),
+        _bars({"byte-strict": found.strict, "white space normalised": found.normalised}),
+    ]
+    if found.classes:
+        rows = [[name, ARTIFACTS[name].phantom or "", ARTIFACTS[name].meaning] for name in found.classes]
+        blocks += [
+            Heading("Classes of phantom edits"),
+            _bars(found.classes),
+            Details("What they mean", [Table(["class", "number in arXiv 2601.14658", "meaning"], rows, {1})]),
+        ]
+    if found.banned:
+        blocks += [
+            Heading("With the ids of phantom edits banned"),
+            Paragraph("Greedy decoding went on with the likeliest other id."),
+            _bars(found.banned),
+        ]
+    blocks += [Heading("Completions"), _bars({"not canonical": found.noncanonical})]
+    edits = [result for result in results if result.outcome.kind in _EDITS][:_EXAMPLES]
+    if edits:
+        examples = [block for result in edits for block in _example(result, tokenizer)]
+        blocks.append(Details(f"The first {len(edits)} phantom edits", examples))
+    return Report(f"Tokenization probe of {made['model']}", blocks)
+
+
+def _bars(rates: Mapping[str, Rate]) -> Bars:
+    bars = [rate_bar(f"{name} ({one.changed} of {one.total})", one) for name, one in rates.items()]
+    return Bars(bars, unit="share", highest=1.0)
+
+
+def _example(result: ProbeResult, tokenizer: Tokenizer) -> list[Block]:
+    one = result.outcome
+    rows: list[list[object]] = []
+    for name, ids in (("given", one.source), ("said", one.found)):
+        spelled = " | ".join(tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in ids)
+        rows.append([name, list(ids), spelled])
+    heading = Heading(f"{result.trial.target}: {one.artifact}", 3)
+    return [heading, Paragraph(result.trial.text), Table(["", "ids", "tokens"], rows)]

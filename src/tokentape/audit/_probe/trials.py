@@ -10,13 +10,14 @@ import hashlib
 import json
 import random
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from tokentape.audit._tokendiff import boundary_artifact, text_artifact
+from tokentape.audit._tokendiff import boundary_artifact, first_difference, is_canonical, text_artifact
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, NothingToMeasure
 from tokentape.types import Message
@@ -31,7 +32,6 @@ WORDINGS = {
         "other character as it is. Write out the complete text and nothing besides.\n\n{text}"
     ),
 }
-"""The wordings of the task, by name."""
 
 OutcomeKind: TypeAlias = Literal["replaced", "unchanged", "phantom", "spacing", "other"]
 
@@ -42,7 +42,6 @@ KINDS: dict[OutcomeKind, str] = {
     "spacing": "the same word with other ids and other white space: a phantom edit only if white space is normalised",
     "other": "the sentence did not come back: refused, cut off, or other words changed too",
 }
-"""What each outcome means."""
 
 BUILT_IN = Path(__file__).with_name("sentences.txt")
 """The sentences that come with Tokentape."""
@@ -154,43 +153,31 @@ def outcome(trial: Trial, completion: Sequence[int], tokenizer: Tokenizer) -> Ou
 
     Raises `InvalidRequest` for an id outside of the vocabulary.
     """
-    pieces = [tokenizer.token_bytes(token_id) for token_id in completion]
-    spelled = b"".join(pieces)
-    canonical = _canonical(completion, spelled, tokenizer)
+    source = tokenizer.encode_plain(trial.text)
+    ours, theirs = ([tokenizer.token_bytes(token_id) for token_id in ids] for ids in (source, completion))
+    # A tokenizer may put a space before a text.
+    text, spelled, target = b"".join(ours), b"".join(theirs), trial.target.encode()
+    canonical = is_canonical(completion, tokenizer)
     place = _place(trial, spelled)
     if place is None:
         return Outcome("other", canonical=canonical)
     start, end = place
-    target = trial.target.encode()
     if spelled[start:end].strip() != target:
         return Outcome("replaced", canonical=canonical)
     end = spelled.index(target, start) + len(target)
-    source = tokenizer.encode_plain(trial.text)
-    source_pieces = [tokenizer.token_bytes(token_id) for token_id in source]
-    # A tokenizer may put a space before a text.
-    text = b"".join(source_pieces)
     word = text.index(trial.before.encode() + target) + len(trial.before.encode())
-    left, right = len(text[:word].rstrip()), word + len(target)
-    (first, last), (found_first, found_last) = _stretches(source_pieces, (left, right), pieces, (start, end))
-    ids, found = tuple(source[first:last]), tuple(completion[found_first:found_last])
+    given, said = _stretches((ours, (len(text[:word].rstrip()), word + len(target))), (theirs, (start, end)))
+    ids, found = tuple(source[given]), tuple(completion[said])
     if ids == found:
         return Outcome("unchanged", None, ids, found, canonical=canonical)
-    at = found_first + next((n for n, (a, b) in enumerate(zip(ids, found, strict=False)) if a != b), len(ids))
-    ours, theirs = source_pieces[first:last], pieces[found_first:found_last]
-    said, said_now = b"".join(ours), b"".join(theirs)
-    if said == said_now:
-        around = b"".join(source_pieces[:first]), b"".join(source_pieces[last:])
-        return Outcome("phantom", boundary_artifact(ours, theirs, *around), ids, found, at, canonical)
-    if said.split() == said_now.split():
-        return Outcome("spacing", text_artifact(said, said_now), ids, found, at, canonical)
+    at = said.start + first_difference(ids, found)
+    one, other = b"".join(ours[given]), b"".join(theirs[said])
+    if one == other:
+        around = b"".join(ours[: given.start]), b"".join(ours[given.stop :])
+        return Outcome("phantom", boundary_artifact(ours[given], theirs[said], *around), ids, found, at, canonical)
+    if one.split() == other.split():
+        return Outcome("spacing", text_artifact(one, other), ids, found, at, canonical)
     return Outcome("other", None, ids, found, canonical=canonical)
-
-
-def _canonical(ids: Sequence[int], spelled: bytes, tokenizer: Tokenizer) -> bool:
-    try:
-        return tokenizer.encode_plain(spelled.decode()) == list(ids)
-    except UnicodeDecodeError:
-        return False
 
 
 def _place(trial: Trial, spelled: bytes) -> tuple[int, int] | None:
@@ -203,24 +190,19 @@ def _place(trial: Trial, spelled: bytes) -> tuple[int, int] | None:
     return spans[-1] if spans else None
 
 
-def _stretches(
-    one: Sequence[bytes], of_one: tuple[int, int], other: Sequence[bytes], of_other: tuple[int, int]
-) -> tuple[tuple[int, int], tuple[int, int]]:
+def _stretches(*sides: tuple[Sequence[bytes], tuple[int, int]]) -> list[slice]:
     """Return, per side, the range of the tokens around a range of bytes.
 
     Each range grows until both reach equally far beyond the bytes, or to the end where they never do.
     """
-    edges = [list(accumulate(map(len, pieces), initial=0)) for pieces in (one, other)]
-    lefts = [
-        {start - edge: n for n, edge in enumerate(side) if edge <= start}
-        for side, (start, _) in zip(edges, (of_one, of_other), strict=True)
+    edges = [list(accumulate(map(len, pieces), initial=0)) for pieces, _ in sides]
+    ranges = [(ends, *place) for ends, (_, place) in zip(edges, sides, strict=True)]
+    lefts = set.intersection(*({start - at for at in ends if at <= start} for ends, start, _ in ranges))
+    rights = set.intersection(*({at - end for at in ends if at >= end} for ends, _, end in ranges))
+    return [
+        slice(
+            bisect_right(ends, start - min(lefts)) - 1 if lefts else 0,
+            bisect_left(ends, end + min(rights)) if rights else len(ends) - 1,
+        )
+        for ends, start, end in ranges
     ]
-    rights = [
-        {edge - end: n for n, edge in reversed(list(enumerate(side))) if edge >= end}
-        for side, (_, end) in zip(edges, (of_one, of_other), strict=True)
-    ]
-    left = min(lefts[0].keys() & lefts[1].keys(), default=None)
-    right = min(rights[0].keys() & rights[1].keys(), default=None)
-    firsts = [0 if left is None else side[left] for side in lefts]
-    lasts = [len(side) - 1 if right is None else reach[right] for side, reach in zip(edges, rights, strict=True)]
-    return (firsts[0], lasts[0]), (firsts[1], lasts[1])

@@ -26,11 +26,13 @@ from tokentape.audit._report.blocks import (
     Paragraph,
     Table,
     TokenIds,
+    escape_for_terminal,
+    escape_invisible,
+    json_text,
+    json_value,
     rate_bar,
 )
 from tokentape.audit._report.ci_formats import CiCase, CiFinding, ci_report
-from tokentape.audit._report.escaping import escape_for_terminal, escape_invisible
-from tokentape.audit._report.json_values import json_text, json_value
 from tokentape.audit._report.writers import Report, html_environment
 
 __all__ = [

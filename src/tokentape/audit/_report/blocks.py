@@ -1,14 +1,19 @@
-"""The blocks of a report."""
+"""The blocks of a report, and the one way to escape text and to write JSON."""
 
 from __future__ import annotations
 
+import json
 import math
+import unicodedata
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, TypeAlias
 
-from tokentape.audit._intervals import Rate
+from tokentape.audit._statistics import Rate
 from tokentape.errors import InvalidRequest
+
+_KEPT = "\n\t\u200c\u200d"
+_INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +127,42 @@ def round_numbers(highest: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
     return [step * n for n in range(math.ceil(highest / step - 1e-9) + 1)]
+
+
+def escape_invisible(text: str) -> str:
+    r"""Return text with invisible characters as escapes: `\x1b`, `\u202e`, `\ud800`.
+
+    New lines and tabs stay, and the joiners that emoji and some scripts need.
+    """
+    hidden = (char not in _KEPT and unicodedata.category(char) in _INVISIBLE for char in text)
+    pairs = zip(text, hidden, strict=True)
+    return "".join(char.encode("unicode_escape").decode() if is_hidden else char for char, is_hidden in pairs)
+
+
+def escape_for_terminal(text: str) -> str:
+    r"""Return text that can't steer a terminal: `escape_invisible`, with tabs as `\t` and new lines marked by ↵.
+
+    >>> escape_for_terminal("a\n\x1b[2Jb")
+    'a↵\n\\x1b[2Jb'
+    """
+    return escape_invisible(text).replace("\t", "\\t").replace("\n", "↵\n")
+
+
+def json_value(value: Any) -> Any:
+    """Return dataclasses, mappings and sequences as JSON values. A `Rate` also gets its share.
+
+    NaN and infinity become null, since JSON has neither.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        found = {one.name: json_value(getattr(value, one.name)) for one in fields(value)}
+        return {**found, "share": value.share} if isinstance(value, Rate) else found
+    if isinstance(value, Mapping):
+        return {str(key): json_value(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_text(value: Any) -> str:
+    """Return `json_value` as one line of ASCII text."""
+    return json.dumps(json_value(value))

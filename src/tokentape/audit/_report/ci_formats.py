@@ -10,7 +10,10 @@ from typing import Any, Literal
 from xml.etree import ElementTree
 
 from tokentape._version import __version__
-from tokentape.audit._report.escaping import escape_invisible as shown
+from tokentape.audit._report.blocks import escape_invisible as shown
+
+_MOST_ANNOTATIONS = 10
+"""Annotations of one case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,34 +40,45 @@ class CiCase:
     """Why it was not checked."""
 
 
-def junit(tool: str, cases: Iterable[CiCase]) -> str:
-    """Return JUnit XML: a test case per case, failed if it has an error, or skipped, with what was found."""
+def ci_report(kind: str, tool: str, uri: str, rules: Mapping[str, str], cases: Iterable[CiCase]) -> str:
+    """Return cases as `junit`, `sarif` or `github`.
+
+    `uri` is the file or directory that was checked; `rules` have the meaning of each rule.
+    """
+    match kind:
+        case "junit":
+            return _junit(tool, cases)
+        case "sarif":
+            return json.dumps(_sarif(tool, uri, rules, cases))
+    return "\n".join(_github(uri, cases))
+
+
+def _junit(tool: str, cases: Iterable[CiCase]) -> str:
+    """Return a test case per case, failed if it has an error, or skipped, with what was found."""
     suite = ElementTree.Element("testsuite", name=tool)
-    tests = failures = skipped = 0
+    counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for one in cases:
-        tests += 1
+        counts["tests"] += 1
         case = ElementTree.SubElement(suite, "testcase", classname=tool.replace(" ", "."), name=shown(one.name))
         if one.skipped:
-            skipped += 1
+            counts["skipped"] += 1
             ElementTree.SubElement(case, "skipped", message=shown(one.skipped))
         if not one.findings:
             continue
         lines = [shown(line) for line in one.details or [finding.text for finding in one.findings]]
         many = len(one.findings)
-        said = one.summary or f"{many} finding{'s' if many > 1 else ''}"
+        said = shown(one.summary or f"{many} finding{'s' if many > 1 else ''}")
         if any(finding.level == "error" for finding in one.findings):
-            failures += 1
-            ElementTree.SubElement(case, "failure", message=shown(said), type="tokens").text = "\n".join(lines)
+            counts["failures"] += 1
+            ElementTree.SubElement(case, "failure", message=said, type="tokens").text = "\n".join(lines)
         else:
-            ElementTree.SubElement(case, "system-out").text = "\n".join([shown(said), *lines])
-    for name, value in (("tests", tests), ("failures", failures), ("errors", 0), ("skipped", skipped)):
-        suite.set(name, str(value))
+            ElementTree.SubElement(case, "system-out").text = "\n".join([said, *lines])
+    suite.attrib.update({name: str(value) for name, value in counts.items()})
     ElementTree.indent(suite)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(suite, encoding="unicode")}'
 
 
-def sarif(tool: str, uri: str, rules: Mapping[str, str], cases: Iterable[CiCase]) -> dict[str, Any]:
-    """Return a SARIF 2.1.0 log with a result per finding, in the file or directory `uri`; `rules` have meanings."""
+def _sarif(tool: str, uri: str, rules: Mapping[str, str], cases: Iterable[CiCase]) -> dict[str, Any]:
     names = list(rules)
     driver = {
         "name": tool,
@@ -77,24 +91,6 @@ def sarif(tool: str, uri: str, rules: Mapping[str, str], cases: Iterable[CiCase]
         "version": "2.1.0",
         "runs": [{"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}],
     }
-
-
-def github(path: str, cases: Iterable[CiCase], most: int = 10) -> Iterator[str]:
-    """Yield GitHub's workflow commands: an annotation per finding, up to `most` per case."""
-    for one in cases:
-        for finding in one.findings[:most]:
-            place = f"file={_property(path)},line={one.line},title={_property(finding.title)}"
-            yield f"::{finding.level} {place}::{_escaped(shown(finding.text))}"
-
-
-def ci_report(kind: str, tool: str, uri: str, rules: Mapping[str, str], cases: Sequence[CiCase]) -> str:
-    """Return cases in a format: `junit`, `sarif` or `github`."""
-    match kind:
-        case "junit":
-            return junit(tool, cases).rstrip("\n")
-        case "sarif":
-            return json.dumps(sarif(tool, uri, rules, cases))
-    return "\n".join(github(uri, cases))
 
 
 def _result(case: CiCase, finding: CiFinding, uri: str, rules: Sequence[str]) -> dict[str, Any]:
@@ -113,6 +109,13 @@ def _result(case: CiCase, finding: CiFinding, uri: str, rules: Sequence[str]) ->
         "partialFingerprints": {"tokens/v1": hashlib.sha256(place.encode()).hexdigest()},
         "properties": {key: value for key, value in finding.properties.items() if value is not None},
     }
+
+
+def _github(path: str, cases: Iterable[CiCase]) -> Iterator[str]:
+    for one in cases:
+        for finding in one.findings[:_MOST_ANNOTATIONS]:
+            place = f"file={_property(path)},line={one.line},title={_property(finding.title)}"
+            yield f"::{finding.level} {place}::{_escaped(shown(finding.text))}"
 
 
 def _escaped(value: str) -> str:

@@ -8,8 +8,19 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from tokentape._version import __version__
-from tokentape.audit._report.blocks import Bars, Block, Code, Details, Facts, Heading, Paragraph, Table, TokenIds
-from tokentape.audit._report.escaping import escape_for_terminal, escape_invisible
+from tokentape.audit._report.blocks import (
+    Bars,
+    Block,
+    Code,
+    Details,
+    Facts,
+    Heading,
+    Paragraph,
+    Table,
+    TokenIds,
+    escape_for_terminal,
+    escape_invisible,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template

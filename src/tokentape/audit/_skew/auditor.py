@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from tokentape.audit._loading_files import SAME_SETTINGS, settings_apart
+from tokentape.audit._model_files import settings_apart
 from tokentape.audit._skew import battery
 from tokentape.audit._skew.backends import open_backend
 from tokentape.audit._skew.backends.base import Ability, Backend, SkewChat
@@ -23,15 +23,9 @@ from tokentape.audit._skew.backends.spec import BackendOptions
 from tokentape.audit._skew.causes import TextCauses
 from tokentape.audit._skew.chat_probes import chat_findings, echo_findings
 from tokentape.audit._skew.corpus import compare_corpus, conversations_of, corpus_files
-from tokentape.audit._skew.facts import fact_findings, fact_notes
+from tokentape.audit._skew.file_findings import configuration_findings, file_findings, file_notes
 from tokentape.audit._skew.findings import AuditReport, CorpusStatistics, Probe, Skew
-from tokentape.audit._skew.part_findings import (
-    added_token_texts,
-    configuration_findings,
-    part_findings,
-    unstable_finding,
-)
-from tokentape.audit._skew.part_texts import part_texts
+from tokentape.audit._skew.parts import unlike_tokens
 from tokentape.audit._skew.text_probes import (
     Differing,
     compare_in_blocks,
@@ -39,13 +33,15 @@ from tokentape.audit._skew.text_probes import (
     decode_findings,
     explain_texts,
     special_texts,
+    unstable_finding,
 )
 from tokentape.errors import TokenizerUnusable
 
 CompareCorpus: TypeAlias = Callable[
     [Backend, Backend, Sequence[Path], int | None, Callable[[str], None]], tuple[CorpusStatistics, list[Differing]]
 ]
-"""A function like `compare_corpus`."""
+
+_SAME_SETTINGS = "Use the tokenizer files that the weights were trained with on both sides, not tokenizer.json alone."
 
 
 def audit(
@@ -90,19 +86,18 @@ def audit(
                 given = open_backend(str(given), options)
                 opened.callback(given.close)
             backends.append(given)
-        run = _Run(backends[0], backends[1], progress)
+        run, files = _Run(backends[0], backends[1], progress), [Path(path) for path in corpus]
         stable = run.stability()
         if stable:
             run.texts()
             run.decoding()
-        run.findings += fact_findings(run.a, run.b, run.causes.differing, run.findings)
         if stable:
-            run.conversations(list(conversations_of(corpus_files([Path(path) for path in corpus]))) if corpus else ())
-        run.findings += part_findings(run.a, run.b, run.causes, run.findings)
+            run.conversations(list(conversations_of(corpus_files(files))) if files else ())
+        run.findings += file_findings(run.a, run.b, run.causes, run.findings)
         run.loading()
         run.findings += configuration_findings(run.a.facts, run.b.facts)
-        run.notes += fact_notes(run.a.facts, run.b.facts, run.findings)
-        statistics = run.corpus([Path(path) for path in corpus], workers, compare) if corpus and stable else None
+        run.notes += file_notes(run.a.facts, run.b.facts, run.findings)
+        statistics = run.corpus(files, workers, compare) if files and stable else None
         return AuditReport(
             a=run.a.facts,
             b=run.b.facts,
@@ -132,21 +127,14 @@ def loaded_findings(
     by = f"transformers {run.a.facts.versions['transformers']}"
     if sides := "; ".join(unlike_sides(one, other)):
         cause = f"{sides}: ids differ where padding or truncation is asked for"
-        run.findings.append(Skew("truncation", "facts", cause, SAME_SETTINGS, 1))
+        run.findings.append(Skew("truncation", "facts", cause, _SAME_SETTINGS, 1))
     elif same_tokenizer(one, other):
         return [], f"{said}: {by} makes the same tokenizer of both"
     run.texts()
     run.decoding()
-    run.findings += fact_findings(run.a, run.b, run.causes.differing, run.findings)
-    run.findings += part_findings(run.a, run.b, run.causes, run.findings, templates=False)
-    found = [replace(x, cause=f"loaded by {by}, {x.cause} ({said})", fix=SAME_SETTINGS) for x in run.findings]
+    run.findings += file_findings(run.a, run.b, run.causes, run.findings, templates=False)
+    found = [replace(x, cause=f"loaded by {by}, {x.cause} ({said})", fix=_SAME_SETTINGS) for x in run.findings]
     return found, "" if found else f"{said}: {by} makes tokenizers of both that agree on everything that was tried"
-
-
-def _without(texts: Sequence[str], tokens: Collection[str]) -> list[str]:
-    """Return the texts that spell none of the tokens."""
-    spelled = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
-    return [text for text in texts if not spelled.search(text)]
 
 
 class _Run:
@@ -175,14 +163,19 @@ class _Run:
     def texts(self) -> None:
         """Probe plain texts, control tokens, BOS and EOS."""
         self.progress("encoding the battery")
-        groups: dict[str, Sequence[str]] = {**battery.texts(), **part_texts(self.a, self.b, self.causes.differing)}
+        groups: dict[str, Sequence[str]] = {
+            **battery.texts(),
+            **battery.part_texts(self.a, self.b, self.causes.differing),
+        }
         added = dict.fromkeys([*self.a.facts.added, *self.b.facts.added])
         if self._able("controls", "encode", "control tokens within text"):
             groups["control tokens"] = tuple(battery.control_token_texts(added))
             if self.a.facts.spec is not None and self.b.facts.spec is not None:
-                groups["changed tokens"] = tuple(added_token_texts(self.a.facts, self.b.facts))
+                changed = unlike_tokens(self.a.facts, self.b.facts).values()
+                groups["changed tokens"] = [text for tokens in changed for text in battery.token_texts(tokens[0])]
         else:
-            groups = {name: _without(texts, added) for name, texts in groups.items()}
+            spelled = re.compile("|".join(map(re.escape, added)) or "(?!)")
+            groups = {name: [text for text in some if not spelled.search(text)] for name, some in groups.items()}
         spellings = groups.pop("vocabulary") if self._asks_a_server() else ()
         texts = battery.by_text(groups)
         self.tried["encode"] = len(texts) + len(spellings)
@@ -250,7 +243,7 @@ class _Run:
         try:
             found, note = loaded_findings(a, b, said, self.progress)
         except TokenizerUnusable as error:
-            found, note = [Skew("unknown", "facts", f"{said}, and {error}", SAME_SETTINGS, 1)], ""
+            found, note = [Skew("unknown", "facts", f"{said}, and {error}", _SAME_SETTINGS, 1)], ""
         known = {one.cause for one in self.findings}
         self.findings += [one for one in found if not any(cause in one.cause for cause in known)]
         self.notes += [note] if note else []

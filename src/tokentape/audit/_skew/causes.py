@@ -7,22 +7,39 @@ the text itself is changed and cut. A cause that does not make both sides equal 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
-from tokentape.audit._skew.backends.base import Backend, BackendFacts, BackendToken
+import tokenizers
+
+from tokentape.audit._skew.backends.base import Backend, BackendFacts
 from tokentape.audit._skew.backends.spec import load_spec
 from tokentape.audit._skew.findings import Cause, Encoder, Kind
-from tokentape.audit._skew.id_causes import SAME_FILES, cause_by_input, first_apart
-from tokentape.audit._skew.known_parts import SPLIT_NAMES
-from tokentape.audit._skew.shrink import smallest
-from tokentape.audit._skew.spec_parts import PARTS, Spec, differing_parts, part_of, with_part
-from tokentape.audit._skew.trials import Trials, encoder_of
-from tokentape.errors import TokenizerUnusable
+from tokentape.audit._skew.known_parts import SENTENCEPIECE, is_byte_level, normalizers, pre_tokenizers
+from tokentape.audit._skew.parts import (
+    PARTS,
+    Spec,
+    added_words,
+    differing_parts,
+    part_words,
+    unlike_tokens,
+    with_only,
+    with_part,
+    with_tokens,
+)
+from tokentape.audit._skew.probing import smallest
+from tokentape.audit._tokendiff import first_difference
+from tokentape.errors import InvalidRequest, TokenizerUnusable
 
 _ADDED = "added"
+_MOST_SPELLED = 2
+SAME_FILES = "Use the tokenizer.json that the weights were trained with on both sides: compare the hashes here."
+_WHOLE = "Raise the limit of the side that cuts, or cut the same text on both sides before they encode it."
+_AROUND = 24
+"""How many places on each side of the first id that differs are tried as a cut."""
 LOAD_THE_FILE = (
     "Load tokenizer.json itself, with `tokenizers` or PreTrainedTokenizerFast(tokenizer_file=...); a loader that "
     "builds the tokenizer from its class changes it."
@@ -47,10 +64,10 @@ class TextCauses:
         if special or _bos_only(a_ids, b_ids, a, b):
             around = _special_cause(text, a_ids, b_ids, self._a, self._b)
             if special or around is not None:
-                return around or Cause("unknown", first_apart(a_ids, b_ids), SAME_FILES, "unknown")
+                return around or Cause("unknown", _first_apart(a_ids, b_ids), SAME_FILES, "unknown")
         both = a.spec is not None and b.spec is not None
         found = self._by_exchange(text, b_ids) if both else self._by_trial(text, a_ids, b_ids)
-        return found or cause_by_input(text, a_ids, b_ids, self._a, self._b)
+        return found or _by_input(text, a_ids, b_ids, self._a, self._b)
 
     def _by_exchange(self, text: str, b_ids: list[int]) -> Cause | None:
         a, b = self._a.facts, self._b.facts
@@ -80,9 +97,10 @@ class TextCauses:
         if plain not in (b_ids, self._a.encode([text])[0]):
             return None
         letter, side = ("A", a) if plain == b_ids else ("B", b)
+        versions = ", ".join(f"{name} {number}" for name, number in side.versions.items())
         what = (
             f"tokenizer.json says the same on both sides, and `tokenizers` runs it as {'B' if letter == 'A' else 'A'} "
-            f"does; {letter}, {side.kind} ({_versions(side)}), runs it differently"
+            f"does; {letter}, {side.kind} ({versions}), runs it differently"
         )
         pin = "Pin the same library versions on both sides."
         return Cause("library", what, pin if dict(a.versions) != dict(b.versions) else LOAD_THE_FILE, "library")
@@ -93,7 +111,7 @@ class TextCauses:
             made, b = self._a.facts.spec or {}, self._b.facts.spec or {}
             for name in names:
                 kind, _, said = name.partition(":")
-                made = _with_tokens(made, b, self._added[said]) if kind == _ADDED else with_part(made, name, b)
+                made = with_tokens(made, b, self._added[said]) if kind == _ADDED else with_part(made, name, b)
             try:
                 self._exchanged[names] = encoder_of(load_spec(made))
             except TokenizerUnusable:
@@ -102,18 +120,9 @@ class TextCauses:
 
     def words(self, name: str) -> str:
         """Return in words how the backends differ in a part."""
-        a, b = self._a.facts, self._b.facts
         kind, _, said = name.partition(":")
-        if kind == _ADDED:
-            return added_words(self._added[said], a, b)
-        one, other = part_of(a.spec or {}, name), part_of(b.spec or {}, name)
-        if name in ("merges", "vocabulary"):
-            return f"the {name} {'differ' if name == 'merges' else 'differs'}: {_entries_apart(one, other)}"
-        if name == "settings":
-            names = sorted(key for key in {*one, *other} if one.get(key) != other.get(key))
-            changed = ", ".join(f"{key}={one.get(key)} against {other.get(key)}" for key in names)
-            return f"the model settings differ: {changed}"
-        return f"the {PARTS[name]} is {brief(one)} in A and {brief(other)} in B"
+        a, b = self._a.facts, self._b.facts
+        return added_words(self._added[said], a, b) if kind == _ADDED else part_words(name, a, b)
 
     def _by_trial(self, text: str, a_ids: list[int], b_ids: list[int]) -> Cause | None:
         """Try parts in common use on the backend with a known tokenizer.json."""
@@ -127,96 +136,6 @@ class TextCauses:
                 fix = _fix(kind, self._a.facts, self._b.facts)
                 return Cause(kind, f"{one} behaves as {other} would with {what}", fix, f"{kind}:{what}", encoder, gives)
         return None
-
-
-def _entries_apart(one: Any, other: Any) -> str:
-    """Return in words how two lists of merges, or two vocabularies, differ: how many entries, and the first."""
-    counts = f"{len(one)} entries in A, {len(other)} in B"
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        unlike = sorted(entry for entry in {*one, *other} if one.get(entry) != other.get(entry))
-        ids = [f"{table.get(unlike[0], 'not there')}" for table in (one, other)] if unlike else []
-        return f"{counts}; {len(unlike)} differ, as {unlike[0]!r}: {ids[0]} in A, {ids[1]} in B" if unlike else counts
-    at = next((n for n, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
-    said = [repr(" ".join(map(str, part[at]))) if at < len(part) else "none" for part in (one, other)]
-    return f"{counts}; the first that differs, at {at}, is {said[0]} in A and {said[1]} in B"
-
-
-def unlike_tokens(a: BackendFacts, b: BackendFacts) -> dict[str, tuple[str, ...]]:
-    """Return the added tokens that differ between the backends, by the difference."""
-    found: dict[str, list[str]] = {}
-    plain = all(side.spec is not None and part_of(side.spec, "normalizer") is None for side in (a, b))
-    for content in {**a.added, **b.added}:
-        one, other = a.added.get(content), b.added.get(content)
-        if plain and one and other and one != other and not _overlaps(content, {*a.added, *b.added}):
-            one = replace(one, normalized=other.normalized)  # nothing is normalized
-        if one is None or other is None:
-            found.setdefault(f"not in {'A' if one is None else 'B'}", []).append(content)
-        elif one != other:
-            found.setdefault("ids" if one.id != other.id else _flags(one, other), []).append(content)
-    return {said: tuple(tokens) for said, tokens in found.items()}
-
-
-def _overlaps(token: str, others: Iterable[str]) -> bool:
-    """Return True if a text may spell a token and another one in the same place."""
-    for other in others:
-        if other != token:
-            ends = range(1, min(len(token), len(other)))
-            if (
-                token in other
-                or other in token
-                or any(token[-n:] == other[:n] or other[-n:] == token[:n] for n in ends)
-            ):
-                return True
-    return False
-
-
-def _flags(one: BackendToken, other: BackendToken) -> str:
-    names = [name for name in BackendToken.__dataclass_fields__ if getattr(one, name) != getattr(other, name)]
-    return ", ".join(f"{name}={getattr(one, name)} against {getattr(other, name)}" for name in names)
-
-
-def added_words(tokens: Sequence[str], a: BackendFacts, b: BackendFacts) -> str:
-    """Return in words how these added tokens, which all differ in the same way, differ."""
-    token, more = tokens[0], len(tokens) - 1
-    one, other = a.added.get(token), b.added.get(token)
-    if one is None or other is None:
-        have, lack = ("B", "A") if one is None else ("A", "B")
-        are = f" and {more} more are added tokens" if more else " is an added token"
-        return f"{token!r}{are} of {have} and not of {lack}, which reads it as text"
-    named = f"the added token {token!r}" + (f" (and of {more} more)" if more else "")
-    if one.id != other.id:
-        return f"the id of {named} is {one.id} in A and {other.id} in B"
-    return f"the flags of {named} differ: {_flags(one, other)}"
-
-
-def _with_tokens(spec: Spec, other: Spec, tokens: Sequence[str]) -> dict[str, Any]:
-    """Return a tokenizer.json with these added tokens as the other one has them, or without those that it lacks."""
-    kept = [token for token in spec.get("added_tokens") or () if token["content"] not in tokens]
-    taken = [token for token in other.get("added_tokens") or () if token["content"] in tokens]
-    return {**spec, "added_tokens": sorted([*kept, *taken], key=lambda token: token["id"])}
-
-
-def brief(part: Any) -> str:
-    """Return a part of a tokenizer.json in a few words."""
-    if part is None:
-        return "none"
-    steps = next((part[key] for key in ("normalizers", "pretokenizers", "processors", "decoders") if key in part), None)
-    if steps is not None:
-        return " + ".join(map(brief, steps)) or "none"
-    said = [_argument(key, value) for key, value in part.items() if key != "type" and value not in (None, False, "")]
-    short = ", ".join(filter(None, said))
-    return f"{part['type']}({short})" if short else str(part["type"])
-
-
-def _argument(key: str, value: Any) -> str:
-    if key in ("trim_offsets", "behavior", "special_tokens", "pair"):
-        return ""
-    if isinstance(value, Mapping):
-        value = next(iter(value.values()), "")
-        if value in SPLIT_NAMES:
-            return f"as {SPLIT_NAMES[value]}"
-    text = str(value)
-    return f"{key}={text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def _bos_only(a_ids: list[int], b_ids: list[int], a: BackendFacts, b: BackendFacts) -> bool:
@@ -272,5 +191,162 @@ def _fix(kind: Kind, a: BackendFacts, b: BackendFacts) -> str:
     return SAME_FILES if a.kind == b.kind else LOAD_THE_FILE
 
 
-def _versions(facts: BackendFacts) -> str:
-    return ", ".join(f"{name} {number}" for name, number in facts.versions.items())
+def _by_input(text: str, a_ids: list[int], b_ids: list[int], a: Backend, b: Backend) -> Cause:
+    """Return why two backends give a text these ids; `unknown`, with the first ids that differ, if nothing shows it."""
+    for letter, gives, plain, wanted in (("B", "b", a, b_ids), ("A", "a", b, a_ids)):
+        for kind, what, fix, encoder in _rewritten(text, plain):
+            if _gives(encoder, text, wanted):
+                return Cause(kind, f"{letter} {what}", fix, f"{letter}:{what}", encoder, gives)
+        side, longer = (b if gives == "b" else a), text * 3
+        for kind, what, fix, encoder in _cut(text, wanted, a_ids, b_ids, plain):
+            if _gives(encoder, text, wanted) and _gives(encoder, longer, side.encode([longer])[0]):
+                return Cause(kind, f"{letter} {what}", fix, f"{letter}:{what}", encoder, gives)
+    one, other = _pieces(a, a_ids), _pieces(b, b_ids)
+    if one and one == other:
+        return Cause("vocabulary", "the same tokens have other ids", SAME_FILES, "vocabulary")
+    what = f"the sides give this text other tokens: {_first_apart(a_ids, b_ids)}"
+    if one and "".join(one) == "".join(other):
+        what = f"the sides cut this text into other tokens: {_first_apart(a_ids, b_ids)}"
+    return Cause("unknown", what, SAME_FILES, "unknown")
+
+
+def _gives(encoder: Encoder, text: str, wanted: list[int]) -> bool:
+    try:
+        return encoder([text])[0] == wanted
+    except InvalidRequest:
+        return False
+
+
+def _rewritten(text: str, plain: Backend) -> Iterator[tuple[Kind, str, str, Encoder]]:
+    """Yield ways in which a side may change a text before it encodes it, with the plain side's ids of the result."""
+
+    def encode(change: Callable[[str], str], texts: Sequence[str]) -> list[list[int]]:
+        return plain.encode([change(one) for one in texts])
+
+    for kind, what, change in _CHANGES:
+        if change(text) != text:
+            yield kind, what, SAME_FILES, partial(encode, change)
+
+
+_FORMS: tuple[Literal["NFC", "NFKC", "NFD", "NFKD"], ...] = ("NFC", "NFKC", "NFD", "NFKD")
+_CHANGES: tuple[tuple[Kind, str, Callable[[str], str]], ...] = (
+    *(
+        (
+            "normalizer",
+            f"normalizes the text to {form}, and the other side does not",
+            partial(unicodedata.normalize, form),
+        )
+        for form in _FORMS
+    ),
+    ("pre-tokenizer", "puts a space before the text (add_prefix_space, add_dummy_prefix)", lambda text: f" {text}"),
+    ("pre-tokenizer", "takes a space away before the text", lambda text: text.removeprefix(" ")),
+    ("normalizer", "takes away white space around the text", str.strip),
+    ("normalizer", r"reads \r\n as \n", lambda text: text.replace("\r\n", "\n")),
+    ("normalizer", "reads several spaces as one", lambda text: " ".join(filter(None, text.split(" ")))),
+    ("normalizer", "makes text lower case", str.lower),
+)
+
+
+def _cut(
+    text: str, wanted: list[int], a_ids: list[int], b_ids: list[int], plain: Backend
+) -> Iterator[tuple[Kind, str, str, Encoder]]:
+    """Yield cuts: of the ids at a length, and of the text into pieces that are encoded one by one."""
+    kept = len(wanted)
+
+    def ids_up_to(texts: Sequence[str]) -> list[list[int]]:
+        return [ids[:kept] for ids in plain.encode(list(texts))]
+
+    def ids_from(texts: Sequence[str]) -> list[list[int]]:
+        return [ids[-kept:] for ids in plain.encode(list(texts))]
+
+    def in_pieces(size: int, texts: Sequence[str]) -> list[list[int]]:
+        pieces = [[one[at : at + size] for at in range(0, len(one), size)] for one in texts]
+        return [[i for ids in plain.encode(some) for i in ids] if some else [] for some in pieces]
+
+    if kept and kept < len(b_ids if wanted is a_ids else a_ids):
+        yield "truncation", f"cuts texts to their first {kept} ids", _WHOLE, ids_up_to
+        yield "truncation", f"cuts texts to their last {kept} ids", _WHOLE, ids_from
+    same = first_difference(a_ids, b_ids)
+    about = len(plain.decode([wanted[:same]])[0]) if same and "decode" in plain.facts.abilities else 0
+    for size in range(max(about - _AROUND, 2), min(about + _AROUND, len(text))):
+        yield "truncation", f"encodes texts in pieces of {size} characters", _WHOLE, partial(in_pieces, size)
+
+
+def _first_apart(a_ids: list[int], b_ids: list[int]) -> str:
+    """Return in words which ids are the first that differ."""
+    at = first_difference(a_ids, b_ids)
+    said = [str(ids[at]) if at < len(ids) else "no id" for ids in (a_ids, b_ids)]
+    return f"the first ids that differ, at {at}, are {said[0]} and {said[1]}"
+
+
+def _pieces(backend: Backend, ids: list[int]) -> list[str]:
+    found = [backend.token(token_id) for token_id in ids]
+    return [piece for piece in found if piece is not None] if None not in found else []
+
+
+def encoder_of(tokenizer: tokenizers.Tokenizer) -> Encoder:
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return [one.ids for one in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    return encode
+
+
+class Trials:
+    """Variants of a known tokenizer, with one thing changed at a time. Each is made when first needed."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self._made: dict[str, Encoder] = {}
+
+    def of(self, text: str) -> Iterator[tuple[Kind, str, Encoder]]:
+        """Yield kind, description and encoder of each variant that may matter for a text."""
+        for what, part in normalizers().items():
+            yield "normalizer", what, partial(self._swapped, {"normalizer": part})
+        for what, part in pre_tokenizers(self._spec).items():
+            yield "pre-tokenizer", what, partial(self._swapped, {"pre_tokenizer": part})
+        for what, (normalizer, pre_tokenizer) in () if is_byte_level(self._spec) else SENTENCEPIECE.items():
+            both = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+            yield "pre-tokenizer", what, partial(self._swapped, both)
+        added = self._spec.get("added_tokens") or []
+        for what, tokens in _added_trials(added, text).items():
+            if tokens != added:
+                yield "added token", what, self._loaded(what, added_tokens=tokens)
+        model = self._spec["model"]
+        if model["type"] == "BPE":
+            value = not model.get("ignore_merges")
+            what = f"ignore_merges={value}"
+            yield "model settings", what, self._loaded(what, model={**model, "ignore_merges": value})
+
+    @cached_property
+    def _tokenizer(self) -> tokenizers.Tokenizer:
+        return load_spec(self._spec)
+
+    def _swapped(self, parts: Mapping[str, Any], texts: Sequence[str]) -> list[list[int]]:
+        """Encode with other parts in the one tokenizer, and put its own back: loading another one is slow."""
+        own = {name: getattr(self._tokenizer, name) for name in parts}
+        try:
+            for name, part in parts.items():
+                setattr(self._tokenizer, name, None if part is None else getattr(with_only(name, part), name))
+            return encoder_of(self._tokenizer)(texts)
+        finally:
+            for name, part in own.items():
+                setattr(self._tokenizer, name, part)
+
+    def _loaded(self, what: str, **changed: Any) -> Encoder:
+        if what not in self._made:
+            self._made[what] = encoder_of(load_spec({**self._spec, **changed}))
+        return self._made[what]
+
+
+def _added_trials(added: list[Any], text: str) -> dict[str, list[Any]]:
+    spelled = [token["content"] for token in added if token["content"] in text]
+    changes = {
+        **{f"{one!r} read as text": [t for t in added if t["content"] != one] for one in spelled[:_MOST_SPELLED]},
+        "its added tokens read as text": [],
+        "only those of its added tokens that are special": [token for token in added if token["special"]],
+    }
+    for flag in ("lstrip", "rstrip", "normalized", "single_word"):
+        for value in (True, False):
+            changes[f"{flag}={value} on its added tokens"] = [{**token, flag: value} for token in added]
+    changes["lstrip=True and rstrip=True on its added tokens"] = [{**t, "lstrip": True, "rstrip": True} for t in added]
+    return changes

@@ -8,12 +8,11 @@ from datetime import UTC, datetime
 from itertools import islice
 
 from tokentape.audit._skew.backends.base import Backend, BackendFacts, Rendering, SkewChat
+from tokentape.audit._skew.battery import conversations
 from tokentape.audit._skew.causes import TextCauses
-from tokentape.audit._skew.conversations import conversations
 from tokentape.audit._skew.findings import Cause, Skew, SkewResult
-from tokentape.audit._skew.probing import explain, result
-from tokentape.audit._skew.shrink import smallest_conversation
-from tokentape.audit._skew.template_causes import TemplateCauses, template_writer
+from tokentape.audit._skew.probing import explain, result, smallest_conversation
+from tokentape.audit._skew.template_causes import PIN_DATE, TemplateCauses, template_writer
 from tokentape.errors import InvalidRequest, TemplateRefused, UnsupportedParameter
 from tokentape.types import Message
 
@@ -21,7 +20,6 @@ _MOST_EXAMINED = 16
 _ECHOED = 6
 _TWICE = 8
 _DAYS = ("2001-02-03", "2033-10-27")
-_PIN = "Pin the date on both sides, with a template kwarg if there is one."
 _MASKED = "Marks belong around what the model samples, and around nothing else: mask by the ids that were sampled."
 
 
@@ -33,18 +31,12 @@ class ChatFound:
     tried: int = 0
     masks: int = 0
     left: int = 0
-    """Conversations that differ and were not explained."""
     own: int = 0
-    """Conversations of the user's that were tried."""
     own_differing: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    why: str
-
-
-_Made = Rendering | _Refused
+_Made = Rendering | SkewResult
+"""A rendering, or a result with why it was refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +59,7 @@ class _Differs:
     def manner(self) -> str:
         """Who refuses; or if the templates wrote other texts, as far as known; or only other ids."""
         for who, made in (("A refuses", self.a), ("B refuses", self.b)):
-            if isinstance(made, _Refused):
+            if isinstance(made, SkewResult):
                 return who
         texts = [made.text for made in (self.a, self.b) if isinstance(made, Rendering)]
         return "text" if texts[0] != texts[1] and None not in texts else "ids"
@@ -86,7 +78,7 @@ def chat_findings(
     built_in = ((one, 0) for one in conversations(_end_token(a, b)))
     for conversation, users in (*built_in, *((one, 1) for one in own)):
         made = compared.rendered(conversation)
-        if made is None or (isinstance(made.a, _Refused) and isinstance(made.b, _Refused)):
+        if made is None or (isinstance(made.a, SkewResult) and isinstance(made.b, SkewResult)):
             continue
         found.tried += 1
         found.own += users
@@ -122,7 +114,7 @@ def _changing(a: Backend, b: Backend) -> Iterator[Skew]:
     dated = []
     for letter, side in (("A", a), ("B", b)):
         for conversation in islice(conversations(), _TWICE):
-            once, again = (_rendered(side, conversation) for _ in range(2))
+            once, again = (_render(side, conversation) for _ in range(2))
             if isinstance(once, Rendering) and isinstance(again, Rendering) and once.ids != again.ids:
                 what = f"{letter} disagrees with itself: it renders the same conversation otherwise the second time"
                 fix = "Take what is random, and the time of day, out of the template."
@@ -133,7 +125,7 @@ def _changing(a: Backend, b: Backend) -> Iterator[Skew]:
             dated.append(letter)
     if dated:
         what = f"the template of {' and '.join(dated)} shows the date of the day: prompts are others tomorrow"
-        yield Skew("date", "render", what, _PIN, 1, severity="caution")
+        yield Skew("date", "render", what, PIN_DATE, 1, severity="caution")
     apart = [letter for letter, side in (("A", a), ("B", b)) if _drops_the_prompt(side)]
     if apart:
         what = f"in {' and '.join(apart)}, a prompt is not the beginning of the same prompt with its answer"
@@ -145,16 +137,9 @@ def _drops_the_prompt(side: Backend) -> bool:
     """Return True if what a side renders to sample from is not where its rendering of the answered question begins."""
     asked: tuple[Message, ...] = ({"role": "user", "content": "What is a questionword?"},)
     answered = (*asked, {"role": "assistant", "content": "An answerword."})
-    prompt, whole = _rendered(side, SkewChat(asked)), _rendered(side, SkewChat(answered, generate=False))
+    prompt, whole = _render(side, SkewChat(asked)), _render(side, SkewChat(answered, generate=False))
     both = isinstance(prompt, Rendering) and isinstance(whole, Rendering)
     return both and whole.ids[: len(prompt.ids)] != prompt.ids  # type: ignore[union-attr]
-
-
-def _rendered(side: Backend, conversation: SkewChat) -> _Made | None:
-    try:
-        return _render(side, conversation)
-    except UnsupportedParameter:
-        return None
 
 
 def _shows_date(facts: BackendFacts) -> bool:
@@ -183,10 +168,9 @@ class _Compared:
 
     def rendered(self, conversation: SkewChat) -> _Differs | None:
         """Render a conversation with both backends; None if one of them can't be asked."""
-        try:
-            return _Differs(conversation, _render(self._a, conversation), _render(self._b, conversation))
-        except UnsupportedParameter:
-            return None
+        a = _render(self._a, conversation)
+        b = None if a is None else _render(self._b, conversation)
+        return None if a is None or b is None else _Differs(conversation, a, b)
 
     def examine(self, first: _Differs) -> tuple[str, Skew, Callable[[list[_Differs]], Sequence[bool]]]:
         manner = first.manner
@@ -212,7 +196,7 @@ class _Compared:
         """Return True if the cause alone, of templates or of encoding, makes this difference."""
         if cause.encoder is not None:
             known, wanted = (one.a, one.b) if cause.gives == "b" else (one.b, one.a)
-            if isinstance(known, _Refused) or isinstance(wanted, _Refused) or known.text is None:
+            if isinstance(known, SkewResult) or isinstance(wanted, SkewResult) or known.text is None:
                 return False
             return cause.encoder([known.text])[0] == wanted.ids
         if cause.explains is None:
@@ -222,7 +206,7 @@ class _Compared:
 
     def _cause(self, made: _Differs) -> Cause:
         one, other, texts = made.a, made.b, self._texts(made)
-        if isinstance(one, _Refused) or isinstance(other, _Refused):
+        if isinstance(one, SkewResult) or isinstance(other, SkewResult):
             return self._templates.cause_of(made.conversation, *texts)
         text = self._same_text(one, other, texts)
         if text is None:
@@ -267,25 +251,25 @@ class _Compared:
 
     def _text(self, backend: Backend, other: Backend, made: _Made) -> str | None:
         """Return what a backend wrote, decoded from its ids if it returns only these; None if it refused."""
-        if isinstance(made, _Refused) or made.text is not None:
-            return None if isinstance(made, _Refused) else made.text
+        if isinstance(made, SkewResult) or made.text is not None:
+            return None if isinstance(made, SkewResult) else made.text
         known = other.facts.spec is not None and max(made.ids, default=0) < (other.facts.vocab_size or 0)
         return (other if known else backend).decode([made.ids])[0]
 
     def _result(self, backend: Backend, other: Backend, made: _Made) -> SkewResult:
-        if isinstance(made, _Refused):
-            return SkewResult(refused=made.why)
+        if isinstance(made, SkewResult):
+            return made
         return result(backend, made.ids, self._text(backend, other, made))
 
 
-def _render(backend: Backend, conversation: SkewChat) -> _Made:
-    """Render, or return why it was refused. Raises `UnsupportedParameter` if the backend can't be asked."""
+def _render(backend: Backend, conversation: SkewChat) -> _Made | None:
+    """Render, or return why it was refused; None if the backend can't be asked."""
     try:
         return backend.render(conversation)
     except UnsupportedParameter:
-        raise
+        return None
     except (TemplateRefused, InvalidRequest) as error:
-        return _Refused(str(error))
+        return SkewResult(refused=str(error))
 
 
 def _mask_causes(a: Backend, b: Backend, one: Rendering, other: Rendering) -> Iterator[str]:
@@ -316,7 +300,7 @@ def echo_findings(backend: Backend, letter: str) -> ChatFound | None:
         if found.tried == _ECHOED:
             break
         shown = _render(backend, conversation)
-        if isinstance(shown, _Refused):
+        if not isinstance(shown, Rendering):
             continue
         used = backend.echo(conversation)
         if used is None:

@@ -27,7 +27,6 @@ from tokentape.audit._skew.text_probes import Differing
 from tokentape.errors import InvalidRequest, NothingToMeasure
 
 RANGE_BYTES = 4 << 20
-"""The bytes that one process reads at a time."""
 
 PIECE_CHARACTERS = 1 << 14
 """Plain text is compared in pieces of about this length, cut at ends of lines."""
@@ -36,9 +35,9 @@ MOST_KEPT = 2000
 """The largest number of differing documents that are kept to be explained; the others are counted."""
 
 MOST_CONVERSATIONS = 2000
-"""The largest number of conversations of the corpus that are rendered."""
 
 _SUFFIXES = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".parquet", ".py", ".rst", ".csv")
+_RECORDS = (".jsonl", ".ndjson", ".parquet")
 _FIELDS = ("text", "content", "prompt", "completion", "response", "instruction", "input", "output")
 _SMALL = 1 << 20
 _BATCH_ROWS = 256
@@ -111,10 +110,11 @@ def merged(files: int, found: Sequence[Compared], seconds: float) -> tuple[Corpu
 
 def conversations_of(files: Iterable[Path]) -> Iterator[SkewChat]:
     """Yield the first `MOST_CONVERSATIONS` records with `messages`, and with `tools` if they have any."""
-    found = ((path, record) for path in files for record in _records(path) if isinstance(record, dict))
-    chats = ((path, one, one["messages"]) for path, one in found if _is_conversation(one.get("messages")))
-    for number, (path, record, messages) in enumerate(islice(chats, MOST_CONVERSATIONS), 1):
-        tools = record.get("tools")
+    kept = (path for path in files if path.suffix in _RECORDS)
+    found = ((one.path, record) for one in ranges_of(kept) for record in _records(one, ("messages", "tools")))
+    chats = ((path, one) for path, one in found if isinstance(one, dict) and _is_conversation(one.get("messages")))
+    for number, (path, one) in enumerate(islice(chats, MOST_CONVERSATIONS), 1):
+        messages, tools = one["messages"], one.get("tools")
         given = tuple(tools) if isinstance(tools, list) else ()
         name = f"{path.name} conversation {number}"
         yield SkewChat(tuple(messages), given, messages[-1]["role"] != "assistant", name)
@@ -125,15 +125,16 @@ def _is_conversation(messages: Any) -> bool:
     return whole and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
 
 
-def _records(path: Path) -> Iterator[Any]:
-    if path.suffix == ".parquet":
-        with open_parquet(path) as file:
-            known = [name for name in ("messages", "tools") if name in file.schema_arrow.names]
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=known) if "messages" in known else ():
-                yield from batch.to_pylist()
-    elif path.suffix in (".jsonl", ".ndjson"):
-        for one in ranges_of([path]):
-            yield from (_json_record(line) for line in _lines(one) if line.strip())
+def _records(one: Range, columns: Sequence[str]) -> Iterator[Any]:
+    """Yield the records of a range of JSON lines, or of Parquet these columns of them."""
+    if one.row_group is None:
+        yield from (_json_record(line) for line in _lines(one) if line.strip())
+        return
+    with open_parquet(one.path) as file:
+        known = [name for name in columns if name in file.schema_arrow.names]
+        groups = [one.row_group]
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, columns=known) if known else ():
+            yield from batch.to_pylist()
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
@@ -180,7 +181,6 @@ def _in_processes(names: tuple[str, str], ranges: Sequence[Range], workers: int)
 
 
 _opened: list[Backend] = []
-"""The two backends of a worker process."""
 
 
 def _open_backends(a: str, b: str) -> None:
@@ -216,30 +216,11 @@ def documents_of(one: Range) -> Iterator[str]:
 
     Bytes that are not UTF-8 become U+FFFD.
     """
-    if one.row_group is not None:
-        with open_parquet(one.path) as file:
-            known = [name for name in (*_FIELDS, "messages") if name in file.schema_arrow.names]
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[one.row_group], columns=known):
-                for record in batch.to_pylist():
-                    yield from _texts_of(record)
+    if one.path.suffix in _RECORDS:
+        for record in _records(one, (*_FIELDS, "messages")):
+            yield from _texts_of(record)
         return
-    lines = _lines(one)
-    if one.path.suffix in (".jsonl", ".ndjson"):
-        for line in lines:
-            if line.strip():
-                yield from _texts_of(_json_record(line))
-        return
-    piece: list[str] = []
-    length = 0
-    for line in lines:
-        text = line.decode("utf-8", "replace")
-        piece.append(text)
-        length += len(text)
-        if length >= PIECE_CHARACTERS:
-            yield "".join(piece)
-            piece, length = [], 0
-    if piece:
-        yield "".join(piece)
+    yield from map("".join, _grouped((line.decode("utf-8", "replace") for line in _lines(one)), PIECE_CHARACTERS))
 
 
 def _lines(one: Range) -> Iterator[bytes]:
@@ -276,13 +257,18 @@ def _texts_of(record: Any) -> Iterator[str]:
 
 def batches(documents: Iterable[str]) -> Iterator[list[str]]:
     """Yield documents in lists of about half a million characters, to be encoded at once."""
-    batch: list[str] = []
+    return _grouped(documents, 1 << 19)
+
+
+def _grouped(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
+    """Yield the texts in lists that end once they have that many characters."""
+    group: list[str] = []
     size = 0
-    for text in documents:
-        batch.append(text)
+    for text in texts:
+        group.append(text)
         size += len(text)
-        if size >= 1 << 19:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        if size >= characters:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

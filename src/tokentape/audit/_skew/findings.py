@@ -40,7 +40,6 @@ class Cause:
     what: str
     fix: str
     key: str
-    """Two inputs with causes of the same key differ for the same reason."""
     encoder: Encoder | None = None
     """Encodes as one backend does, made from the other with only the cause changed."""
     gives: str = "b"
@@ -58,7 +57,6 @@ class SkewResult:
     tokens: tuple[str, ...] = ()
     """The spelling of each id; empty if unknown."""
     text: str | None = None
-    """The decoded text, or what the template wrote."""
     refused: str | None = None
     """Why there is nothing else."""
 
@@ -71,9 +69,7 @@ class Skew:
     probe: Probe
     """The probe that showed it first."""
     cause: str
-    """The likely cause, in words."""
     fix: str
-    """What to do about it."""
     count: int
     """Inputs that differ by this cause."""
     where: tuple[str, ...] = ()
@@ -116,9 +112,7 @@ class AuditReport:
     b: BackendFacts
     findings: tuple[Skew, ...]
     tried: Mapping[Probe, int]
-    """Inputs compared, by probe."""
     skipped: Mapping[Probe, str]
-    """Probes that were not tried, and why."""
     notes: tuple[str, ...]
     seconds: float
     corpus: CorpusStatistics | None = None
@@ -132,22 +126,16 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as `--json` prints it, without the tokenizer.json of either backend."""
-        findings = [
-            {**json_value(one), "example": _example(one.example), "a": _result(one.a), "b": _result(one.b)}
-            for one in self.findings
-        ]
-        corpus = self.corpus
-        speed = {} if corpus is None else {"megabytes_per_second": round(corpus.megabytes_per_second, 3)}
-        return {
-            "format": 1,
-            "skewed": self.skewed,
-            "a": _facts(self.a),
-            "b": _facts(self.b),
-            "findings": findings,
-            **json_value({name: getattr(self, name) for name in ("tried", "skipped", "notes", "uncovered")}),
-            "corpus": None if corpus is None else json_value(corpus) | speed,
-            "seconds": round(self.seconds, 3),
-        }
+        found: dict[str, Any] = json_value({name: getattr(self, name) for name in self.__slots__ if name not in "ab"})
+        for one, written in zip(self.findings, found["findings"], strict=True):
+            written["example"] = _example(one.example)
+            for side in (written["a"], written["b"]):
+                for name in [name for name in ("text", "refused") if side[name] is None]:
+                    del side[name]
+        if self.corpus is not None:
+            found["corpus"]["megabytes_per_second"] = round(self.corpus.megabytes_per_second, 3)
+        sides = {"a": _facts(self.a), "b": _facts(self.b)}
+        return {"format": 1, "skewed": self.skewed, **sides, **found, "seconds": round(self.seconds, 3)}
 
 
 def parts(facts: BackendFacts) -> dict[str, str]:
@@ -174,9 +162,3 @@ def _example(example: str | SkewChat | tuple[int, ...] | None) -> Any:
         case str():
             return {"text": example}
     return None
-
-
-def _result(found: SkewResult) -> dict[str, Any]:
-    optional = {"text": found.text, "refused": found.refused}
-    known = {name: value for name, value in optional.items() if value is not None}
-    return {"ids": list(found.ids), "tokens": list(found.tokens), **known}

@@ -17,7 +17,6 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
 """Split expressions by name: the matches of each in turn are kept apart."""
 
 SPLIT_NAMES: Mapping[str, str] = {parts[0]: name for name, parts in SPLITS.items() if len(parts) == 1}
-"""The name of each expression that splits by itself."""
 
 
 def byte_level(name: str, *, prefix_space: bool = False) -> dict[str, Any]:
@@ -54,7 +53,6 @@ SENTENCEPIECE: Mapping[str, tuple[Any, Any]] = {
         None,
     ),
 }
-"""How SentencePiece and its conversions handle spaces, as normalizer and pre-tokenizer."""
 
 
 def normalizers() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from tokentape.audit._report import (
 )
 from tokentape.audit._skew.backends.base import BackendFacts, SkewChat
 from tokentape.audit._skew.findings import AuditReport, Kind, Probe, Skew, SkewResult, parts
+from tokentape.audit._tokendiff import first_difference
 
 _TOKENS = 8
 _TEXT = 70
@@ -40,7 +41,6 @@ _TRIED: Mapping[Probe, str] = {
     "echo": "prompts of a server",
     "facts": "facts",
 }
-"""What the inputs of each probe are called."""
 
 
 def audit_layout(report: AuditReport) -> Report:
@@ -49,7 +49,6 @@ def audit_layout(report: AuditReport) -> Report:
 
 
 RULES = {kind: f"the sides differ in: {kind}" for kind in get_args(Kind)}
-"""What can differ, for CI systems."""
 
 
 def audit_cases(report: AuditReport) -> list[CiCase]:
@@ -63,13 +62,18 @@ def audit_cases(report: AuditReport) -> list[CiCase]:
 
 
 def _ci_finding(one: Skew) -> CiFinding:
-    lines = [f"{one.cause}: {_inputs(one)}"]
-    if one.example is not None:
-        lines.append(f"smallest: {_example(one.example)}")
-        for side, outcome, other in (("A", one.a, one.b), ("B", one.b, one.a)):
-            lines += [f"{side}: {line}" for line in _outcome_lines(outcome, other)]
-    lines.append(f"fix: {one.fix}")
+    lines = [f"{name}: {said}" if name != "cause" else f"{said}: {_inputs(one)}" for name, said in _rows(one)]
     return CiFinding(one.kind, "warning" if one.severity == "caution" else "error", one.kind, "\n".join(lines))
+
+
+def _rows(one: Skew) -> Iterator[tuple[str, str]]:
+    """Yield the cause, the smallest input, what both sides make of it, and what to do, each with its name."""
+    yield "cause", one.cause
+    if one.example is not None:
+        yield "smallest", _example(one.example)
+        for letter, outcome, other in (("A", one.a, one.b), ("B", one.b, one.a)):
+            yield from ((letter, line) for line in _outcome_lines(outcome, other))
+    yield "fix", one.fix
 
 
 def _blocks(report: AuditReport) -> Iterator[Block]:
@@ -117,25 +121,24 @@ def _backend(facts: BackendFacts) -> str:
 
 
 def _backend_rows(a: BackendFacts, b: BackendFacts) -> list[tuple[str, str, str]]:
-    rows = [("named", a.name, b.name), ("loaded as", a.kind, b.kind)]
-    rows.append(("ids end at", str(a.vocab_size or "not known"), str(b.vocab_size or "not known")))
-    rows.append(("added tokens", str(len(a.added) or "not known"), str(len(b.added) or "not known")))
-    hashes = ({f"{name}, SHA-256": sha256 for name, sha256 in facts.files.items()} for facts in (a, b))
-    for ours, theirs in ((a.versions, b.versions), (a.special_tokens, b.special_tokens), tuple(hashes)):
-        rows += [(name, ours.get(name, "-")[:64], theirs.get(name, "-")[:64]) for name in {**ours, **theirs}]
-    return rows
+    sides: list[dict[str, str]] = []
+    for facts in (a, b):
+        sizes = {
+            "ids end at": str(facts.vocab_size or "not known"),
+            "added tokens": str(len(facts.added) or "not known"),
+        }
+        hashes = {f"{name}, SHA-256": sha256 for name, sha256 in facts.files.items()}
+        named = {"named": facts.name, "loaded as": facts.kind}
+        sides.append({**named, **sizes, **facts.versions, **facts.special_tokens, **hashes})
+    ours, theirs = sides
+    return [(name, ours.get(name, "-")[:64], theirs.get(name, "-")[:64]) for name in {**ours, **theirs}]
 
 
 def _finding(number: int, finding: Skew) -> Iterator[Block]:
     caution = finding.severity == "caution"
     note = f"{_inputs(finding)}{'  (caution)' if caution else ''}"
     yield Heading(f"{number}. {finding.kind}", 3, note, "warn" if caution else "fail")
-    rows: list[tuple[str, object]] = [("cause", finding.cause)]
-    if finding.example is not None:
-        rows.append(("smallest", _example(finding.example)))
-        for letter, outcome, other in (("A", finding.a, finding.b), ("B", finding.b, finding.a)):
-            rows += [(letter, line) for line in _outcome_lines(outcome, other)]
-    yield Facts([*rows, ("fix", finding.fix)])
+    yield Facts(list(_rows(finding)))
     at = first_difference(finding.a.ids, finding.b.ids)
     start = max(at - _AROUND, 0)
     both = {"A": finding.a.ids[start : at + _AROUND], "B": finding.b.ids[start : at + _AROUND]}
@@ -197,9 +200,3 @@ def quoted(text: str) -> str:
         char if char == " " or unicodedata.category(char) not in _HARD_TO_SEE else json.dumps(char)[1:-1]
         for char in json.dumps(text, ensure_ascii=False)
     )
-
-
-def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the position from which two sequences differ."""
-    both = zip(one, other, strict=False)
-    return next((at for at, (x, y) in enumerate(both) if x != y), min(len(one), len(other)))

@@ -11,9 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
+from tokentape.audit._model_files import unlike
 from tokentape.audit._skew.backends.base import BackendFacts, SkewChat
 from tokentape.audit._skew.findings import Cause, Kind
-from tokentape.audit._skew.report_text import first_difference
+from tokentape.audit._tokendiff import first_difference
 from tokentape.chat._template import ChatTemplate, plain_message
 from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable
 
@@ -33,6 +34,16 @@ _LONGEST_CONTROL = 40
 _SEVERAL = "several pieces"
 
 _SAME_TEMPLATE = "Use the chat template that the weights were trained with on both sides, and compare its hash."
+_SAME_LIBRARY = "Pin the same library versions on both sides."
+PIN_DATE = "Pin the date on both sides, with a template kwarg if there is one."
+_TOJSON = "Use transformers' `tojson` (json.dumps, ensure_ascii=False) on both sides, not Jinja's own."
+_WORDS = "booleans and None are written as Python on one side and as JSON on the other"
+_NO_STRING = "Write values with `tojson` in the template, not with `string` or `~`."
+_SPACED = "Write JSON with the same separators on both sides."
+_FULL_TOOLS = "Send tools with every field that the server adds, in its order, or render with the trainer's template."
+_ONE_BOS = "Let the template alone write BOS: encode what it rendered with add_special_tokens=False."
+_AS_TEXT = "Send content as text, or set the server's content format for this template."
+_PROMPTED = "Pass add_generation_prompt=True to the template, and the same template kwargs on both sides."
 
 
 def _unescaped(text: str) -> str:
@@ -41,65 +52,32 @@ def _unescaped(text: str) -> str:
 
 def _without_tools(text: str) -> str:
     """Return the text with each tool definition, a line of JSON, replaced by its name."""
-    return "\n".join(map(_tool_name, text.split("\n")))
+
+    def named(line: str) -> str:
+        try:
+            tool = json.loads(line) if line.startswith("{") else None
+            return line if tool is None else f"tool {tool.get('function', tool)['name']}"
+        except (ValueError, LookupError, TypeError):
+            return line
+
+    return "\n".join(map(named, text.split("\n")))
 
 
-def _tool_name(line: str) -> str:
-    try:
-        tool = json.loads(line) if line.startswith("{") else None
-        return line if tool is None else f"tool {tool.get('function', tool)['name']}"
-    except (ValueError, LookupError, TypeError):
-        return line
-
-
+_json_words = partial(re.compile(r"\b(True|False|None)\b").sub, lambda match: _CONSTANTS[match[0]])
+_unspaced = partial(re.compile(r"([,:])\s+").sub, r"\1")
+_undated, _unthought = partial(_DATES.sub, "DATE"), partial(_THINKING.sub, "")
 _Form: TypeAlias = tuple[str, Kind, Callable[[str], str], str, str]
 """Key, kind, the form in which both texts are the same, the cause, the fix."""
 
 _FORMS: tuple[_Form, ...] = (
-    (
-        "date",
-        "date",
-        partial(_DATES.sub, "DATE"),
-        "the template shows a date",
-        "Pin the date on both sides, with a template kwarg if there is one.",
-    ),
-    (
-        "escaping",
-        "JSON",
-        _unescaped,
-        "JSON is escaped differently",
-        "Use transformers' `tojson` (json.dumps, ensure_ascii=False) on both sides, not Jinja's own.",
-    ),
-    (
-        "booleans",
-        "booleans",
-        partial(re.compile(r"\b(True|False|None)\b").sub, lambda match: _CONSTANTS[match[0]]),
-        "booleans and None are written as Python on one side and as JSON on the other",
-        "Write values with `tojson` in the template, not with `string` or `~`.",
-    ),
+    ("date", "date", _undated, "the template shows a date", PIN_DATE),
+    ("escaping", "JSON", _unescaped, "JSON is escaped differently", _TOJSON),
+    ("booleans", "booleans", _json_words, _WORDS, _NO_STRING),
 )
 _LATER_FORMS: tuple[_Form, ...] = (
-    (
-        "spacing",
-        "JSON",
-        partial(re.compile(r"([,:])\s+").sub, r"\1"),
-        "JSON is spaced differently",
-        "Write JSON with the same separators on both sides.",
-    ),
-    (
-        "tools",
-        "tools",
-        _without_tools,
-        "tool definitions are written differently",
-        "Send tools with every field that the server adds, in its order, or render with the trainer's template.",
-    ),
-    (
-        "reasoning",
-        "reasoning",
-        partial(_THINKING.sub, ""),
-        "reasoning is kept, left out or framed differently",
-        _SAME_TEMPLATE,
-    ),
+    ("spacing", "JSON", _unspaced, "JSON is spaced differently", _SPACED),
+    ("tools", "tools", _without_tools, "tool definitions are written differently", _FULL_TOOLS),
+    ("reasoning", "reasoning", _unthought, "reasoning is kept, left out or framed differently", _SAME_TEMPLATE),
 )
 """Forms that would also explain printed content parts and generation prompts, and so come after these."""
 
@@ -135,7 +113,7 @@ class TemplateCauses:
         ours, theirs = _template(a, conversation), _template(b, conversation)
         if ours is not None and ours == theirs and a.template_variables == b.template_variables:
             what = f"the templates are the same, and yet {what}: {a.kind} and {b.kind} run them differently"
-            return Cause("library", what, "Pin the same library versions on both sides.", "library")
+            return Cause("library", what, _SAME_LIBRARY, "library")
         differs = "the rendering differs" if ours is None or theirs is None else "the templates differ"
         return Cause("template", f"{differs}: {what}", _SAME_TEMPLATE, "template")
 
@@ -146,19 +124,16 @@ class TemplateCauses:
             counts = [(len(text) - len(strip(text))) // len(token or "") for text in (one, other)]
             if counts[0] != counts[1] and strip(one) == strip(other):
                 what = f"{token} begins the prompt {counts[0]} times in A and {counts[1]} times in B"
-                fix = "Let the template alone write BOS: encode what it rendered with add_special_tokens=False."
-                return Cause("BOS/EOS", what, fix, f"bos:{tuple(counts)}", explains=_alike(strip))
+                return Cause("BOS/EOS", what, _ONE_BOS, f"bos:{tuple(counts)}", explains=_alike(strip))
         found = _same_form(_FORMS, one, other)
         if found is not None:
             return found
         if _prints_parts(one, other):
             what = f"{'A' if _PRINTED.search(one) else 'B'} prints a list of content parts into the prompt"
-            fix = "Send content as text, or set the server's content format for this template."
-            return Cause("content parts", what, fix, "parts", explains=lambda _, one, other: _prints_parts(one, other))
+            return Cause("content parts", what, _AS_TEXT, "parts", explains=lambda _, *texts: _prints_parts(*texts))
         if self._unprompted(conversation, one, other):
             what = f"{'B' if one.startswith(other) else 'A'} writes less of the generation prompt: {_apart(one, other)}"
-            fix = "Pass add_generation_prompt=True to the template, and the same template kwargs on both sides."
-            return Cause("generation prompt", what, fix, "generation prompt", explains=self._unprompted)
+            return Cause("generation prompt", what, _PROMPTED, "generation prompt", explains=self._unprompted)
         return _same_form(_LATER_FORMS, one, other) or self._swapped_tokens(one, other)
 
     def _swapped_tokens(self, one: str, other: str) -> Cause | None:
@@ -190,10 +165,10 @@ class TemplateCauses:
         if template is None or put is None:
             return None
         ours, theirs = a.template_variables, b.template_variables
-        changed = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+        changed = unlike(ours, theirs)
         writer = self._writer(template, theirs) if changed else None
         if writer is not None and writer(conversation) == other:
-            said = ", ".join(f"{name} is {ours.get(name)!r} in A and {theirs.get(name)!r} in B" for name in changed)
+            said = ", ".join(f"{name} is {pair[0]!r} in A and {pair[1]!r} in B" for name, pair in changed.items())
             kind: Kind = "special tokens" if all(n.endswith("_token") for n in changed) else "template kwargs"
             return Cause(kind, said, "Use the same values on both sides.", "variables", explains=_writes(writer))
         for said, writer in self._pieces(template, put):
@@ -207,10 +182,8 @@ class TemplateCauses:
     def _pieces(self, template: str, other: str) -> list[tuple[str, Writer]]:
         """Return backend A's template with one piece of B's at a time."""
         if (template, other) not in self._exchanges:
-            made = [
-                (said, self._writer(source, self._a.template_variables)) for said, source in _exchanges(template, other)
-            ]
-            self._exchanges[template, other] = [(said, writer) for said, writer in made if writer is not None]
+            made = {said: self._writer(put, self._a.template_variables) for said, put in _exchanges(template, other)}
+            self._exchanges[template, other] = [(said, writer) for said, writer in made.items() if writer]
         return self._exchanges[template, other]
 
     def _writer(self, source: str, variables: Mapping[str, object]) -> Writer | None:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tokentape.audit._skew.backends.base import Backend
-from tokentape.audit._skew.causes import LOAD_THE_FILE, TextCauses, brief
-from tokentape.audit._skew.findings import Kind, Probe, Skew
-from tokentape.audit._skew.id_causes import SAME_FILES
-from tokentape.audit._skew.probing import WHERE, explain, result
-from tokentape.audit._skew.shrink import smallest, smallest_text
-from tokentape.audit._skew.spec_parts import part_of
+from tokentape.audit._skew.causes import LOAD_THE_FILE, SAME_FILES, TextCauses
+from tokentape.audit._skew.findings import Kind, Probe, Skew, SkewResult
+from tokentape.audit._skew.parts import brief, part_of
+from tokentape.audit._skew.probing import WHERE, explain, result, smallest, smallest_text
 from tokentape.errors import InvalidRequest
 
 MOST_EXAMINED = 60
-"""The largest number of differing inputs of one probe that are shrunk and explained."""
 
 _BLOCKS = (200, 20, 1)
 _MOST_BLOCKS = 20
 """Sizes of blocks, and how many that differ are looked at more closely."""
 
+_NO_CLEAN_UP = (
+    "Set clean_up_tokenization_spaces to false, and record ids: text that was cleaned up encodes differently."
+)
 _CLEAN_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
@@ -33,6 +33,31 @@ class Differing:
     """Its group in the battery, or its file."""
     a_ids: list[int]
     b_ids: list[int]
+
+
+def unstable_finding(backend: Backend, letter: str, texts: Collection[str]) -> Skew | None:
+    """Return a finding if a backend gives the same text other ids the second time, or says that it does."""
+    dropout = ((backend.facts.spec or {}).get("model") or {}).get("dropout")
+    tries = 20 if dropout else 1
+    asked = list(texts)
+    first = backend.encode(asked)
+    shown: tuple[str, SkewResult, SkewResult] | None = None
+    for _ in range(tries):
+        again = backend.encode(asked)
+        unlike = [(t, x, y) for t, x, y in zip(asked, first, again, strict=True) if x != y]
+        if unlike:
+            text, one, other = min(unlike, key=lambda each: len(each[0]))
+            shown = text, result(backend, one), result(backend, other)
+            break
+    if shown is None and not dropout:
+        return None
+    kind: Kind = "model settings" if dropout else "unknown"
+    cause = f"{letter} disagrees with itself: it gives the same text other ids the second time"
+    fix = "Compare nothing with this side before it is deterministic."
+    if dropout:
+        cause = f"{cause}, since model.dropout is {dropout} in its tokenizer.json"
+        fix = "Remove dropout from tokenizer.json; it is for training a tokenizer's model."
+    return Skew(kind, "encode", cause, fix, 1, (), *(shown or (None,)))
 
 
 def compare_texts(a: Backend, b: Backend, texts: Mapping[str, str], *, special: bool = False) -> list[Differing]:
@@ -146,11 +171,8 @@ def _decode_cause(a: Backend, b: Backend, one: str, other: str) -> tuple[Kind, s
         return "decoder", what, SAME_FILES if a.facts.kind == b.facts.kind else LOAD_THE_FILE
     if _cleaned(one) == other or _cleaned(other) == one:
         letter = "B" if _cleaned(one) == other else "A"
-        return (
-            "decode clean-up",
-            f"{letter} takes out spaces before punctuation when decoding (clean_up_tokenization_spaces)",
-            "Set clean_up_tokenization_spaces to false, and record ids: text that was cleaned up encodes differently.",
-        )
+        what = f"{letter} takes out spaces before punctuation when decoding (clean_up_tokenization_spaces)"
+        return "decode clean-up", what, _NO_CLEAN_UP
     if one.strip(" ") == other.strip(" "):
         return "decoder", "one side drops or adds a space at the edge of what it decodes", LOAD_THE_FILE
     if "�" in one + other:

@@ -3,12 +3,20 @@
 `compare` finds the differences. `Retokenizer` makes the other sequence as trainers do: decode, then encode again.
 """
 
-from tokentape.audit._tokendiff.alignment import Segment
-from tokentape.audit._tokendiff.boundaries import ARTIFACTS, CLASSES, boundary_artifact, text_artifact
+from tokentape.audit._tokendiff.alignment import Segment, first_difference
 from tokentape.audit._tokendiff.comparing import Comparison, Difference, Severity, compare
-from tokentape.audit._tokendiff.kinds import KINDS
-from tokentape.audit._tokendiff.pairing import Channel, Pairing, TokenDrift, pair_ids
-from tokentape.audit._tokendiff.retokenizing import Retokenizer, RoundTrip, check_vocabulary, retokenized
+from tokentape.audit._tokendiff.kinds import ARTIFACTS, CLASSES, KINDS, boundary_artifact, text_artifact
+from tokentape.audit._tokendiff.retokenizing import (
+    Channel,
+    Pairing,
+    Retokenizer,
+    RoundTrip,
+    TokenDrift,
+    check_vocabulary,
+    is_canonical,
+    pair_ids,
+    retokenized,
+)
 
 __all__ = [
     "ARTIFACTS",
@@ -26,6 +34,8 @@ __all__ = [
     "boundary_artifact",
     "check_vocabulary",
     "compare",
+    "first_difference",
+    "is_canonical",
     "pair_ids",
     "retokenized",
     "text_artifact",

@@ -29,6 +29,12 @@ _Path: TypeAlias = "tuple[Block, _Path] | None"
 _NOWHERE: tuple[int, _Path] = (-1, None)
 
 
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the position from which two sequences differ."""
+    both = zip(one, other, strict=False)
+    return next((at for at, (x, y) in enumerate(both) if x != y), min(len(one), len(other)))
+
+
 def common_blocks(one: Sequence[Hashable], other: Sequence[Hashable], most: int) -> list[Block] | None:
     """Return the runs of a longest common subsequence, in order; None if more than `most` elements are in one only.
 

@@ -16,8 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape.audit._tokendiff.alignment import Segment, aligned
-from tokentape.audit._tokendiff.boundaries import boundary_artifact, text_artifact
-from tokentape.audit._tokendiff.kinds import Region, is_reasoning, kind_of_text, kind_of_values
+from tokentape.audit._tokendiff.kinds import (
+    Region,
+    boundary_artifact,
+    is_reasoning,
+    kind_of_text,
+    kind_of_values,
+    text_artifact,
+)
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
 from tokentape.types import Codes, Provenance, TokenIds
@@ -89,7 +95,6 @@ class Comparison:
     expected_tokens: int
     recorded_tokens: int
     differences: tuple[Difference, ...]
-    """In order of position."""
 
     @property
     def kinds(self) -> Mapping[str, int]:

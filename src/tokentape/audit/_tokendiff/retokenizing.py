@@ -1,4 +1,4 @@
-"""Decode completions and encode their text again, many at a time, as a trainer does that keeps only text.
+"""Decode completions and encode their text again, as a trainer does that keeps only text, and count what changed.
 
 Text can't carry everything, and that is not drift. A completion that was cut within a character ends with bytes that
 are no UTF-8. Those tokens are *unknown*: no encoder can return them, and a longer completion would have had them right.
@@ -9,13 +9,17 @@ place, so one that begins with a space is encoded as the start of a text, and an
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from tokentape.audit._tokendiff.comparing import Comparison, compare
+from tokentape.audit._tokendiff.kinds import ARTIFACTS
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest
 from tokentape.types import TokenIds
@@ -30,11 +34,9 @@ class RoundTrip:
     again: TokenIds
     """The ids of their text; `ids` itself if they are the same."""
     content: bytes
-    """The spelling of `ids`."""
     head: int
     """Number of unknown tokens at the start, which end a character of the context."""
     tail: int
-    """Number of unknown tokens at the end."""
 
     @property
     def drifted(self) -> bool:
@@ -132,6 +134,14 @@ def retokenized(tokenizer: Tokenizer, ids: TokenIds) -> TokenIds:
     return tokenizer.array(tokenizer.encode_plain(tokenizer.decode(ids.tolist())))
 
 
+def is_canonical(ids: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Return True if encoding the text of ids gives them again. What is no UTF-8 is never canonical."""
+    try:
+        return tokenizer.encode_plain(b"".join(map(tokenizer.token_bytes, ids)).decode()) == list(ids)
+    except UnicodeDecodeError:
+        return False
+
+
 def check_vocabulary(ids: TokenIds, tokenizer: Tokenizer, where: str) -> None:
     """Raise `InvalidRequest` if the tokenizer lacks an id, which shows that the ids are of another model."""
     if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
@@ -139,3 +149,71 @@ def check_vocabulary(ids: TokenIds, tokenizer: Tokenizer, where: str) -> None:
             f"{where}: id {int(ids.max())} is outside of the tokenizer's {tokenizer.vocab_size} ids; name the model "
             "folder that the ids are of"
         )
+
+
+Channel: TypeAlias = Literal["numeric", "id drift", "text drift"]
+"""The cause of a difference between logprobs: the same ids, other ids for the same text, other text."""
+
+
+class Change(NamedTuple):
+    """A stretch of recorded tokens, half-open, that the trainer has in another way."""
+
+    start: int
+    end: int
+    kind: str
+    """One of `CLASSES`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Recorded ids beside a trainer's."""
+
+    channel: Channel
+    partner: npt.NDArray[np.int64]
+    """The trainer's position of each recorded token; -1 if it has no such token there. Shape [tokens]."""
+    first: int
+    """Position of the first recorded token that differs. Tokens before it have the same context."""
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDrift:
+    """Trained tokens that changed, counted over sequences."""
+
+    sequences: int = 0
+    changed_sequences: int = 0
+    tokens: int = 0
+    changed_tokens: int = 0
+    classes: Mapping[str, int] = field(default_factory=dict)
+    """The number of changed stretches of each of `CLASSES`."""
+
+    def added(self, mask: npt.NDArray[np.bool_], found: Pairing | None) -> TokenDrift:
+        """Return the counts with one more sequence, `mask` its trained tokens; None stands for one without drift."""
+        more = replace(self, sequences=self.sequences + 1, tokens=self.tokens + int(mask.sum()))
+        if found is None:
+            return more
+        changed = [int(mask[change.start : change.end].sum()) for change in found.changes]
+        kinds = Counter(change.kind for change, many in zip(found.changes, changed, strict=True) if many)
+        return replace(
+            more,
+            changed_sequences=self.changed_sequences + 1,
+            changed_tokens=self.changed_tokens + sum(changed),
+            classes=dict(Counter(self.classes) + kinds),
+        )
+
+    @property
+    def share(self) -> float:
+        """The share of the tokens that changed."""
+        return self.changed_tokens / self.tokens if self.tokens else 0.0
+
+
+def pair_ids(recorded: TokenIds, trainers: TokenIds, tokenizer: Tokenizer) -> Pairing:
+    """Pair a trainer's ids with the recorded ones. A trainer's sequence that ends early was cut, which is no drift."""
+    found = compare(recorded, trainers, tokenizer)
+    differences = [difference for difference in found.differences if difference.kind != "cut"]
+    partner = found.partners()
+    if not differences:
+        return Pairing("numeric", partner, len(recorded))
+    changes = tuple(Change(d.expected_start, d.expected_end, ARTIFACTS[d.change].kind) for d in differences)
+    same_bytes = all(difference.same_bytes for difference in differences)
+    return Pairing("id drift" if same_bytes else "text drift", partner, changes[0].start, changes)

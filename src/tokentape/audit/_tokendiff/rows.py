@@ -1,7 +1,8 @@
-"""Two files or data directories of ids, compared row by row."""
+"""Two files or data directories of ids, compared row by row, and written as text, as JSON and for CI systems."""
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,8 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentape.audit._id_rows import IdRow
-from tokentape.audit._tokendiff import Comparison, compare
+from tokentape.audit._report import CiCase, CiFinding, ci_report, json_text
+from tokentape.audit._report import escape_invisible as shown
+from tokentape.audit._tokendiff import ARTIFACTS, KINDS, Comparison, Difference, compare
 from tokentape.chat._tokenizer import Tokenizer
+
+_TEXT = 60
+"""Characters of a side to show."""
+_MOST_IDS = 256
+_ABSENT = "absent"
+_VALUES = {"mask": "a token carries loss on one side only", "logprobs": "a token has another log-probability"}
+_RULES = {**KINDS, **_VALUES, _ABSENT: "a row that only one side has"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +33,6 @@ class ValueChange:
     """How one value per token, which both sides have, differs over the tokens that both have."""
 
     tokens: int
-    """Tokens that were compared."""
     differing: int
     first: int
     """Position on the recorded side of the first token that differs; -1 if none does."""
@@ -135,3 +144,116 @@ def _by_prefix(short: Sequence[IdRow], long: Sequence[IdRow]) -> Iterator[tuple[
             if last - first == many == 1:
                 yield next(row for row in short if row.name == name), ordered[first]
                 break
+
+
+def comparison_lines(comparison: Comparison, most: int = 20) -> Iterator[str]:
+    """Yield a line per difference, up to `most`: severity, kind, places, source, both sides.
+
+    Invisible characters are escaped, and the middle of long texts is left out.
+    """
+    for one in comparison.differences[:most]:
+        places = f"{_range(one.expected_start, one.expected_end)} | {_range(one.recorded_start, one.recorded_end)}"
+        source = f" {one.source}" if one.source else ""
+        yield f"{one.severity:<8}{one.kind:<10} at {places}{source}: {_sides(one)}"
+    left = len(comparison.differences) - most
+    if left > 0:
+        yield f"and {left} more"
+
+
+def summary(comparison: Comparison) -> str:
+    """Return the number of differences, and their kinds.
+
+    >>> summary(Comparison(12, 12, ()))
+    'the same 12 ids'
+    """
+    if not comparison.differences:
+        return f"the same {comparison.recorded_tokens} ids"
+    kinds = ", ".join(f"{kind} {many}" for kind, many in comparison.kinds.items())
+    many = len(comparison.differences)
+    return (
+        f"{many} difference{'s' if many > 1 else ''}, {len(comparison.errors)} of them errors ({kinds}); expected "
+        f"{comparison.expected_tokens} ids, recorded {comparison.recorded_tokens}"
+    )
+
+
+def row_summary(row: RowComparison) -> str:
+    if row.comparison is None:
+        return f"only the {row.only} side has it"
+    return "; ".join([summary(row.comparison), *_value_lines(row).values()])
+
+
+def _value_lines(row: RowComparison) -> dict[str, str]:
+    """Return a sentence for each value per token that differs, by its name."""
+    said = {}
+    for name, one in row.changed_values.items():
+        largest = f", by up to {one.largest:.3g} nats" if name == "logprobs" else ""
+        said[name] = f"{name} of {one.differing} of {one.tokens} tokens differ{largest}, the first is token {one.first}"
+    return said
+
+
+def printed(rows: Iterable[RowComparison], file_format: str, recorded: str, most: int) -> Iterator[str]:
+    """Yield the lines of a format: text, json, junit, sarif or github. `recorded` names the recorded side."""
+    if file_format not in ("text", "json"):
+        yield ci_report(file_format, "tokentape compare", recorded, _RULES, map(_ci_case, rows))
+        return
+    total, differing, compared = 0, [], dict.fromkeys(_VALUES, 0)
+    for row in rows:
+        total += 1
+        compared = {name: many + (getattr(row, name) is not None) for name, many in compared.items()}
+        if row.same:
+            continue
+        differing.append(row if file_format == "json" else row.name)
+        if file_format == "text":
+            yield f"{shown(row.name)}: {row_summary(row)}"
+            if row.comparison is not None:
+                yield from (f"  {line}" for line in comparison_lines(row.comparison, most))
+    if file_format == "json":
+        found = {"rows": total, "differing": len(differing), "rows_compared": compared, "comparisons": differing}
+        yield json_text(found)
+        return
+    yield f"{len(differing)} of {total} rows differ"
+    for name, many in compared.items():
+        if many < total:
+            yield f"not compared: {name} of {total - many} rows, which a side does not have"
+
+
+def _ci_case(row: RowComparison) -> CiCase:
+    if row.comparison is None:
+        found = [CiFinding(_ABSENT, "error", f"{row.name}: absent", row_summary(row))]
+        return CiCase(row.name, found, row_summary(row), row.line, [])
+    values = _value_lines(row)
+    # Values first: annotations stop at some number.
+    found = [CiFinding(name, "error", f"{row.name}: {name}", said) for name, said in values.items()]
+    for one in row.comparison.differences:
+        place = {
+            "expected": [one.expected_start, one.expected_end],
+            "recorded": [one.recorded_start, one.recorded_end],
+            "expectedIds": list(one.expected[:_MOST_IDS]),
+            "recordedIds": list(one.recorded[:_MOST_IDS]),
+            "source": one.source,
+            "artifact": one.artifact,
+        }
+        title = f"{row.name}: {one.kind} at token {one.recorded_start}"
+        meaning = "" if one.artifact is None else f", {ARTIFACTS[one.artifact].meaning}"
+        text = f"tokens {_range(one.recorded_start, one.recorded_end)}: {KINDS[one.kind]}{meaning}: {_sides(one)}"
+        found.append(CiFinding(one.kind, one.severity, title, text, place))
+    return CiCase(
+        row.name, found, row_summary(row), row.line, [*comparison_lines(row.comparison, 100), *values.values()]
+    )
+
+
+def _range(start: int, end: int) -> str:
+    return f"{start}" if end <= start + 1 else f"{start}-{end - 1}"
+
+
+def _sides(one: Difference) -> str:
+    return f"{_side(one.expected_text, one.expected)} -> {_side(one.recorded_text, one.recorded)}"
+
+
+def _side(text: str, ids: Sequence[int]) -> str:
+    if not ids:
+        return "nothing"
+    if len(text) > _TEXT:
+        text = f"{text[: _TEXT // 2]} … {text[-_TEXT // 2 :]}"
+    few = " ".join(map(str, ids[:8])) + (" …" if len(ids) > 8 else "")
+    return f"{shown(json.dumps(text, ensure_ascii=False))} [{few}]"

@@ -23,16 +23,15 @@ PREFIXES: Mapping[str, str] = {
     "llamacpp": "a running llama.cpp server",
     "gateway": "a running gateway of Tokentape",
 }
-"""What each prefix means."""
 
 _SERVERS = ("vllm", "sglang", "llamacpp", "gateway", "server")
 _OPENERS = {
     "json": "spec:open_json",
     "auto": "auto:AutoBackend",
     "slow": "auto:SlowBackend",
-    "spm": "spm:SentencePieceBackend",
-    "tiktoken": "tiktoken:TiktokenBackend",
-    "mistral": "mistral:MistralBackend",
+    "spm": "native:SentencePieceBackend",
+    "tiktoken": "native:TiktokenBackend",
+    "mistral": "native:MistralBackend",
     "gguf": "gguf:open_gguf",
 }
 """Module and callable per prefix. Each takes the name, the path with its `#detail`, and options."""

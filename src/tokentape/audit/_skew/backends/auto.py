@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tokentape.audit._model_config import model_configuration
+from tokentape.audit._model_files import max_length, model_configuration
 from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts, BackendToken, Rendering, SkewChat
 from tokentape.audit._skew.backends.spec import BackendOptions, added_of, hashes, makes_masks
 from tokentape.chat._template import plain_message, read_source
@@ -62,6 +62,7 @@ class AutoBackend(Backend):
             tool_template=variants.get("tool_use"),
             templates=None if options.template is not None else named,
             configuration=model_configuration(Path(path)),
+            max_length=max_length(Path(path)),
             template_variables={**special_tokens, **options.kwargs},
             special_tokens=special_tokens,
             cleans_up=bool(tokenizer.clean_up_tokenization_spaces),

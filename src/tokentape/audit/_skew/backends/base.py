@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from tokentape.audit._loading_files import Settings
+from tokentape.audit._model_files import Settings
 from tokentape.errors import TemplateRefused
 from tokentape.types import Message, Tool
 
@@ -22,9 +23,7 @@ class SkewChat:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     generate: bool = True
-    """True to ask for the generation prompt."""
     name: str = ""
-    """Its name in reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,6 @@ class Rendering:
     text: str | None
     """The text that the template wrote; None from servers that return only ids."""
     mask: list[bool] | None = None
-    """True per id that carries loss; None without masks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +54,25 @@ class BackendFacts:
     """Facts about a backend that need no tokenization. None and empty mean unknown."""
 
     name: str
-    """The name that the user gave."""
     kind: str
     """The loader: `tokenizer.json`, `AutoTokenizer Qwen2Tokenizer`, `vLLM server`..."""
     abilities: frozenset[Ability]
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the libraries that do the work."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Hex SHA-256 of the files, by name."""
     spec: Mapping[str, Any] | None = None
-    """The content of a tokenizer.json for it."""
     added: Mapping[str, BackendToken] = field(default_factory=dict)
-    """Added tokens by content."""
     vocab_size: int | None = None
     """One more than the highest id."""
     template: str | None = None
-    """Source of the chat template."""
     tool_template: str | None = None
     """Source of its `tool_use` variant, which writes conversations with tools."""
     templates: Mapping[str, str] | None = None
     """Sources of its other variants by name; None if unknown, or if the user gave a template."""
     configuration: Mapping[str, Any] | None = None
     """Ids and embedding rows of config.json and generation_config.json, see `model_configuration`."""
+    max_length: float | None = None
+    """The number of ids at which transformers truncates; None if there is no limit, or no such folder."""
     loading: Settings | None = None
     """What transformers reads beside tokenizer.json, see `loading_settings`; None for what is not such a folder."""
     date: str | None = None
@@ -89,7 +84,6 @@ class BackendFacts:
     cleans_up: bool | None = None
     """True if decoding removes spaces before punctuation (`clean_up_tokenization_spaces`)."""
     notes: tuple[str, ...] = ()
-    """Notes for a reader of the report."""
 
 
 class Backend:
@@ -120,3 +114,16 @@ class Backend:
 
     def close(self) -> None:
         """Release resources."""
+
+
+def with_text_arguments(message: Message) -> Message:
+    """Return the message with the arguments of its calls as JSON text."""
+
+    def written(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = call.get("function")
+        if not isinstance(function, Mapping) or isinstance(function.get("arguments", ""), str):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": list(map(written, calls))} if calls else message

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts, Rendering, SkewChat
+from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts, Rendering, SkewChat, with_text_arguments
 from tokentape.audit._skew.backends.spec import BackendOptions
-from tokentape.audit._skew.conversations import with_text_arguments
 from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import Card, served_cards
 from tokentape.engines._tokenizing import server_chat_ids, server_prompt_ids, server_text, server_text_ids
@@ -27,19 +26,23 @@ from tokentape.types import Message
 
 _AT_ONCE = 16
 KINDS = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "gateway": "gateway"}
-"""The kinds of servers, with their names."""
 _OWNERS = {**{kind: kind for kind in KINDS}, "tokentape": "gateway"}
 """Kinds by the owner that servers name in `/v1/models`."""
+_PATHS = {
+    "vllm": ("/version",),
+    "gateway": ("/version",),
+    "llamacpp": ("/props",),
+    "sglang": ("/server_info", "/get_server_info"),
+}
 _HELLO: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
 
 _T = TypeVar("_T")
 
 
-class _Version(msgspec.Struct):
-    version: str
+class _Told(msgspec.Struct):
+    """What a server says of itself, at the path of its kind."""
 
-
-class _Build(msgspec.Struct):
+    version: str = ""
     build_info: str = ""
     chat_template: str | None = None
 
@@ -52,7 +55,7 @@ class ServerBackend(Backend):
         self._kwargs = options.kwargs
         self._texts: dict[tuple[int, ...], str] = {}
         self._kind, self._model = loop.run(introduced(http, None if kind == "server" else kind))
-        versions, template = loop.run(_version(self._kind, http))
+        told = loop.run(_told(self._kind, http))
         ids = loop.run(self._asked("a", special=False))
         if ids is None:
             raise EngineError(f"{name} has no /tokenize; is it a server of this kind?")
@@ -68,8 +71,8 @@ class ServerBackend(Backend):
             name=name,
             kind=f"{KINDS[self._kind]} server",
             abilities=frozenset(abilities),
-            versions=versions,
-            template=template,
+            versions={KINDS[self._kind]: told.version or told.build_info} if told else {},
+            template=told.chat_template if told else None,
             template_variables=dict(options.kwargs),
             notes=(f"a server's {' and '.join(ignored)} can't be set from here",) if ignored else (),
         )
@@ -115,18 +118,10 @@ class ServerBackend(Backend):
 
     def _chat_ids(self, conversation: SkewChat) -> list[int] | None:
         messages = [_wire(message) for message in conversation.messages]
+        how: dict[str, Any] = {"generate": conversation.generate, "template_kwargs": self._kwargs}
+        asked = server_chat_ids(self._kind, self._http, self._model, messages, conversation.tools, **how)
         try:
-            return self._loop.run(
-                server_chat_ids(
-                    self._kind,
-                    self._http,
-                    self._model,
-                    messages,
-                    conversation.tools,
-                    generate=conversation.generate,
-                    template_kwargs=self._kwargs,
-                )
-            )
+            return self._loop.run(asked)
         except EngineError as error:
             if "answered 500" in str(error):  # the answer of servers if a template raises
                 return None
@@ -201,34 +196,25 @@ async def introduced(http: HttpClient, kind: str | None = None) -> tuple[str, st
 
 
 async def _detected(http: HttpClient) -> str | None:
-    answer = await _get(http, "/version", _Version)
-    if answer is not None:
-        return "gateway" if answer.version.startswith("tokentape") else "vllm"
-    if await _get(http, "/props", _Build) is not None:
-        return "llamacpp"
-    versions = [await _get(http, path, _Version) for path in ("/server_info", "/get_server_info")]
-    return "sglang" if any(versions) else None
+    for kind in ("vllm", "llamacpp", "sglang"):
+        told = await _told(kind, http)
+        if told is not None:
+            return "gateway" if told.version.startswith("tokentape") else kind
+    return None
 
 
-async def _version(kind: str, http: HttpClient) -> tuple[Mapping[str, str], str | None]:
-    """Return a server's version and template, if it tells them."""
-    if kind == "llamacpp":
-        build = await _get(http, "/props", _Build)
-        return ({"llama.cpp": build.build_info}, build.chat_template) if build else ({}, None)
-    for path in ("/version", "/server_info", "/get_server_info"):
-        answer = await _get(http, path, _Version)
-        if answer is not None:
-            return {KINDS[kind]: answer.version}, None
-    return {}, None
-
-
-async def _get(http: HttpClient, path: str, shape: type[_T]) -> _T | None:
-    try:
-        return msgspec.json.decode(await http.get(path), type=shape)
-    except (EngineError, EngineContractError, InvalidRequest, msgspec.MsgspecError) as error:
-        if isinstance(error, EngineError) and error.retry:
-            raise  # it can't be reached
-        return None
+async def _told(kind: str, http: HttpClient) -> _Told | None:
+    """Return what a server says at the paths of a kind; None if it is not of that kind."""
+    for path in _PATHS[kind]:
+        try:
+            told = msgspec.json.decode(await http.get(path), type=_Told)
+        except (EngineError, EngineContractError, InvalidRequest, msgspec.MsgspecError) as error:
+            if isinstance(error, EngineError) and error.retry:
+                raise  # it can't be reached
+            continue
+        if told.version or kind == "llamacpp":
+            return told
+    return None
 
 
 def _wire(message: Message) -> dict[str, Any]:

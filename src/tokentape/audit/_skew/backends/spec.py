@@ -19,8 +19,7 @@ from typing import Any
 
 import tokenizers
 
-from tokentape.audit._loading_files import loading_settings, named_templates
-from tokentape.audit._model_config import model_configuration
+from tokentape.audit._model_files import loading_settings, max_length, model_configuration, named_templates
 from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts, BackendToken, Rendering, SkewChat
 from tokentape.chat._template import ChatTemplate, plain_message, read_source
 from tokentape.chat._tokenizer_files import from_text, named_special_tokens, read_json
@@ -48,11 +47,9 @@ class BackendOptions:
     template: Path | None = None
     """A template file to use instead of the backend's own."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Template kwargs."""
     date: str | None = None
     """The date that templates see, ISO 8601; None is today."""
     api_key: str | None = None
-    """API key of a server."""
 
 
 class TemplateBackend(Backend):
@@ -118,6 +115,7 @@ class SpecBackend(TemplateBackend):
             tool_template=template.tool_use_source if template else None,
             templates=named_templates(folder) if folder and self._options.template is None else None,
             configuration=model_configuration(folder) if folder else None,
+            max_length=max_length(folder) if folder else None,
             loading=loading_settings(folder, spec) if folder else None,
             date=self._options.date,
             template_variables={**special_tokens, **self._options.kwargs},

@@ -1,4 +1,6 @@
-"""Compute shares with their 95 % confidence intervals, counted over clusters: sessions, or sentences of a probe.
+"""Shares with their 95 % confidence intervals, and differences of log-probabilities, without keeping what is counted.
+
+Shares are counted over clusters: sessions, or sentences of a probe.
 
 What happens within a session happens together, so its turns and tokens are not independent. The variance is that of a
 ratio over sessions, each left out once (a jackknife). It gives the number of independent trials that say as much; the
@@ -123,3 +125,92 @@ def _quantile(freedom: float) -> float:
     second = 5 * z**5 + 16 * z**3 + 3 * z
     third = 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
     return z + (z**3 + z) / (4 * n) + second / (96 * n**2) + third / (384 * n**3)
+
+
+K3_CLAMP = 10.0
+"""The largest share of one token in k3, so that a few outliers don't dominate it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Differences of logprobs over trained tokens: trainer - recorded, in nats."""
+
+    tokens: int = 0
+    not_finite: int = 0
+    """Tokens with NaN or minus infinity in the trainer. They are in no other number."""
+    mean: float = 0.0
+    """Mean of the absolute difference."""
+    max: float = 0.0
+    """Largest absolute difference."""
+    k3: float = 0.0
+    """Mean of exp(d) - 1 - d, each at most `K3_CLAMP`: an estimate of KL(sampler || trainer)."""
+    ess_tokens: float = 1.0
+    """Effective sample size of the importance weights exp(d), one per token, as a share of the tokens."""
+    ess_sequences: float = 1.0
+    """The same with one weight per sequence, the product of its tokens'."""
+
+
+class NumbersTally:
+    """Counts `Numbers`, a sequence at a time."""
+
+    def __init__(self) -> None:
+        self._tokens = self._not_finite = self._sequences = 0
+        self._total = self._largest = self._k3 = 0.0
+        self._logs = np.full(4, -np.inf)
+        """Logs of the sums of the importance weights and of their squares, per token and per sequence."""
+
+    def add(self, apart: npt.NDArray[np.float64]) -> None:
+        """Add the differences of one sequence, float64 [tokens]."""
+        finite = apart[np.isfinite(apart)]
+        self._not_finite += len(apart) - len(finite)
+        if not len(finite):
+            return
+        size = np.abs(finite)
+        # So that exp does not overflow: from 50 on the clamp holds anyway.
+        bounded = np.minimum(finite, 50)
+        self._tokens += len(finite)
+        self._sequences += 1
+        self._total += float(size.sum())
+        self._largest = max(self._largest, float(size.max()))
+        self._k3 += float(np.minimum(np.expm1(bounded) - bounded, K3_CLAMP).sum())
+        whole = finite.sum()
+        logs = np.logaddexp.reduce(finite), np.logaddexp.reduce(2 * finite), whole, 2 * whole
+        self._logs = np.logaddexp(self._logs, logs)
+
+    def merge(self, other: NumbersTally) -> None:
+        """Add what another one counted."""
+        self._tokens += other._tokens
+        self._not_finite += other._not_finite
+        self._sequences += other._sequences
+        self._total += other._total
+        self._largest = max(self._largest, other._largest)
+        self._k3 += other._k3
+        self._logs = np.logaddexp(self._logs, other._logs)
+
+    def mean_ratio(self) -> float:
+        """Return the mean of the importance ratios exp(d) of the tokens."""
+        return float(np.exp(self._logs[0])) / self._tokens
+
+    def numbers(self) -> Numbers:
+        """Return what was counted."""
+        if not self._tokens:
+            return Numbers(not_finite=self._not_finite)
+        # (sum of weights)^2 / (sum of squares)
+        effective = np.exp(2 * self._logs[::2] - self._logs[1::2])
+        return Numbers(
+            tokens=self._tokens,
+            not_finite=self._not_finite,
+            mean=self._total / self._tokens,
+            max=self._largest,
+            k3=self._k3 / self._tokens,
+            ess_tokens=float(effective[0]) / self._tokens,
+            ess_sequences=float(effective[1]) / self._sequences,
+        )
+
+
+def logprob_numbers(sequences: Iterable[npt.NDArray[np.float64]]) -> Numbers:
+    """Return `Numbers` of differences, an array for each sequence."""
+    tally = NumbersTally()
+    for one in sequences:
+        tally.add(one)
+    return tally.numbers()

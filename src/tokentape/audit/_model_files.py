@@ -1,4 +1,4 @@
-"""Read the files beside tokenizer.json from which transformers makes a tokenizer, and templates by other names."""
+"""Read the files beside tokenizer.json: what they say of ids, and the settings by which transformers loads it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,60 @@ CONFIG = "tokenizer_config.json"
 _LEGACY = ("special_tokens_map.json", "added_tokens.json")
 _FILES = (CONFIG, *_LEGACY)
 _ELSEWHERE = ("chat_template", "model_max_length", "name_or_path", "is_local", "local_files_only")
-"""Keys that are compared elsewhere, or only say where and how long."""
+"""Keys that are compared elsewhere, or only say where."""
 _OFF_BY_DEFAULT = ("split_special_tokens", "clean_up_tokenization_spaces")
 _SHOWN = 5
-SAME_SETTINGS = "Use the tokenizer files that the weights were trained with on both sides, not tokenizer.json alone."
 TEMPLATES = "additional_chat_templates"
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+ROWS = "config.json vocab_size"
+"""The key of `model_configuration` for the rows of the embedding."""
+MAX_LENGTH = f"{CONFIG} model_max_length"
+_NO_LIMIT = 10**20
+"""transformers takes a `model_max_length` above this for none, and writes 10^30."""
+SAMPLED = ("stop_strings", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
+"""Keys of generation_config.json that change where turns end, or which ids are sampled."""
 
 Settings: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Values by file and key."""
+
+
+def unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each key that differs, in order of the keys; None stands for a value that is not there."""
+    pairs = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def model_configuration(folder: Path) -> dict[str, Any] | None:
+    """Return ids, stop strings and embedding rows of both files, by file and key; None if the folder has neither file.
+
+    Ids are sorted lists. Of a configuration with a part for text, that part counts where the outer one has no value.
+
+    Raises `TokenizerUnusable` if a file is not a JSON object.
+    """
+    present = [name for name in CONFIG_FILES if (folder / name).is_file()]
+    found: dict[str, Any] = {}
+    for name in present:
+        whole = read_json(folder / name)
+        nested = whole.get("text_config")
+        for part in (whole, nested if isinstance(nested, Mapping) else {}):
+            for key, value in part.items():
+                if value is not None and (key.endswith("_token_id") or (key in SAMPLED and name != CONFIG_FILES[0])):
+                    found.setdefault(f"{name} {key}", _ids(value))
+                elif value is not None and f"{name} {key}" == ROWS:
+                    found.setdefault(ROWS, value)
+    return found if present else None
+
+
+def max_length(folder: Path) -> int | float | None:
+    """Return the number of ids at which transformers truncates if it is asked to; None if there is no limit."""
+    length = read_json(folder / CONFIG).get("model_max_length")
+    return length if isinstance(length, int | float) and length <= _NO_LIMIT else None
+
+
+def _ids(value: Any) -> list[Any]:
+    listed = value if isinstance(value, list) else [value]
+    return [json.loads(one) for one in sorted({json.dumps(one) for one in listed}, key=lambda one: (len(one), one))]
 
 
 def loading_settings(folder: Path, spec: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -89,12 +135,9 @@ def require_known_files(settings: Settings) -> None:
 
 def settings_apart(ours: Settings, theirs: Settings, words: str = "{} is {} in A and {} in B") -> str:
     """Return in words the settings in which two folders differ."""
-    one, other = (
-        {f"{file} {key}": v for file, keys in each.items() for key, v in keys.items()} for each in (ours, theirs)
-    )
-    names = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
-    said = [words.format(name, _brief(one.get(name)), _brief(other.get(name))) for name in names[:_SHOWN]]
-    return "; ".join([*said, *([f"{len(names) - _SHOWN} more differ"] if len(names) > _SHOWN else [])])
+    flat = ({f"{file} {key}": v for file, keys in each.items() for key, v in keys.items()} for each in (ours, theirs))
+    said = [words.format(name, *map(_brief, pair)) for name, pair in unlike(*flat).items()]
+    return "; ".join([*said[:_SHOWN], *([f"{len(said) - _SHOWN} more differ"] if len(said) > _SHOWN else [])])
 
 
 def _brief(value: Any) -> str:

@@ -1,0 +1,242 @@
+"""The backends of models' own libraries: SentencePiece, tiktoken and mistral-common."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tokentape.audit._skew.backends.base import (
+    Ability,
+    Backend,
+    BackendFacts,
+    BackendToken,
+    Rendering,
+    SkewChat,
+    with_text_arguments,
+)
+from tokentape.audit._skew.backends.spec import BackendOptions, TemplateBackend, find_template, hash_file, require
+from tokentape.audit._skew.known_parts import SPLITS, byte_level
+from tokentape.chat._byte_level import byte_piece
+from tokentape.chat._tokenizer_files import named_special_tokens, read_json
+from tokentape.errors import InvalidRequest, TemplateRefused, TokenizerUnusable, UnsupportedParameter
+
+_O200K_RANKS = 190_000
+"""Files with more ranks than this are split as o200k_base unless another split is named."""
+
+
+class SentencePieceBackend(Backend):
+    """`sentencepiece` on a model file. It never reads control tokens in text, and has no chat template."""
+
+    def __init__(self, name: str, path: str, options: BackendOptions) -> None:
+        file = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
+        try:
+            model: Any = require("sentencepiece").SentencePieceProcessor(model_file=str(file))
+        except (OSError, RuntimeError) as error:
+            raise TokenizerUnusable(f"sentencepiece can't load {file}: {error}") from None
+        self._model, self.reopened_as = model, f"spm:{file}"
+        controls = [number for number in range(model.vocab_size()) if model.is_control(number)]
+        ends = {f"{which}_token": getattr(model, f"{which}_id")() for which in ("bos", "eos", "pad", "unk")}
+        self.facts = BackendFacts(
+            name=name,
+            kind="SentencePiece model",
+            abilities=frozenset({"decode"}),
+            versions={"sentencepiece": version("sentencepiece")},
+            files={file.name: hash_file(file)},
+            added={model.id_to_piece(number): BackendToken(number, model.id_to_piece(number)) for number in controls},
+            vocab_size=model.vocab_size(),
+            special_tokens={key: model.id_to_piece(number) for key, number in ends.items() if number >= 0},
+            notes=("SentencePiece reads control tokens in text as text",),
+        )
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        found: list[list[int]] = self._model.encode(list(texts), out_type=int, add_bos=special, add_eos=False)
+        return found
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        return [self._model.decode(list(ids)) for ids in sequences]
+
+    def token(self, token_id: int) -> str | None:
+        return str(self._model.id_to_piece(token_id)) if 0 <= token_id < self._model.vocab_size() else None
+
+
+class MistralBackend(Backend):
+    """mistral-common on a file. It never reads control tokens in text, and renders without a chat template."""
+
+    def __init__(self, name: str, path: str, options: BackendOptions) -> None:
+        file = Path(path) / "tekken.json" if Path(path).is_dir() else Path(path)
+        require("mistral_common")
+        from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+        try:
+            self._chat: Any = MistralTokenizer.from_file(str(file))
+        except Exception as error:  # the library raises the errors of all its parts
+            raise TokenizerUnusable(f"mistral-common can't load {file}: {type(error).__name__}: {error}") from error
+        self._tokenizer: Any = self._chat.instruct_tokenizer.tokenizer
+        self.reopened_as = f"mistral:{file}"
+        added = {}
+        for number in range(self._tokenizer.n_words):
+            if self._tokenizer.is_special(number):
+                content = self._tokenizer.id_to_piece(number)
+                added[content] = BackendToken(number, content)
+            elif number >= self._tokenizer.num_special_tokens:
+                break
+        self.facts = BackendFacts(
+            name=name,
+            kind=f"mistral-common {type(self._tokenizer).__name__} {self._tokenizer.version.value}",
+            abilities=frozenset({"decode", "render"}),
+            versions={"mistral-common": version("mistral-common")},
+            files={file.name: hash_file(file)},
+            added=added,
+            vocab_size=self._tokenizer.n_words,
+            notes=("mistral-common reads control tokens in text as text",),
+        )
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        return [self._tokenizer.encode(text, bos=special, eos=False) for text in texts]
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
+
+        return [self._tokenizer.decode(list(ids), special_token_policy=SpecialTokenPolicy.IGNORE) for ids in sequences]
+
+    def render(self, conversation: SkewChat) -> Rendering:
+        """See `Backend`. Conversations that the library's checks refuse can't be compared."""
+        from mistral_common.protocol.instruct.request import ChatCompletionRequest
+
+        if not conversation.generate:
+            raise UnsupportedParameter("mistral-common renders prompts only", "add_generation_prompt")
+        kept = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in conversation.messages]
+        messages = [with_text_arguments(message) for message in kept]
+        try:
+            request = ChatCompletionRequest.from_openai(messages=messages, tools=list(conversation.tools) or None)
+            return Rendering(list(self._chat.encode_chat_completion(request).tokens), None)
+        except Exception as error:  # the library raises the errors of all its checks
+            refused = f"mistral-common refuses it: {type(error).__name__}"
+            if [message["role"] for message in messages] == ["user"]:
+                raise TemplateRefused(refused) from error
+            raise UnsupportedParameter(refused, "messages") from error
+
+    def token(self, token_id: int) -> str | None:
+        return str(self._tokenizer.id_to_piece(token_id)) if 0 <= token_id < self._tokenizer.n_words else None
+
+
+class TiktokenBackend(TemplateBackend):
+    """tiktoken on a file of ranks, which has neither the expression that splits text nor the control tokens.
+
+    `path#NAME` names one of `SPLITS`; the default depends on the number of ranks. The control tokens are those of a
+    tokenizer_config.json in the same folder.
+    """
+
+    def __init__(self, name: str, path: str, options: BackendOptions) -> None:
+        folder, _, split = path.partition("#")
+        file = Path(folder) / "tiktoken.model" if Path(folder).is_dir() else Path(folder)
+        tiktoken = require("tiktoken")
+        ranks = read_ranks(file)
+        assumed = not split
+        split = split or ("o200k_base" if len(ranks) > _O200K_RANKS else "cl100k_base")
+        if split not in SPLITS or len(SPLITS[split]) > 1:
+            known = ", ".join(one for one, expressions in SPLITS.items() if len(expressions) == 1)
+            raise InvalidRequest(f"tiktoken takes one expression to split by; known are {known}, found {split!r}")
+        config = read_json(file.parent / "tokenizer_config.json")
+        added = {
+            token["content"]: BackendToken(
+                int(number),
+                token["content"],
+                bool(token.get("special", True)),
+                normalized=bool(token.get("normalized")),  # tiktoken normalizes nothing
+            )
+            for number, token in config.get("added_tokens_decoder", {}).items()
+        }
+        try:
+            self._encoding: Any = tiktoken.Encoding(
+                name=file.name,
+                pat_str=SPLITS[split][0],
+                mergeable_ranks=ranks,
+                special_tokens={token.content: token.id for token in added.values()},
+            )
+        except Exception as error:  # of its Rust core, which has no narrower kinds
+            raise TokenizerUnusable(f"tiktoken does not take {file}: {error}") from error
+        self.reopened_as = f"tiktoken:{file}#{split}"
+        self._template, self._options = find_template(file.parent, config, options), options
+        special_tokens = named_special_tokens(config)
+        able: dict[Ability, bool] = {"decode": True, "controls": bool(added), "render": self._template is not None}
+        self.facts = BackendFacts(
+            name=name,
+            kind="tiktoken ranks",
+            abilities=frozenset(ability for ability, has in able.items() if has),
+            versions={"tiktoken": version("tiktoken")},
+            files={file.name: hash_file(file)},
+            spec=_spec(ranks, split, list(added.values())),
+            added=added,
+            vocab_size=self._encoding.n_vocab,
+            template=self._template.source if self._template else None,
+            date=options.date,
+            template_variables={**special_tokens, **options.kwargs},
+            special_tokens=special_tokens,
+            notes=(f"the split is taken to be that of {split}; name another with #NAME",) if assumed else (),
+        )
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        """See `Backend`. tiktoken puts nothing around a text."""
+        found: list[list[int]] = self._encoding.encode_batch(list(texts), num_threads=1, allowed_special="all")
+        return found
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        return [self._encoding.decode(list(ids)) for ids in sequences]
+
+    def render(self, conversation: SkewChat) -> Rendering:
+        text = self.rendered_text(self._template, conversation)
+        return Rendering(self.encode([text])[0], text)
+
+    def token(self, token_id: int) -> str | None:
+        try:
+            data: bytes = self._encoding.decode_single_token_bytes(token_id)
+        except KeyError:
+            return None
+        return data.decode("utf-8", "backslashreplace")
+
+
+def _spec(ranks: Mapping[bytes, int], split: str, added: Sequence[BackendToken]) -> dict[str, Any]:
+    """Return what tiktoken does as a tokenizer.json: the merges are all pairs of tokens that make a token, by rank."""
+    merges: list[list[str]] = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        pairs = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
+        merges += (
+            [byte_piece(left), byte_piece(right)]
+            for left, right in sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        )
+    return {
+        "version": "1.0",
+        "added_tokens": [asdict(token) for token in added],
+        "normalizer": None,
+        "pre_tokenizer": byte_level(split),
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "vocab": {byte_piece(token): rank for token, rank in ranks.items()},
+            "merges": merges,
+            "ignore_merges": True,
+        },
+    }
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Read the tokens of a file of ranks: lines of base64 and a number.
+
+    Raises `TokenizerUnusable` if the file has other lines.
+    """
+    ranks = {}
+    try:
+        for line in filter(None, path.read_bytes().splitlines()):
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+    except (ValueError, binascii.Error):
+        raise TokenizerUnusable(f"{path} is no file of tiktoken ranks: expected lines of base64 and a number") from None
+    return ranks

@@ -1,0 +1,239 @@
+"""Differences of files that no input shows: tables and parts of tokenizer.json, tokens, templates, configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+import jinja2
+
+from tokentape.audit._model_files import CONFIG, MAX_LENGTH, ROWS, unlike
+from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts
+from tokentape.audit._skew.backends.spec import without_marks
+from tokentape.audit._skew.causes import SAME_FILES, TextCauses
+from tokentape.audit._skew.findings import Severity, Skew, SkewResult
+from tokentape.audit._skew.parts import PARTS, Spec, added_words, part_of, unlike_tokens
+from tokentape.audit._skew.probing import result
+from tokentape.chat._template import parse_template
+
+_TRAINED = "Use the file that the weights were trained with on both sides."
+_PAD_FIX = "Give padding a token of its own: masks made from a padding token that is EOS leave ends of turns untrained."
+_ROWS_FIX = "Use the config.json of the weights. If they were resized, give every token a row."
+_SURPLUS_FIX = "Never sample them: mask their logits, and check sampled ids."
+_ABILITY: Mapping[str, Ability] = {"post_processor": "special"}
+_SIDES = "AB"
+
+
+def file_findings(
+    a: Backend, b: Backend, causes: TextCauses, found: Collection[Skew], *, templates: bool = True
+) -> list[Skew]:
+    """Return what tokenizer.json, special tokens and `templates` differ in and none of the findings names yet."""
+    kinds, known = {one.kind for one in found}, " ".join(one.cause for one in found)
+    tables = _tables(a.facts, b.facts, causes.differing)
+    unknown = [(one, tokens) for one, tokens in tables if one.cause not in known]
+    new = [_shown(one, tokens, a, b) for one, tokens in unknown if one.kind != "vocabulary" or one.kind not in kinds]
+    new += _special_tokens(a.facts, b.facts)
+    cleans = a.facts.cleans_up, b.facts.cleans_up
+    if None not in cleans and cleans[0] != cleans[1] and "decode clean-up" not in kinds:
+        cause = f"clean_up_tokenization_spaces is {cleans[0]} in A and {cleans[1]} in B"
+        new.append(Skew("decode clean-up", "facts", cause, "Set it to false in tokenizer_config.json.", 1))
+    skews = {one.kind for one in (*found, *new) if one.severity == "skew"}
+    for part in causes.differing:
+        # What a side can't do was not tried: what it differs in may be right.
+        able = all(_ABILITY.get(part, "decode") in side.facts.abilities for side in (a, b))
+        if able and PARTS[part] not in skews:
+            cause = f"{causes.words(part)}; no input that was tried shows it"
+            new.append(Skew(PARTS[part], "facts", cause, _TRAINED, 1))
+    if templates and not any(one.probe == "render" and one.severity == "skew" for one in found):
+        new += _templates(a.facts, b.facts)
+    return new
+
+
+def file_notes(a: BackendFacts, b: BackendFacts, found: Collection[Skew]) -> list[str]:
+    """Return notes on differences of the facts that change nothing that was tried."""
+    notes = [f"{letter}: {note}" for letter, side in zip(_SIDES, (a, b), strict=True) for note in side.notes]
+    for library, (one, other) in unlike(a.versions, b.versions).items():
+        if one is not None and other is not None:
+            notes.append(f"{library} is {one} in A and {other} in B")
+    sizes = a.vocab_size, b.vocab_size
+    if None not in sizes and sizes[0] != sizes[1] and "vocabulary" not in {one.kind for one in found}:
+        notes.append(f"ids end at {sizes[0]} in A and at {sizes[1]} in B")
+    return notes
+
+
+def _tables(a: BackendFacts, b: BackendFacts, differing: Collection[str]) -> Iterator[tuple[Skew, Sequence[str]]]:
+    """Yield findings, each with the tokens that it is about."""
+    if a.spec is None or b.spec is None:
+        return
+    for said, tokens in unlike_tokens(a, b).items():
+        # Converters mark what looks like a control token: it has the same id, and is hidden in what is decoded.
+        marked = a.kind != b.kind and said.startswith("special=") and "," not in said
+        severity: Severity = "caution" if marked else "skew"
+        found = Skew("added token", "facts", added_words(tokens, a, b), SAME_FILES, len(tokens), severity=severity)
+        if said.startswith("special="):
+            ids, token = (a.added[tokens[0]].id,), tokens[0]
+            # Decoding may skip it where it is special.
+            shown = [SkewResult(ids, (token,), "" if side.added[token].special else token) for side in (a, b)]
+            found = replace(found, example=ids, a=shown[0], b=shown[1])
+        yield found, tokens
+    if "vocabulary" in differing:
+        added = {**a.added, **b.added}
+        changed = [token for token in unlike(_ids(a.spec), _ids(b.spec)) if token not in added]
+        if changed:
+            said = f"{len(changed)} tokens have other ids or are on one side only, the first is {changed[0]!r}"
+            yield Skew("vocabulary", "facts", f"the vocabularies differ: {said}", SAME_FILES, len(changed)), changed
+
+
+def _shown(found: Skew, tokens: Sequence[str], a: Backend, b: Backend) -> Skew:
+    """Return a finding with a token that the sides encode otherwise, or an id that they decode otherwise, if any."""
+    if found.example is not None:
+        return found
+    texts = tokens if found.kind == "added token" else ()
+    for text, one, other in zip(texts, a.encode(texts), b.encode(texts), strict=True):
+        if one != other:
+            return replace(found, example=text, a=result(a, one), b=result(b, other))
+    if not all("decode" in side.facts.abilities for side in (a, b)):
+        return found
+    tables = [_ids(side.facts.spec or {}) for side in (a, b)]
+    ids = {table[token] for table in tables for token in tokens if token in table}
+    asked = [(one,) for one in sorted(ids & {*tables[0].values()} & {*tables[1].values()})]
+    for example, text, another in zip(asked, a.decode(asked), b.decode(asked), strict=True):
+        if text != another:
+            return replace(found, example=example, a=result(a, example, text), b=result(b, example, another))
+    return found
+
+
+def _ids(spec: Spec) -> dict[str, int]:
+    vocab = part_of(spec, "vocabulary")
+    return dict(vocab) if isinstance(vocab, Mapping) else {entry[0]: number for number, entry in enumerate(vocab)}
+
+
+def _special_tokens(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
+    same_loader = a.kind == b.kind and all(CONFIG in side.files for side in (a, b))
+    if not same_loader and (not a.special_tokens or not b.special_tokens):
+        return
+    for name, pair in unlike(a.special_tokens, b.special_tokens).items():
+        if name != "pad_token" and None in pair and not same_loader:
+            continue  # a loader may name fewer; templates that read what one side lacks are found by what they write
+        cause = f"{name} is {pair[0] or 'not set'} in A and {pair[1] or 'not set'} in B"
+        if name != "pad_token":
+            yield Skew("special tokens", "facts", cause, "Set it to the same token on both sides.", 1)
+            continue
+        both = zip(_SIDES, (a, b), pair, strict=True)
+        ends = [letter for letter, side, pad in both if pad and pad == side.special_tokens.get("eos_token")]
+        cause += f"; it is the EOS token in {' and '.join(ends)}" if ends else ""
+        if ends or None not in pair:  # who only serves needs no padding
+            yield Skew("padding", "facts", cause, _PAD_FIX if ends else SAME_FILES, 1)
+    pad = a.special_tokens.get("pad_token")
+    if pad and pad == a.special_tokens.get("eos_token") and b.special_tokens.get("pad_token") == pad:
+        yield Skew("padding", "facts", f"both sides pad with {pad}, their EOS token", _PAD_FIX, 1, severity="caution")
+
+
+def _templates(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
+    pairs = {"chat template": (a.template, b.template)}
+    if a.tool_template or b.tool_template:
+        pairs["template for tools"] = a.tool_template or a.template, b.tool_template or b.template
+    if a.templates is not None and b.templates is not None:
+        pairs |= {f"chat template named {name}": pair for name, pair in unlike(a.templates, b.templates).items()}
+    for name, (one, other) in pairs.items():
+        if one is not None and other is not None:
+            if not _same_template(one, other):
+                cause = f"the {name} is another text in A and B; no conversation that was tried shows it"
+                yield Skew("template", "facts", cause, _TRAINED, 1)
+        elif one is not None or other is not None:
+            lacking, has, lacks = (b, "A", "B") if other is None else (a, "B", "A")
+            if lacking.loading is not None or lacking.kind.startswith(("AutoTokenizer", "GGUF")):
+                yield Skew("template", "facts", f"{has} has a {name} and {lacks} has none", _TRAINED, 1)
+
+
+def _same_template(one: str, other: str) -> bool:
+    """Return True if two templates are the same program: they differ in comments and marks of loss at most."""
+    try:
+        return one == other or _program(one) == _program(other)
+    except jinja2.TemplateError:
+        return False
+
+
+def _program(source: str) -> jinja2.nodes.Template:
+    tree = parse_template(without_marks(source))
+    for output in tree.find_all(jinja2.nodes.Output):
+        joined: list[jinja2.nodes.Expr] = []
+        for node in output.nodes:
+            if isinstance(node, jinja2.nodes.TemplateData):
+                if joined and isinstance(joined[-1], jinja2.nodes.TemplateData):
+                    joined[-1] = jinja2.nodes.TemplateData(joined[-1].data + node.data)
+                elif node.data:
+                    joined.append(jinja2.nodes.TemplateData(node.data))
+            else:
+                joined.append(node)
+        output.nodes = joined
+    return tree
+
+
+def configuration_findings(a: BackendFacts, b: BackendFacts) -> list[Skew]:
+    """Return differences of ids, rows and lengths in the configuration beside tokenizer.json, and of its truncation."""
+    return [*_configured(a, b), *_rows(a, b), *_lengths(a, b)]
+
+
+def _configured(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
+    if a.configuration is None or b.configuration is None:
+        return
+    for key, (one, other) in unlike(a.configuration, b.configuration).items():
+        if key == ROWS:
+            continue
+        ends = key.endswith((" eos_token_id", " stop_strings"))
+        are_ids = all(map(_is_number, (*(one or ()), *(other or ()))))
+        if ends or not key.endswith("_token_id") or None not in (one, other) or not are_ids:
+            cause = f"{key} is {_listed(one)} in A and {_listed(other)} in B" + (
+                ": turns end elsewhere" if ends else ""
+            )
+            yield Skew("stop ids" if ends else "special tokens", "facts", cause, _TRAINED, 1)
+
+
+def _listed(value: Any) -> str:
+    return "not set" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _rows(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
+    """Yield tokens without a row of the embedding, and rows without a token, which an engine can sample."""
+    lacking: list[str] = []
+    surplus: dict[str, list[str]] = {}
+    for letter, side in zip(_SIDES, (a, b), strict=True):
+        rows, size = (side.configuration or {}).get(ROWS), side.vocab_size
+        if not _is_number(rows) or size is None or rows == size:
+            continue
+        if rows > size:
+            surplus.setdefault(f"ids {size} to {rows - 1}", []).append(letter)
+            continue
+        tokens = [token.content for token in side.added.values() if token.id >= rows][:3]
+        named = f" ({', '.join(map(repr, tokens))}...)" if tokens else ""
+        lacking.append(f"ids {rows} to {size - 1}{named} have no row in the embedding of {letter}")
+    if lacking:
+        same = len(lacking) == 2 and ROWS not in unlike(a.configuration or {}, b.configuration or {})
+        severity: Severity = "caution" if same else "skew"
+        yield Skew("embedding rows", "facts", f"{'; '.join(lacking)}, by {ROWS}", _ROWS_FIX, 1, severity=severity)
+    if surplus:
+        ids = "; ".join(f"{which} are rows of the embedding of {' and '.join(who)}" for which, who in surplus.items())
+        yield Skew("embedding rows", "facts", f"{ids} without a token", _SURPLUS_FIX, 1, severity="caution")
+
+
+def _is_number(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _lengths(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
+    """Yield lengths at which transformers truncates if asked to, and truncation and padding of plain `tokenizers`."""
+    if a.max_length != b.max_length and all(CONFIG in side.files for side in (a, b)):
+        said = f"{_listed(a.max_length)} in A and {_listed(b.max_length)} in B"
+        cause = f"{MAX_LENGTH} is {said}: transformers cuts texts there where truncation is asked for"
+        yield Skew("truncation", "facts", cause, _TRAINED, 1, severity="caution")
+    if a.spec is None or b.spec is None or not a.kind == b.kind == "tokenizer.json":
+        return
+    for name in ("truncation", "padding"):
+        parts = (spec.get(name) for spec in (a.spec, b.spec))
+        one, other = (json.dumps(part, ensure_ascii=False) if part else "none" for part in parts)
+        if one != other:
+            cause = f"{name} in tokenizer.json is {one} in A and {other} in B: `tokenizers` applies it to every text"
+            yield Skew("truncation", "facts", cause, f"Remove `{name}` from tokenizer.json on both sides.", 1)

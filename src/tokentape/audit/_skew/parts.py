@@ -1,0 +1,320 @@
+"""Compare, describe and exchange the parts of a tokenizer.json.
+
+A merge is applied in some text only if it is the last step of encoding what it makes by itself: within a text, the
+steps that make its two pieces are those that make them alone. So lists of merges that differ in others are the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+from typing import Any, TypeAlias
+
+import tokenizers
+
+from tokentape.audit._model_files import unlike
+from tokentape.audit._skew.backends.base import BackendFacts, BackendToken
+from tokentape.audit._skew.findings import Kind
+from tokentape.audit._skew.known_parts import SPLIT_NAMES
+from tokentape.audit._tokendiff import first_difference
+
+Spec: TypeAlias = Mapping[str, Any]
+Merge: TypeAlias = tuple[str, ...]
+
+PARTS: Mapping[str, Kind] = {
+    "normalizer": "normalizer",
+    "pre_tokenizer": "pre-tokenizer",
+    "settings": "model settings",
+    "merges": "merges",
+    "vocabulary": "vocabulary",
+    "post_processor": "BOS/EOS",
+    "decoder": "decoder",
+}
+"""The parts of a tokenizer.json in the order in which they are tried, with the kind of a difference by them."""
+
+
+def part_of(spec: Spec, name: str) -> Any:
+    """Return a part of a tokenizer.json in a form that can be compared."""
+    model = spec["model"]
+    match name:
+        case "settings":
+            own = _raw(spec, name).items()
+            return {key: _DEFAULTS[key] if key in _DEFAULTS and not value else value for key, value in own}
+        case "merges":
+            return merges_of(model)
+        case "vocabulary":
+            vocab = model["vocab"]
+            return vocab if isinstance(vocab, Mapping) else [tuple(entry) for entry in vocab]
+    return _written(spec.get(name), name)
+
+
+def merges_of(model: Spec) -> list[Merge]:
+    """Return the merges of a tokenizer.json's model, which writes each as a text or as a list."""
+    return [tuple(one.split(" ")) if isinstance(one, str) else tuple(one) for one in model.get("merges") or ()]
+
+
+def _written(part: Any, name: str) -> Any:
+    """Return a part without what changes neither ids nor text, and with patterns in one spelling."""
+    if not isinstance(part, Mapping):
+        return part
+    for steps in ("normalizers", "pretokenizers", "processors", "decoders"):
+        if steps in part:
+            kept = [_written(step, name) for step in part[steps]]
+            kept = [step for step in kept if step is not None]
+            return ({**part, steps: kept} if len(kept) > 1 else kept[0]) if kept else None
+    if part.get("type") == "ByteLevel":
+        if name == "post_processor":
+            return None  # it moves offsets only
+        decoder = name == "decoder"
+        return {key: value for key, value in part.items() if key != "trim_offsets" and (key == "type" or not decoder)}
+    pattern = part.get("pattern")
+    if isinstance(pattern, Mapping) and "Regex" in pattern:
+        return {**part, "pattern": {"Regex": _escaped(pattern["Regex"])}}
+    return part
+
+
+def _escaped(pattern: str) -> str:
+    for char, escape in (("\r", r"\r"), ("\n", r"\n"), ("\t", r"\t")):
+        pattern = pattern.replace(char, escape)
+    return pattern.replace(r"\"", '"')
+
+
+_PREFIXES = {"continuing_subword_prefix", "end_of_word_suffix"}
+_DEFAULTS = {
+    "continuing_subword_prefix": "",
+    "end_of_word_suffix": "",
+    "ignore_merges": False,
+    "byte_fallback": False,
+    "fuse_unk": False,
+    "unk_token": None,
+    "dropout": None,
+}
+
+
+def _loaded(part: Any, name: str) -> Any:
+    """Return a part as `tokenizers` writes it, with every default; unchanged if it does not take the part."""
+    try:
+        return json.loads(with_only(name, part).to_str())[name] if isinstance(part, Mapping) else part
+    except Exception:  # `tokenizers` raises no narrower error
+        return part
+
+
+def with_only(name: str, part: Any) -> tokenizers.Tokenizer:
+    """Return a tokenizer with an empty vocabulary and one part."""
+    empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}, name: part}
+    return tokenizers.Tokenizer.from_str(json.dumps(empty))
+
+
+def differing_parts(a: BackendFacts, b: BackendFacts) -> list[str]:
+    """Return the parts of tokenizer.json that differ, without added tokens; none if one side has no such file."""
+    if a.spec is None or b.spec is None:
+        return []
+    found = []
+    for name in PARTS:
+        if _raw(a.spec, name) == _raw(b.spec, name):
+            continue
+        one, other = part_of(a.spec, name), part_of(b.spec, name)
+        if name == "vocabulary":
+            one, other = (_without(part, {**a.added, **b.added}) for part in (one, other))
+        if name == "settings":
+            keys = {*one, *other}
+            one, other = ({k: part.get(k, _DEFAULTS.get(k)) for k in keys} for part in (one, other))
+        if one != other and not _does_the_same(name, one, other, a.spec, b.spec):
+            found.append(name)
+    return found
+
+
+def _does_the_same(name: str, one: Any, other: Any, a: Spec, b: Spec) -> bool:
+    """Return True if it is proven that a part written in two ways changes neither ids nor text."""
+    if name == "merges":
+        return not any(_PREFIXES & {key for key, value in spec["model"].items() if value} for spec in (a, b)) and (
+            same_merges(one, other)
+        )
+    if name == "settings":
+        if {key for key in one if one[key] != other[key]} != {"ignore_merges"}:
+            return False
+        merges = [part_of(spec, "merges") for spec in (a, b)]
+        fewer = min(merges, key=len)
+        return makes_whole_vocabulary(a["model"], fewer) and (merges[0] == merges[1] or same_merges(*merges))
+    return bool(_loaded(one, name) == _loaded(other, name))
+
+
+def _raw(spec: Spec, name: str) -> Any:
+    model: Spec = spec["model"]
+    match name:
+        case "settings":
+            return {key: value for key, value in model.items() if key not in ("vocab", "merges")}
+        case "merges":
+            return model.get("merges")
+        case "vocabulary":
+            return model["vocab"]
+    return spec.get(name)
+
+
+def _without(vocab: Any, added: Mapping[str, BackendToken]) -> Any:
+    """Return a vocabulary without added tokens, since only some list them."""
+    return {token: i for token, i in vocab.items() if token not in added} if isinstance(vocab, Mapping) else vocab
+
+
+def with_part(spec: Spec, name: str, other: Spec) -> dict[str, Any]:
+    """Return a tokenizer.json with one part of another one."""
+    model, theirs = spec["model"], other["model"]
+    big = ("vocab", "merges")
+    match name:
+        case "settings":
+            kept = {key: model[key] for key in big if key in model}
+            return {**spec, "model": {**{k: v for k, v in theirs.items() if k not in big}, **kept}}
+        case "merges":
+            return {**spec, "model": {**model, "merges": theirs.get("merges", [])}}
+        case "vocabulary":
+            taken = {key: theirs[key] for key in big if key in theirs}
+            return {**spec, "model": {**model, **taken}}
+    return {**spec, name: other.get(name)}
+
+
+def same_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> bool:
+    """Return True if both lists, without the merges that one alone has and never applies, are the same."""
+    if lacking_merges(ours, theirs):
+        return False
+    common = set(ours) & set(theirs)
+    return [merge for merge in ours if merge in common] == [merge for merge in theirs if merge in common]
+
+
+def lacking_merges(ours: Sequence[Merge], theirs: Sequence[Merge]) -> list[Merge]:
+    """Return the merges that one list applies and the other does not have."""
+    found: list[Merge] = []
+    for own, other in ((ours, theirs), (theirs, ours)):
+        common, ranks = set(other), _ranks(own)
+        found += [merge for merge in own if merge not in common and _applied(merge, ranks)]
+    return found
+
+
+def makes_whole_vocabulary(model: Mapping[str, Any], merges: Sequence[Merge]) -> bool:
+    """Return True if merging makes each token of a vocabulary out of its text, so that `ignore_merges` changes none."""
+    if not isinstance(model["vocab"], Mapping):
+        return False
+    missing = {token for token in model["vocab"] if len(token) > 1} - {"".join(merge) for merge in merges}
+    ranks = _ranks(merges)
+    made = {"".join(merge) for merge in merges if _applied(merge, ranks)} if not missing else set()
+    return not missing and all(len(token) == 1 or token in made for token in model["vocab"])
+
+
+def _ranks(merges: Sequence[Merge]) -> dict[Merge, int]:
+    return {merge: rank for rank, merge in reversed(list(enumerate(merges)))}
+
+
+def _applied(merge: Merge, ranks: Mapping[Merge, int]) -> bool:
+    """Return True if the last step of merging a merge's own text is that merge."""
+    parts = list("".join(merge))
+    while len(parts) > 2:
+        pairs = [ranks.get(pair, inf) for pair in pairwise(parts)]
+        first = min(pairs)
+        if first == inf:
+            return False
+        at = pairs.index(first)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return tuple(parts) == merge
+
+
+def with_tokens(spec: Spec, other: Spec, tokens: Sequence[str]) -> dict[str, Any]:
+    """Return a tokenizer.json with these added tokens as the other one has them, or without those that it lacks."""
+    kept = [token for token in spec.get("added_tokens") or () if token["content"] not in tokens]
+    taken = [token for token in other.get("added_tokens") or () if token["content"] in tokens]
+    return {**spec, "added_tokens": sorted([*kept, *taken], key=lambda token: token["id"])}
+
+
+def part_words(name: str, a: BackendFacts, b: BackendFacts) -> str:
+    """Return in words how two backends differ in a part."""
+    one, other = part_of(a.spec or {}, name), part_of(b.spec or {}, name)
+    if name in ("merges", "vocabulary"):
+        return f"the {name} {'differ' if name == 'merges' else 'differs'}: {_entries_apart(one, other)}"
+    if name == "settings":
+        changed = ", ".join(f"{key}={pair[0]} against {pair[1]}" for key, pair in unlike(one, other).items())
+        return f"the model settings differ: {changed}"
+    return f"the {PARTS[name]} is {brief(one)} in A and {brief(other)} in B"
+
+
+def _entries_apart(one: Any, other: Any) -> str:
+    """Return in words how two lists of merges, or two vocabularies, differ: how many entries, and the first."""
+    counts = f"{len(one)} entries in A, {len(other)} in B"
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        changed = unlike(one, other)
+        if not changed:
+            return counts
+        entry, pair = next(iter(changed.items()))
+        ids = ["not there" if number is None else number for number in pair]
+        return f"{counts}; {len(changed)} differ, as {entry!r}: {ids[0]} in A, {ids[1]} in B"
+    at = first_difference(one, other)
+    said = [repr(" ".join(map(str, part[at]))) if at < len(part) else "none" for part in (one, other)]
+    return f"{counts}; the first that differs, at {at}, is {said[0]} in A and {said[1]} in B"
+
+
+def unlike_tokens(a: BackendFacts, b: BackendFacts) -> dict[str, tuple[str, ...]]:
+    """Return the added tokens that differ between the backends, by the difference."""
+    found: dict[str, list[str]] = {}
+    plain = all(side.spec is not None and part_of(side.spec, "normalizer") is None for side in (a, b))
+    for content in {**a.added, **b.added}:
+        one, other = a.added.get(content), b.added.get(content)
+        if plain and one and other and one != other and not _overlaps(content, {*a.added, *b.added}):
+            one = replace(one, normalized=other.normalized)  # nothing is normalized
+        if one is None or other is None:
+            found.setdefault(f"not in {'A' if one is None else 'B'}", []).append(content)
+        elif one != other:
+            found.setdefault("ids" if one.id != other.id else _flags(one, other), []).append(content)
+    return {said: tuple(tokens) for said, tokens in found.items()}
+
+
+def _overlaps(token: str, others: Iterable[str]) -> bool:
+    """Return True if a text may spell a token and another one in the same place."""
+    return any(
+        token in other
+        or other in token
+        or any(token[-n:] == other[:n] or other[-n:] == token[:n] for n in range(1, min(len(token), len(other))))
+        for other in others
+        if other != token
+    )
+
+
+def _flags(one: BackendToken, other: BackendToken) -> str:
+    names = [name for name in BackendToken.__dataclass_fields__ if getattr(one, name) != getattr(other, name)]
+    return ", ".join(f"{name}={getattr(one, name)} against {getattr(other, name)}" for name in names)
+
+
+def added_words(tokens: Sequence[str], a: BackendFacts, b: BackendFacts) -> str:
+    """Return in words how these added tokens, which all differ in the same way, differ."""
+    token, more = tokens[0], len(tokens) - 1
+    one, other = a.added.get(token), b.added.get(token)
+    if one is None or other is None:
+        have, lack = ("B", "A") if one is None else ("A", "B")
+        are = f" and {more} more are added tokens" if more else " is an added token"
+        return f"{token!r}{are} of {have} and not of {lack}, which reads it as text"
+    named = f"the added token {token!r}" + (f" (and of {more} more)" if more else "")
+    if one.id != other.id:
+        return f"the id of {named} is {one.id} in A and {other.id} in B"
+    return f"the flags of {named} differ: {_flags(one, other)}"
+
+
+def brief(part: Any) -> str:
+    """Return a part of a tokenizer.json in a few words."""
+    if part is None:
+        return "none"
+    steps = next((part[key] for key in ("normalizers", "pretokenizers", "processors", "decoders") if key in part), None)
+    if steps is not None:
+        return " + ".join(map(brief, steps)) or "none"
+    said = [_argument(key, value) for key, value in part.items() if key != "type" and value not in (None, False, "")]
+    short = ", ".join(filter(None, said))
+    return f"{part['type']}({short})" if short else str(part["type"])
+
+
+def _argument(key: str, value: Any) -> str:
+    if key in ("trim_offsets", "behavior", "special_tokens", "pair"):
+        return ""
+    if isinstance(value, Mapping):
+        value = next(iter(value.values()), "")
+        if value in SPLIT_NAMES:
+            return f"as {SPLIT_NAMES[value]}"
+    text = str(value)
+    return f"{key}={text if len(text) <= 60 else text[:57] + '...'}"
