@@ -85,6 +85,11 @@ def test_loss_and_gradient_are_those_of_trl(given: list[Given], correction: str,
     model = trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     inputs = trainer._generate_and_score_completions([{"prompt": str(n // GROUP)} for n in range(len(given))])
+    if correction != "none":
+        # Some ratios reach the limit, and some do not.
+        ratios = inputs["importance_sampling_ratio"]
+        limited = ratios == (0 if correction == "sequence_mask" else 3)
+        assert limited.any() and ((ratios > 0) & (ratios < 3)).any(), ratios
     expected = trainer._compute_loss(model, inputs)
     expected.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
