@@ -17,8 +17,8 @@ from tokentape._session import verdict
 from tokentape._settings import env_name
 from tokentape.config import SECRETS, settings
 from tokentape.gateway._app import create_app
-from tokentape.gateway._metrics import Metrics
 from tokentape.gateway._openapi import ApiRoute
+from tokentape.gateway._telemetry import Metrics
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 

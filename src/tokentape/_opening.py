@@ -29,9 +29,8 @@ from tokentape.engines._image_processor import find_image_processor
 from tokentape.engines._remote import RemoteEngine
 from tokentape.errors import EngineError, InvalidRequest
 from tokentape.gateway._app import create_app
-from tokentape.gateway._drain import Drain
-from tokentape.gateway._telemetry import Telemetry
-from tokentape.gateway._tracing import OpenTelemetrySpans
+from tokentape.gateway._limits import Drain
+from tokentape.gateway._telemetry import OpenTelemetrySpans, Telemetry
 from tokentape.gateway._turns import Turns
 from tokentape.store import Store
 from tokentape.store._served_model import ServedModel

@@ -15,7 +15,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from tokentape.config import settings
-from tokentape.gateway._metrics import Metrics
+from tokentape.gateway._telemetry import Metrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tokentape.config import resolve
-from tokentape.gateway._metrics import Metrics
+from tokentape.gateway._telemetry import Metrics
 
 PAGE = (Path(__file__).parents[2] / "docs/how-to/run-in-production.md").read_text(encoding="utf-8")
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from real import MODEL, served
+from tests.gateway.scripted import run_turn
 
 from tokentape.chat._renderer import Renderer
 from tokentape.engines import open_engine
@@ -117,7 +118,7 @@ def record(
             for text in (question.format(number), "Again?"):
                 messages.append({"role": "user", "content": text})
                 request = TurnRequest(f"s{number}", tuple(messages), (), {}, replace(params, seed=number))
-                (done,) = [event async for event in turns.run_turn(request) if isinstance(event, TurnDone)]
+                (done,) = [event async for event in run_turn(turns, request) if isinstance(event, TurnDone)]
                 messages.append(done.turn.reply)
 
         try:

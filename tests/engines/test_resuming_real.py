@@ -26,6 +26,7 @@ import pytest
 from openai import AsyncOpenAI
 from real import MODEL, Opening, load_forward, served
 from starlette.types import ASGIApp
+from tests.gateway.scripted import run_turn
 
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import EngineInfo, SampleDelta, SamplingParams
@@ -162,7 +163,7 @@ async def ask_all(turns: Turns, asked: Sequence[Asked], at_once: int, name: str)
             request = TurnRequest(session, (message,), (), {}, asked[index].sampling, stream=True)
             try:
                 async with room:
-                    (turn,) = [event.turn async for event in turns.run_turn(request) if isinstance(event, TurnDone)]
+                    (turn,) = [event.turn async for event in run_turn(turns, request) if isinstance(event, TurnDone)]
                     return turn
             except EngineAborted:
                 continue

@@ -24,7 +24,7 @@ import tokentape.demo
 from tests.external import ledger, suites
 from tests.external.pairs import load_pair, setup_for
 from tests.external.replay import DIFFERENT, EQUAL, SKIPPED, Outcome, as_sent
-from tests.gateway.scripted import ScriptedEngine
+from tests.gateway.scripted import ScriptedEngine, run_turn
 from tests.records import make_chain, make_turn
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
@@ -84,7 +84,7 @@ def taken(calls: Sequence[tuple[list[int], Answer, *tuple[Answer, ...]]]) -> tup
                     ignore_eos=True,
                 )
                 try:
-                    async for _ in turns.run_turn(request):
+                    async for _ in run_turn(turns, request):
                         pass
                 except TokentapeError as error:
                     engine.failures.append(str(error))

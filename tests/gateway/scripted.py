@@ -5,11 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import fields
 
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import EngineInfo, SampleDelta, SamplingParams
+from tokentape.gateway._events import TurnEvent, TurnRequest
+from tokentape.gateway._turns import Turns
 from tokentape.types import TokenIds
+
+
+async def run_turn(turns: Turns, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
+    """Yield the events of a call; closing the iterator leaves the call."""
+    async with aclosing(await turns.begin(request)) as events:
+        async for event in events:
+            yield event
 
 
 class ScriptedEngine:

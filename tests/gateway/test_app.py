@@ -36,6 +36,15 @@ def test_wrong_method_is_a_405_in_json(gateway_url: str) -> None:
     assert answer.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize(("path", "anthropic"), [("chat/completions", False), ("messages", True)])
+def test_errors_have_the_shape_of_their_path_whatever_the_session_is_called(
+    gateway_url: str, path: str, anthropic: bool
+) -> None:
+    reply = httpx2.post(f"{gateway_url}/sessions/messages/v1/{path}", json={"stream": 7})
+    assert reply.status_code == 400
+    assert ("type" in reply.json()) == anthropic
+
+
 @pytest.mark.parametrize("prefix", ["", "/sessions/s"])
 def test_models_name_the_one_that_is_served(gateway_url: str, turns: Turns, prefix: str) -> None:
     (model,) = httpx2.get(f"{gateway_url}{prefix}/v1/models").json()["data"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.scripted import ScriptedEngine
+from tests.gateway.scripted import ScriptedEngine, run_turn
 from tests.gateway.test_metrics import samples
 from tokentape._session.verdict import BRIDGE_CHECKED, BRIDGE_DUE, BRIDGE_SKIPPED
 from tokentape.chat import _certificate_cache as certificate_cache
@@ -58,7 +58,7 @@ class Talk:
         messages = self.messages.setdefault(session, [])
         messages += new
         request = TurnRequest(session, tuple(messages), TOOLS, {}, SamplingParams(max_tokens=0), n=n)
-        turns = [event.turn async for event in self.turns.run_turn(request) if isinstance(event, TurnDone)]
+        turns = [event.turn async for event in run_turn(self.turns, request) if isinstance(event, TurnDone)]
         messages.append(turns[0].reply)
         return turns
 

@@ -12,7 +12,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from tests.gateway.scripted import ScriptedEngine
+from tests.gateway.scripted import ScriptedEngine, run_turn
 from tests.waiting import PATIENCE
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import CAPTURED, ChatCall, SampleDelta, SamplingParams
@@ -93,7 +93,7 @@ def converse(turns: Turns, questions: Sequence[str], n: int = 1) -> list[Turn]:
         for question in questions:
             messages.append(user(question))
             request = TurnRequest("s", tuple(messages), (), {}, SamplingParams(max_tokens=0), n=n)
-            taken += [event.turn async for event in turns.run_turn(request) if isinstance(event, TurnDone)]
+            taken += [event.turn async for event in run_turn(turns, request) if isinstance(event, TurnDone)]
             messages.append(taken[-1].reply)
         return taken
 
@@ -169,7 +169,7 @@ def test_a_prompt_of_ids_is_sent_as_it_is(turns: Turns, server: RenderingServer)
     async def main() -> Turn:
         prompt = np.array([5, 6, 7], np.int32)
         request = TurnRequest("s", (), (), {}, SamplingParams(max_tokens=0), prompt_ids=prompt)
-        (turn,) = [event.turn async for event in turns.run_turn(request) if isinstance(event, TurnDone)]
+        (turn,) = [event.turn async for event in run_turn(turns, request) if isinstance(event, TurnDone)]
         return turn
 
     turn = asyncio.run(main())
@@ -201,7 +201,7 @@ def test_a_call_that_is_left_while_the_server_samples_is_aborted_there(turns: Tu
 
     async def main() -> None:
         request = TurnRequest("s", (user("a"),), (), {}, SamplingParams(max_tokens=0), stream=True)
-        async with aclosing(turns.run_turn(request)) as events:
+        async with aclosing(run_turn(turns, request)) as events:
             async for _ in events:
                 if server.stalled.is_set():
                     break
@@ -224,7 +224,7 @@ def test_a_call_that_was_begun_and_can_not_be_placed_is_closed(
     async def main() -> int:
         request = TurnRequest("s", (user("a"),), (), {}, SamplingParams(max_tokens=0))
         with pytest.raises(EngineUnavailable, match="injected"):
-            await anext(turns.run_turn(request))
+            await anext(run_turn(turns, request))
         return server.ended
 
     assert asyncio.run(main()) == 1

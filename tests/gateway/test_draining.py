@@ -15,7 +15,7 @@ from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway._app import create_app
-from tokentape.gateway._drain import Drain
+from tokentape.gateway._limits import Drain
 from tokentape.gateway._serve import running, serve
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore

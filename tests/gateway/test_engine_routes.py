@@ -13,9 +13,9 @@ from tests.gateway.scripted import ScriptedEngine
 from tests.waiting import PATIENCE, calls_of
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway._app import create_app
-from tokentape.gateway._gate import Gate
 from tokentape.gateway._keys import Keys
 from tokentape.gateway._limits import Limits
+from tokentape.gateway._pausing import Gate
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore

@@ -10,8 +10,8 @@ import pytest
 
 from tests.gateway.test_sessions import USER, take_turn, two_branches
 from tokentape._session.jsonl import trajectory_from_json
-from tokentape.gateway import _feedback as feedback
-from tokentape.gateway._feedback import BINARY
+from tokentape.gateway import _sessions as feedback
+from tokentape.gateway._openapi import BINARY
 from tokentape.store import SqliteStore
 from tokentape.types import Trajectory
 

@@ -19,6 +19,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.gateway._app import create_app
 from tokentape.gateway._prefix import ParsedPrefix, RequestBody
 from tokentape.gateway._serve import running
+from tokentape.gateway._session_cache import SessionCache
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
 
@@ -141,17 +142,17 @@ def test_sessions_are_recorded_alike_whether_beginnings_are_known_or_not(
         lambda replies: {"messages": history(replies, 3, replies[3], user), "tools": TOOLS, "max_tokens": 99},
         lambda replies: {"messages": history(replies, 2, assistant, user), "tools": TOOLS},
     ]
-    known, counted = Turns.prefixes, []
+    known, counted = SessionCache.prefixes, []
 
-    def counting(self: Turns, session_id: str, owner: str) -> Any:
+    def counting(self: SessionCache, session_id: str, owner: str) -> Any:
         counted.append(len(known(self, session_id, owner)))
         return known(self, session_id, owner)
 
-    monkeypatch.setattr(Turns, "prefixes", counting)
+    monkeypatch.setattr(SessionCache, "prefixes", counting)
     with SqliteStore.open(tmp_path / "known") as store:
         told = recorded(renderer, store, follow_ups)
     assert max(counted) == 4
-    monkeypatch.setattr(Turns, "prefixes", lambda *_: ())
+    monkeypatch.setattr(SessionCache, "prefixes", lambda *_: ())
     with SqliteStore.open(tmp_path / "read") as store:
         assert recorded(renderer, store, follow_ups) == told
     assert [parent for parent, _, _ in told[:4]] == [None, 0, 1, 2]

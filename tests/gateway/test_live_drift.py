@@ -11,12 +11,10 @@ from tests.gateway.scripted import ScriptedEngine
 from tests.gateway.test_metrics import ask, samples
 from tokentape.audit._tokendiff import Retokenizer
 from tokentape.chat._renderer import Renderer
-from tokentape.gateway import _live_drift as live_drift
+from tokentape.gateway import _telemetry as live_drift
 from tokentape.gateway._app import create_app
-from tokentape.gateway._live_drift import LiveDrift
-from tokentape.gateway._metrics import Metrics
 from tokentape.gateway._serve import running
-from tokentape.gateway._telemetry import Telemetry
+from tokentape.gateway._telemetry import LiveDrift, Metrics, Telemetry
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
 from tokentape.types import TokenIds

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gateway.scripted import ScriptedEngine
+from tests.gateway.scripted import ScriptedEngine, run_turn
 from tokentape._session.arrow import read_parquet, write_parquet
 from tokentape._session.jsonl import read_jsonl, write_jsonl
 from tokentape.chat._renderer import Renderer
@@ -58,7 +58,7 @@ def forked_session(engine: ScriptedEngine, renderer: Renderer, store: SqliteStor
 
     async def say(*messages: Any, n: int = 1) -> list[Turn]:
         request = TurnRequest("s", messages, (), {}, SamplingParams(max_tokens=0), n=n)
-        return [event.turn async for event in turns.run_turn(request) if isinstance(event, TurnDone)]
+        return [event.turn async for event in run_turn(turns, request) if isinstance(event, TurnDone)]
 
     async def main() -> None:
         (first,) = await say(user("a"))

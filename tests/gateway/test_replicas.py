@@ -22,8 +22,8 @@ from tokentape._session.tree import UNREAD, unread_turns
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway import _pausing as pausing
 from tokentape.gateway._app import create_app
-from tokentape.gateway._gate import Gate
 from tokentape.gateway._limits import Limits
+from tokentape.gateway._pausing import Gate
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore, Store, verify
@@ -192,6 +192,24 @@ def test_a_retry_at_another_gateway_takes_back_a_mark_made_meanwhile(replicas: l
     second.ask([QUESTION], headers={"idempotency-key": "k"})
     until(lambda: not second.turns.unread._writing)
     assert unread_turns(first.store.load_session("s").events) == set()
+
+
+@pytest.mark.parametrize("unread", [True, False])
+def test_columns_follow_a_mark_that_another_gateway_made_or_took_back(replicas: list[Replica], unread: bool) -> None:
+    """Turn 1 begins the earlier branch, which trains turn 0 too; if no client read it, the branch of turn 2 does."""
+    first, second = replicas
+    asked: list[Any] = [QUESTION]
+    asked.append(reply_of(first.ask(asked)))
+    for more in ("Go on.", "Stop."):
+        first.ask([*asked, {"role": "user", "content": more}])
+    marks = [Event("s", 1, UNREAD, {"unread": mark}, time.time()) for mark in (not unread, unread)]
+    asyncio.run(first.store.write(marks[0]))
+    assert second.get("/sessions/s/trajectories")["data"]
+    asyncio.run(first.store.write(marks[1]))
+    leaf = next(one for one in second.get("/sessions/s")["leaves"] if one["turn"] == 2)
+    body = {"leaf": 2, "columns": {"advantages": [0.5] * leaf["tokens"]}}
+    written = httpx2.post(f"{second.url}/sessions/s/columns", json=body, timeout=PATIENCE)
+    assert written.json()["turns"] == ([0, 2] if unread else [2]), written.text
 
 
 def test_a_session_that_is_deleted_elsewhere_is_gone_here(replicas: list[Replica]) -> None:

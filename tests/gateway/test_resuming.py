@@ -12,6 +12,7 @@ import httpx2
 import numpy as np
 import pytest
 
+from tests.gateway.scripted import run_turn
 from tests.waiting import PATIENCE
 from tokentape._session.verdict import verdict
 from tokentape.chat._renderer import Renderer
@@ -167,7 +168,7 @@ async def take(
     request = TurnRequest(session, ({"role": "user", "content": "a"},), (), {}, sampling, n=n, stream=stream)
     told = ""
     try:
-        async for event in turns.run_turn(request):
+        async for event in run_turn(turns, request):
             if isinstance(event, TurnDelta) and event.choice == 0:
                 told += event.reply.reasoning + event.reply.content
             elif isinstance(event, TurnDone) and event.choice == 0:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gateway.scripted import run_turn
+from tokentape._session.tree import NO_IDS
 from tokentape._supports import SUPPORTS, kept_ids, pack
 from tokentape.chat._parse import ReplyDelta
 from tokentape.chat._renderer import Renderer
@@ -38,7 +40,7 @@ def two_turns(
         for text in ("What is 2+2?", "Sure?"):
             messages.append({"role": "user", "content": text})
             request = TurnRequest("s", tuple(messages), (), {}, params)
-            (done,) = [event async for event in turns.run_turn(request) if isinstance(event, TurnDone)]
+            (done,) = [event async for event in run_turn(turns, request) if isinstance(event, TurnDone)]
             messages.append(done.turn.reply)
 
     asyncio.run(main())
@@ -114,7 +116,7 @@ def test_truncation_without_all_supports_shows_in_the_verdict(
 
 def test_tokens_without_a_support_have_no_bytes_once_one_is_reported_and_nothing_before() -> None:
     reader: Any = SimpleNamespace(feed=lambda ids: ReplyDelta())
-    choice = Choice(0, TRUNCATED, reader)
+    choice = Choice(0, TRUNCATED, reader, reader, NO_IDS)
     found = []
     for supports in ((), (b"a", b"b"), ()):
         choice.append(SampleDelta((1, 2), (-1.0, -1.0), supports=supports))

@@ -12,11 +12,10 @@ from tests.gateway.scripted import ScriptedEngine
 from tests.imports import loaded
 from tokentape.chat._renderer import Renderer
 from tokentape.errors import EngineTimeout, InvalidRequest
-from tokentape.gateway import _tracing as tracing
+from tokentape.gateway import _telemetry as tracing
 from tokentape.gateway._app import create_app
 from tokentape.gateway._serve import running
-from tokentape.gateway._telemetry import Telemetry
-from tokentape.gateway._tracing import OpenTelemetrySpans
+from tokentape.gateway._telemetry import OpenTelemetrySpans, Telemetry
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
 

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.gateway.scripted import ScriptedEngine
+from tests.gateway.scripted import ScriptedEngine, run_turn
 from tokentape._session.tree import Session
 from tokentape.chat._renderer import PromptTokens, Renderer
 from tokentape.chat._splice import History, StopMismatch
@@ -54,7 +54,7 @@ class Talk:
 
     async def _say(self, messages: Sequence[Any], n: int, tools: tuple[Any, ...], session: str) -> list[Turn]:
         request = TurnRequest(session, tuple(messages), tools, {}, SamplingParams(max_tokens=0), n=n)
-        return [event.turn async for event in self.turns.run_turn(request) if isinstance(event, TurnDone)]
+        return [event.turn async for event in run_turn(self.turns, request) if isinstance(event, TurnDone)]
 
     def recorded(self) -> tuple[Turn, ...]:
         return self.store.load_session("s").turns
@@ -257,7 +257,7 @@ def test_a_call_has_not_ended_before_what_was_sampled_of_it_is_recorded(
 
         monkeypatch.setattr(SqliteStore, "write", slow)
         request = TurnRequest("s", (user("a"),), (), {}, SamplingParams(max_tokens=0), stream=True)
-        events = talk.turns.run_turn(request)
+        events = run_turn(talk.turns, request)
         for _ in range(3):
             await anext(events)
         if fail_after is None:

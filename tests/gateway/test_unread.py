@@ -27,9 +27,8 @@ from tokentape.gateway._http import EventStream
 from tokentape.gateway._in_flight_call import InFlightCall
 from tokentape.gateway._limits import Limits
 from tokentape.gateway._serve import running
-from tokentape.gateway._session_cache import SessionCache
+from tokentape.gateway._session_cache import SessionCache, UnreadMarks
 from tokentape.gateway._turns import Turns
-from tokentape.gateway._unread import UnreadMarks
 from tokentape.store import Record, SqliteStore
 from tokentape.types import Event, Turn
 
@@ -91,7 +90,7 @@ class Served:
             if tokens is not None:
                 stream.close()
         if tokens is not None:
-            opened = self.turns._sessions.in_memory(session_id)
+            opened = self.turns.sessions.in_memory(session_id)
             assert opened is not None
             until(lambda: not any(call._readers for call in opened.calls))
             self.store.go_on.set()

@@ -11,11 +11,11 @@ import pytest
 
 from tests.waiting import PATIENCE
 from tokentape.errors import InvalidRequest
-from tokentape.gateway._workers import bind
+from tokentape.gateway._workers import bind_all
 
 
 def test_connections_go_to_all_sockets_of_one_port() -> None:
-    url, sockets = bind("127.0.0.1", 0, 2, has_keys=False)
+    url, sockets = bind_all("127.0.0.1", 0, 2, has_keys=False)
     port = int(url.rpartition(":")[2])
     assert {one.getsockname()[1] for one in sockets} == {port}
     reached = set()
@@ -36,18 +36,18 @@ def test_connections_go_to_all_sockets_of_one_port() -> None:
 
 def test_a_port_that_the_workers_of_another_gateway_have_is_refused() -> None:
     """Sockets that share a port would share it with those of another gateway too: its clients would come to us."""
-    url, sockets = bind("127.0.0.1", 0, 2, has_keys=False)
+    url, sockets = bind_all("127.0.0.1", 0, 2, has_keys=False)
     for one in sockets:
         one.listen()
     with pytest.raises(OSError, match="in use"):
-        bind("127.0.0.1", int(url.rpartition(":")[2]), 2, has_keys=False)
+        bind_all("127.0.0.1", int(url.rpartition(":")[2]), 2, has_keys=False)
     for one in sockets:
         one.close()
 
 
 def test_without_keys_workers_serve_this_machine_alone() -> None:
     with pytest.raises(InvalidRequest, match="no API keys"):
-        bind("0.0.0.0", 0, 2, has_keys=False)
+        bind_all("0.0.0.0", 0, 2, has_keys=False)
 
 
 @pytest.mark.slow

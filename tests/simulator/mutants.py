@@ -53,14 +53,14 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "    return set()",
     ),
     "a retry takes no mark back": (
-        "gateway/_unread.py",
+        "gateway/_session_cache.py",
         "if (seq in marked) != unread)",
         "if (seq in marked) < unread)",
     ),
     "answers are forgotten when a session is loaded": (
         "gateway/_session_cache.py",
-        "        self._answers[answer.reply_id] = answer\n",
-        "        if time.time() - answer.created_at < 0.5:\n            self._answers[answer.reply_id] = answer\n",
+        "        self.answers[answer.reply_id] = answer\n",
+        "        if time.time() - answer.created_at < 0.5:\n            self.answers[answer.reply_id] = answer\n",
     ),
     "aborted turns are trained": (
         "_session/tree.py",

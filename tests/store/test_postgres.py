@@ -209,7 +209,7 @@ def test_a_migration_that_is_killed_at_any_statement_is_undone_and_made_by_who_o
     for change in (
         f"DROP TABLE {name}.events, {name}.record_log",
         f"ALTER TABLE {name}.snapshot_sessions DROP COLUMN last_event",
-        *(f"ALTER TABLE {name}.turns DROP COLUMN {column.name}" for column in schema._SINCE_4[1:]),
+        *(f"ALTER TABLE {name}.turns DROP COLUMN {column.name}" for column in schema.COLUMNS_SINCE_4[1:]),
         f"UPDATE {name}.meta SET value = '3' WHERE key = 'schema_version'",
     ):
         postgres.execute(change)

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from tests.gateway.scripted import ScriptedEngine
+from tests.gateway.scripted import ScriptedEngine, run_turn
 from tests.waiting import PATIENCE
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine):
     async def hear(self, call: Call, *, retried: bool = False) -> Told:
         """Take a call and read its events to the end."""
         told = Told()
-        async with aclosing(self.turns.run_turn(call.request(retried=retried))) as events:
+        async with aclosing(run_turn(self.turns, call.request(retried=retried))) as events:
             async for event in events:
                 match event:
                     case TurnStarted():
@@ -341,7 +341,7 @@ class Machine(RuleBasedStateMachine):
 
         async def leave(*, retried: bool) -> None:
             deltas = 0
-            async with aclosing(self.turns.run_turn(call.request(retried=retried))) as events:
+            async with aclosing(run_turn(self.turns, call.request(retried=retried))) as events:
                 async for event in events:
                     deltas += isinstance(event, TurnDelta)
                     if deltas == after * call.n:
@@ -515,7 +515,7 @@ class Machine(RuleBasedStateMachine):
 
     async def idle(self) -> None:
         """Return when no call is under way."""
-        await self.until(lambda: not any(opened.flights for opened in self.turns._sessions))
+        await self.until(lambda: not any(opened.flights for opened in self.turns.sessions))
 
     async def until(self, holds_now: Callable[[], bool]) -> None:
         """Let the event loop run until something holds."""

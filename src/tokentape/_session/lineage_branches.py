@@ -15,7 +15,7 @@ from tokentape._session.tree import Session
 from tokentape.types import Message, SessionInfo, Turn
 
 CLIENT = "client"
-"""The note of a turn, in `Turn.sampling`, with what the harness's headers said; see `gateway._client_headers`."""
+"""The note of a turn, in `Turn.sampling`, with what the harness's headers said; see `gateway._endpoint`."""
 
 WINDOW = 256
 """Turns before a branch that its texts are compared with."""

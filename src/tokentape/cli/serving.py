@@ -21,11 +21,11 @@ from tokentape._opening import model_name, open_app, open_renderer, served_model
 from tokentape.chat._renderer import Renderer
 from tokentape.config import ServeConfig
 from tokentape.errors import InvalidRequest, TokentapeError
-from tokentape.gateway._drain import Drain
+from tokentape.gateway._limits import Drain
 from tokentape.gateway._logs import logging_to
-from tokentape.gateway._metrics import COUNTED_TOGETHER
 from tokentape.gateway._serve import serve as run_server
-from tokentape.gateway._workers import Supervisor, bind
+from tokentape.gateway._telemetry import COUNTED_TOGETHER
+from tokentape.gateway._workers import Supervisor, bind_all
 from tokentape.store import Store
 from tokentape.store._location import note_served_model, open_record, shown
 from tokentape.store._lock import DirectoryLock, InterprocessLock
@@ -62,7 +62,7 @@ def serve_with_workers(config: ServeConfig) -> None:
         with _store(config) as store:
             asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
         with _port_taken(config):
-            url, listeners = bind(config.host, config.port, config.workers, has_keys=bool(config.all_keys()))
+            url, listeners = bind_all(config.host, config.port, config.workers, has_keys=bool(config.all_keys()))
         for listener in listeners:
             held.callback(listener.close)
         counts = held.enter_context(tempfile.TemporaryDirectory(prefix="tokentape-metrics-"))

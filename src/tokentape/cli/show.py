@@ -15,7 +15,7 @@ from tokentape.cli.source import open_source
 from tokentape.cli.transcript import transcript
 from tokentape.errors import NotFound
 from tokentape.store import Store
-from tokentape.store._lineage import lineage_of
+from tokentape.store._reads import lineage_of
 from tokentape.store._served_model import served_tokenizer
 
 

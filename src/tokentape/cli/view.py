@@ -18,7 +18,7 @@ from tokentape._durable import write_durably
 from tokentape.cli.arguments import existing_folder, flag, new_file, option, record_or_file
 from tokentape.cli.source import open_source
 from tokentape.errors import InvalidRequest
-from tokentape.gateway._hosts import THIS_MACHINE, AllowedHosts
+from tokentape.gateway._access import THIS_MACHINE, AllowedHosts
 from tokentape.gateway._serve import serve
 from tokentape.store._location import refuse_output
 from tokentape.viewer._app import create_app, file_viewer, key_visit, store_viewer

@@ -11,21 +11,22 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import ExitStack, aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tokentape.errors import TokentapeError
-from tokentape.gateway._drain import Drain
-from tokentape.gateway._events import TurnDone, TurnEvent
+from tokentape.errors import Forbidden, TokentapeError
+from tokentape.gateway._events import SampleEvent, TurnDone, TurnEvent, TurnStarted
 from tokentape.gateway._http import error_response, unexpected
+from tokentape.gateway._limits import Drain
 from tokentape.gateway._telemetry import Telemetry
 
 REQUEST_ID = "X-Request-Id"
@@ -35,6 +36,12 @@ PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request in progress, for every line logged meanwhile."""
+
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+"""Names by which only programs on this machine reach it."""
+
+ANY = "*"
+"""Allows every host name."""
 
 _KEY = "tokentape.request_log"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -62,15 +69,17 @@ class RequestLog:
     status: int = 0
     """Of the response, once it has begun."""
 
-    async def follow(self, first: TurnEvent, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[TurnEvent]:
+    async def follow(self, first: TurnEvent, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[SampleEvent]:
         """Yield `first` and then `events`; note their turns, and the error if one ends them."""
         async with aclosing(events):
             try:
-                yield first
-                async for event in events:
+                event: TurnEvent | None = first
+                while event is not None:
+                    assert not isinstance(event, TurnStarted)
                     if isinstance(event, TurnDone):
                         self.turns.append(event.turn.seq)
                     yield event
+                    event = await anext(events, None)
             except TokentapeError as error:
                 self.error = error.code
                 raise
@@ -98,7 +107,6 @@ class AccessMiddleware:
         self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request and log it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -155,8 +163,7 @@ class AccessMiddleware:
                     "error": line.error,
                     "client_left": left,
                 }
-                attributes["http.request.method"] = scope["method"]
-                attributes["http.route"] = route
+                attributes |= {"http.request.method": scope["method"], "http.route": route}
                 attributes["http.response.status_code"] = line.status
                 _log.log(
                     logging.DEBUG if route in PROBES else logging.INFO,
@@ -172,3 +179,35 @@ class AccessMiddleware:
         if path is not None:
             return path
         return next((route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE), _UNMATCHED)
+
+
+class AllowedHosts:
+    """Answers 403 to requests for other hosts, and to those that a browser sends for a page of another host.
+
+    A page of a stranger can point a name of its own at 127.0.0.1 (DNS rebinding), which its `Host` gives away; or send
+    a request across sites, which its `Origin` gives away. Ports don't count.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app = app
+        self._hosts = frozenset(host.lower().strip("[]") for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._allowed(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        refusal = Forbidden(
+            "this gateway does not answer to that Host, or for pages of that Origin; name the host in allowed_hosts"
+        )
+        await error_response(refusal)(scope, receive, send)
+
+    def _allowed(self, headers: Headers) -> bool:
+        host, origin = headers.get("host"), headers.get("origin")
+        return (host is None or _host(f"//{host}") in self._hosts) and (origin is None or _host(origin) in self._hosts)
+
+
+def _host(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None

@@ -21,19 +21,17 @@ from tokentape._version import __version__
 from tokentape.engines._base import UNVERIFIED
 from tokentape.errors import Forbidden, NotFound, TokentapeError
 from tokentape.gateway import _engine_routes as engine_routes
-from tokentape.gateway import _feedback as feedback
 from tokentape.gateway import _sessions as sessions
 from tokentape.gateway import _snapshots as snapshots
 from tokentape.gateway import _viewing as viewing
-from tokentape.gateway._access import AccessMiddleware, request_log
-from tokentape.gateway._drain import Drain
+from tokentape.gateway._access import ANY, THIS_MACHINE, AccessMiddleware, AllowedHosts, request_log
 from tokentape.gateway._endpoint import AnonymousSessions, Dialect, Endpoint, Gateway
-from tokentape.gateway._hosts import ANY, THIS_MACHINE, AllowedHosts
-from tokentape.gateway._http import ClientLeft, error_body, error_headers, error_response, json_response
+from tokentape.gateway._http import ClientLeft, error_body, error_headers, json_response
 from tokentape.gateway._keys import Keys
+from tokentape.gateway._limits import Drain
 from tokentape.gateway._openapi import JSON, SESSION, ApiRoute, also_below_sessions, document_route
 from tokentape.gateway._turns import Turns
-from tokentape.gateway._wire import responses, vllm_paths
+from tokentape.gateway._wire import completions, responses
 from tokentape.gateway._wire.anthropic_messages import AnthropicMessages, count_routes
 from tokentape.gateway._wire.anthropic_replies import error_body as anthropic_error
 from tokentape.gateway._wire.chat_completions import ChatCompletions
@@ -97,7 +95,6 @@ def create_app(
 
 
 def _follow(turns: Turns, drain: Drain, model_id: str) -> None:
-    """Let the gauges show what they are about."""
     metrics, engine = turns.telemetry.metrics, turns.engine.info
     metrics.follow(metrics.open_sessions, lambda: turns.open_sessions)
     metrics.follow(metrics.store_healthy, lambda: turns.store.healthy)
@@ -120,13 +117,8 @@ def _routes(gateway: Gateway) -> list[Route]:
 
     async def models(request: Request) -> Response:
         gateway.caller(request)
-        model = {
-            "id": gateway.model_id,
-            "object": "model",
-            "created": started,
-            "owned_by": "tokentape",
-            "max_model_len": turns.engine.info.max_context,
-        }
+        model = {"id": gateway.model_id, "object": "model", "created": started, "owned_by": "tokentape"}
+        model["max_model_len"] = turns.engine.info.max_context
         wanted = request.path_params.get("model_id")
         if wanted is None:
             return json_response({"object": "list", "data": [model]})
@@ -150,21 +142,18 @@ def _routes(gateway: Gateway) -> list[Route]:
         return Response(exposition, media_type=content_type)
 
     wire: dict[str, Any] = {"media": (JSON, "text/event-stream"), "headers": ("X-Session-Id", "Idempotency-Key")}
-    routes = [
-        *(
-            route
-            for one in dialects
-            for route in also_below_sessions(
-                "POST", one.path, Endpoint(gateway, one), one.summary, body=one.body, more_fields=one.ignored, **wire
-            )
-        ),
+    routes: list[Route] = []
+    for one in dialects:
+        fields: dict[str, Any] = {"body": one.body, "more_fields": one.ignored}
+        routes += also_below_sessions("POST", one.path, Endpoint(gateway, one), one.summary, **fields, **wire)
+    routes += [
         *count_routes(gateway, anthropic_messages),
         *sessions.routes(gateway),
-        *feedback.routes(gateway),
+        *sessions.feedback_routes(gateway),
         *snapshots.routes(gateway),
         *engine_routes.routes(gateway),
         *responses.routes(gateway),
-        *vllm_paths.routes(gateway),
+        *completions.routes(gateway),
         *viewing.routes(gateway),
         *also_below_sessions("GET", "/v1/models", models, "The model that is served"),
         *also_below_sessions("GET", "/v1/models/{model_id:path}", models, "The model, by its name"),
@@ -181,7 +170,7 @@ def _routes(gateway: Gateway) -> list[Route]:
 async def _tokentape_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TokentapeError)
     request_log(request).error = error.code
-    return error_response(error)
+    return _error_response(request, error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -190,11 +179,15 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         missing = NotFound(f"there is nothing at this path{_nearest(request)}")
         of_anthropic = "anthropic-version" in request.headers or "/messages" in request.url.path
-        shape = anthropic_error if of_anthropic else error_body
-        return json_response(shape(missing), 404, error_headers(missing))
+        return _error_response(request, missing, anthropic=of_anthropic)
     body = error_body(TokentapeError(f"{error.detail}: {request.method} is not for this path"))
     body["error"].update(type="invalid_request_error", code="method_not_allowed")
     return json_response(body, error.status_code, error.headers)
+
+
+def _error_response(request: Request, error: TokentapeError, *, anthropic: bool = False) -> Response:
+    shape = anthropic_error if anthropic or AnthropicMessages.path in request.url.path else error_body
+    return json_response(shape(error), error.status, error_headers(error))
 
 
 def _nearest(request: Request) -> str:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import queue
 import random
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +24,9 @@ from tokentape.chat._certificate import Strategy
 from tokentape.chat._renderer import PromptTokens, Renderer
 from tokentape.errors import TokentapeError
 from tokentape.gateway._limits import CheckBridges
-from tokentape.gateway._metrics import Metrics
 from tokentape.gateway._prompts import Prompt
 from tokentape.gateway._session_cache import OpenSession
+from tokentape.gateway._telemetry import BackgroundThread, Metrics
 from tokentape.store import Store
 from tokentape.types import Event, Provenance, Setup, Turn
 
@@ -67,28 +65,23 @@ class BridgeChecks:
         metrics: Metrics,
         revoke: Callable[[str, str, Strategy], None],
     ) -> None:
-        self._policy = policy
-        self._renderer = renderer
-        self._store = store
-        self._metrics = metrics
-        self._revoke = revoke
-        self._waiting: queue.Queue[_Job | None] = queue.Queue(WAITING)
-        self._thread: threading.Thread | None = None
+        self._policy, self._renderer, self._store = policy, renderer, store
+        self._metrics, self._revoke = metrics, revoke
+        self._thread = BackgroundThread("tokentape-bridges", self._check, WAITING)
         self._writing: set[asyncio.Task[None]] = set()
-        self._closed = False
         self._random = random.Random()
 
     def due(self, opened: OpenSession, prompt: Prompt, turns: Sequence[Turn]) -> list[Event]:
         """Return the events to record with these turns: whether their bridge will be checked."""
         if prompt.bridge is None or prompt.parent is None or turns[0].abort_cause is not None:
             return []
-        depth, seen = opened.bridges.get(prompt.parent.seq, (0, frozenset()))
+        depth, seen = opened.bridges.get(prompt.parent.seq, _UNSEEN)
         like = _like(prompt.bridge.name, prompt.parent, prompt.added)
         first = like not in seen or self._policy == "all"
         # One in as many as the branch has turns: what a check costs grows with the branch, what a turn costs does not.
         if not first and (self._policy == "off" or self._random.random() * (depth + 1) >= 1):
             return []
-        kind = BRIDGE_SKIPPED if self._policy == "off" or self._waiting.full() else BRIDGE_DUE
+        kind = BRIDGE_SKIPPED if self._policy == "off" or self._thread.full else BRIDGE_DUE
         if kind == BRIDGE_SKIPPED and not first:
             self._metrics.bridge_checks.labels("skipped").inc()
             return []
@@ -128,20 +121,10 @@ class BridgeChecks:
 
     async def close(self) -> None:
         """Continue with waiting checks for some seconds, then end. The next gateway does those that are left."""
-        if self._thread is not None:
-            ending = threading.Timer(_CLOSE_SECONDS, self._give_up)
-            ending.start()
-            await asyncio.to_thread(self._waiting.put, None)
-            await asyncio.to_thread(self._thread.join)
-            ending.cancel()
-            self._thread = None
-            # What the thread has handed over last is taken by now.
-            await asyncio.sleep(0)
-        self._closed = True
+        await asyncio.to_thread(self._thread.close, _CLOSE_SECONDS)
+        # What the thread has handed over last is taken by now.
+        await asyncio.sleep(0)
         await asyncio.gather(*self._writing)
-
-    def _give_up(self) -> None:
-        self._closed = True
 
     def _follow(self, opened: OpenSession, turns: Iterable[Turn], events: Iterable[Event]) -> None:
         """Note per turn how long its branch is, and which kinds of bridges were drawn on it."""
@@ -151,30 +134,21 @@ class BridgeChecks:
             if event.kind == BRIDGE_DUE or (event.kind == BRIDGE_SKIPPED and self._policy == "off")
         }
         for turn in turns:
-            depth, seen = opened.bridges.get(turn.parent, (0, frozenset())) if turn.parent is not None else (0, _NONE)
+            depth, seen = _UNSEEN if turn.parent is None else opened.bridges.get(turn.parent, _UNSEEN)
             opened.bridges[turn.seq] = depth + 1, seen | {likes[turn.seq]} if turn.seq in likes else seen
 
     def _offer(self, job: _Job, *, again: bool = False) -> None:
-        if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name="tokentape-bridges", daemon=True)
-            self._thread.start()
-        try:
-            self._waiting.put_nowait(job)
-        except queue.Full:
-            if not again:
-                self._found(job, BridgeCheck("unknown", "there was no room in the queue"))
+        if not self._thread.offer(job) and not again:
+            self._found(job, BridgeCheck("unknown", "there was no room in the queue"))
 
-    def _run(self) -> None:
-        while (job := self._waiting.get()) is not None:
-            if self._closed:
-                continue
-            try:
-                found = _check(self._renderer, job)
-            except Exception as error:
-                # Its text may hold what was said.
-                found = BridgeCheck("unknown", f"the check failed ({type(error).__name__})")
-            if not job.loop.is_closed():
-                job.loop.call_soon_threadsafe(self._found, job, found)
+    def _check(self, job: _Job) -> None:
+        try:
+            found = _check(self._renderer, job)
+        except Exception as error:
+            # Its text may hold what was said.
+            found = BridgeCheck("unknown", f"the check failed ({type(error).__name__})")
+        if not job.loop.is_closed():
+            job.loop.call_soon_threadsafe(self._found, job, found)
 
     def _found(self, job: _Job, found: BridgeCheck) -> None:
         self._metrics.bridge_checks.labels(found.outcome).inc()
@@ -187,15 +161,9 @@ class BridgeChecks:
             body |= {"goes_on": goes_on, "template": found.expected, "bridge": found.found}
             self._revoke(job.setup.digest, job.body["continuation"], goes_on)
             self._metrics.bridge_revocations.labels(goes_on).inc()
-            _log.warning(
-                "the %s bridge for %s is not what the template writes (session %s turn %d, setup %s): goes on %s",
-                job.body["strategy"],
-                job.body["continuation"],
-                job.opened.session_id,
-                job.turns[0].seq,
-                job.setup.digest[:12],
-                goes_on,
-            )
+            where = f"session {job.opened.session_id} turn {job.turns[0].seq}, setup {job.setup.digest[:12]}"
+            what = f"the {job.body['strategy']} bridge for {job.body['continuation']}"
+            _log.warning("%s is not what the template writes (%s): goes on %s", what, where, goes_on)
         events = [Event(turn.session_id, turn.seq, BRIDGE_CHECKED, body, time.time()) for turn in job.turns]
         task = asyncio.get_running_loop().create_task(self._note(job.opened, events))
         self._writing.add(task)
@@ -209,7 +177,9 @@ class BridgeChecks:
             _log.warning("what a check of a bridge found could not be recorded (%s)", error.code)
 
 
-_NONE: frozenset[str] = frozenset()
+_UNSEEN: tuple[int, frozenset[str]] = (0, frozenset())
+"""Of a branch without turns: its length, and the kinds of bridges drawn on it."""
+
 _POLL_SECONDS = 0.05
 
 

@@ -75,7 +75,6 @@ class ServerRenderedCall:
                 yield delta
 
     async def _abandon(self) -> None:
-        """Abort the first call if it was never read."""
         if self._first is not None:
             await self._first.deltas.aclose()
 

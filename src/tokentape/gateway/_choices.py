@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from tokentape.chat._parse import Reply, ReplyDelta, ToolCall
 from tokentape.engines._base import Payload, SampleDelta, SamplingParams
 from tokentape.errors import TokentapeError
 from tokentape.gateway._events import TurnDelta
-from tokentape.types import FinishReason
+from tokentape.types import FinishReason, TokenIds
 
 
 class ReplyReader(Protocol):
@@ -31,13 +31,22 @@ class ReplyReader(Protocol):
         ...
 
 
+Sample: TypeAlias = Callable[..., AsyncGenerator[SampleDelta, None]]
+"""`Engine.sample`, or what takes its place."""
+
+
 @dataclass(slots=True)
 class Choice:
-    """One completion while it is sampled."""
-
     index: int
     sampling: SamplingParams
     reader: ReplyReader
+    sample_ids: Sample
+    prompt_ids: TokenIds
+    """The context, int32 [tokens]."""
+    stream: bool = False
+    """Whether tokens are wanted as they come."""
+    captured: bool = False
+    """The server renders, and can't be asked to continue. The call has passed the gate."""
     weights_now: Callable[[], str | None] = lambda: None
     """The weight version that samples now, for engines that don't report it."""
     call_prefix: str = ""
@@ -84,7 +93,8 @@ class Choice:
         self.engines[-1] = delta.engine or self.engines[-1]
         self.finish_reason = delta.finish_reason
         self.stop = delta.stop
-        self.payloads = _joined(self.payloads, delta.payloads)
+        if delta.payloads:
+            self.payloads = _joined(self.payloads, delta.payloads)
         if not self.part:
             # Of a call that goes on with this completion, part of the prompt was sampled here.
             self.cached_tokens = delta.cached_tokens
@@ -131,15 +141,11 @@ class Choice:
 def _joined(payloads: tuple[Payload, ...], more: tuple[Payload, ...]) -> tuple[Payload, ...]:
     """Return the payloads so far followed by those of the call that continues them."""
     before = {one.name: one for one in payloads}
-    return (
-        tuple(
-            replace(before[one.name], rows=np.concatenate([before[one.name].rows, one.rows]))
-            if one.name in before
-            else one
-            for one in more
-        )
-        or payloads
-    )
+    joined = []
+    for one in more:
+        first = before.get(one.name)
+        joined.append(one if first is None else replace(first, rows=np.concatenate([first.rows, one.rows])))
+    return tuple(joined)
 
 
 def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0, prefix: str = "") -> tuple[ToolCall, ...]:

@@ -92,7 +92,6 @@ class _DeadlineProtocol(HttpToolsProtocol):
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _refuse_head(self) -> None:
-        """Answer 431, unless an earlier answer is under way, and close the connection."""
         if self.cycle is None or self.cycle.response_complete:
             body = encode_json(error_body(HeadersTooLarge()))
             head = f"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: {len(body)}\r\n"

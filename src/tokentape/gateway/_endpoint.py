@@ -6,9 +6,10 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
@@ -17,25 +18,25 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokentape._session.tree import LazyMessages
+from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import EngineInfo, SampleDelta
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway import _pins as pins
 from tokentape.gateway._access import request_log
-from tokentape.gateway._client_headers import client_headers
-from tokentape.gateway._drain import Drain
-from tokentape.gateway._events import Attempt, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
+from tokentape.gateway._events import Attempt, SampleEvent, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway._http import (
-    CancelIfClientLeaves,
     EventStream,
+    cancelled_if_client_leaves,
     check_count,
+    encode_event,
     encode_json,
-    error_headers,
-    json_response,
+    error_body,
     parse_json,
     read_as,
     read_json_body,
 )
 from tokentape.gateway._keys import Caller, Keys, check_session_id, may_be_session_id, new_session_id
+from tokentape.gateway._limits import Drain
 from tokentape.gateway._prefix import MessagesSpan, RequestBody
 from tokentape.gateway._turns import Turns
 from tokentape.store import Store
@@ -43,6 +44,30 @@ from tokentape.types import Message
 
 _RETRIED_WITHIN = 900.0
 """Seconds; clients retry soon."""
+
+_CLIENT_HEADERS = {
+    # Claude Code; the class and `context-compacted` only with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1.
+    b"x-claude-code-session-id": "session",
+    b"x-claude-code-agent-id": "agent",
+    b"x-claude-code-parent-agent-id": "parent_agent",
+    b"x-claude-code-request-class": "kind",
+    b"x-claude-code-context-compacted": "compacted",
+    # Codex. The window is `THREAD:NUMBER`, another number after each compaction.
+    b"session-id": "session",
+    b"thread-id": "agent",
+    b"x-codex-parent-thread-id": "parent_agent",
+    b"x-openai-subagent": "kind",
+    b"x-codex-window-id": "window",
+    # opencode.
+    b"x-session-affinity": "session",
+    b"x-parent-session-id": "parent",
+    # Dynamo's agents.
+    b"x-dynamo-session-id": "session",
+    b"x-dynamo-parent-session-id": "parent",
+    # The SDKs of OpenAI and Anthropic.
+    b"x-stainless-retry-count": "retry",
+}
+"""Headers of harnesses and routers that say a call's place among others, for `_session.lineage`."""
 
 _Body = TypeVar("_Body", bound=Struct)
 
@@ -62,7 +87,7 @@ class Encoder(Protocol):
         """Return the reply to a request without `stream`, to be written as JSON."""
         ...
 
-    def stream(self, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[bytes]:
+    def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
         """Yield the events of a stream after the `TurnStarted`. It must read `events` to their end before its last."""
         ...
 
@@ -79,70 +104,52 @@ class DecodedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """The context that decoding a body may need."""
+    """What decoding a body may need to know besides it."""
 
-    turns: Turns
     session_id: str
-    owner: str
-
-    @property
-    def engine(self) -> EngineInfo:
-        """The engine that samples."""
-        return self.turns.engine.info
-
-    @property
-    def takes_images(self) -> bool:
-        """Whether messages may hold images."""
-        return self.turns.takes_images
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids at or above this are not accepted."""
-        return self.turns.vocab_size
-
-    async def conversation(self, reply_id: str) -> tuple[Message, ...]:
-        """Return the messages up to and including an earlier reply of the session. Raises `NotFound`."""
-        return await self.turns.conversation(self.session_id, reply_id, self.owner)
+    engine: EngineInfo
+    vocab_size: int
+    """Ids at or above this are not accepted."""
+    takes_images: bool
+    conversation: Callable[[str], Awaitable[tuple[Message, ...]]]
+    """Returns the messages up to and including an earlier reply of the session. Raises `NotFound`."""
 
 
-class Dialect(Protocol):
-    """A wire API: how its bodies, replies and errors are written."""
+class Dialect:
+    """A wire API: how its bodies and replies are written.
+
+    `model_id` is the model's name in replies, `tokenizer` spells and counts tokens there.
+    """
 
     path: str
     """Below a base URL, for example `/v1/chat/completions`."""
     summary: str
     """Its name in the OpenAPI document."""
+    body: type[Struct]
+    """The fields of its bodies."""
     ignored: frozenset[str]
     """Other fields that are accepted and have no effect."""
+    read_messages: Callable[[bytes, RequestContext], tuple[Message, ...]] | None = None
+    """Reads the messages of a body that was accepted.
 
-    @property
-    def body(self) -> type[Struct]:
-        """The fields of its bodies."""
-        ...
+    None where a body has no array `messages`, or where the meaning of a message depends on those before it.
+    """
 
-    @property
-    def read_messages(self) -> Callable[[bytes, RequestContext], tuple[Message, ...]] | None:
-        """Reads the messages of a body that was accepted.
-
-        None where a body has no array `messages`, or where the meaning of a message depends on those before it.
-        """
-        ...
+    def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
+        self.model_id = model_id
+        self.tokenizer = tokenizer
 
     def session_of(self, body: Any) -> str | None:
         """Return the session that the body itself names, if this API has such a field and it is used."""
-        ...
+        return None
 
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
         """Read a body, already parsed as JSON. Raises `InvalidRequest` and kinds, naming the parameter."""
-        ...
-
-    def error(self, error: TokentapeError) -> Any:
-        """Return an error's body, to be written as JSON."""
-        ...
+        raise NotImplementedError
 
     def error_event(self, error: TokentapeError) -> bytes:
         """Return an error as the last event of a stream."""
-        ...
+        return encode_event(error_body(error))
 
 
 class AnonymousSessions:
@@ -204,7 +211,6 @@ class Endpoint:
     dialect: Dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
         request, gateway = Request(scope, receive, send), self.gateway
         response: Response
         line, complete = request_log(request), False
@@ -219,10 +225,6 @@ class Endpoint:
                     response.held = held.pop_all()
             await response(scope, receive, send)
             complete = not isinstance(response, EventStream) or response.complete
-        except TokentapeError as error:
-            line.error = error.code
-            response = json_response(self.dialect.error(error), error.status, error_headers(error))
-            await response(scope, receive, send)
         finally:
             if line.reply_id:
                 gateway.turns.unread.answered(line, complete=complete)
@@ -232,7 +234,7 @@ class Endpoint:
         data = await read_json_body(request, turns.limits.body_bytes)
         session_id = address(request, caller)
         lazy = self.dialect.read_messages is not None and session_id is not None and not turns.takes_images
-        body = RequestBody(data, turns.prefixes(session_id or "", caller.owner) if lazy else ())
+        body = RequestBody(data, turns.sessions.prefixes(session_id or "", caller.owner) if lazy else ())
         parsed = parse_json(body.unread)
         count = check_count(parsed, body.prefix.span.count if body.prefix else 0)
         # Before the digest of the whole body, so that each byte is hashed once.
@@ -240,20 +242,28 @@ class Endpoint:
         session_id = address(request, caller, self.dialect.session_of(parsed))
         attempt = _attempt(request, self.dialect.path, body, anonymous=session_id is None)
         line.session_id = session_id or await self.gateway.anonymous.session_id(caller.owner, attempt)
-        decoded = await self._decode(body, parsed, span, RequestContext(turns, line.session_id, caller.owner))
+        context = RequestContext(
+            line.session_id,
+            turns.engine.info,
+            turns.vocab_size,
+            turns.takes_images,
+            partial(turns.conversation, line.session_id, owner=caller.owner),
+        )
+        decoded = await self._decode(body, parsed, span, context)
+        hint = request.headers.get("x-session-id")
         turn = replace(
             decoded.turn,
             owner=caller.owner,
             begins_session=caller.session_id is None,
             attempt=attempt,
             given=pins.given_in(parsed),
-            client_session=_client_session(request, line.session_id),
+            client_session=None if hint is None or hint == line.session_id else hint[:128],
             client=client_headers(request.scope["headers"], line.session_id),
         )
         headers = {"X-Session-Id": line.session_id}
         if decoded.ignored:
             headers["X-Tokentape-Ignored-Params"] = ", ".join(decoded.ignored)
-        async with CancelIfClientLeaves(request.receive), AsyncExitStack() as unread:
+        async with cancelled_if_client_leaves(request.receive), AsyncExitStack() as unread:
             events = await turns.begin(turn)
             unread.push_async_callback(events.aclose)
             started = await anext(events)
@@ -314,12 +324,6 @@ def address(request: Request, caller: Caller, named: str | None = None) -> str |
     return hint if may_be_session_id(hint) else None
 
 
-def _client_session(request: Request, session_id: str) -> str | None:
-    """Return what `X-Session-Id` says, as far as an id is long, if the call belongs to another session."""
-    name = request.headers.get("x-session-id")
-    return None if name is None or name == session_id else name[:128]
-
-
 def _attempt(request: Request, path: str, body: RequestBody, *, anonymous: bool) -> Attempt:
     key = request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= 256:
@@ -340,3 +344,15 @@ async def _collect(events: AsyncGenerator[TurnEvent]) -> list[DoneChoice]:
         elif isinstance(event, TurnDelta):
             sampled.setdefault(event.choice, []).append(event.sampled)
     return [DoneChoice(one, sampled[one.choice]) for one in sorted(done, key=lambda one: one.choice)]
+
+
+def client_headers(headers: Iterable[tuple[bytes, bytes]], session_id: str) -> dict[str, str]:
+    """Return what raw headers say, by names that all harnesses share; without what says nothing beside the session.
+
+    >>> client_headers([(b"x-parent-session-id", b"ses_1"), (b"x-stainless-retry-count", b"0")], "ses_2")
+    {'parent': 'ses_1'}
+    """
+    found = {_CLIENT_HEADERS[name]: value for name, value in headers if name in _CLIENT_HEADERS and value.strip()}
+    texts = {name: value.decode("latin-1").replace("\0", "")[:128] for name, value in found.items()}
+    plain = {"session": session_id, "retry": "0"}
+    return {name: text for name, text in sorted(texts.items()) if text != plain.get(name)}

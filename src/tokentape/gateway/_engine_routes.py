@@ -19,21 +19,21 @@ _Version = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[^\x00-
 
 
 class Pause(Struct, forbid_unknown_fields=True):
-    """The body of a pause."""
-
     mode: Literal["wait", "abort"] = "wait"
     timeout: Annotated[float, Meta(ge=0, le=3600)] = 60.0
 
 
 class ResumeSampling(Struct, forbid_unknown_fields=True):
-    """The body of a resume."""
-
     weight_version: _Version | None = None
 
 
 def routes(gateway: Gateway) -> list[Route]:
     """Return the endpoints under /engine. With keys, pausing and resuming need an admin's."""
     turns = gateway.turns
+
+    def admin_only(request: Request) -> None:
+        if not gateway.caller(request).admin:
+            raise Forbidden("pausing and resuming the engine takes an admin key")
 
     async def state() -> dict[str, Any]:
         engine = turns.engine
@@ -59,13 +59,13 @@ def routes(gateway: Gateway) -> list[Route]:
         return json_response(await state())
 
     async def pause(request: Request) -> Response:
-        _admin_only(gateway, request)
+        admin_only(request)
         body = await gateway.read(request, Pause, Pause())
         idle = await turns.pausing.pause(abort=body.mode == "abort", seconds=body.timeout)
         return json_response({**await state(), "idle": idle})
 
     async def resume(request: Request) -> Response:
-        _admin_only(gateway, request)
+        admin_only(request)
         body = await gateway.read(request, ResumeSampling, ResumeSampling())
         await turns.pausing.resume(body.weight_version)
         return json_response(await state())
@@ -76,8 +76,3 @@ def routes(gateway: Gateway) -> list[Route]:
         ApiRoute("POST", "/engine/pause", pause, "Hold new calls of the engine back", body=Pause, **optional),
         ApiRoute("POST", "/engine/resume", resume, "Let calls of the engine go on", body=ResumeSampling, **optional),
     ]
-
-
-def _admin_only(gateway: Gateway, request: Request) -> None:
-    if not gateway.caller(request).admin:
-        raise Forbidden("pausing and resuming the engine takes an admin key")

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from tokentape.chat._parse import Reply, ReplyDelta
 from tokentape.engines._base import SampleDelta, SamplingParams
+from tokentape.errors import IdempotencyMismatch
 from tokentape.gateway._pins import Overridden
 from tokentape.gateway._prefix import MessagesSpan
 from tokentape.types import Media, Message, TokenIds, Tool, Turn
@@ -26,6 +27,14 @@ class Attempt:
     """The client's Idempotency-Key: two calls with the same one are the same call."""
     retried: bool = False
     """The client says that it sent this before (OpenAI's and Anthropic's do, in `x-stainless-retry-count`)."""
+
+    def repeats(self, key: str | None, body_digest: str) -> bool:
+        """Return whether this is an earlier call again. Raises `IdempotencyMismatch` for a key with another body."""
+        if self.key is None:
+            return self.retried and key is None and self.body_digest == body_digest
+        if self.key == key and self.body_digest != body_digest:
+            raise IdempotencyMismatch("this Idempotency-Key came with another body before; use a new key")
+        return self.key == key
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,5 +115,7 @@ class TurnDone:
     """How many tokens of the prompt the engine had cached, if it says; not of replies from the record."""
 
 
-TurnEvent: TypeAlias = TurnStarted | TurnDelta | TurnDone
+SampleEvent: TypeAlias = TurnDelta | TurnDone
+
+TurnEvent: TypeAlias = TurnStarted | SampleEvent
 """A `TurnStarted`, then deltas, then a `TurnDone` for each choice."""

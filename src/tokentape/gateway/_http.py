@@ -7,9 +7,8 @@ import logging
 import math
 import re
 import traceback
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import ExitStack, aclosing, suppress
-from types import TracebackType
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -54,18 +53,17 @@ def parse_json(body: bytes) -> Any:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The request's body. Raises `TooLarge` before more than `max_bytes` are held."""
+    """Return the request's body. Raises `TooLarge` before more than `max_bytes` are held."""
     too_large = TooLarge(f"the body is larger than the {max_bytes} bytes that this gateway takes")
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise too_large
-    pieces, size = [], 0
+    body = bytearray()
     async for piece in request.stream():
-        size += len(piece)
-        if size > max_bytes:
+        body += piece
+        if len(body) > max_bytes:
             raise too_large
-        pieces.append(piece)
-    return b"".join(pieces)
+    return bytes(body)
 
 
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
@@ -75,10 +73,10 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
     Programs may leave the type out; browsers, which send an `Origin`, may not.
     """
     given = request.headers.get("content-type")
-    kind = "" if given is None else given.partition(";")[0].strip().lower()
-    from_page = given is None and "origin" in request.headers
+    kind = (given or "").partition(";")[0].strip().lower()
     body = await read_body(request, max_bytes)
-    if (from_page and body) or (given is not None and kind != "application/json" and not kind.endswith("+json")):
+    from_page = given is None and "origin" in request.headers and body
+    if from_page or (given is not None and kind != "application/json" and not kind.endswith("+json")):
         raise WrongContentType("the body must be JSON; send it with the header Content-Type: application/json")
     return body
 
@@ -92,15 +90,14 @@ def read_as(value: Any, kind: type[_T]) -> _T:
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
-    """The error in the caller's terms: `messages[2].content: expected ..., got ...`."""
+    """Return the error in the caller's terms: `messages[2].content: expected ..., got ...`."""
     reason, _, path = str(error).partition(" - at `$")
     if reason.startswith("Invalid enum value"):
         # msgspec quotes the value, which is the caller's text.
         reason = "This value is not one of those allowed"
     where = path.rstrip("`").removeprefix(".")
-    if not where:
-        return InvalidRequest(f"the body: {reason[:1].lower()}{reason[1:]}")
-    return InvalidRequest(f"{where}: {reason[:1].lower()}{reason[1:]}", re.split(r"[.\[]", where)[0])
+    text = f"{where or 'the body'}: {reason[:1].lower()}{reason[1:]}"
+    return InvalidRequest(text, re.split(r"[.\[]", where)[0] or None)
 
 
 def check_depth(value: Any, param: str) -> None:
@@ -148,12 +145,10 @@ encode_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """`value` as a JSON response."""
     return Response(encode_json(value), status, headers, "application/json")
 
 
 def error_body(error: TokentapeError) -> dict[str, Any]:
-    """An error in the shape that OpenAI's clients read."""
     return {
         "error": {
             "message": str(error),
@@ -175,7 +170,6 @@ def error_headers(error: TokentapeError) -> dict[str, str]:
 
 
 def error_response(error: TokentapeError) -> Response:
-    """The response to a request that failed, in the shape that OpenAI's clients read."""
     return json_response(error_body(error), error.status, error_headers(error))
 
 
@@ -186,32 +180,31 @@ def unexpected(error: Exception) -> TokentapeError:
     return TokentapeError("an unexpected error; the gateway's log says where it happened")
 
 
-class CancelIfClientLeaves:
-    """A context that is cancelled if the client leaves; then it raises `ClientLeft`. The body was read before."""
+@asynccontextmanager
+async def cancelled_if_client_leaves(receive: Receive) -> AsyncIterator[None]:
+    """Cancel what is done in the context if the client leaves, and raise `ClientLeft`. The body was read before."""
+    working, left = asyncio.current_task(), False
+    assert working is not None
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._left = False
-
-    async def __aenter__(self) -> None:
-        working = asyncio.current_task()
-        assert working is not None
-        self._working = working
-        self._watching = asyncio.create_task(self._watch())
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watching.cancel()
-        # As in asyncio.timeout: the task may have been cancelled for another reason too.
-        if self._left and self._working.uncancel() == 0 and kind is asyncio.CancelledError:
-            raise ClientLeft from None
-
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+    async def watch() -> None:
+        nonlocal left
+        while (await receive())["type"] != "http.disconnect":
             pass
-        self._left = True
-        self._working.cancel()
+        left = True
+        working.cancel()
+
+    watching = asyncio.create_task(watch())
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
+    watching.cancel()
+    # As in asyncio.timeout: the task may have been cancelled for another reason too.
+    if left and working.uncancel() == 0 and isinstance(failure, asyncio.CancelledError):
+        raise ClientLeft from None
+    if failure is not None:
+        raise failure
 
 
 class EventStream(Response):
@@ -239,9 +232,8 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until they end or the client leaves."""
         with self.held, suppress(ClientLeft):
-            async with aclosing(self._events), CancelIfClientLeaves(receive):
+            async with aclosing(self._events), cancelled_if_client_leaves(receive):
                 await self._send(send)
 
     async def _send(self, send: Send) -> None:

@@ -41,7 +41,6 @@ def image_part(url: Any, where: str, *, detail: str | None = None) -> dict[str, 
 
 
 def takes(images: bool) -> str:
-    """Return what the model takes, for errors."""
     return "text and images" if images else "text only"
 
 
@@ -103,9 +102,8 @@ def read_data_url(url: str) -> Media:
         data = base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidRequest("the base64 of an image's data URL is damaged", "messages") from None
-    mime = next((kind for start, kind in _KINDS.items() if data.startswith(start)), None)
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        mime = "image/webp"
+    webp = "image/webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
+    mime = next((kind for start, kind in _KINDS.items() if data.startswith(start)), webp)
     if mime is None:
         raise InvalidRequest("an image is none of PNG, JPEG, WebP and GIF", "messages")
     return Media(hashlib.sha256(data).hexdigest(), mime, data)

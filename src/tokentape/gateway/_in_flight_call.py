@@ -30,7 +30,8 @@ class InFlightCall:
         self._stream = stream
         self._grace = grace
         self._events: list[TurnEvent] = []
-        self._waiting: list[asyncio.Future[None]] = []
+        self._changed = asyncio.Event()
+        """Set and replaced with every change."""
         self._readers = 0
         self._read = False
         self._read_to_end = False
@@ -48,16 +49,14 @@ class InFlightCall:
         self._wake()
 
     async def wait_for_reader(self) -> None:
-        """Wait until a client is attached."""
         while not self._readers:
-            await self._change()
+            await self._changed.wait()
 
     def begin_commit(self) -> None:
         """Only recording is left: from here on nothing aborts the call, and a retry finds it."""
         self._committing = True
 
     def abort(self, cause: str = "client_left") -> None:
-        """Cancel the work, even if clients wait for it, unless it is being committed."""
         if self._task is not None and not self._committing:
             self.abort_cause = cause
             self.aborted = True
@@ -71,7 +70,6 @@ class InFlightCall:
         return started.reply_id if isinstance(started, TurnStarted) and left else None
 
     async def ended(self) -> None:
-        """Return when the work has ended, however it did."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
@@ -85,17 +83,14 @@ class InFlightCall:
         self._wake()
         at = 0
         try:
-            while True:
-                while at < len(self._events):
-                    event = self._events[at]
+            while at < len(self._events) or not self._task.done():
+                if at < len(self._events):
+                    yield self._events[at]
+                    self._read = self._read or (self._stream and isinstance(self._events[at], TurnDelta))
                     at += 1
-                    yield event
-                    if self._stream and not self._read:
-                        self._read = isinstance(event, TurnDelta)
-                if self._task.done():
-                    self._read_to_end = True
-                    break
-                await self._change()
+                    continue
+                await self._changed.wait()
+            self._read_to_end = True
         finally:
             self._readers -= 1
             if not self._readers and not self._task.done():
@@ -119,14 +114,6 @@ class InFlightCall:
             # Fetched once, so that asyncio does not log a failure without a client as never retrieved.
             self._task.exception()
 
-    def _change(self) -> asyncio.Future[None]:
-        """Done once something has changed. There is a change for every token, so this is no `asyncio.Condition`."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiter)
-        return waiter
-
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for waiter in waiting:
-            if not waiter.done():
-                waiter.set_result(None)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

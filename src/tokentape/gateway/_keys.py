@@ -20,8 +20,6 @@ _SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request."""
-
     owner: str
     """Name of its key; empty in a gateway without keys."""
     admin: bool = False
@@ -85,14 +83,12 @@ class Keys:
             return Caller("", admin=True)
         if not key:
             raise Unauthorized("an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
-        given, found = key.encode(), ""
-        for name, own in self._keys.items():
-            # All of them, so that the time taken says nothing.
-            if sum(hmac.compare_digest(given, one) for one in own):
-                found = name
+        # All of them are compared, so that the time taken says nothing.
+        given = key.encode()
+        found = [name for name, own in self._keys.items() if sum(hmac.compare_digest(given, one) for one in own)]
         if not found:
             raise Unauthorized("this API key is not one of this gateway's")
-        return Caller(found, admin=found in self._admins)
+        return Caller(found[0], admin=found[0] in self._admins)
 
     def session_key(self, owner: str, session_id: str) -> str:
         """A key that opens one session: for agents that can be given an API key and nothing else.
@@ -103,7 +99,6 @@ class Keys:
         return f"tts_{_mac(self._secrets(owner)[0], session_id)}_{owner}_{session_id}"
 
     def _secrets(self, name: str) -> list[bytes]:
-        """Return the keys of this name, the newest first."""
         return self._keys.get(name, [b""])
 
 
@@ -122,12 +117,10 @@ def _mac(secret: bytes, session_id: str) -> str:
 
 
 def new_session_id() -> str:
-    """Return a random id of 128 bits, in hex."""
     return secrets.token_hex(16)
 
 
 def may_be_session_id(text: str) -> bool:
-    """Whether this may be the id of a session."""
     return _SESSION_ID.fullmatch(text) is not None
 
 

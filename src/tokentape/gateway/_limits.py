@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from tokentape._settings import option
-from tokentape.errors import LimitReached
+from tokentape.errors import GatewayUnavailable, LimitReached
 
 CheckBridges: TypeAlias = Literal["all", "sample", "off"]
 """Which bridges are checked: all; the first of each kind on a branch and a sample of the others; none."""
@@ -60,7 +60,6 @@ class InFlightCounter:
 
     @contextmanager
     def track(self) -> Iterator[None]:
-        """Count one more as long as the context lasts."""
         self.count += 1
         self._idle.clear()
         try:
@@ -125,3 +124,41 @@ class CallsPerKey:
         seconds = self._limits.window_seconds
         left = (self._window + 1) * seconds - time.time()
         return LimitReached(f"this key has used its {what} per {seconds:g} s; more in {left:.0f} s", max(left, 1.0))
+
+
+_TICK_SECONDS = 0.1
+_GRACE_SECONDS = 2.0
+
+
+class Drain:
+    """Waits for the requests in flight once the shutdown has begun.
+
+    `seconds` is how long calls may continue then. The server begins and finishes it; the application counts its
+    requests here and refuses calls from then on. The socket still listens, so that health checks are answered.
+    """
+
+    def __init__(self, seconds: float = 30.0) -> None:
+        self.seconds = seconds
+        self.abort: Callable[[], Awaitable[None]] | None = None
+        """Ends the calls in flight; the application sets it."""
+        self.begun = False
+        self.requests = InFlightCounter()
+
+    def begin(self) -> None:
+        """Take no more calls. May be called in a signal handler."""
+        self.begun = True
+
+    def refuse(self) -> None:
+        """Raise `GatewayUnavailable` if no more calls are taken."""
+        if self.begun:
+            raise GatewayUnavailable("this gateway is shutting down; send the request again, to the next one")
+
+    async def finish(self, force: Callable[[], bool]) -> None:
+        """Return when no request is in flight; after `seconds`, or when `force`, abort the calls that still are."""
+        deadline = asyncio.get_running_loop().time() + self.seconds
+        while self.requests.count and not force() and asyncio.get_running_loop().time() < deadline:
+            await self.requests.idle(_TICK_SECONDS)
+        if self.requests.count and self.abort is not None:
+            await self.abort()
+            # For the answers to the calls that were aborted.
+            await self.requests.idle(_GRACE_SECONDS)

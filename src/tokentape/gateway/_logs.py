@@ -65,7 +65,8 @@ class _TextFormatter(logging.Formatter):
         line = _line(record)
         where = str(line.pop("traceback", ""))
         head = f"{line.pop('time')} {line.pop('level'):<7} {line.pop('logger')}: {line.pop('message')}"
-        return " ".join([head, *(f"{name}={_plain(value)}" for name, value in line.items())]) + (where and f"\n{where}")
+        fields = " ".join([head, *(f"{name}={_plain(value)}" for name, value in line.items())])
+        return f"{fields}\n{where}" if where else fields
 
 
 def _line(record: logging.LogRecord) -> dict[str, object]:

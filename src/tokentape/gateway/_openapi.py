@@ -37,22 +37,18 @@ _PATH_PARAMETERS = {
     "name": {"type": "string"},
 }
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {
-                "type": {"type": "string"},
-                "message": {"type": "string"},
-                "code": {"type": ["string", "null"]},
-                "param": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+
+class _ErrorFields(Struct):
+    type: str
+    message: str
+    code: str | None = None
+    param: str | None = None
+
+
+class Error(Struct):
+    """The body of an error."""
+
+    error: _ErrorFields
 
 
 class ApiRoute(Route):
@@ -79,14 +75,9 @@ class ApiRoute(Route):
         headers: Sequence[str] = (),
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
-        self.method = method.lower()
-        self.summary = summary
-        self.body = body
-        self.body_required = body_required
-        self.binary_body = binary_body
+        self.method, self.summary, self.status, self.media = method.lower(), summary, status, media
+        self.body, self.body_required, self.binary_body = body, body_required, binary_body
         self.more_fields = more_fields
-        self.status = status
-        self.media = media
         text = {"type": "string"}
         schemas = {"path": _PATH_PARAMETERS, "query": query or {}, "header": dict.fromkeys(headers, text)}
         self.parameters = [
@@ -120,8 +111,8 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     """Return the document of those routes that describe themselves, OpenAPI 3.1."""
     described = [route for route in routes if isinstance(route, ApiRoute)]
     bodies = list(dict.fromkeys(route.body for route in described if route.body is not None))
-    references, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
-    reference_of = dict(zip(bodies, references, strict=True))
+    references, schemas = msgspec.json.schema_components([*bodies, Error], ref_template="#/components/schemas/{name}")
+    reference_of = dict(zip(bodies, references[:-1], strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in described:
         reference = None if route.body is None else reference_of[route.body]
@@ -140,7 +131,7 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": {**schemas, "Error": _ERROR},
+            "schemas": schemas,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 from sqlalchemy import Connection
 
-from tokentape.errors import StoreError
-from tokentape.gateway._gate import Gate
+from tokentape.errors import EngineUnavailable, StoreError
+from tokentape.gateway._limits import InFlightCounter
 from tokentape.store import Store
 from tokentape.store import _gateways as shared
 from tokentape.store._gateways import GatewayState
@@ -34,6 +34,67 @@ ALONE_SECONDS = 8.0
 """A gateway without a heartbeat for so long lets no call pass."""
 DEAD_SECONDS = 12.0
 """The others don't wait for a gateway without a heartbeat for so long."""
+
+
+class Gate:
+    """Calls pass while it is open and wait while it is closed, `patience` seconds at most. For one event loop.
+
+    A trainer that updates weights closes it, so that rollouts wait instead of failing, and opens it with the new
+    version's name. A version that the engine itself reports takes precedence.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._open = asyncio.Event()
+        self._open.set()
+        self._interrupts: dict[object, Callable[[], None]] = {}
+        self.calls = InFlightCounter()
+        """Calls that have passed and are not over."""
+        self.weight_version: str | None = None
+        """The weights that sample now, if a trainer named them."""
+
+    @property
+    def closed(self) -> bool:
+        return not self._open.is_set()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self, weight_version: str | None = None) -> None:
+        """Let calls pass again; `weight_version` names the weights that sample from now on."""
+        if weight_version is not None:
+            self.weight_version = weight_version
+        self._open.set()
+
+    @asynccontextmanager
+    async def passing(self, interrupt: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
+        """Pass, and be in flight as long as the context lasts. `interrupt` is called if the call has to end early.
+
+        Raises `EngineUnavailable` if the gate stays closed.
+        """
+        await self.opened()
+        token = object()
+        self._interrupts[token] = interrupt
+        try:
+            with self.calls.track():
+                yield
+        finally:
+            del self._interrupts[token]
+
+    def interrupt(self) -> None:
+        for interrupt in list(self._interrupts.values()):
+            interrupt()
+
+    async def opened(self) -> None:
+        """Return when the gate is open. Raises `EngineUnavailable` if it stays closed."""
+        try:
+            async with asyncio.timeout(self._patience):
+                while self.closed:
+                    await self._open.wait()
+        except TimeoutError:
+            error = EngineUnavailable(f"sampling has been paused for {self._patience:g} s; send it again later")
+            error.retry_after = 5.0
+            raise error from None
 
 
 class Pausing:
@@ -108,7 +169,7 @@ class Pausing:
 
     async def _look(self) -> None:
         """Apply the newest change of the gate, and acknowledge it."""
-        state = await asyncio.to_thread(self._read, shared.gate_state)
+        state = await self._read(shared.gate_state)
         late = time.monotonic() - self._beat_at > ALONE_SECONDS
         if state.position != self._own.heard or self._alone or late:
             if state.closed:
@@ -128,7 +189,7 @@ class Pausing:
 
     async def _others_idle(self, until: float) -> bool:
         """Wait until every other gateway has applied the newest change and is idle; False if it takes longer."""
-        newest = (await asyncio.to_thread(self._read, shared.gate_state)).position
+        newest = (await self._read(shared.gate_state)).position
         seen: dict[str, tuple[int, float]] = {}
         while True:
             now = time.monotonic()
@@ -146,9 +207,12 @@ class Pausing:
             await asyncio.sleep(TICK_SECONDS)
 
     async def _others(self) -> list[GatewayState]:
-        found = await asyncio.to_thread(self._read, shared.gateways)
+        found = await self._read(shared.gateways)
         return [one for one in found if one.gateway_id != self._own.gateway_id]
 
-    def _read(self, read: Callable[[Connection], _T]) -> _T:
-        with self._store.reading_once() as connection:
-            return read(connection)
+    async def _read(self, read: Callable[[Connection], _T]) -> _T:
+        def look() -> _T:
+            with self._store.reading_once() as connection:
+                return read(connection)
+
+        return await asyncio.to_thread(look)

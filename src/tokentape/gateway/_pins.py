@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self, TypeAlias
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta
 
 from tokentape.engines._base import EngineInfo, SamplingParams
 from tokentape.errors import InvalidRequest, UnsupportedParameter
@@ -41,24 +41,21 @@ _FIELDS = {"stop": "stop_strings"}
 _IN_BODIES = {"stop_sequences": "stop", "max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens"}
 
 
-class _Values(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """The parameters that can be pinned: `adapter`, and others by their names in OpenAI's and vLLM's requests."""
-
-    temperature: Temperature | UnsetType = UNSET
-    top_p: TopP | UnsetType = UNSET
-    top_k: TopK | UnsetType = UNSET
-    min_p: MinP | UnsetType = UNSET
-    max_tokens: Count | UnsetType = UNSET
-    presence_penalty: Penalty | UnsetType = UNSET
-    frequency_penalty: Penalty | UnsetType = UNSET
-    repetition_penalty: RepetitionPenalty | UnsetType = UNSET
-    seed: Seed | UnsetType = UNSET
-    stop: Stop | UnsetType = UNSET
-    adapter: Adapter | UnsetType = UNSET
-
-
-NAMES = _Values.__struct_fields__
-"""The parameters that can be pinned."""
+_KINDS: dict[str, Any] = {
+    "temperature": Temperature,
+    "top_p": TopP,
+    "top_k": TopK,
+    "min_p": MinP,
+    "max_tokens": Count,
+    "presence_penalty": Penalty,
+    "frequency_penalty": Penalty,
+    "repetition_penalty": RepetitionPenalty,
+    "seed": Seed,
+    "stop": Stop,
+    "adapter": Adapter,
+}
+NAMES = tuple(_KINDS)
+"""The parameters that can be pinned: `adapter`, and others by their names in OpenAI's and vLLM's requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +70,14 @@ class Pins:
         """Return the pins of JSON objects; with `strict` off a number may be text. Raises `InvalidRequest`."""
         return cls(_read(pinned, "pin", strict=strict), _read(defaults, "default", strict=strict))
 
-    @classmethod
-    def of_session(cls, metadata: Mapping[str, Any]) -> Self:
-        """Return those of a session. Raises `InvalidRequest` if what its metadata say there is none."""
-        found = metadata.get(METADATA, {})
-        if not isinstance(found, Mapping) or not all(isinstance(found.get(one, {}), Mapping) for one in found):
-            raise InvalidRequest(f"metadata.{METADATA} must be an object of pin and default, objects too", "metadata")
-        return cls.read(found.get("pin", {}), found.get("default", {}))
-
     def with_session(self, metadata: Mapping[str, Any]) -> Pins:
         """Return these with those of a session. Raises `InvalidRequest` if one is pinned to something else here."""
         if METADATA not in metadata:
             return self
-        own = Pins.of_session(metadata)
+        found = metadata[METADATA]
+        if not isinstance(found, Mapping) or not all(isinstance(found.get(one, {}), Mapping) for one in found):
+            raise InvalidRequest(f"metadata.{METADATA} must be an object of pin and default, objects too", "metadata")
+        own = Pins.read(found.get("pin", {}), found.get("default", {}))
         for name, value in own.pinned.items():
             if self.pinned.get(name, value) != value:
                 raise InvalidRequest(f"this gateway pins {name} to {self.pinned[name]!r}; leave it out", f"pin.{name}")
@@ -125,16 +117,18 @@ def header(overridden: Overridden) -> str:
 
 
 def _read(values: Mapping[str, Any], kind: str, *, strict: bool) -> Mapping[str, Any]:
-    for name in values:
-        if name not in NAMES:
+    found = {}
+    for name, value in values.items():
+        if name not in _KINDS:
             raise InvalidRequest(f"{kind} {name!r} is no sampling parameter; expected {', '.join(NAMES)}", kind)
-    try:
-        read = msgspec.convert(dict(values), _Values, strict=strict)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{kind}: {str(error)[:1].lower()}{str(error)[1:]}", kind) from None
-    found = {name: value for name in NAMES if (value := getattr(read, name)) is not UNSET}
+        try:
+            found[name] = msgspec.convert(value, _KINDS[name], strict=strict)
+        except msgspec.ValidationError as error:
+            reason = str(error).partition(" - at `$")
+            where = f"{name}{reason[2].rstrip('`')}"
+            raise InvalidRequest(f"{kind}.{where}: {reason[0][:1].lower()}{reason[0][1:]}", kind) from None
     if "stop" in found:
         found["stop"] = (found["stop"],) if isinstance(found["stop"], str) else tuple(found["stop"])
     if "top_k" in found:
         found["top_k"] = max(found["top_k"], 0)
-    return found
+    return {name: found[name] for name in NAMES if name in found}

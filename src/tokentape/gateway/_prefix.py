@@ -51,18 +51,13 @@ class RequestBody:
         self._hashed = 0
         self.prefix: ParsedPrefix | None = None
         """The longest of the prefixes that it begins with, and goes on from with more messages."""
+        self.unread = data
+        """The body without the messages of the prefix."""
         for one in sorted(prefixes, key=lambda prefix: prefix.span.end):
             end = one.span.end
-            if end < len(data) and self._comma(end) is not None and self._digest(end) == one.span.digest:
-                self.prefix = one
-
-    @property
-    def unread(self) -> bytes:
-        """The body without the messages of the prefix."""
-        comma = None if self.prefix is None else self._comma(self.prefix.span.end)
-        if self.prefix is None or comma is None:
-            return self.data
-        return self.data[: self.prefix.span.head] + self.data[comma + 1 :]
+            comma = self._comma(end) if end < len(data) else None
+            if comma is not None and self._digest(end) == one.span.digest:
+                self.prefix, self.unread = one, data[: one.span.head] + data[comma + 1 :]
 
     def span(self, count: int = 0) -> MessagesSpan | None:
         unread = self.unread
@@ -86,7 +81,6 @@ class RequestBody:
         return hashlib.sha256(path.encode() + b"\0" + self._digest(len(self.data))).hexdigest()
 
     def _digest(self, end: int) -> bytes:
-        """Return the SHA-256 of the first `end` bytes."""
         if end < self._hashed:
             self._hash, self._hashed = hashlib.sha256(), 0
         self._hash.update(memoryview(self.data)[self._hashed : end])

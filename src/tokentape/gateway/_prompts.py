@@ -37,7 +37,6 @@ CALL_PREFIX = "call_"
 
 
 def _call_with(call_id: str) -> tuple[Message, ...]:
-    """Return a conversation with a call that has this id, and its result."""
     call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
     return (
         {"role": "user", "content": "?"},
@@ -93,7 +92,6 @@ def _kind(setup: Setup, messages: Sequence[Message]) -> tuple[str, ...]:
 
 
 def _least(*strategies: Strategy) -> Strategy:
-    """Return the strategy that claims least."""
     order: tuple[Strategy, ...] = ("local", "contextual", "fork", "refused")
     return max(strategies, key=order.index)
 
@@ -109,9 +107,7 @@ class PromptBuilder:
         load_media: Callable[[str, str], Media],
         stop_mismatch: StopMismatch = "keep",
     ) -> None:
-        self._renderer = renderer
-        self._engine = engine
-        self._history = history
+        self._renderer, self._engine, self._history = renderer, engine, history
         self._stop_mismatch: StopMismatch = stop_mismatch
         self._load_media = load_media
         """By session and hash."""
@@ -176,12 +172,11 @@ class PromptBuilder:
     def is_quick(self, request: TurnRequest, setup: Setup, found: ContinuationPoint) -> bool:
         """Whether `build` takes a millisecond or two: few new messages after a turn, of a kind bridged before."""
         new = found.new_messages
-        if found.parent is None or _kind(setup, new) not in self._bridged:
+        if found.parent is None or request.prompt_ids is not None or self._renderer.images is not None:
             return False
-        if self._history != "sampled" or self._stop_mismatch != "keep":
-            # All of the messages may have to be rendered.
-            return False
-        if request.prompt_ids is not None or self._renderer.images is not None:
+        # With other policies all of the messages may have to be rendered.
+        usual = self._history == "sampled" and self._stop_mismatch == "keep"
+        if not usual or _kind(setup, new) not in self._bridged:
             return False
         contents = [message.get("content") for message in new if message["role"] != "assistant"]
         texts = [content for content in contents if isinstance(content, str)]
@@ -309,12 +304,11 @@ class PromptBuilder:
         `parent` is the turn whose messages begin these, if there is one; `replies` are `_sampled_replies`, if known.
         """
         replies = dict(self._sampled_replies(session, setup, messages) if replies is None else replies)
-        at = 0
+        at = -1
         for turn in [] if parent is None else session.path(parent.seq):
             # Two turns may have said the same in other ids; here it is known which one was meant.
-            at += len(turn.messages)
+            at += len(turn.messages) + 1
             replies[at] = turn
-            at += 1
         if not replies:
             return self._opening(messages, setup)
         sampled = {n: turn.completion_ids for n, turn in replies.items()}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import attrgetter
 from sys import intern
@@ -19,13 +20,13 @@ from tokentape._session.invariants import check_completion, check_turn
 from tokentape._session.payloads import turn_payload
 from tokentape._session.tree import Session
 from tokentape._supports import SUPPORTS, is_known
-from tokentape.chat._parse import Reply
-from tokentape.engines._base import Engine, SamplingParams
+from tokentape.chat._parse import Reply, ReplyDelta, ToolCall
+from tokentape.engines._base import Engine, SampleDelta, SamplingParams
 from tokentape.engines._distributions import logprobs_of, sampled_from, truncates
 from tokentape.errors import CommitRace, Conflict, InvariantViolation, NotFound, TokentapeError
 from tokentape.gateway._bridge_checks import BridgeChecks
-from tokentape.gateway._choices import Choice
-from tokentape.gateway._events import Finish, TurnDone, TurnRequest, TurnStarted
+from tokentape.gateway._choices import Choice, ReplyReader, name_calls
+from tokentape.gateway._events import Finish, TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
 from tokentape.gateway._prompts import Prompt
 from tokentape.gateway._session_cache import OpenSession, SessionCache
 from tokentape.gateway._telemetry import Telemetry
@@ -60,13 +61,25 @@ class Recorder:
             while True:
                 if opened.deleted:
                     raise NotFound(f"session {opened.session_id!r} was deleted while this turn was being sampled")
-                if self.store.shared and opened.answer_to(request.attempt) is not None:
+                if self.store.shared and request.attempt is not None and opened.answer_to(request.attempt) is not None:
                     raise CommitRace("another gateway has answered this call; send it again to get its reply")
                 turns = self._turns(opened.session, prompt, choices)
                 for turn in turns:
                     check_completion(turn.completion_ids, turn.logprobs, self.vocab_size)
                     check_turn(turn, prompt.context_ids, prompt.ids)
-                answer = _answer(opened, turns, choices, started, request)
+                answer = None
+                if request.attempt is not None:
+                    tops = tuple(tuple(choice.top_logprobs) for choice in choices)
+                    # What the reply to a retry is made from.
+                    answer = RecordedReply(
+                        session_id=opened.session_id,
+                        reply_id=started.reply_id,
+                        turns=tuple(turn.seq for turn in turns),
+                        key=request.attempt.key,
+                        body_digest=request.attempt.body_digest,
+                        created_at=started.created_at,
+                        top_logprobs=tops if any(tops) else (),
+                    )
                 # A client that leaves now must not tear the record in memory from the one on disk.
                 writing = self._write(opened, prompt, turns, answer, _payloads(prompt, turns, choices))
                 if await asyncio.shield(writing):
@@ -100,7 +113,6 @@ class Recorder:
     def _turns(
         self, session: Session, prompt: Prompt, choices: Sequence[Choice], abort_cause: str | None = None
     ) -> list[Turn]:
-        """Return the turns of the choices of a call, sealed."""
         parent = prompt.parent
         parent_seq = None if parent is None else parent.seq
         fork = prompt.fork or session.fork_cause(parent_seq, prompt.messages, prompt.setup.digest)
@@ -111,9 +123,8 @@ class Recorder:
             # One text for all turns, which are kept in memory.
             engine, *later = (intern(one or str(self.engine.info)) for one in choice.engines)
             reported = {bool(one) for one in choice.supports} or {False}
-            meanings = {
-                logprobs_of(one, choice.sampling, supports=given) for one in (engine, *later) for given in reported
-            }
+            pairs = itertools.product((engine, *later), reported)
+            meanings = {logprobs_of(one, choice.sampling, supports=given) for one, given in pairs}
             sampling = _recorded_sampling(_values(choice.sampling))
             notes = {**prompt.notes, **choice.notes}
             if choice.reply.problem:
@@ -197,41 +208,15 @@ class Recorder:
         return True
 
 
-def _answer(
-    opened: OpenSession,
-    turns: Sequence[Turn],
-    choices: Sequence[Choice],
-    started: TurnStarted,
-    request: TurnRequest,
-) -> RecordedReply | None:
-    """Return what the reply to a retry of a call is made from."""
-    if request.attempt is None:
-        return None
-    tops = tuple(tuple(choice.top_logprobs) for choice in choices)
-    return RecordedReply(
-        session_id=opened.session_id,
-        reply_id=started.reply_id,
-        turns=tuple(turn.seq for turn in turns),
-        key=request.attempt.key,
-        body_digest=request.attempt.body_digest,
-        created_at=started.created_at,
-        top_logprobs=tops if any(tops) else (),
-    )
-
-
 def _payloads(prompt: Prompt, turns: Sequence[Turn], choices: Sequence[Choice]) -> list[TurnPayload]:
     """Return the engine's payloads per token, cut to what each turn added."""
-    context = len(prompt.context_ids)
-    found = [
-        turn_payload(turn.session_id, turn.seq, one.name, context, one.start, one.rows)
-        for turn, choice in zip(turns, choices, strict=True)
-        for one in choice.payloads
-    ]
-    found += [
-        TurnPayload(turn.session_id, turn.seq, SUPPORTS, len(turn.added_ids), np.array(choice.supports, object))
-        for turn, choice in zip(turns, choices, strict=True)
-        if any(choice.supports)
-    ]
+    context, found = len(prompt.context_ids), list[TurnPayload | None]()
+    for turn, choice in zip(turns, choices, strict=True):
+        session_id, seq = turn.session_id, turn.seq
+        found += (turn_payload(session_id, seq, one.name, context, one.start, one.rows) for one in choice.payloads)
+        if any(choice.supports):
+            supports = np.array(choice.supports, object)
+            found.append(TurnPayload(session_id, seq, SUPPORTS, len(turn.added_ids), supports))
     return [one for one in found if one is not None]
 
 
@@ -263,8 +248,61 @@ def reply_message(reply: Reply) -> dict[str, Any]:
         message["reasoning_content"] = reply.reasoning
     calls = reply.calls_for_client
     if calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-        ]
+        message["tool_calls"] = [function_call(call.id, call.name, call.arguments) for call in calls]
     return message
+
+
+def function_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def replayed(
+    session: Session, answer: RecordedReply, reader_of: Callable[[Turn], ReplyReader], request: TurnRequest
+) -> list[TurnEvent]:
+    """Return the events of a call that was answered before, each choice in one delta.
+
+    `reader_of` returns the reader of a turn's completion, as it was when it was sampled.
+    """
+    turns = [session.turns[seq] for seq in answer.turns]
+    context = session.context_before(turns[0].seq)
+    started = TurnStarted(answer.reply_id, answer.created_at, context, replayed=True)
+    events: list[TurnEvent] = [replace(started, sampling=request.sampling, overridden=request.overridden)]
+    done: list[TurnEvent] = []
+    for index, turn in enumerate(turns):
+        reply = _read_again(turn, reader_of(turn))
+        tops = answer.top_logprobs[index] if answer.top_logprobs else ()
+        sampled = SampleDelta(
+            tuple(turn.completion_ids.tolist()),
+            tuple(turn.logprobs.tolist()),
+            turn.finish_reason,
+            turn.stop,
+            tops,
+            turn.weight_version,
+        )
+        whole = ReplyDelta(reply.content, reply.reasoning, reply.calls_for_client)
+        events.append(TurnDelta(index, sampled, whole))
+        done.append(TurnDone(index, turn, reply, ReplyDelta(), finish_of(turn, reply)))
+    return [*events, *done]
+
+
+def _read_again(turn: Turn, reader: ReplyReader) -> Reply:
+    """Return a recorded completion's reply, its calls with the ids that the client has.
+
+    Where its parser had failed the reply is what was recorded: how far a parser came depends on how the stream was cut.
+    """
+    if problem := turn.sampling.get("parse_problem"):
+        message, span = turn.reply, (0, len(turn.completion_ids))
+        calls = [
+            ToolCall(call["function"]["name"], call["function"]["arguments"], "ok", span, call["id"])
+            for call in message.get("tool_calls", ())
+        ]
+        content, reasoning = message.get("content") or "", message.get("reasoning_content", "")
+        return Reply(content, reasoning, tuple(calls), reasoning_open=False, problem=problem)
+    reader.feed(turn.completion_ids.tolist())
+    _, reply = reader.finish()
+    recorded = iter(turn.reply.get("tool_calls", ()))
+    calls = [
+        call if call.status == "unclosed" else replace(call, id=next(recorded)["id"])
+        for call in name_calls(reply.tool_calls, "")
+    ]
+    return replace(reply, tool_calls=tuple(calls))

@@ -13,21 +13,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
+from prometheus_client import Counter
 
 from tokentape._session.invariants import check_ids
-from tokentape.engines._base import EngineInfo, SampleDelta, SamplingParams
+from tokentape.chat._tokenizer import Tokenizer
+from tokentape.engines._base import Engine, EngineInfo, Interruptible, SampleDelta, SamplingParams
 from tokentape.errors import EngineAborted, EngineUnavailable
 from tokentape.gateway._choices import Choice
 from tokentape.gateway._events import TurnDelta
-from tokentape.gateway._gate import Gate
 from tokentape.gateway._limits import Limits, OnAbort
-from tokentape.types import TokenIds
+from tokentape.gateway._pausing import Gate
 
 _log = logging.getLogger("tokentape.gateway")
 
@@ -35,10 +36,6 @@ _log = logging.getLogger("tokentape.gateway")
 _PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 
 _RETRY_SECONDS = 1.0
-
-
-Sample: TypeAlias = Callable[..., AsyncGenerator[SampleDelta, None]]
-"""`Engine.sample`, or what takes its place."""
 
 
 def hindrance(params: SamplingParams, engine: EngineInfo) -> str | None:
@@ -119,42 +116,23 @@ class Seam:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the completions of one call are sampled.
+class Sampler:
+    """Samples completions, each over as many calls of the engine as it takes.
 
     Under the policy `resume` an aborted completion is kept as it is if it was continued `limits.resumes` times already,
     or if its rest would come from another distribution. Without any token it is sampled again in any case.
-
-    Args:
-        sample_ids: samples from a prompt.
-        info: the engine.
-        prompt_ids: the context that the completions share, int32 [tokens].
-        vocab_size: ids at or above it are refused.
-        stream: whether tokens are wanted as they come.
-        spell: the bytes of an id.
-        gate: what each call of the engine passes.
-        on_abort: what to do with an aborted completion.
-        limits: how often it is continued, and for how long an engine may refuse that.
-        count: called with the outcome of each abort, and why.
-        check: raises if the engine no longer serves the right model.
-        interrupt: has the engine end a call with `abort` and what it has sampled; False if it can't.
-        captured: the server renders, and can't be asked to continue. The caller has passed the gate.
-
     """
 
-    sample_ids: Sample
-    info: EngineInfo
-    prompt_ids: TokenIds
+    engine: Engine
+    tokenizer: Tokenizer
     vocab_size: int
-    stream: bool
-    spell: Callable[[int], bytes]
+    """Ids at or above it are refused."""
     gate: Gate
+    """What each call of the engine passes."""
     on_abort: OnAbort
     limits: Limits
-    count: Callable[[str, str], None]
-    check: Callable[[], Awaitable[None]]
-    interrupt: Callable[[str], bool]
-    captured: bool
+    aborts: Counter
+    """Metric: aborts by their outcome, and why."""
 
     async def sample(self, choice: Choice) -> AsyncGenerator[TurnDelta, None]:
         """Sample a completion to its end.
@@ -163,7 +141,7 @@ class Sampling:
         """
         aborts = 0
         while True:
-            calls = self._ask(choice, aborts) if self.captured else self._passing(choice, aborts)
+            calls = self._ask(choice, aborts) if choice.captured else self._passing(choice, aborts)
             async with aclosing(calls) as deltas:
                 async for delta in deltas:
                     yield delta
@@ -181,7 +159,7 @@ class Sampling:
         cause = "paused" if self.gate.closed else "engine_abort"
         if self._is_over(choice):
             return False
-        more = aborts <= self.limits.resumes and not self.captured
+        more = aborts <= self.limits.resumes and not choice.captured
         if more and len(choice.ids) == choice.part:
             # What an engine that was not streaming had sampled when we left it is lost, and drawn again.
             self._note(choice, "resampled" if choice.lost else "again", cause, "not streamed" if choice.lost else "")
@@ -204,21 +182,24 @@ class Sampling:
         sampling, ids = choice.sampling, choice.ids
         if ids and len(ids) > sampling.min_tokens and ids[-1] in sampling.stop_token_ids:
             choice.finish_reason, choice.stop = "stop", ids[-1]
-        elif ids and (stop := Seam(self.spell, sampling.stop_strings, ids[:-1], sampling.min_tokens).push(ids[-1])):
+        elif ids and (stop := self._seam(choice, ids[:-1]).push(ids[-1])):
             choice.finish_reason, choice.stop = "stop", stop
         elif len(ids) >= sampling.max_tokens:
             choice.finish_reason = "length"
         return choice.finish_reason != "abort"
 
     def _obstacle(self, choice: Choice, more: bool) -> str:
-        """Why a completion can't go on, if it can't."""
-        if self.captured:
+        """Return why a completion can't go on; empty if it can."""
+        if choice.captured:
             return "captured"
-        return (hindrance(choice.sampling, self.info) or "") if more else "resumes"
+        return (hindrance(choice.sampling, self.engine.info) or "") if more else "resumes"
+
+    def _seam(self, choice: Choice, sampled: Sequence[int]) -> Seam:
+        return Seam(self.tokenizer.token_bytes, choice.sampling.stop_strings, sampled, choice.sampling.min_tokens)
 
     def _note(self, choice: Choice, outcome: str, cause: str, why: str) -> None:
         """Count and log the outcome of an abort, and record it unless the completion is just continued."""
-        self.count(outcome, why)
+        self.aborts.labels(outcome, why).inc()
         if outcome in ("kept", "resampled"):
             choice.notes["aborted"] = {"cause": cause, "outcome": outcome, "why": why}
         level = logging.INFO if outcome in ("resumed", "again") else logging.WARNING
@@ -233,7 +214,7 @@ class Sampling:
 
         def interrupt() -> None:
             nonlocal left
-            if not self.interrupt(self._request_id(choice, aborts)):
+            if not (isinstance(self.engine, Interruptible) and self.engine.interrupt(_request_id(choice, aborts))):
                 left = True
                 task.cancel()
 
@@ -246,7 +227,7 @@ class Sampling:
             except asyncio.CancelledError:
                 if not left or task.uncancel():
                     raise
-                choice.finish_reason, choice.lost = "abort", not self.stream
+                choice.finish_reason, choice.lost = "abort", not choice.stream
                 return
             except EngineUnavailable:
                 # A server that was paused after it had ended its calls may refuse others until it goes on.
@@ -255,9 +236,8 @@ class Sampling:
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _ask(self, choice: Choice, aborts: int) -> AsyncGenerator[TurnDelta, None]:
-        """One call of the engine."""
-        ids, params, stream = self.prompt_ids, choice.sampling, self.stream
-        seam = Seam(self.spell, params.stop_strings, choice.ids, params.min_tokens)
+        ids, params, stream = choice.prompt_ids, choice.sampling, choice.stream
+        seam = self._seam(choice, choice.ids)
         if choice.ids:
             ids = np.concatenate([ids, np.array(choice.ids, dtype=np.int32)])
             params = rest(params, len(choice.ids), choice.payloads_due())
@@ -265,7 +245,7 @@ class Sampling:
                 choice.notes.setdefault("resume_seeds", []).append(params.seed)
             # After a stop string that the engine does not see, it would go on.
             stream = stream or not seam.passed
-        sampled = self.sample_ids(ids, params, stream=stream, request_id=self._request_id(choice, aborts))
+        sampled = choice.sample_ids(ids, params, stream=stream, request_id=_request_id(choice, aborts))
         async with aclosing(sampled) as deltas:
             async for delta in deltas:
                 check_ids(delta.token_ids, self.vocab_size)
@@ -278,27 +258,19 @@ class Sampling:
                     break
         if isinstance(choice.stop, str) and not seam.passed:
             # The call was left before its end, where the engine is looked at.
-            await self.check()
+            await self.engine.check()
 
-    def _request_id(self, choice: Choice, aborts: int) -> str:
-        """The id of an engine's call."""
-        return f"{choice.request_id}-{aborts}" if aborts else choice.request_id
+
+def _request_id(choice: Choice, aborts: int) -> str:
+    return f"{choice.request_id}-{aborts}" if aborts else choice.request_id
 
 
 def _up_to_stop(delta: SampleDelta, seam: Seam) -> SampleDelta:
     """Cut a delta after the token that completes a stop string over the seam, where sampling would have ended."""
-    for at, token_id in enumerate(delta.token_ids):
+    for end, token_id in enumerate(delta.token_ids, 1):
         stop = seam.push(token_id)
         if stop is not None:
-            return replace(
-                delta,
-                token_ids=delta.token_ids[: at + 1],
-                logprobs=delta.logprobs[: at + 1],
-                top_logprobs=delta.top_logprobs[: at + 1],
-                supports=delta.supports[: at + 1],
-                finish_reason="stop",
-                stop=stop,
-                weight_spans=(),
-                payloads=(),
-            )
+            names = ("token_ids", "logprobs", "top_logprobs", "supports")
+            kept: dict[str, Any] = {name: getattr(delta, name)[:end] for name in names}
+            return replace(delta, **kept, finish_reason="stop", stop=stop, weight_spans=(), payloads=())
     return delta

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway._deadlines import BODY_SECONDS, HEADER_SECONDS, DeadlineConfig
-from tokentape.gateway._drain import Drain
+from tokentape.gateway._limits import Drain
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 10
@@ -42,7 +42,7 @@ def serve(
     Raises `InvalidRequest` for a host that is not this machine alone unless the application `has_keys`: whoever reaches
     a gateway without keys reads and deletes every session. Raises `OSError` if the port is taken.
     """
-    with listener or _listen(host, port, has_keys) as listener:
+    with listener or bind(host, port, has_keys) as listener:
         ready = None if on_ready is None else lambda: on_ready(url_of(listener))
         server = _Server(app, header_seconds, body_seconds, ready, drain)
         server.run(sockets=[listener])
@@ -56,7 +56,7 @@ def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> Iterator
     >>> with running(create_app(turns, model_id="tiny")) as base_url:     # doctest: +SKIP
     ...     OpenAI(base_url=f"{base_url}/v1", api_key="none").models.list()
     """
-    with _listen(host, port, has_keys=False) as listener:
+    with bind(host, port, has_keys=False) as listener:
         answered = threading.Event()
         server = _Server(app, HEADER_SECONDS, BODY_SECONDS, answered.set)
 
@@ -88,7 +88,21 @@ class _Server(uvicorn.Server):
         on_ready: Callable[[], None] | None,
         drain: Drain | None = None,
     ) -> None:
-        super().__init__(_config(self._starting, header_seconds, body_seconds))
+        config = DeadlineConfig(
+            self._starting,
+            header_seconds=header_seconds,
+            body_seconds=body_seconds,
+            ws="none",
+            lifespan="on",
+            interface="asgi3",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            log_config=None,
+            log_level="warning",
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+        )
+        super().__init__(config)
         self._app = app
         self._failure = TokentapeError("the gateway could not start; see its log")
         self._on_ready = on_ready
@@ -141,30 +155,11 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def refuse_unstarted(self) -> None:
-        """Raise `TokentapeError` if the application did not start."""
         if not self.started:
             raise self._failure
 
 
-def _config(app: ASGIApp, header_seconds: float, body_seconds: float) -> uvicorn.Config:
-    return DeadlineConfig(
-        app,
-        header_seconds=header_seconds,
-        body_seconds=body_seconds,
-        loop="auto",
-        ws="none",
-        lifespan="on",
-        interface="asgi3",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        log_config=None,
-        log_level="warning",
-        timeout_graceful_shutdown=_GRACE_SECONDS,
-    )
-
-
-def check_host(host: str, has_keys: bool) -> tuple[socket.AddressFamily, str]:
+def _address(host: str, has_keys: bool) -> tuple[socket.AddressFamily, str]:
     """Return the address to bind, and its family. Raises `InvalidRequest` as `serve`."""
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
@@ -179,11 +174,14 @@ def check_host(host: str, has_keys: bool) -> tuple[socket.AddressFamily, str]:
     return socket.AF_INET6 if address.version == 6 else socket.AF_INET, str(address)
 
 
-def _listen(host: str, port: int, has_keys: bool) -> socket.socket:
-    family, address = check_host(host, has_keys)
+def bind(host: str, port: int, has_keys: bool, *, shared: bool = False) -> socket.socket:
+    """Return a bound socket, whose port others of this process may have too if it is `shared`. Raises as `serve`."""
+    family, address = _address(host, has_keys)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((address, port))
         listener.setblocking(False)
     except OSError:
@@ -193,6 +191,5 @@ def _listen(host: str, port: int, has_keys: bool) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The base URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -6,23 +6,29 @@ If other gateways write to the same record, a session in memory is compared with
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from tokentape._session.tree import Session, unread_turns
-from tokentape.errors import Conflict, IdempotencyMismatch, LimitReached, NotFound
+from tokentape._session.tree import UNREAD, Session
+from tokentape.errors import Conflict, LimitReached, NotFound, StoreError, TokentapeError
+from tokentape.gateway._access import RequestLog
 from tokentape.gateway._events import Attempt
 from tokentape.gateway._in_flight_call import InFlightCall
 from tokentape.gateway._limits import Limits
 from tokentape.gateway._prefix import ParsedPrefix
+from tokentape.gateway._telemetry import Metrics
 from tokentape.store import Store, StoredSession
 from tokentape.store._snapshots import Snapshots
-from tokentape.types import RecordedReply, SessionInfo
+from tokentape.types import Event, RecordedReply, SessionInfo
+
+_log = logging.getLogger("tokentape.gateway")
 
 _KEPT_ANSWERS = 64
 """Per session; a client retries what it asked last."""
@@ -51,24 +57,23 @@ class OpenSession:
     """Seconds of the monotonic clock."""
     deleted: bool = False
     """Deleted while calls are still in flight."""
-    prefixes: tuple[ParsedPrefix, ...] = ()
+    prefixes: deque[ParsedPrefix] = field(default_factory=lambda: deque(maxlen=_KEPT_PREFIXES))
     """The beginnings of the last requests, newest last: a later one may begin with them."""
     bridges: dict[int, tuple[int, frozenset[str]]] = field(default_factory=dict)
     """Per turn the length of its branch, and the kinds of bridges on it that were drawn to be checked."""
     delivered: set[str] = field(default_factory=set)
     """Ids of those of its newest replies that a client has got."""
-    _answers: OrderedDict[str, RecordedReply] = field(default_factory=OrderedDict)
+    answers: OrderedDict[str, RecordedReply] = field(default_factory=OrderedDict)
+    """The newest, by id, kept for retries."""
 
     @property
     def session_id(self) -> str:
-        """The session's id."""
         return self.session.info.session_id
 
     def remember(self, answer: RecordedReply) -> None:
-        """Keep an answer for retries."""
-        self._answers[answer.reply_id] = answer
-        if len(self._answers) > _KEPT_ANSWERS:
-            self.delivered.discard(self._answers.popitem(last=False)[0])
+        self.answers[answer.reply_id] = answer
+        if len(self.answers) > _KEPT_ANSWERS:
+            self.delivered.discard(self.answers.popitem(last=False)[0])
 
     def remember_recorded(self, answers: Iterable[RecordedReply], *, known_since: float) -> None:
         """Keep answers that were read from the record.
@@ -82,10 +87,6 @@ class OpenSession:
             if read and self.session.unread.isdisjoint(answer.turns):
                 self.delivered.add(answer.reply_id)
 
-    def remember_prefix(self, prefix: ParsedPrefix) -> None:
-        """Keep the beginning of a request for later ones that begin with it."""
-        self.prefixes = (*self.prefixes[-_KEPT_PREFIXES + 1 :], prefix)
-
     def check_turns(self, more: int, most: int) -> None:
         """Raise `LimitReached` if, with `more` turns and those under way, there are more than `most`; 0 is no limit."""
         turns, under_way = len(self.session.turns), sum(call.turns for call in self.calls)
@@ -96,34 +97,18 @@ class OpenSession:
             # Calls that fail make room.
             raise LimitReached(f"{found}; wait, or begin another session", retry_after=1.0)
 
-    def call_in_flight(self, attempt: Attempt | None) -> InFlightCall | None:
-        """Return the call in flight that this one repeats. Raises `IdempotencyMismatch` for a key with another body."""
+    def call_in_flight(self, attempt: Attempt) -> InFlightCall | None:
+        """Return the call in flight that this one repeats. Raises as `Attempt.repeats`."""
         for call in reversed(self.calls):
             known = None if call.aborted else call.attempt
-            if attempt is not None and known is not None and _repeats(attempt, known.key, known.body_digest):
+            if known is not None and attempt.repeats(known.key, known.body_digest):
                 return call
         return None
 
-    def answer_to(self, attempt: Attempt | None) -> RecordedReply | None:
-        """Return the recorded answer to the call that this one repeats. Raises as `call_in_flight`."""
-        for answer in reversed(self._answers.values()):
-            if attempt is not None and _repeats(attempt, answer.key, answer.body_digest):
-                return answer
-        return None
-
-    def answer_named(self, reply_id: str) -> RecordedReply | None:
-        """The answer with this id, if it is one of the newest."""
-        return self._answers.get(reply_id)
-
-
-def _repeats(attempt: Attempt, key: str | None, body_digest: str) -> bool:
-    if attempt.key is not None:
-        if attempt.key != key:
-            return False
-        if attempt.body_digest != body_digest:
-            raise IdempotencyMismatch("this Idempotency-Key came with another body before; use a new key")
-        return True
-    return attempt.retried and key is None and attempt.body_digest == body_digest
+    def answer_to(self, attempt: Attempt) -> RecordedReply | None:
+        """Return the recorded answer to the call that this one repeats. Raises as `Attempt.repeats`."""
+        answers = reversed(self.answers.values())
+        return next((one for one in answers if attempt.repeats(one.key, one.body_digest)), None)
 
 
 class SessionCache:
@@ -173,10 +158,9 @@ class SessionCache:
         return self._seen(opened, owner)
 
     def in_memory(self, session_id: str) -> OpenSession | None:
-        """Return the session if it is in memory."""
         return self._open.get(session_id)
 
-    def prefixes(self, session_id: str, owner: str) -> tuple[ParsedPrefix, ...]:
+    def prefixes(self, session_id: str, owner: str) -> Sequence[ParsedPrefix]:
         """Return the beginnings of earlier requests of this owner to a session in memory."""
         opened = self._open.get(session_id)
         return opened.prefixes if opened is not None and opened.session.info.owner == owner else ()
@@ -193,13 +177,15 @@ class SessionCache:
 
         Raises `NotFound`, `LimitReached`, and `Conflict` for the id of a session that was dropped.
         """
-        if begin and session_id not in self._open:
+        # One in memory may have been dropped by another gateway.
+        found = await self.find(session_id, owner) if session_id in self._open else None
+        if found is None and begin:
             await self._refuse_dropped(session_id, owner)
         # No await between a miss and the new session, so that two first turns begin one.
-        found = await self.find(session_id, owner) or self._seen(self._open.get(session_id), owner)
+        found = found or await self.find(session_id, owner) or self._seen(self._open.get(session_id), owner)
         if found is None and not begin:
             raise not_found(session_id)
-        return found or self._begin(SessionInfo(session_id, time.time(), {}, owner), stored=False)
+        return found or self._begin(SessionInfo(session_id, time.time(), {}, owner))
 
     async def catch_up(self, opened: OpenSession) -> bool:
         """Load what others have recorded of a session; return whether there was anything. Its lock must be held.
@@ -208,30 +194,24 @@ class SessionCache:
         """
         session, known = opened.session, len(opened.session.turns)
         state = await asyncio.to_thread(self._store.session_state, opened.session_id, known - 1)
-        if state is None:
-            if opened.stored:
-                self._lose(opened)
+        if state is None and not opened.stored:
             return False
-        same = state.digest == (session.turns[-1].digest if known else None)
-        if opened.stored and not (same and state.created_at == session.info.created_at):
-            self._lose(opened)
-            return False
-        if opened.stored and state.turns == known:
-            return False
-        try:
-            newer = await asyncio.to_thread(self._store.load_newer, opened.session_id, tuple(session.turns))
-        except NotFound:
-            self._lose(opened)
-            return False
-        if newer.info.owner != session.info.owner:
-            # Another owner has begun a session with this id meanwhile.
-            self._lose(opened)
+        own = session.turns[-1].digest if known else None, session.info.created_at
+        newer = None
+        if state is not None and (not opened.stored or (state.digest, state.created_at) == own):
+            if opened.stored and state.turns == known:
+                return False
+            with suppress(NotFound):
+                newer = await asyncio.to_thread(self._store.load_newer, opened.session_id, tuple(session.turns))
+        if newer is None or newer.info.owner != session.info.owner:
+            # Others have deleted it, and perhaps begun one with this id meanwhile.
+            opened.deleted = True
+            self.drop(opened)
             return False
         # One that was begun here and there at once: there it was stored first.
         session.info, opened.stored = newer.info, True
         for turn in newer.turns:
             session.add(turn)
-        session.unread |= unread_turns(newer.events)
         opened.setups |= newer.setups.keys()
         opened.remember_recorded(newer.answers, known_since=self._known_since)
         self._loaded(opened, newer, False)
@@ -240,15 +220,14 @@ class SessionCache:
     async def create(self, session_id: str, metadata: Mapping[str, Any], owner: str) -> SessionInfo:
         """Create and store a session. Raises `Conflict` if the id is taken, and `LimitReached`."""
         self._make_room(owner)
-        try:
+        taken = True
+        with suppress(NotFound):
             taken = await self.find(session_id, owner) is not None
-        except NotFound:
-            taken = True
         if taken:
             raise Conflict(f"session {session_id!r} exists already; use another id or none")
         info = SessionInfo(session_id, time.time(), metadata, owner)
         # In memory first and locked, so that a turn that comes now does not store it a second time.
-        opened = self._begin(info, stored=False)
+        opened = self._begin(info)
         try:
             async with opened.lock:
                 await self._store.write(info)
@@ -259,7 +238,6 @@ class SessionCache:
         return info
 
     def drop(self, opened: OpenSession) -> None:
-        """Forget a session."""
         if self._open.get(opened.session_id) is opened:
             del self._open[opened.session_id]
         if self._at_hand.get(opened.session_id) is opened:
@@ -269,10 +247,6 @@ class SessionCache:
         """Forget a session of which nothing is or will be recorded: its calls were refused or have failed."""
         if not opened.stored and not opened.calls and not opened.lock.locked():
             self.drop(opened)
-
-    def _lose(self, opened: OpenSession) -> None:
-        opened.deleted = True
-        self.drop(opened)
 
     def _seen(self, opened: OpenSession | None, owner: str | None) -> OpenSession | None:
         """Return the session if this owner may see it; owner None may see all. Raises `NotFound`."""
@@ -302,9 +276,9 @@ class SessionCache:
             raise not_found(session_id)
         raise Conflict(f"session {session_id!r} was dropped once its snapshot was confirmed; use another id")
 
-    def _begin(self, info: SessionInfo, *, stored: bool) -> OpenSession:
+    def _begin(self, info: SessionInfo) -> OpenSession:
         self._make_room(info.owner)
-        opened = self._open[info.session_id] = OpenSession(Session(info), stored)
+        opened = self._open[info.session_id] = OpenSession(Session(info), stored=False)
         return self._touch(opened)
 
     def _touch(self, opened: OpenSession) -> OpenSession:
@@ -337,3 +311,78 @@ class SessionCache:
 def not_found(session_id: str) -> NotFound:
     """Return the error for an unknown session and for another owner's: always the same."""
     return NotFound(f"there is no session {session_id!r}")
+
+
+class UnreadMarks:
+    """Marks recorded replies that no client has got, so that nothing trains on them unasked. For one event loop.
+
+    A client may leave while its reply is committed or sent. What was handed to the network before it left counts as
+    read: HTTP has no receipts. A retry that gets the reply from the record takes the mark back.
+    """
+
+    def __init__(self, store: Store, sessions: SessionCache, metrics: Metrics) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._metrics = metrics
+        self._writing: set[asyncio.Task[None]] = set()
+        self._lock = asyncio.Lock()
+        self._due: dict[tuple[str, int], Event] = {}
+        """By session and turn the newest marks that are not recorded. One that the store fails to write is tried again
+        with the next reply, and at the end."""
+
+    def answered(self, line: RequestLog, *, complete: bool) -> None:
+        """Note that a client was sent all of a reply, or left before."""
+        opened = self._sessions.in_memory(line.session_id)
+        if opened is None:
+            return
+        if complete:
+            opened.delivered.add(line.reply_id)
+            answer = opened.answers.get(line.reply_id)
+            if answer is not None and line.replayed and self._store.shared:
+                # Another gateway may have marked them since they were loaded.
+                opened.session.unread.update(answer.turns)
+        self.mark(opened, line.reply_id)
+
+    def mark(self, opened: OpenSession, reply_id: str | None) -> None:
+        """Record whether the turns of a reply are unread, if they are recorded and not marked so already."""
+        if reply_id is None:
+            return
+        answer, unread = opened.answers.get(reply_id), reply_id not in opened.delivered
+        marked = opened.session.unread
+        turns = () if answer is None else tuple(seq for seq in answer.turns if (seq in marked) != unread)
+        marked.symmetric_difference_update(turns)
+        if unread:
+            self._metrics.unread.inc(len(turns))
+        for seq in turns:
+            event = Event(opened.session_id, seq, UNREAD, {"unread": unread}, time.time())
+            self._due[opened.session_id, seq] = event
+        self._start()
+
+    async def written(self) -> None:
+        """Return when all marks are in the record, or were tried once more."""
+        self._start()
+        await asyncio.gather(*self._writing)
+
+    def _start(self) -> None:
+        if self._due:
+            task = asyncio.get_running_loop().create_task(self._write())
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+
+    async def _write(self) -> None:
+        async with self._lock:
+            due, self._due = self._due, {}
+            by_session: dict[str, dict[tuple[str, int], Event]] = {}
+            for key, event in due.items():
+                by_session.setdefault(event.session_id, {})[key] = event
+            await asyncio.gather(*map(self._write_session, by_session.values()))
+
+    async def _write_session(self, due: Mapping[tuple[str, int], Event]) -> None:
+        try:
+            await self._store.write(*due.values())
+        except StoreError as error:
+            _log.warning("it could not be recorded yet whether a reply was read (%s)", error.code)
+            self._due = {**due, **self._due}
+        except TokentapeError as error:
+            # The session was deleted.
+            _log.warning("it could not be recorded whether a reply was read (%s)", error.code)

@@ -40,8 +40,6 @@ class NewSnapshot(Struct, forbid_unknown_fields=True):
 
 
 class Confirmation(Struct, forbid_unknown_fields=True):
-    """The body of a confirmation."""
-
     digest: str
     drop_sessions: bool = False
 
@@ -65,12 +63,8 @@ def routes(gateway: Gateway) -> list[Route]:
         caller = asking(request)
         wanted = await gateway.read(request, NewSnapshot, NewSnapshot())
         check_depth(wanted.metadata or {}, "metadata")
-        selection = Selection(
-            session_ids=None if wanted.session_ids is None else tuple(wanted.session_ids),
-            since=wanted.since,
-            idle_seconds=wanted.idle_seconds,
-            metadata=wanted.metadata or {},
-        )
+        named = None if wanted.session_ids is None else tuple(wanted.session_ids)
+        selection = Selection(named, wanted.since, wanted.idle_seconds, wanted.metadata or {})
         await turns.wait_checks(selection.session_ids, wanted.wait_checks)
         snapshot = await snapshots.take(selection, caller.owner, caller.sees)
         return json_response(_manifest(snapshot), 201, {"Location": f"/snapshots/{snapshot.snapshot_id}"})
@@ -140,11 +134,7 @@ def _id(request: Request) -> int:
 def _summary(snapshot: Snapshot) -> dict[str, Any]:
     contents = snapshot.contents or {}
     return {
-        "snapshot_id": snapshot.snapshot_id,
-        "created_at": snapshot.created_at,
-        "since": snapshot.since,
-        "state": snapshot.state,
-        "digest": snapshot.digest,
+        **{name: getattr(snapshot, name) for name in ("snapshot_id", "created_at", "since", "state", "digest")},
         "schema_version": SCHEMA_VERSION,
         **{name: contents.get(name) for name in ("trajectories", "tokens", "trained_tokens", "verdicts")},
     }

@@ -1,24 +1,57 @@
-"""Metrics and spans of the work on a call."""
+"""Metrics, spans and live drift. None of them names a session or a caller, or holds what a caller wrote.
+
+The workers of one gateway count together: in files in a directory that PROMETHEUS_MULTIPROC_DIR names, which the
+library looks for when it is imported.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import queue
+import random
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
-from typing import Any, Literal, TypeAlias, get_args
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from functools import cache, lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from tokentape._session.verdict import verdict
+from tokentape.audit._tokendiff import Retokenizer
 from tokentape.chat._tokenizer import Tokenizer
-from tokentape.errors import TokentapeError
+from tokentape.errors import InvalidRequest, TokentapeError
 from tokentape.gateway._limits import InFlightCounter
-from tokentape.gateway._live_drift import LiveDrift
-from tokentape.gateway._metrics import Metrics
-from tokentape.gateway._tracing import OpenTelemetrySpans
-from tokentape.types import Turn
+from tokentape.types import TokenIds, Turn
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+_log = logging.getLogger("tokentape.gateway")
 
 Stage: TypeAlias = Literal["prepare", "engine", "commit"]
 """A part of a call that is timed by itself."""
+
+Attribute: TypeAlias = str | int | float | bool
+
+WAITING = 256
+"""Completions that may wait to be measured."""
+
+COUNTED_TOGETHER = "PROMETHEUS_MULTIPROC_DIR"
+
+_Merged: TypeAlias = Literal["livesum", "livemin", "livemax"]
+"""What a gauge of all living workers is."""
+
+_NOTE_SECONDS = 1.0
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
 
 
 class Telemetry:
@@ -43,10 +76,11 @@ class Telemetry:
         self._verdict = cache(self.metrics.verdicts.labels)
         self._seconds = {name: self.metrics.stages.labels(name) for name in get_args(Stage)}
 
-    def stage(self, name: Stage) -> AbstractContextManager[Any]:
-        """Time the work done within."""
-        timed: AbstractContextManager[Any] = self._seconds[name].time()
-        return timed if self.spans is None else _both(self.spans.stage(name), timed)
+    @contextmanager
+    def stage(self, name: Stage) -> Iterator[None]:
+        span = nullcontext() if self.spans is None else self.spans.stage(name)
+        with span, self._seconds[name].time():
+            yield
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -79,12 +113,275 @@ class Telemetry:
             self._verdict(re.sub(": [^,]*", "", verdict([turn]))).inc()
 
     def close(self) -> None:
-        """Measure what still waits to be measured."""
         if self._drift is not None:
             self._drift.close()
 
 
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
+class Metrics:
+    """The metrics of one gateway, in a registry of its own: two gateways in a process don't mix."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._together = COUNTED_TOGETHER in os.environ
+        self._followed: list[tuple[Gauge, Callable[[], float]]] = []
+        self.turns = self._counter(
+            "turns",
+            "Recorded turns: committed, or aborted because of client_left, shutdown or an error.",
+            "outcome",
+            "cause",
+        )
+        self.failures = self._counter("call_failures", "Calls that failed. Their tokens count as aborted.", "code")
+        self.engine_aborts = self._counter(
+            "engine_aborts",
+            "Aborts by the engine: resumed, kept, resampled, or again (nothing was sampled); and why.",
+            "outcome",
+            "why",
+        )
+        self.forks = self._counter("forks", "Committed turns that began a branch, and why.", "cause")
+        self.verdicts = self._counter(
+            "verdicts",
+            "Committed turns by their effect on the verdict: exact, closed, forked; with the reservations model "
+            "unverified, other logprobs (not those sampled with) and logprobs not known.",
+            "verdict",
+        )
+        self.parse_problems = self._counter("parse_problems", "Committed turns with an unparsed completion.")
+        self.unread = self._counter("unread_turns", "Committed turns: the client left before it had all of the reply.")
+        self.replays = self._counter("replays", "Calls answered from the record.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of contexts sent to the engine, once per turn.")
+        self.cached_tokens = self._counter(
+            "cached_prompt_tokens", "Of these, tokens that the engine said it had cached."
+        )
+        self.sampled_tokens = self._counter("sampled_tokens", "Tokens sampled by the engine and recorded.")
+        self.drift_completions = self._counter(
+            "drift_completions", "Completions decoded and re-tokenized: the same, or drifted.", "outcome"
+        )
+        self.drift_tokens = self._counter(
+            "drift_tokens", "Tokens of these: the same, changed, or unknown (parts of characters).", "outcome"
+        )
+        self.drift_stretches = self._counter("drift_stretches", "Changed stretches of these, by artifact.", "artifact")
+        self.drift_dropped = self._counter("drift_dropped", "Completions that there was no time to measure.")
+        self.bridge_checks = self._counter(
+            "bridge_checks",
+            "Bridges compared with the template's own rendering: same, differs, unknown (it renders no such "
+            "conversation), or skipped (no room, or off).",
+            "outcome",
+        )
+        self.bridge_revocations = self._counter(
+            "bridge_revocations", "Differences found, by the strategy that replaces the bridge's.", "strategy"
+        )
+        self.stages = self._histogram("stage_seconds", "Seconds per stage: prepare, engine, commit.", "stage")
+        self.first_token = self._histogram("first_token_seconds", "Seconds from asking the engine to its first tokens.")
+        self.requests = self._counter("http_requests", "Answered requests.", "method", "route", "status")
+        self.request_seconds = self._histogram("http_request_seconds", "Seconds until a request was answered.", "route")
+        # Looking a label up costs more than counting.
+        self._answered = lru_cache(maxsize=256)(self._labels_of_answers)
+        self.requests_in_flight = self._gauge("http_requests_under_way", "Requests in flight.")
+        self.calls_in_flight = self._gauge("calls_under_way", "Calls in flight; a retry joins its call.")
+        self.open_sessions = self._gauge("open_sessions", "Sessions in memory.")
+        healthy = "1 if turns can be recorded, 0 if not until a restart."
+        self.store_healthy = self._gauge("store_healthy", healthy, merged="livemin")
+        verified = "1 if what samples is known to be the folder's model."
+        self.model_verified = self._gauge("engine_model_verified", verified, merged="livemin")
+        names = ("version", "engine", "engine_version", "model")
+        self.build = self._gauge("build_info", "Always 1.", *names, merged="livemax")
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        requests, request_seconds = self._answered(method, route, status)
+        requests.inc()
+        request_seconds.observe(seconds)
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """All metrics in the text format that an `Accept` header asks for, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.whole()), content_type
+
+    def whole(self) -> CollectorRegistry:
+        if not self._together:
+            return self.registry
+        self._note()
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return registry
+
+    def follow(self, gauge: Gauge, value: Callable[[], float]) -> None:
+        """Let `gauge` show what `value` returns when metrics are read."""
+        if self._together:
+            self._followed.append((gauge, value))
+        else:
+            gauge.set_function(value)
+
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """Update the gauges now and then as long as the context lasts, if another process reads them."""
+
+        async def note() -> None:
+            while self._together:
+                self._note()
+                await asyncio.sleep(_NOTE_SECONDS)
+
+        noting = asyncio.create_task(note())
+        try:
+            yield
+        finally:
+            noting.cancel()
+
+    def _note(self) -> None:
+        for gauge, value in self._followed:
+            gauge.set(value())
+
+    def _labels_of_answers(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
+        return self.requests.labels(method, route, str(status)), self.request_seconds.labels(route)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"tokentape_{name}", what, labels, registry=self.registry)
+
+    def _gauge(self, name: str, what: str, *labels: str, merged: _Merged = "livesum") -> Gauge:
+        return Gauge(f"tokentape_{name}", what, labels, registry=self.registry, multiprocess_mode=merged)
+
+    def _histogram(self, name: str, what: str, *labels: str) -> Histogram:
+        return Histogram(f"tokentape_{name}", what, labels, registry=self.registry, buckets=_SECONDS)
+
+
+class OpenTelemetrySpans:
+    """Opens spans with OpenTelemetry's API, from `provider` or else from the provider that the process has set.
+
+    The SDK decides who exports them: run the gateway under `opentelemetry-instrument`, or set a provider first. Without
+    a provider the spans are dropped.
+
+    Raises `InvalidRequest` if `opentelemetry-api` is not installed.
+    """
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        if find_spec("opentelemetry") is None:
+            raise InvalidRequest("tracing needs OpenTelemetry; run: pip install 'tokentape[otel]'", "tracing")
+        from opentelemetry import trace
+
+        self._tracer = trace.get_tracer("tokentape", version("tokentape"), provider)
+
+    @contextmanager
+    def request(self, headers: Mapping[str, str]) -> Iterator[dict[str, Attribute]]:
+        """Open a server span, below the one that the headers name (`traceparent`).
+
+        The values put into the dict become its attributes; `http.route` becomes its name.
+        """
+        from opentelemetry.propagate import extract
+        from opentelemetry.trace import SpanKind
+
+        attributes: dict[str, Attribute] = {}
+        with self._tracer.start_as_current_span(
+            "request", extract(headers), SpanKind.SERVER, record_exception=False, set_status_on_exception=False
+        ) as span:
+            try:
+                yield attributes
+            finally:
+                span.update_name(f"{attributes.get('http.request.method', '')} {attributes.get('http.route', '')}")
+                span.set_attributes(attributes)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        from opentelemetry.trace import Status, StatusCode
+
+        # An exception's own text may quote a prompt: a span gets its type only.
+        with self._tracer.start_as_current_span(name, record_exception=False, set_status_on_exception=False) as span:
+            try:
+                yield
+            except Exception as error:
+                span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+                raise
+
+
+class LiveDrift:
+    """Drift while serving: a `share` of the completions is decoded and re-tokenized, and the changes are counted.
+
+    In the background: no call waits for it. Completions that there is no room for are counted as dropped. Text is
+    encoded as the renderer encodes it, with control tokens kept apart from letters that spell one, so that no second
+    tokenizer is held in memory.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, metrics: Metrics, share: float) -> None:
+        self._metrics = metrics
+        self._share = share
+        self._thread = BackgroundThread("tokentape-drift", self._try, WAITING)
+        # Made in the thread: it takes a while.
+        self._retokenizer = cache(lambda: Retokenizer(tokenizer, apart=True))
+        # Which completions are drawn need not be secret.
+        self._random = random.Random()
+
+    def offer(self, completion_ids: TokenIds) -> None:
+        """Queue these to be measured if they are drawn. Returns at once."""
+        drawn = self._random.random() < self._share and len(completion_ids)
+        if drawn and not self._thread.offer(completion_ids):
+            self._metrics.drift_dropped.inc()
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def _try(self, ids: TokenIds) -> None:
+        try:
+            self._measure(self._retokenizer(), ids)
+        except Exception as error:
+            # Its text may hold what was sampled.
+            _log.warning("drift of a completion could not be measured: %s", type(error).__name__)
+
+    def _measure(self, retokenizer: Retokenizer, ids: TokenIds) -> None:
+        metrics = self._metrics
+        (trip,) = retokenizer.round_trips([ids])
+        unknown = trip.head + trip.tail
+        if unknown:
+            metrics.drift_tokens.labels("unknown").inc(unknown)
+        changed = 0
+        if trip.drifted:
+            found = retokenizer.compare(trip)
+            changed = int(found.changed().sum())
+            for difference in found.differences:
+                metrics.drift_stretches.labels(difference.change).inc()
+        metrics.drift_completions.labels("drifted" if trip.drifted else "same").inc()
+        metrics.drift_tokens.labels("changed").inc(changed)
+        metrics.drift_tokens.labels("same").inc(len(trip.ids) - changed)
+
+
+_Item = TypeVar("_Item")
+
+
+class BackgroundThread(Generic[_Item]):
+    """Does `work` on one item after the other, in a thread that begins with the first; `most` may wait."""
+
+    def __init__(self, name: str, work: Callable[[_Item], None], most: int) -> None:
+        self._name = name
+        self._work = work
+        self._waiting: queue.Queue[_Item | None] = queue.Queue(most)
+        self._thread: threading.Thread | None = None
+        self._closed = self._over = False
+
+    @property
+    def full(self) -> bool:
+        return self._waiting.full()
+
+    def offer(self, item: _Item) -> bool:
+        """Queue an item; return False if there is no room. Nothing is done with it once this is closed."""
+        if self._closed:
+            return True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        try:
+            self._waiting.put_nowait(item)
+        except queue.Full:
+            return False
+        return True
+
+    def close(self, seconds: float = threading.TIMEOUT_MAX) -> None:
+        """Return when what waits is done; after so many seconds the rest is left out."""
+        self._closed = True
+        if self._thread is not None:
+            hurry = threading.Timer(seconds, lambda: setattr(self, "_over", True))
+            hurry.daemon = True
+            hurry.start()
+            self._waiting.put(None)
+            self._thread.join()
+            hurry.cancel()
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            if not self._over:
+                self._work(item)

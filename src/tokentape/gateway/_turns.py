@@ -21,28 +21,25 @@ from tokentape._session.tree import ContinuationPoint, Session
 from tokentape.chat._parse import PlainReader
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._splice import History, StopMismatch
-from tokentape.engines._base import ChatServer, Engine, Interruptible, MediaEngine
+from tokentape.engines._base import ChatServer, Engine, MediaEngine
 from tokentape.engines._distributions import truncates
 from tokentape.errors import CommitRace, EngineContractError, EngineError
 from tokentape.gateway._bridge_checks import BridgeChecks
 from tokentape.gateway._capturing import ServerRenderedCall
-from tokentape.gateway._choices import Choice, ReplyReader, sample_choices
+from tokentape.gateway._choices import Choice, ReplyReader, Sample, sample_choices
 from tokentape.gateway._events import TurnEvent, TurnRequest, TurnStarted
-from tokentape.gateway._gate import Gate
 from tokentape.gateway._in_flight_call import InFlightCall
 from tokentape.gateway._limits import CallsPerKey, CheckBridges, Limits, OnAbort
-from tokentape.gateway._pausing import Pausing
+from tokentape.gateway._pausing import Gate, Pausing
 from tokentape.gateway._pins import Pins
 from tokentape.gateway._prefix import ParsedPrefix
 from tokentape.gateway._prompts import PROMPT, Prompt, PromptBuilder, noting_request
-from tokentape.gateway._recording import Recorder
-from tokentape.gateway._replaying import replayed
-from tokentape.gateway._resuming import Sample, Sampling
-from tokentape.gateway._session_cache import OpenSession, SessionCache, not_found
+from tokentape.gateway._recording import Recorder, replayed
+from tokentape.gateway._resuming import Sampler
+from tokentape.gateway._session_cache import OpenSession, SessionCache, UnreadMarks, not_found
 from tokentape.gateway._telemetry import Telemetry
-from tokentape.gateway._unread import UnreadMarks
 from tokentape.store import Store, StoredSession
-from tokentape.types import Message, SessionInfo, Setup, Turn
+from tokentape.types import Message, SessionInfo, Setup, TokenIds, Turn
 
 _log = logging.getLogger("tokentape.gateway")
 
@@ -92,6 +89,10 @@ class Turns:
     ) -> None:
         self.engine = engine
         self.renderer = renderer
+        self.takes_images = "image" in engine.info.media and renderer.images is not None
+        """Whether messages may hold images: the engine takes them, and an image processor counts their tokens."""
+        self.vocab_size = min(engine.info.vocab_size, renderer.tokenizer.vocab_size)
+        """Ids at or above this are neither sent nor accepted."""
         self.store = store
         self.limits = limits or Limits()
         self.calls = CallsPerKey(self.limits)
@@ -109,12 +110,21 @@ class Turns:
             if check_bridges is None or capture is not None
             else BridgeChecks(check_bridges, renderer, store, self.telemetry.metrics, self._prompts.revoke)
         )
-        self._sessions = SessionCache(store, self.limits, self._loaded)
-        self.unread = UnreadMarks(store, self._sessions, self.telemetry.metrics)
-        self._recorder = Recorder(store, self._sessions, self.telemetry, engine, self.vocab_size, self.checks)
+        self.sessions = SessionCache(store, self.limits, self._loaded)
+        self.unread = UnreadMarks(store, self.sessions, self.telemetry.metrics)
+        self._recorder = Recorder(store, self.sessions, self.telemetry, engine, self.vocab_size, self.checks)
         self._payloads = payloads and "payloads_from" in engine.info.sampling
         if payloads and not self._payloads:
             _log.warning("%s returns no payloads per token: none are recorded", engine.info)
+        self._sampler = Sampler(
+            engine,
+            renderer.tokenizer,
+            self.vocab_size,
+            self.gate,
+            on_abort,
+            self.limits,
+            self.telemetry.metrics.engine_aborts,
+        )
         self._supports = supports if "supports" in engine.info.sampling else 0
         if supports and not self._supports:
             _log.warning("%s does not report which ids truncation keeps: none are recorded", engine.info)
@@ -138,7 +148,7 @@ class Turns:
 
     async def abort_all(self, cause: str = "shutdown") -> None:
         """End every call in flight and record its tokens as aborted, because of `cause`."""
-        calls = [call for opened in self._sessions for call in opened.calls]
+        calls = [call for opened in self.sessions for call in opened.calls]
         for call in calls:
             call.abort(cause)
         for call in calls:
@@ -154,62 +164,45 @@ class Turns:
 
     @property
     def open_sessions(self) -> int:
-        """How many sessions are in memory."""
-        return len(self._sessions)
-
-    @property
-    def takes_images(self) -> bool:
-        """Whether messages may hold images: the engine takes them, and an image processor counts their tokens."""
-        return "image" in self.engine.info.media and self.renderer.images is not None
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids at or above this are neither sent nor accepted."""
-        return min(self.engine.info.vocab_size, self.renderer.tokenizer.vocab_size)
+        return len(self.sessions)
 
     async def create_session(self, session_id: str, metadata: Mapping[str, Any], owner: str = "") -> SessionInfo:
         """Create a session. Raises `Conflict` if there is one with this id, `LimitReached`, and as `Pins`."""
         self.pins.with_session(metadata).check(self.engine.info)
-        return await self._sessions.create(session_id, metadata, owner)
-
-    def prefixes(self, session_id: str, owner: str) -> Sequence[ParsedPrefix]:
-        """Return the beginnings of earlier requests to a session in memory, which need not be read again."""
-        return self._sessions.prefixes(session_id, owner)
+        return await self.sessions.create(session_id, metadata, owner)
 
     async def session(self, session_id: str, owner: str | None = None) -> Session:
-        """Return the session with this id. Raises `NotFound`."""
-        return (await self._sessions.get(session_id, owner)).session
+        return (await self.sessions.get(session_id, owner)).session
 
     async def delete_session(self, session_id: str, owner: str | None = None, *, force: bool = False) -> None:
         """Delete a session and its record.
 
         Raises `NotFound`, and unless `force` is given `Conflict` if an unconfirmed snapshot holds it.
         """
-        opened = await self._sessions.get(session_id, owner)
+        opened = await self.sessions.get(session_id, owner)
         async with opened.lock:
             if opened.deleted:
                 raise not_found(session_id)
             if opened.stored:
                 await self.store.delete_session(session_id, force=force)
             opened.deleted = True
-            self._sessions.drop(opened)
+            self.sessions.drop(opened)
 
     def sessions_in_use(self) -> set[str]:
-        """Return the ids of the sessions with calls in flight."""
-        return {opened.session_id for opened in self._sessions if opened.calls or opened.lock.locked()}
+        return {opened.session_id for opened in self.sessions if opened.calls or opened.lock.locked()}
 
     def forget(self, session_ids: Iterable[str]) -> None:
         """Forget sessions that were dropped from the record; tokens still sampled for them are not recorded."""
         gone = set(session_ids)
-        for opened in self._sessions:
+        for opened in self.sessions:
             if opened.session_id in gone:
                 opened.deleted = True
-                self._sessions.drop(opened)
+                self.sessions.drop(opened)
 
     async def conversation(self, session_id: str, reply_id: str, owner: str | None = None) -> tuple[Message, ...]:
         """Return the messages up to and including the first choice of a reply. Raises `NotFound`."""
-        opened = await self._sessions.get(session_id, owner)
-        answer = opened.answer_named(reply_id)
+        opened = await self.sessions.get(session_id, owner)
+        answer = opened.answers.get(reply_id)
         if answer is None:
             stored = await asyncio.to_thread(self.store.load_session, session_id)
             answer = next((one for one in stored.answers if one.reply_id == reply_id), None)
@@ -223,16 +216,19 @@ class Turns:
 
         Raises `TemplateRefused`, and `NotFound` for a session of another key.
         """
-        opened = await self._sessions.find(request.session_id, owner)
+        opened = await self.sessions.find(request.session_id, owner)
         session = Session(SessionInfo(request.session_id, time.time())) if opened is None else opened.session
         setup = self._prompts.setup(session, request)
-        request = await self._received(request)
+        if self.takes_images:
+            request = await asyncio.to_thread(self._prompts.receive, request)
         request, found = await self._continued(request, session, setup)
         prompt = await asyncio.to_thread(self._prompts.build, request, session, setup, found, fits=False)
         return len(prompt.ids)
 
-    async def run_turn(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """Sample and record `n` turns; yield a `TurnStarted`, deltas as they come, and a `TurnDone` for each.
+    async def begin(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
+        """Return the events of a call of `n` turns, once it is in flight: to be read at once, or to be closed.
+
+        They are a `TurnStarted`, deltas as they come, and a `TurnDone` for each turn.
 
         A session that does not exist is created, if the request may. A call that repeats another (see `Attempt`) joins
         it, or is answered from the record. Closing the iterator leaves the call; when all clients have left it, it is
@@ -241,35 +237,30 @@ class Turns:
 
         Raises `EngineError`, `TemplateRefused`, `InvalidRequest`, `NotFound`, `LimitReached`, `StoreError` and kinds.
         """
-        async with aclosing(await self.begin(request)) as events:
-            async for event in events:
-                yield event
-
-    async def begin(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """As `run_turn`, but return once the call is in flight. Its events are to be read at once, or to be closed."""
-        opened = await self._sessions.find_or_begin(request.session_id, request.owner, begin=request.begins_session)
+        opened = await self.sessions.find_or_begin(request.session_id, request.owner, begin=request.begins_session)
         try:
-            return self._begin(opened, request)
+            # Awaits nothing up to the start of the call: a repetition must find it.
+            return self._join_or_start(opened, request)
         finally:
-            self._sessions.drop_unused(opened)
+            self.sessions.drop_unused(opened)
 
-    def _begin(self, opened: OpenSession, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """Join, replay or start a call. This awaits nothing up to the start of the call: a repetition must find it."""
+    def _join_or_start(self, opened: OpenSession, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         session = opened.session
         pins = self.pins.with_session(session.info.metadata)
         if pins.pinned or pins.defaults:
             sampling, overridden = pins.applied(request.sampling, request.given)
             request = replace(request, sampling=sampling, overridden=overridden)
-        call = opened.call_in_flight(request.attempt)
+        attempt = request.attempt
+        call = None if attempt is None else opened.call_in_flight(attempt)
         if call is None:
-            answer = opened.answer_to(request.attempt)
+            answer = None if attempt is None else opened.answer_to(attempt)
             if answer is not None:
                 self.telemetry.metrics.replays.inc()
                 return _each(replayed(session, answer, partial(self._reader_again, session, request), request))
             if not self.store.healthy:
                 self.store.check()
             opened.check_turns(request.n, self.limits.turns_per_session)
-            call = InFlightCall(request.attempt, request.n, stream=request.stream, grace=self.limits.retry_grace)
+            call = InFlightCall(attempt, request.n, stream=request.stream, grace=self.limits.retry_grace)
             opened.calls.append(call)
             call.start(self._run_call(call, opened, request), partial(self._ended, opened, call))
         return call.follow()
@@ -277,45 +268,46 @@ class Turns:
     def _ended(self, opened: OpenSession, call: InFlightCall) -> None:
         self.unread.mark(opened, call.left_reply)
         opened.calls.remove(call)
-        self._sessions.drop_unused(opened)
+        self.sessions.drop_unused(opened)
 
     async def _run_call(self, call: InFlightCall, opened: OpenSession, request: TurnRequest) -> None:
         """Build the prompt of a call, sample its choices and record them, publishing the events."""
         with self.telemetry.call():
             session = opened.session
             setup = self._prompts.setup(session, request)
-            request = await self._received(request)
+            if self.takes_images:
+                request = await asyncio.to_thread(self._prompts.receive, request)
             if request.prompt_ids is not None:
                 found = session.continuation_of_ids(request.prompt_ids, PROMPT)
             else:
                 request, found = await self._continued(request, session, setup)
                 if request.span is not None:
-                    opened.remember_prefix(ParsedPrefix(request.span, setup.digest, found.key))
+                    opened.prefixes.append(ParsedPrefix(request.span, setup.digest, found.key))
             async with AsyncExitStack() as held:
+                sample: Sample = self.engine.sample
+                captured = None
                 if self._capture is not None and request.prompt_ids is None:
                     # The server says what it samples from when it samples, so the gate comes first.
                     await held.enter_async_context(self.gate.passing())
-                    server = ServerRenderedCall(self._capture, request)
-                    prompt_ids = await server.begin(held, self._prompts.sampling(request, setup, 0))
+                    captured = ServerRenderedCall(self._capture, request)
+                    prompt_ids = await captured.begin(held, self._prompts.sampling(request, setup, 0))
                     prompt = await asyncio.to_thread(self._prompts.captured, request, session, setup, found, prompt_ids)
-                    sampling = self._sampling(server.sample, prompt, request, captured=True)
-                    first_id: str | None = server.request_id
+                    sample = captured.sample
                 else:
                     with self.telemetry.stage("prepare"):
                         # A thread costs more than a quick one, and waits for its turn.
                         quick = self._prompts.is_quick(request, setup, found)
                         build = partial(self._prompts.build, request, session, setup, found)
                         prompt = build() if quick else await asyncio.to_thread(build)
-                    sample: Sample = self.engine.sample
                     if prompt.media:
                         sample = partial(cast(MediaEngine, self.engine).sample, media=prompt.media)
-                    sampling, first_id = self._sampling(sample, prompt, request), None
                 prompt = noting_request(prompt, request)
-                choices = [self._choice(index, prompt, request) for index in range(request.n)]
-                choices[0].request_id = first_id or choices[0].request_id
+                choices = [self._choice(index, prompt, request, sample) for index in range(request.n)]
+                if captured is not None:
+                    choices[0].request_id = captured.request_id
                 # Also of a call that its clients have left.
                 held.callback(lambda: self.calls.spend(request.owner, [prompt.ids, *(one.ids for one in choices)]))
-                await self._sample(call, opened, request, prompt, choices, sampling, held)
+                await self._sample(call, opened, request, prompt, choices, held)
 
     async def _continued(
         self, request: TurnRequest, session: Session, setup: Setup
@@ -337,10 +329,6 @@ class Turns:
             return replace(request, messages=messages), renamed
         return request, found
 
-    async def _received(self, request: TurnRequest) -> TurnRequest:
-        """Return the request with its images decoded, off the event loop."""
-        return await asyncio.to_thread(self._prompts.receive, request) if self.takes_images else request
-
     async def _sample(
         self,
         call: InFlightCall,
@@ -348,10 +336,8 @@ class Turns:
         request: TurnRequest,
         prompt: Prompt,
         choices: Sequence[Choice],
-        sampling: Sampling,
         held: AsyncExitStack,
     ) -> None:
-        """Sample the choices of a call and record them; `held` is closed in between."""
         started = TurnStarted(
             secrets.token_hex(12),
             time.time(),
@@ -362,11 +348,11 @@ class Turns:
         )
         call.publish(started)
         try:
-            if not sampling.captured:
+            if not choices[0].captured:
                 await self.gate.opened()
             with self.telemetry.stage("engine"):
                 asked_at: float | None = time.perf_counter()
-                async with held, aclosing(sample_choices(choices, sampling.sample)) as deltas:
+                async with held, aclosing(sample_choices(choices, self._sampler.sample)) as deltas:
                     async for delta in deltas:
                         if asked_at is not None:
                             self.telemetry.metrics.first_token.observe(time.perf_counter() - asked_at)
@@ -394,24 +380,7 @@ class Turns:
         for done in recorded:
             call.publish(done)
 
-    def _sampling(self, sample: Sample, prompt: Prompt, request: TurnRequest, *, captured: bool = False) -> Sampling:
-        return Sampling(
-            sample,
-            self.engine.info,
-            prompt.ids,
-            self.vocab_size,
-            stream=request.stream,
-            spell=self.renderer.tokenizer.token_bytes,
-            gate=self.gate,
-            on_abort=self._on_abort,
-            limits=self.limits,
-            count=lambda outcome, why: self.telemetry.metrics.engine_aborts.labels(outcome, why).inc(),
-            check=self.engine.check,
-            interrupt=self.engine.interrupt if isinstance(self.engine, Interruptible) else lambda _: False,
-            captured=captured,
-        )
-
-    def _choice(self, index: int, prompt: Prompt, request: TurnRequest) -> Choice:
+    def _choice(self, index: int, prompt: Prompt, request: TurnRequest, sample: Sample) -> Choice:
         sampling, own = prompt.sampling, dict[str, Any]()
         if sampling.seed is not None:
             own["seed"] = sampling.seed + index
@@ -424,25 +393,30 @@ class Turns:
             own["supports"] = self._supports
         if own:
             sampling = replace(sampling, **own)
-        reader, prefix = self._reader(prompt, request), self._prompts.call_prefix
-        return Choice(index, sampling, reader, lambda: self.gate.weight_version, prefix)
+        return Choice(
+            index,
+            sampling,
+            self._reader(request, prompt.setup, sampling.stop_token_ids, prompt.ids),
+            sample,
+            prompt.ids,
+            stream=request.stream,
+            captured=self._capture is not None and request.prompt_ids is None,
+            weights_now=lambda: self.gate.weight_version,
+            call_prefix=self._prompts.call_prefix,
+        )
 
-    def _reader(self, prompt: Prompt, request: TurnRequest) -> ReplyReader:
-        sampling = prompt.sampling
+    def _reader(
+        self, request: TurnRequest, setup: Setup, stop_ids: Iterable[int], context_ids: TokenIds
+    ) -> ReplyReader:
+        stops = request.sampling.stop_strings
         if request.prompt_ids is not None:
-            return self._plain_reader(sampling.stop_token_ids, sampling.stop_strings)
-        return self.renderer.parser(prompt.setup, sampling.stop_strings, prompt.ids)
+            return PlainReader(self.renderer.tokenizer, stop_ids=frozenset(stop_ids), stop_strings=stops)
+        return self.renderer.parser(setup, stops, context_ids)
 
     def _reader_again(self, session: Session, request: TurnRequest, turn: Turn) -> ReplyReader:
         """Return the reader of a recorded completion, as it was when it was sampled."""
-        stop_strings = request.sampling.stop_strings
-        if request.prompt_ids is not None:
-            return self._plain_reader(turn.sampling["stop_token_ids"], stop_strings)
-        setup = self._prompts.setup(session, request)
-        return self.renderer.parser(setup, stop_strings, session.context_before(turn.seq))
-
-    def _plain_reader(self, stop_ids: Iterable[int], stop_strings: Sequence[str]) -> ReplyReader:
-        return PlainReader(self.renderer.tokenizer, stop_ids=frozenset(stop_ids), stop_strings=stop_strings)
+        setup, stop_ids = self._prompts.setup(session, request), turn.sampling["stop_token_ids"]
+        return self._reader(request, setup, stop_ids, session.context_before(turn.seq))
 
 
 async def _each(events: Iterable[TurnEvent]) -> AsyncGenerator[TurnEvent, None]:

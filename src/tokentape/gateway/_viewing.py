@@ -10,8 +10,8 @@ from starlette.routing import Route
 from tokentape.gateway._access import request_log
 from tokentape.gateway._endpoint import Gateway
 from tokentape.gateway._keys import may_be_session_id
-from tokentape.gateway._metrics import Metrics
 from tokentape.gateway._openapi import WHOLE_NUMBER, ApiRoute
+from tokentape.gateway._telemetry import Metrics
 from tokentape.viewer._binary import MEDIA_TYPE as PACKED
 from tokentape.viewer._comparing import AGAINST, BRANCH, RecordReader
 from tokentape.viewer._routes import ALTERNATIVES, API, LEAF, LISTING_QUERY, PAGE, SESSION, Viewer, Visitor

@@ -20,7 +20,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, TypeAlias
 
 from tokentape.errors import TokentapeError
-from tokentape.gateway._serve import check_host, url_of
+from tokentape.gateway._serve import bind, url_of
 
 _log = logging.getLogger("tokentape.workers")
 
@@ -50,8 +50,6 @@ class _Worker:
 
 
 class _Descriptor:
-    """A file descriptor that a spawned process inherits."""
-
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
@@ -80,10 +78,8 @@ class Supervisor:
         environment: dict[str, str] | None = None,
         on_end: Callable[[int | None], None] = lambda _: None,
     ) -> None:
-        self._serve = serve
-        self._settings = settings
+        self._serve, self._settings, self._drain_seconds = serve, settings, drain_seconds
         self._workers = [_Worker(number, one) for number, one in enumerate(listeners)]
-        self._drain_seconds = drain_seconds
         self._inherited = [_Descriptor(fd) for fd in inherited]
         # The working directory is not where a worker's modules come from.
         self._environment = {"PYTHONSAFEPATH": "1", **(environment or {})}
@@ -103,9 +99,8 @@ class Supervisor:
             if self._all_ready():
                 on_ready()
                 self._keep()
-            self._end()
         finally:
-            self._kill()
+            self._end()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -120,7 +115,6 @@ class Supervisor:
             if self._signals:
                 return False
             if len(self._living()) < len(self._workers) or time.monotonic() > deadline:
-                self._send(signal.SIGTERM)
                 raise TokentapeError("the gateway's workers could not start; see its log")
         return True
 
@@ -142,7 +136,7 @@ class Supervisor:
             time.sleep(_TICK_SECONDS)
 
     def _end(self) -> None:
-        """Let the workers finish, then return."""
+        """Let the workers finish; kill those that do not."""
         for worker in self._workers:
             # Without this copy a worker's socket closes as soon as the worker has finished.
             worker.listener.close()
@@ -154,6 +148,13 @@ class Supervisor:
             if signal.SIGINT in self._signals[passed_on:]:
                 passed_on = len(self._signals)
                 self._send(signal.SIGINT)
+        for process in self._living():
+            _log.error("%s does not end; it is killed", process.name)
+        self._send(signal.SIGKILL)
+        for worker in self._workers:
+            if worker.process is not None:
+                worker.process.join()
+                self._on_end(worker.process.pid)
 
     def _start(self, worker: _Worker) -> None:
         worker.answers = _spawn.RawValue("b", 0)
@@ -175,18 +176,6 @@ class Supervisor:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
-    def _kill(self) -> None:
-        deadline = time.monotonic() + _KILL_SECONDS
-        while self._living() and time.monotonic() < deadline and not self._signals:
-            time.sleep(_TICK_SECONDS)
-        for process in self._living():
-            _log.error("%s does not end; it is killed", process.name)
-        self._send(signal.SIGKILL)
-        for worker in self._workers:
-            if worker.process is not None:
-                worker.process.join()
-                self._on_end(worker.process.pid)
-
 
 def _work(serve: Serve, settings: Any, listener: socket.socket, answers: Any, _: list[_Descriptor]) -> None:
     """Run one worker, in its own process, until SIGTERM or until its supervisor is gone."""
@@ -202,24 +191,14 @@ def _work(serve: Serve, settings: Any, listener: socket.socket, answers: Any, _:
     serve(settings, listener, lambda: setattr(answers, "value", 1))
 
 
-def bind(host: str, port: int, count: int, *, has_keys: bool) -> tuple[str, list[socket.socket]]:
+def bind_all(host: str, port: int, count: int, *, has_keys: bool) -> tuple[str, list[socket.socket]]:
     """Return the base URL, and a socket for each of `count` workers, all on one port; 0 takes a free one.
 
     Raises as `serve`, and `OSError` if anything else has the port.
     """
-    family, address = check_host(host, has_keys)
     # Another gateway's sockets would share the port with these. A socket that shares with none finds that out.
-    with socket.socket(family, socket.SOCK_STREAM) as alone:
-        alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        alone.bind((address, port))
+    with bind(host, port, has_keys) as alone:
         alone.listen(1)
         port = alone.getsockname()[1]
-    sockets: list[socket.socket] = []
-    for _ in range(count):
-        one = socket.socket(family, socket.SOCK_STREAM)
-        sockets.append(one)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        one.bind((address, port))
-        one.setblocking(False)
+    sockets = [bind(host, port, has_keys, shared=True) for _ in range(count)]
     return url_of(sockets[0]), sockets

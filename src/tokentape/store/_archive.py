@@ -73,7 +73,6 @@ def _below(folder: DirFileSystem, name: str) -> DirFileSystem:
 
 
 def _names(folder: DirFileSystem) -> list[str]:
-    """Return the names of files and folders in a folder, sorted."""
     return sorted(name.strip("/") for name in folder.ls("", detail=False)) if folder.exists("") else []
 
 
@@ -136,23 +135,18 @@ class SnapshotClient:
         self._snapshots = Snapshots(store)
 
     def take(self, selection: Selection, owner: str) -> int:
-        """Freeze sessions and return the snapshot's id. Raises `InvalidRequest` if none is selected."""
         return asyncio.run(self._snapshots.take(selection, owner, None)).snapshot_id
 
     def drop(self, snapshot_id: int, digest: str) -> tuple[list[str], dict[str, str]]:
-        """Confirm the snapshot and delete its sessions. Return their ids, and why each other session was kept."""
         asyncio.run(self._snapshots.confirm(snapshot_id, None, digest))
         return asyncio.run(self._snapshots.drop(snapshot_id, None))
 
     def release(self, snapshot_id: int) -> None:
-        """Keep nothing for the snapshot any more."""
         asyncio.run(self._snapshots.release(snapshot_id, None))
 
 
 @dataclass(frozen=True, slots=True)
 class Archived:
-    """The result of `archive_sessions`."""
-
     run: str | None = None
     """The folder that was written; None if no session had to be archived."""
     sessions: int = 0
@@ -245,11 +239,11 @@ def _check_copy(directory: Path, session_ids: Sequence[str], digest: str | None,
     """Raise `StoreCorrupt` unless the record has these sessions, verifies, and its trajectories have the digest."""
     from tokentape.store._verify import verify  # it reads archives too
 
-    hasher = hashlib.sha256()
+    hasher, found = hashlib.sha256(), []
     with SqliteStore.open(directory, read_only=True) as read:
-        found = list(read.session_ids())
-        for session_id in found:
-            for one in read.load_session(session_id, per_token=True).trajectories():
+        for stored in read.iter_sessions(per_token=True):
+            found.append(stored.info.session_id)
+            for one in stored.trajectories():
                 hasher.update(json_line(one))
     problems = [str(one) for one in verify(directory).findings]
     if found != session_ids or hasher.hexdigest() != digest or problems:
@@ -324,15 +318,12 @@ def restored(location: str) -> Iterator[Path]:
     """
     target = _open(location)
     found = _read_json(target, MARKER)
+    where = shown_archive(location)
     if found is None:
-        raise InvalidRequest(
-            f"{shown_archive(location)} is no archive: it has no {MARKER}; name what `tokentape archive --to` wrote to",
-            "store",
-        )
+        told = f"{where} is no archive: it has no {MARKER}; name what `tokentape archive --to` wrote to"
+        raise InvalidRequest(told, "store")
     if found != FORMAT:
-        raise StoreCorrupt(
-            f"{shown_archive(location)} is an archive of another version: {found}, this Tokentape reads {FORMAT}"
-        )
+        raise StoreCorrupt(f"{where} is an archive of another version: {found}, this Tokentape reads {FORMAT}")
     runs: list[tuple[DirFileSystem, Any, set[str]]] = []
     seen: set[str] = set()
     for name, manifest in reversed(_manifests(target).items()):
@@ -363,23 +354,19 @@ def _load(directory: Path, runs: Sequence[tuple[DirFileSystem, Any, set[str]]]) 
         schema.prepare(connection)
         expected: set[str] = set()
         for run, manifest, wanted in runs:
-            if manifest["schema_version"] > schema.VERSION:
-                raise StoreCorrupt(
-                    f"{run.path} was written by a later release, with schema version {manifest['schema_version']}; "
-                    f"this one reads {schema.VERSION}"
-                )
+            if (written := manifest["schema_version"]) > schema.VERSION:
+                later = f"was written by a later release, with schema version {written}"
+                raise StoreCorrupt(f"{run.path} {later}; this one reads {schema.VERSION}")
             expected |= wanted
             for table in schema.metadata.sorted_tables:
                 name = f"{table.name}.parquet"
                 # Runs share setups and media.
                 shared = "session_id" not in table.c
                 for rows in _read(run, name, manifest["files"].get(name), directory):
-                    # A row's rank among all rows of its table is another one here.
-                    own = [
-                        {key: value for key, value in row.items() if key != "position"}
-                        for row in rows
-                        if shared or row["session_id"] in wanted
-                    ]
+                    own = [row for row in rows if shared or row["session_id"] in wanted]
+                    for row in own:
+                        # Its rank among all rows of its table is another one here.
+                        row.pop("position", None)
                     if own:
                         connection.execute(insert(table).prefix_with("OR IGNORE" if shared else ""), own)
         missing = sorted(expected - set(connection.execute(select(schema.sessions.c.session_id)).scalars()))

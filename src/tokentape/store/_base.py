@@ -41,10 +41,7 @@ class Store:
     ) -> None:
         self.shared = shared
         """Whether other processes may write too: then what this one remembers of a session may be out of date."""
-        self._readers = readers
-        self._commits = commits
-        self._release = release
-        self._explain = explain
+        self._readers, self._commits, self._release, self._explain = readers, commits, release, explain
         self._closed = False
 
     @property
@@ -122,15 +119,11 @@ class Store:
 
     def session_of_call(self, owner: str, body_digest: str, since: float) -> str | None:
         """Return the session in which a call without a key was answered last, not before `since`; None if none was."""
-        answers = schema.answers.c
-        statement = (
-            select(answers.session_id)
-            .join(schema.sessions, schema.sessions.c.session_id == answers.session_id)
-            .where(answers.body_digest == bytes.fromhex(body_digest), answers.created_at >= since)
-            .where(answers.key.is_(None), schema.sessions.c.owner == owner)
-            .order_by(answers.created_at.desc())
-            .limit(1)
-        )
+        answers, sessions = schema.answers.c, schema.sessions
+        found = select(answers.session_id).join(sessions, sessions.c.session_id == answers.session_id)
+        found = found.where(answers.key.is_(None), sessions.c.owner == owner, answers.created_at >= since)
+        found = found.where(answers.body_digest == bytes.fromhex(body_digest))
+        statement = found.order_by(answers.created_at.desc()).limit(1)
         with self.reading_once() as connection:
             return connection.execute(statement).scalar()
 
@@ -252,11 +245,8 @@ def _among(columns: Any, session_ids: Collection[str] | None) -> Iterator[Column
 
 
 _OF_SESSION = schema.turns.c.session_id == bindparam("session_id")
-_STATE = select(
-    schema.sessions.c.created_at,
-    select(func.coalesce(func.max(schema.turns.c.seq), -1) + 1).where(_OF_SESSION).scalar_subquery().label("turns"),
-    select(schema.turns.c.digest)
-    .where(_OF_SESSION, schema.turns.c.seq == bindparam("newest"))
-    .scalar_subquery()
-    .label("digest"),
-).where(schema.sessions.c.session_id == bindparam("session_id"))
+_TURNS = select(func.coalesce(func.max(schema.turns.c.seq), -1) + 1).where(_OF_SESSION).scalar_subquery()
+_NEWEST = select(schema.turns.c.digest).where(_OF_SESSION, schema.turns.c.seq == bindparam("newest")).scalar_subquery()
+_STATE = select(schema.sessions.c.created_at, _TURNS.label("turns"), _NEWEST.label("digest")).where(
+    schema.sessions.c.session_id == bindparam("session_id")
+)

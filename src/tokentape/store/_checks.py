@@ -34,32 +34,28 @@ def turn_faults(turn: Turn) -> Iterator[str]:
         yield f"its images don't fit its ids ({error})"
 
 
-def column_faults(column: TurnColumn, added: int, sampled: int) -> Iterator[str]:
-    """Yield a sentence for each rule that `column` breaks, given how many ids its turn added and sampled."""
-    if column.values.size not in (sampled, added + sampled):
-        yield (
-            f"column {column.name!r} has {column.values.size} values; "
-            f"the turn has {sampled} sampled ids, {added + sampled} with those added"
-        )
-    if not np.isfinite(column.values).all():
-        yield f"column {column.name!r} has values that are not finite numbers"
-
-
-def payload_faults(payload: TurnPayload, added: int, sampled: int, *, is_root: bool) -> Iterator[str]:
-    """Yield a sentence for each rule that `payload` breaks, given how many ids its turn added and sampled."""
-    if payload.rows.ndim < 1 or not len(payload.rows):
-        yield f"payload {payload.name!r} has no rows"
+def per_token_faults(record: TurnColumn | TurnPayload, added: int, sampled: int, *, is_root: bool) -> Iterator[str]:
+    """Yield a sentence for each rule that a column or payload breaks, given how many ids its turn added and sampled."""
+    if isinstance(record, TurnColumn):
+        if record.values.size not in (sampled, added + sampled):
+            yield (
+                f"column {record.name!r} has {record.values.size} values; "
+                f"the turn has {sampled} sampled ids, {added + sampled} with those added"
+            )
+        if not np.isfinite(record.values).all():
+            yield f"column {record.name!r} has values that are not finite numbers"
         return
-    if payload.rows.dtype.newbyteorder("<").str not in ROW_DTYPES:
-        yield f"payload {payload.name!r} consists of {payload.rows.dtype}, which is not stored"
-    elif payload.rows.dtype == object and not all(isinstance(row, bytes) for row in payload.rows):
-        yield f"payload {payload.name!r} has rows of unequal length that are not bytes"
-    first, last = 0 if is_root else -1, added + sampled
-    if payload.start < first or payload.start + len(payload.rows) > last:
-        yield (
-            f"payload {payload.name!r} has rows for tokens {payload.start} to "
-            f"{payload.start + len(payload.rows)}; the turn's are {first} to {last}"
-        )
+    name, rows = f"payload {record.name!r}", record.rows
+    if rows.ndim < 1 or not len(rows):
+        yield f"{name} has no rows"
+        return
+    if rows.dtype.newbyteorder("<").str not in ROW_DTYPES:
+        yield f"{name} consists of {rows.dtype}, which is not stored"
+    elif rows.dtype == object and not all(isinstance(row, bytes) for row in rows):
+        yield f"{name} has rows of unequal length that are not bytes"
+    first, last, end = 0 if is_root else -1, added + sampled, record.start + len(rows)
+    if record.start < first or end > last:
+        yield f"{name} has rows for tokens {record.start} to {end}; the turn's are {first} to {last}"
 
 
 def chained(turn: Turn, parent_digest: str | None) -> bool:

@@ -38,8 +38,6 @@ Work: TypeAlias = Callable[[Connection], int]
 
 @dataclass(frozen=True, slots=True)
 class StoreFailure:
-    """What an error of the database driver means to us."""
-
     kind: type[TokentapeError]
     message: str
     fatal: bool = False
@@ -48,7 +46,6 @@ class StoreFailure:
     """The connection is gone, and with it the knowledge whether a commit under way went through."""
 
     def error(self) -> TokentapeError:
-        """Return a new exception of this failure; each caller gets its own."""
         return self.kind(self.message)
 
 
@@ -90,12 +87,8 @@ class CommitQueue:
         claim: Callable[[Connection, Sequence[Claims]], None] | None = None,
         before_answer: Callable[[], StoreFailure | None] = lambda: None,
     ) -> None:
-        self._connection = connection
-        self._exclusive = exclusive
-        self._claim = claim
-        self._classify = classify
-        self._after_commit = after_commit
-        self._before_answer = before_answer
+        self._connection, self._classify, self._exclusive, self._claim = connection, classify, exclusive, claim
+        self._after_commit, self._before_answer = after_commit, before_answer
         self._calls: SimpleQueue[_QueuedWork | None] = SimpleQueue()
         self._closing = threading.Lock()
         self._closed = False
@@ -105,7 +98,6 @@ class CommitQueue:
 
     @property
     def broken(self) -> bool:
-        """True after a fatal failure."""
         return self._broken is not None
 
     async def run(self, work: Work, again: Work | None = None, claims: Claims = None) -> None:
@@ -192,11 +184,9 @@ class CommitQueue:
         try:
             with self._transaction(batch):
                 return [call.work(self._connection) for call in batch]
-        except IntegrityError:
-            return None
-        except DBAPIError:
-            raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, DBAPIError) and not isinstance(error, IntegrityError):
+                raise
             return None
 
     def _commit_again(self, batch: Sequence[_QueuedWork], failure: StoreFailure) -> Sequence[_Outcome]:

@@ -9,8 +9,7 @@ from functools import lru_cache
 from tokentape._session.arrow import ExtraNames, named_only
 from tokentape._session.verdict import wanted_verdict
 from tokentape.store._base import Store
-from tokentape.store._lineage import lineage_of
-from tokentape.store._reads import StoredSession
+from tokentape.store._reads import StoredSession, lineage_of
 from tokentape.types import Trajectory
 
 

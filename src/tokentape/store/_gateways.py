@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from tokentape.store import _schema as schema
 
 
 @dataclass(frozen=True, slots=True)
 class GateState:
-    """The state of the gate that every gateway must adopt."""
-
     position: int = 0
     """Of the change that made it so. Grows with every change."""
     closed: bool = False
@@ -37,11 +35,10 @@ class GatewayState:
 
 
 def gate_state(connection: Connection) -> GateState:
-    """Return the gate's newest state."""
     row = connection.execute(_GATE).one_or_none()
-    return (
-        GateState() if row is None else GateState(row.position, bool(row.closed), bool(row.abort), row.weight_version)
-    )
+    if row is None:
+        return GateState()
+    return GateState(row.position, bool(row.closed), bool(row.abort), row.weight_version)
 
 
 def change_gate(connection: Connection, *, closed: bool, abort: bool = False, weight_version: str | None = None) -> int:
@@ -52,46 +49,29 @@ def change_gate(connection: Connection, *, closed: bool, abort: bool = False, we
 
 
 def gateways(connection: Connection) -> list[GatewayState]:
-    """Return all gateways, some of which may be dead."""
-    table = schema.gateways
-    return [
-        GatewayState(row.gateway_id, row.beat, row.heard, row.under_way)
-        for row in connection.execute(select(table).order_by(table.c.gateway_id))
-    ]
+    return [GatewayState(*row) for row in connection.execute(select(schema.gateways))]
 
 
 def tell(connection: Connection, state: GatewayState) -> int:
     """Say how a gateway is, in place of what it said before; return 0."""
-    values = {"beat": state.beat, "heard": state.heard, "under_way": state.under_way}
     own = schema.gateways.c.gateway_id == state.gateway_id
-    if not connection.execute(update(schema.gateways).where(own).values(values)).rowcount:
-        connection.execute(insert(schema.gateways), {"gateway_id": state.gateway_id, **values})
+    if not connection.execute(update(schema.gateways).where(own).values(asdict(state))).rowcount:
+        connection.execute(insert(schema.gateways), asdict(state))
     return 0
 
 
 def leave(connection: Connection, gateway_id: str, beat: int | None = None) -> int:
     """Forget a gateway, if given only if it has not lived on since `beat`; return 0."""
-    conditions = [schema.gateways.c.gateway_id == bindparam("of")]
-    if beat is not None:
-        conditions.append(schema.gateways.c.beat == beat)
-    connection.execute(delete(schema.gateways).where(*conditions), {"of": gateway_id})
+    gone = delete(schema.gateways).where(schema.gateways.c.gateway_id == gateway_id)
+    connection.execute(gone if beat is None else gone.where(schema.gateways.c.beat == beat))
     return 0
 
 
-_CHANGES = schema.gate_changes
-_NEWEST_VERSION = (
-    select(_CHANGES.c.weight_version)
-    .where(_CHANGES.c.weight_version.is_not(None))
-    .order_by(_CHANGES.c.position.desc())
-    .limit(1)
-)
+_CHANGES = schema.gate_changes.c
+_NEWEST_FIRST = _CHANGES.position.desc()
+_VERSION = select(_CHANGES.weight_version).where(_CHANGES.weight_version.is_not(None)).order_by(_NEWEST_FIRST).limit(1)
 _GATE = (
-    select(
-        _CHANGES.c.position,
-        _CHANGES.c.closed,
-        _CHANGES.c.abort,
-        _NEWEST_VERSION.scalar_subquery().label("weight_version"),
-    )
-    .order_by(_CHANGES.c.position.desc())
+    select(_CHANGES.position, _CHANGES.closed, _CHANGES.abort, _VERSION.scalar_subquery().label("weight_version"))
+    .order_by(_NEWEST_FIRST)
     .limit(1)
 )

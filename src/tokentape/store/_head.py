@@ -70,7 +70,6 @@ class SessionHead:
     parts: dict[str, list[HeadItem]] = field(default_factory=dict)
 
     def add(self, record: SessionInfo | HeadRecord) -> None:
-        """Add a record after those of its kind."""
         if isinstance(record, SessionInfo):
             # Nothing changes these: the keys stand first, so that an added one is not taken for a later record.
             keys = {f"metadata {key!r}": value for key, value in sorted(record.metadata.items())}
@@ -91,7 +90,6 @@ class SessionHead:
 
     @property
     def digest(self) -> str:
-        """The session's own digest."""
         return digest_of(b"tokentape session head 1", canonical_json([self.session_id, self.parts]).encode())
 
 
@@ -123,7 +121,6 @@ class HeadWriter:
         self._digests.append(session.digest.encode())
 
     def finish(self) -> str:
-        """Write the rest and return the digest of the record."""
         digest, created_at = _record_digest(self._digests), time.time()
         rest = {"created_at": created_at, "digest": digest}
         signed = {} if self._key is None else {"signature": self._key.sign(_message(digest, created_at)).hex()}
@@ -245,7 +242,6 @@ def _changes(before: list[HeadItem], now: list[HeadItem]) -> tuple[list[tuple[st
 
 
 def _numbered(items: list[HeadItem]) -> list[tuple[HeadItem, int]]:
-    """Return each item with how many equal ones come before it."""
     counts: Counter[HeadItem] = Counter()
     numbered = []
     for item in items:
@@ -255,7 +251,6 @@ def _numbered(items: list[HeadItem]) -> list[tuple[HeadItem, int]]:
 
 
 def _longest_rising(places: list[int]) -> set[int]:
-    """Return the members of a longest rising subsequence."""
     ends: list[int] = []
     before: dict[int, int | None] = {}
     for place in places:
@@ -285,7 +280,6 @@ def _replaced(before: list[HeadItem], now: list[HeadItem]) -> set[HeadItem]:
 
 
 def _place(record: HeadRecord) -> tuple[str, int | None, str]:
-    """Return the part, turn and label of an item."""
     match record:
         case Turn():
             return "turns", record.seq, ""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, Table, case, exists, func, literal, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Table, case, exists, func, literal, or_, select
 from sqlalchemy.sql.expression import ScalarSelect
 
 from tokentape._canonical import canonical_json
@@ -28,8 +29,6 @@ _BYTES_PER_ID = 4
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Which sessions are wanted, and in which order."""
-
     owner: str | None = None
     """Those of one API key; None for everybody's."""
     search: str = ""
@@ -108,25 +107,20 @@ def list_sessions(connection: Connection, limit: int, after: int, owner: str | N
 def _summaries(connection: Connection, condition: ColumnElement[bool]) -> list[SessionSummary]:
     statement = select(
         schema.sessions,
-        _of_turns(func.count()).label("turns"),
-        _of_turns(func.count(schema.turns.c.fork)).label("forks"),
+        of_turns(func.count()).label("turns"),
+        of_turns(func.count(schema.turns.c.fork)).label("forks"),
         _aborted().label("aborted"),
-        _added_bytes().label("added_bytes"),
-        _sampled_bytes().label("sampled_bytes"),
-        _of_turns(func.max(schema.turns.c.created_at)).label("last_at"),
+        _bytes_of(schema.turns.c.added_ids).label("added_bytes"),
+        _sampled().label("sampled_bytes"),
+        of_turns(func.max(schema.turns.c.created_at)).label("last_at"),
         _reward().label("reward"),
     )
     return [
         SessionSummary(
             info=decode(schema.sessions, row),
-            position=row.position,
-            turns=row.turns,
             tokens=(row.added_bytes + row.sampled_bytes) // _BYTES_PER_ID,
             sampled_tokens=row.sampled_bytes // _BYTES_PER_ID,
-            forks=row.forks,
-            aborted=row.aborted,
-            reward=row.reward,
-            last_at=row.last_at,
+            **{name: getattr(row, name) for name in ("position", "turns", "forks", "aborted", "reward", "last_at")},
         )
         for row in connection.execute(statement.where(condition).order_by(schema.sessions.c.position))
     ]
@@ -134,36 +128,43 @@ def _summaries(connection: Connection, condition: ColumnElement[bool]) -> list[S
 
 def extents(connection: Connection, wanted: Listing) -> dict[str, tuple[str, Extent]]:
     """Return by session its owner and how much is recorded of it, by a few look-ups each, newest sessions first."""
-    events, table = schema.events, schema.sessions
-    last_event: ColumnElement[int] = literal(0)
-    if schema.has_events(connection):
-        last_event = _newest(events)
-    statement = select(
-        table.c.session_id,
-        table.c.owner,
-        table.c.position,
-        _of_turns(func.count()).label("turns"),
-        _newest(schema.rewards).label("reward"),
-        _newest(schema.token_columns).label("column"),
-        last_event.label("event"),
-    ).where(*_conditions(wanted))
-    rows = connection.execute(statement.order_by(table.c.position.desc()).limit(wanted.limit).offset(wanted.offset))
-    return {
-        row.session_id: (row.owner, Extent(row.position, row.turns, row.reward or 0, row.column or 0, row.event or 0))
-        for row in rows
-    }
+    statement = select(schema.sessions, *extent_columns(connection)).where(*_conditions(wanted))
+    newest_first = statement.order_by(schema.sessions.c.position.desc()).limit(wanted.limit).offset(wanted.offset)
+    return {row.session_id: (row.owner, extent_of(row)) for row in connection.execute(newest_first)}
 
 
-def _newest(table: Table) -> ScalarSelect[Any]:
-    own = table.c.session_id == schema.sessions.c.session_id
-    return select(func.max(table.c.position)).where(own).correlate(schema.sessions).scalar_subquery()
+def extent_columns(connection: Connection) -> list[ColumnElement[int]]:
+    """Return columns, next to those of a session, that say how much is recorded of it by now."""
+
+    def last(table: Table, name: str) -> ColumnElement[int]:
+        newest = func.coalesce(func.max(table.c.position), 0)
+        return _of_session(newest, table).label(name)
+
+    events = [last(schema.events, "last_event")] if schema.has_events(connection) else [literal(0).label("last_event")]
+    return [
+        of_turns(func.count()).label("turns"),
+        last(schema.rewards, "last_reward"),
+        last(schema.token_columns, "last_column"),
+        *events,
+    ]
+
+
+def extent_of(row: Row[Any]) -> Extent:
+    """Return the extent of a row with `extent_columns`, or of `schema.snapshot_sessions`."""
+    return Extent(row.position, row.turns, row.last_reward, row.last_column, row.last_event or 0)
 
 
 def _conditions(wanted: Listing) -> list[ColumnElement[bool]]:
     sessions, turns = schema.sessions.c, schema.turns.c
     found: list[ColumnElement[bool]] = []
-    if wanted.owner is not None:
-        found.append(sessions.owner == wanted.owner)
+    limits: tuple[tuple[Any, ColumnElement[Any], Any], ...] = (
+        (wanted.owner, sessions.owner, operator.eq),
+        (wanted.reward_min, _reward(), operator.ge),
+        (wanted.reward_max, _reward(), operator.le),
+        (wanted.since, sessions.created_at, operator.ge),
+        (wanted.until, sessions.created_at, operator.lt),
+    )
+    found += [compare(column, limit) for limit, column, compare in limits if limit is not None]
     if wanted.session_ids is not None:
         found.append(sessions.session_id.in_(wanted.session_ids))
     if wanted.search:
@@ -181,14 +182,6 @@ def _conditions(wanted: Listing) -> list[ColumnElement[bool]]:
             turns.fork.is_not(None) if wanted.fork in (ANY_FORK, NO_FORK) else turns.fork == wanted.fork,
         )
         found.append(~forked if wanted.fork == NO_FORK else forked)
-    if wanted.reward_min is not None:
-        found.append(_reward() >= wanted.reward_min)
-    if wanted.reward_max is not None:
-        found.append(_reward() <= wanted.reward_max)
-    if wanted.since is not None:
-        found.append(sessions.created_at >= wanted.since)
-    if wanted.until is not None:
-        found.append(sessions.created_at < wanted.until)
     if wanted.weights:
         found.append(exists().where(turns.session_id == sessions.session_id, turns.weight_version == wanted.weights))
     for key, value in wanted.metadata:
@@ -209,26 +202,25 @@ def metadata_spellings(key: str, value: str) -> list[str]:
     return [f"{before}{json.dumps(key)}:{one}{after}" for one in values for before in "{," for after in ",}"]
 
 
-def _of_turns(value: ColumnElement[Any]) -> ScalarSelect[Any]:
-    turns = schema.turns.c
-    return (
-        select(value)
-        .where(turns.session_id == schema.sessions.c.session_id)
-        .correlate(schema.sessions)
-        .scalar_subquery()
-    )
+def _of_session(value: ColumnElement[Any], table: Table) -> ScalarSelect[Any]:
+    own = table.c.session_id == schema.sessions.c.session_id
+    return select(value).where(own).correlate(schema.sessions).scalar_subquery()
 
 
-def _added_bytes() -> ScalarSelect[Any]:
-    return _of_turns(func.coalesce(func.sum(func.length(schema.turns.c.added_ids)), 0))
+def of_turns(value: ColumnElement[Any]) -> ScalarSelect[Any]:
+    return _of_session(value, schema.turns)
 
 
-def _sampled_bytes() -> ScalarSelect[Any]:
-    return _of_turns(func.coalesce(func.sum(func.length(schema.turns.c.completion_ids)), 0))
+def _bytes_of(ids: ColumnElement[Any]) -> ScalarSelect[Any]:
+    return of_turns(func.coalesce(func.sum(func.length(ids)), 0))
+
+
+def _sampled() -> ScalarSelect[Any]:
+    return _bytes_of(schema.turns.c.completion_ids)
 
 
 def _aborted() -> ScalarSelect[Any]:
-    return _of_turns(func.count(case((schema.turns.c.finish_reason == "abort", 1))))
+    return of_turns(func.count(case((schema.turns.c.finish_reason == "abort", 1))))
 
 
 def _reward() -> ColumnElement[Any]:
@@ -250,10 +242,10 @@ def _reward() -> ColumnElement[Any]:
 _SORT_KEYS: dict[SortKey, Any] = {
     "created": lambda: schema.sessions.c.position,
     "session": lambda: schema.sessions.c.session_id,
-    "turns": lambda: _of_turns(func.count()),
-    "tokens": lambda: _added_bytes() + _sampled_bytes(),
-    "sampled": _sampled_bytes,
+    "turns": lambda: of_turns(func.count()),
+    "tokens": lambda: _bytes_of(schema.turns.c.added_ids) + _sampled(),
+    "sampled": _sampled,
     "reward": _reward,
-    "forks": lambda: _of_turns(func.count(schema.turns.c.fork)),
+    "forks": lambda: of_turns(func.count(schema.turns.c.fork)),
     "aborted": _aborted,
 }

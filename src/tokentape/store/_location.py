@@ -65,19 +65,16 @@ def refuse_output(path: Path | None, *inputs: str | Path | None) -> None:
 
 
 def shown(location: str | Path) -> str:
-    """The location without a password."""
     return without_password(str(location)) if is_url(str(location)) else shown_archive(str(location))
 
 
 def served_model(location: str | Path, store: Store) -> ServedModel | None:
-    """Which model a record was made with last; None if nothing says so."""
     if isinstance(store, PostgresStore):
         return store.served_model()
     return archived_model(str(location)) if is_archive(location) else read_served_model(location)
 
 
 async def note_served_model(location: str | Path, store: Store, model: ServedModel) -> None:
-    """Remember which model a record is made with."""
     if isinstance(store, PostgresStore):
         await store.note_served_model(model)
     else:

@@ -35,7 +35,6 @@ class DirectoryLock:
         os.pwrite(self._file, f"{os.getpid()}\n".encode("ascii"), 0)
 
     def release(self) -> None:
-        """Let other processes have the directory."""
         os.ftruncate(self._file, 0)
         os.close(self._file)
 
@@ -58,7 +57,6 @@ class InterprocessLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock: no other process writes."""
         fcntl.flock(self._next, fcntl.LOCK_EX)
         try:
             fcntl.flock(self._turn, fcntl.LOCK_EX)

@@ -45,7 +45,6 @@ def is_url(location: str) -> bool:
 
 
 def without_password(location: str) -> str:
-    """The URL as it may be shown."""
     url = _parsed(location).difference_update_query(["password", "passfile", "sslpassword"])
     return url.render_as_string(hide_password=True)
 
@@ -95,7 +94,6 @@ class PostgresStore(Store):
         return cls(readers, once, commits, release)
 
     def session_state(self, session_id: str, newest: int) -> SessionProgress | None:
-        """As `Store.session_state`."""
         try:
             return super().session_state(session_id, newest)
         except StoreUnavailable:
@@ -109,13 +107,11 @@ class PostgresStore(Store):
             yield connection
 
     def served_model(self) -> ServedModel | None:
-        """Which model was served last; None if nothing says so."""
         with self.reading_once() as connection:
             value = connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == _SERVED_MODEL)).scalar()
         return None if value is None else ServedModel(**json.loads(value))
 
     async def note_served_model(self, model: ServedModel) -> None:
-        """Remember which model is served."""
         value = json.dumps(asdict(model))
 
         def note(connection: Connection) -> int:
@@ -163,7 +159,6 @@ def explain(error: DBAPIError) -> StoreFailure:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Raise one of our errors for each of the database's."""
     try:
         yield
     except DBAPIError as error:
@@ -207,7 +202,6 @@ def _writing_engine(url: URL, synchronous: Durability) -> Engine:
 
 
 def _claim(connection: Connection, claims: Sequence[Claims]) -> None:
-    """Lock what these calls change until the transaction ends."""
     names: set[str] = set()
     for one in claims:
         if one is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import Column, ColumnElement, Connection, Table, select
 
 from tokentape._session.flatten import trajectories
+from tokentape._session.lineage import lineage, parent_sessions
 from tokentape._session.tree import Session
 from tokentape.errors import NotFound, StoreCorrupt
 from tokentape.store import _schema as schema
@@ -186,3 +187,16 @@ def batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
     iterator = iter(items)
     while some := list(islice(iterator, size)):
         yield some
+
+
+def lineage_of(load: Callable[[str], StoredSession], stored: StoredSession) -> list[LineageEdge]:
+    """Return the edges of a session's branches. Parents that headers name are loaded, and have the same owner."""
+    others = []
+    for session_id in sorted(parent_sessions(stored.tree())):
+        try:
+            other = load(session_id)
+        except NotFound:
+            continue
+        if other.info.owner == stored.info.owner:
+            others.append(other)
+    return lineage(stored.tree(), others)

@@ -7,8 +7,8 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple
-from functools import lru_cache
+from dataclasses import asdict, astuple, fields
+from functools import lru_cache, partial
 from sys import intern
 from typing import Any, TypeAlias
 
@@ -51,52 +51,32 @@ def encode(record: Record) -> tuple[Table, Values]:
     Raises `InvalidRequest` if a field can't be written as JSON or text, and `InvariantViolation` if an array has
     the wrong dtype.
     """
+    table = _TABLES[type(record)]
+    more: Values = {}
     match record:
-        case SessionInfo():
-            return schema.sessions, {
-                "session_id": _text(record.session_id),
-                "created_at": _real(record.created_at),
-                "metadata": canonical_json(record.metadata),
-                "owner": _text(record.owner),
-            }
-        case Setup():
-            return schema.setups, {
-                "digest": record.digest,
-                "tools": json_in_order(record.tools),
-                "template_kwargs": json_in_order(record.template_kwargs),
-                "date": _text(record.date),
-                "fingerprint": _text(record.fingerprint),
-            }
-        case Media():
-            if hashlib.sha256(record.data).hexdigest() != record.sha256:
-                raise InvariantViolation(f"media claim the hash {record.sha256!r}, their bytes have another")
-            return schema.media, {"sha256": record.sha256, "mime": _text(record.mime), "data": record.data}
-        case Turn():
-            return schema.turns, _encode_turn(record)
+        case Media() if hashlib.sha256(record.data).hexdigest() != record.sha256:
+            raise InvariantViolation(f"media claim the hash {record.sha256!r}, their bytes have another")
         case RecordedReply():
-            return schema.answers, _encode_answer(record)
+            first, choices = record.turns[0], len(record.turns)
+            if record.turns != tuple(range(first, first + choices)):
+                raise InvariantViolation(f"the choices of a call are recorded one after the other, not {record.turns}")
+            more = {"first_turn": first, "choices": choices}
         case Reward():
-            return schema.rewards, _encode_reward(record)
-        case Event():
-            return schema.events, {
-                "session_id": _text(record.session_id),
-                "turn": record.turn,
-                "kind": _text(record.kind),
-                "body": canonical_json(record.body),
-                "created_at": _real(record.created_at),
-            }
+            if record.turn is not None and record.leaf is not None:
+                raise InvariantViolation("a reward is for a turn or for the path that ends with a leaf, not for both")
+            scope = "turn" if record.turn is not None else "session" if record.leaf is None else "trajectory"
+            more = {"turn": record.leaf if record.turn is None else record.turn, "scope": scope}
         case TurnColumn():
             data = array_bytes("values", record.values)
-            return schema.token_columns, {
-                "session_id": _text(record.session_id),
-                "turn": record.turn,
-                "name": _text(record.name),
-                "data": data,
-                "crc32": zlib.crc32(data),
-                "created_at": _real(record.created_at),
-            }
+            more = {"data": data, "crc32": zlib.crc32(data)}
         case TurnPayload():
-            return schema.token_payloads, _encode_payload(record)
+            packed, data = rows_as_bytes(narrowest(record.rows))
+            kind = {"dtype": record.rows.dtype.newbyteorder("<").str, "shape": canonical_json(record.rows.shape)}
+            more = {**kind, "packed": packed, "data": data, "crc32": zlib.crc32(data)}
+    return table, {
+        **{name: _WRITE.get(name, _plain)(getattr(record, name)) for name in _COLUMNS[table] if name not in more},
+        **more,
+    }
 
 
 def decode(table: Table, row: Row[Any]) -> Any:
@@ -112,12 +92,14 @@ def decode(table: Table, row: Row[Any]) -> Any:
         raise StoreCorrupt(f"{name.format(row)} can't be read ({type(error).__name__})") from error
 
 
-def _session(row: Row[Any]) -> SessionInfo:
-    return SessionInfo(row.session_id, float(row.created_at), dict(json.loads(row.metadata)), row.owner)
+def _record(kind: type[Any], row: Row[Any], **more: Any) -> Any:
+    """Return a record with the fields of its columns, and `more` for those that have none of their own."""
+    read = {name: getattr(row, name) for name in _FIELDS[kind] if name not in more}
+    return kind(**{name: _READ[name](value) if name in _READ else value for name, value in read.items()}, **more)
 
 
 def _setup(row: Row[Any]) -> Setup:
-    setup = Setup(tuple(json.loads(row.tools)), json.loads(row.template_kwargs), row.date, row.fingerprint)
+    setup: Setup = _record(Setup, row)
     if setup.digest != row.digest:
         raise StoreCorrupt(f"setup {row.digest!r} has the contents of {setup.digest!r}")
     return setup
@@ -129,85 +111,47 @@ def _media(row: Row[Any]) -> Media:
     return Media(row.sha256, row.mime, row.data)
 
 
-def _turn(row: Row[Any]) -> Turn:
-    # Equal setups, engines and versions are one object: gateways keep many turns in memory.
-    return Turn(
-        session_id=row.session_id,
-        seq=row.seq,
-        parent=row.parent,
-        setup=intern(row.setup),
-        messages=tuple(_inflate(row.messages)),
-        reply=_inflate(row.reply),
-        added_ids=array_from_bytes("added_ids", row.added_ids),
-        added_provenance=array_from_bytes("added_provenance", zlib.decompress(row.added_provenance)),
-        completion_ids=array_from_bytes("completion_ids", row.completion_ids),
-        logprobs=array_from_bytes("logprobs", row.logprobs),
-        finish_reason=row.finish_reason,
-        stop=json.loads(row.stop),
-        fork=row.fork,
-        sampling=_sampling(row.sampling),
-        engine=intern(row.engine),
-        weight_version=intern(row.weight_version),
-        created_at=row.created_at,
-        digest=row.digest,
-        weight_changes=tuple((at, version) for at, version in json.loads(row.weight_changes or "[]")),
-        abort_cause=row.abort_cause,
-        sampled_from=_distribution(row.sampled_from),
-        logprobs_of=_distribution(row.logprobs_of),
-        resumes=tuple(Resume(**one) for one in json.loads(row.resumes or "[]")),
-        adapter=row.adapter,
-    )
+def _answer(row: Row[Any]) -> Any:
+    return _record(RecordedReply, row, turns=tuple(range(row.first_turn, row.first_turn + row.choices)))
 
 
-def _answer(row: Row[Any]) -> RecordedReply:
-    return RecordedReply(
-        session_id=row.session_id,
-        reply_id=row.reply_id,
-        turns=tuple(range(row.first_turn, row.first_turn + row.choices)),
-        key=row.key,
-        body_digest=row.body_digest.hex(),
-        created_at=float(row.created_at),
-        top_logprobs=() if row.top_logprobs is None else _tuples(_inflate(row.top_logprobs)),
-    )
-
-
-def _reward(row: Row[Any]) -> Reward:
+def _reward(row: Row[Any]) -> Any:
     if row.scope not in ("session", "turn", "trajectory") or (row.scope == "session") != (row.turn is None):
         raise ValueError("a scope that does not fit")
     turn, leaf = (None, row.turn) if row.scope == "trajectory" else (row.turn, None)
-    return Reward(row.session_id, turn, float(row.value), float(row.created_at), leaf)
+    return _record(Reward, row, turn=turn, leaf=leaf)
 
 
-def _event(row: Row[Any]) -> Event:
-    return Event(row.session_id, row.turn, row.kind, dict(json.loads(row.body)), float(row.created_at))
-
-
-def _column(row: Row[Any]) -> TurnColumn:
+def _column(row: Row[Any]) -> Any:
     values = array_from_bytes("values", _unspoiled(row.data, row.crc32))
     if not np.isfinite(values).all():
         raise ValueError("a value that is no number")
-    return TurnColumn(row.session_id, row.turn, row.name, values, float(row.created_at))
+    return _record(TurnColumn, row, values=values)
 
 
-def _payload(row: Row[Any]) -> TurnPayload:
+def _payload(row: Row[Any]) -> Any:
     packed = rows_from_bytes(row.packed, json.loads(row.shape), _unspoiled(row.data, row.crc32))
     if row.dtype not in ROW_DTYPES:
         raise ValueError("rows of a type that is not stored")
     rows = packed.astype(np.dtype(row.dtype).newbyteorder("="), copy=False)
-    return TurnPayload(row.session_id, row.turn, row.name, int(row.start), rows)
+    return _record(TurnPayload, row, rows=rows)
 
 
-_DECODERS: dict[Table, tuple[str, Callable[[Row[Any]], Any]]] = {
-    schema.sessions: ("session {0.session_id!r}", _session),
-    schema.setups: ("setup {0.digest!r}", _setup),
-    schema.media: ("media {0.sha256!r}", _media),
-    schema.turns: ("turn {0.seq} of session {0.session_id!r}", _turn),
-    schema.answers: ("an answer of session {0.session_id!r}", _answer),
-    schema.rewards: ("a reward of session {0.session_id!r}", _reward),
-    schema.events: ("an event of session {0.session_id!r}", _event),
-    schema.token_columns: ("a column of session {0.session_id!r}", _column),
-    schema.token_payloads: ("a payload of session {0.session_id!r}", _payload),
-}
+_KINDS: tuple[tuple[type[Any], Table, str, Callable[[Row[Any]], Any]], ...] = (
+    (SessionInfo, schema.sessions, "session {0.session_id!r}", partial(_record, SessionInfo)),
+    (Setup, schema.setups, "setup {0.digest!r}", _setup),
+    (Media, schema.media, "media {0.sha256!r}", _media),
+    (Turn, schema.turns, "turn {0.seq} of session {0.session_id!r}", partial(_record, Turn)),
+    (RecordedReply, schema.answers, "an answer of session {0.session_id!r}", _answer),
+    (Reward, schema.rewards, "a reward of session {0.session_id!r}", _reward),
+    (Event, schema.events, "an event of session {0.session_id!r}", partial(_record, Event)),
+    (TurnColumn, schema.token_columns, "a column of session {0.session_id!r}", _column),
+    (TurnPayload, schema.token_payloads, "a payload of session {0.session_id!r}", _payload),
+)
+_TABLES = {kind: table for kind, table, _, _ in _KINDS}
+_DECODERS = {table: (name, read) for _, table, name, read in _KINDS}
+_FIELDS = {kind: [one.name for one in fields(kind)] for kind in _TABLES}
+_COLUMNS = {table: [column.name for column in table.columns if column.name != "position"] for table in _DECODERS}
 
 
 @lru_cache(maxsize=256)
@@ -224,78 +168,6 @@ def _distribution(text: str | None) -> TokenDistribution | None:
 @lru_cache(maxsize=256)
 def _distribution_text(distribution: TokenDistribution | None) -> str | None:
     return None if distribution is None else canonical_json(astuple(distribution))
-
-
-def _encode_turn(turn: Turn) -> Values:
-    return {
-        "session_id": _text(turn.session_id),
-        "seq": turn.seq,
-        "parent": turn.parent,
-        "setup": turn.setup,
-        "digest": turn.digest,
-        "created_at": _real(turn.created_at),
-        "finish_reason": turn.finish_reason,
-        "stop": canonical_json(turn.stop),
-        "fork": None if turn.fork is None else _text(turn.fork),
-        "engine": _text(turn.engine),
-        "weight_version": _text(turn.weight_version),
-        "weight_changes": canonical_json(turn.weight_changes) if turn.weight_changes else None,
-        "abort_cause": None if turn.abort_cause is None else _text(turn.abort_cause),
-        "sampling": canonical_json(turn.sampling),
-        "sampled_from": _distribution_text(turn.sampled_from),
-        "logprobs_of": _distribution_text(turn.logprobs_of),
-        "resumes": canonical_json([asdict(one) for one in turn.resumes]) if turn.resumes else None,
-        "adapter": None if turn.adapter is None else _text(turn.adapter),
-        "added_ids": array_bytes("added_ids", turn.added_ids),
-        "added_provenance": zlib.compress(array_bytes("added_provenance", turn.added_provenance)),
-        "completion_ids": array_bytes("completion_ids", turn.completion_ids),
-        "logprobs": array_bytes("logprobs", turn.logprobs),
-        "messages": _deflate(turn.messages),
-        "reply": _deflate(turn.reply),
-    }
-
-
-def _encode_answer(answer: RecordedReply) -> Values:
-    if answer.turns != tuple(range(answer.turns[0], answer.turns[0] + len(answer.turns))):
-        raise InvariantViolation(f"the choices of a call are recorded one after the other, not as {answer.turns}")
-    return {
-        "session_id": _text(answer.session_id),
-        "reply_id": _text(answer.reply_id),
-        "first_turn": answer.turns[0],
-        "choices": len(answer.turns),
-        "key": None if answer.key is None else _text(answer.key),
-        "body_digest": bytes.fromhex(answer.body_digest),
-        "created_at": _real(answer.created_at),
-        "top_logprobs": _deflate(answer.top_logprobs) if answer.top_logprobs else None,
-    }
-
-
-def _encode_reward(reward: Reward) -> Values:
-    if reward.turn is not None and reward.leaf is not None:
-        raise InvariantViolation("a reward is for a turn or for the path that ends with a leaf, not for both")
-    scope = "turn" if reward.turn is not None else "session" if reward.leaf is None else "trajectory"
-    return {
-        "session_id": _text(reward.session_id),
-        "turn": reward.leaf if reward.turn is None else reward.turn,
-        "value": _real(reward.value),
-        "created_at": _real(reward.created_at),
-        "scope": scope,
-    }
-
-
-def _encode_payload(payload: TurnPayload) -> Values:
-    packed, data = rows_as_bytes(narrowest(payload.rows))
-    return {
-        "session_id": _text(payload.session_id),
-        "turn": payload.turn,
-        "name": _text(payload.name),
-        "start": payload.start,
-        "dtype": payload.rows.dtype.newbyteorder("<").str,
-        "shape": canonical_json(payload.rows.shape),
-        "packed": packed,
-        "data": data,
-        "crc32": zlib.crc32(data),
-    }
 
 
 def _unspoiled(data: bytes, crc32: int) -> bytes:
@@ -316,10 +188,15 @@ def _inflate(data: bytes) -> Any:
     return json.loads(zlib.decompress(data))
 
 
-def _text(value: str) -> str:
-    """Return `value` if a text column of any database takes it: no NUL, no lone surrogate."""
-    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise InvalidRequest("a name to be recorded holds a NUL character or a lone surrogate")
+def _plain(value: Any) -> Any:
+    """Return `value`, if it is text only if a text column of any database takes it: no NUL, no lone surrogate."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest("a name to be recorded holds a lone surrogate") from None
+        if "\0" in value:
+            raise InvalidRequest("a name to be recorded holds a NUL character")
     return value
 
 
@@ -328,3 +205,51 @@ def _real(value: float) -> float:
     if not math.isfinite(value):
         raise InvalidRequest(f"{value} is not a finite number")
     return float(value)
+
+
+def _array(name: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    return partial(array_bytes, name), partial(array_from_bytes, name)
+
+
+_CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "created_at": (_real, float),
+    "value": (_real, float),
+    "metadata": (canonical_json, lambda text: dict(json.loads(text))),
+    "body": (canonical_json, lambda text: dict(json.loads(text))),
+    "body_digest": (bytes.fromhex, bytes.hex),
+    "tools": (json_in_order, lambda text: tuple(json.loads(text))),
+    "template_kwargs": (json_in_order, json.loads),
+    # Equal setups, engines and versions are one object: gateways keep many turns in memory.
+    "setup": (_plain, intern),
+    "engine": (_plain, intern),
+    "weight_version": (_plain, intern),
+    "stop": (canonical_json, json.loads),
+    "sampling": (canonical_json, _sampling),
+    "sampled_from": (_distribution_text, _distribution),
+    "logprobs_of": (_distribution_text, _distribution),
+    "weight_changes": (
+        lambda changes: canonical_json(changes) if changes else None,
+        lambda text: tuple((at, version) for at, version in json.loads(text or "[]")),
+    ),
+    "resumes": (
+        lambda resumes: canonical_json([asdict(one) for one in resumes]) if resumes else None,
+        lambda text: tuple(Resume(**one) for one in json.loads(text or "[]")),
+    ),
+    "added_ids": _array("added_ids"),
+    "added_provenance": (
+        lambda codes: zlib.compress(array_bytes("added_provenance", codes)),
+        lambda data: array_from_bytes("added_provenance", zlib.decompress(data)),
+    ),
+    "completion_ids": _array("completion_ids"),
+    "logprobs": _array("logprobs"),
+    "messages": (_deflate, lambda data: tuple(_inflate(data))),
+    "reply": (_deflate, _inflate),
+    "top_logprobs": (
+        lambda tops: _deflate(tops) if tops else None,
+        lambda data: () if data is None else _tuples(_inflate(data)),
+    ),
+}
+"""By column how its values are written and read. Others are as they are in the record."""
+
+_WRITE = {name: write for name, (write, _) in _CODECS.items()}
+_READ = {name: read for name, (_, read) in _CODECS.items()}

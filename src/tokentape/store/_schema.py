@@ -392,7 +392,6 @@ def check(connection: Connection) -> None:
 
 
 def schema_version(connection: Connection) -> int | None:
-    """Return the schema version, None if the database is empty."""
     tables = inspect(connection).get_table_names()
     if not tables:
         return None

@@ -27,8 +27,9 @@ from tokentape._session.jsonl import json_line
 from tokentape.errors import Conflict, InvalidRequest, NotFound, StoreCorrupt
 from tokentape.store import _schema as schema
 from tokentape.store._base import Store
+from tokentape.store._listing import extent_columns, extent_of, of_turns
 from tokentape.store._reads import Extent, StoredSession, batched
-from tokentape.store._writes import delete_rows
+from tokentape.store._writes import delete_rows, holder_of
 from tokentape.types import Trajectory
 
 _Result = TypeVar("_Result")
@@ -42,8 +43,6 @@ _BATCH = 500
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which sessions a snapshot is to hold: those to which all that is given applies."""
-
     session_ids: tuple[str, ...] | None = None
     since: int | None = None
     """Only sessions that have changed since this snapshot, or since one that it was itself taken since."""
@@ -55,8 +54,6 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A snapshot without its trajectories."""
-
     snapshot_id: int
     owner: str
     created_at: float
@@ -115,11 +112,9 @@ class Snapshots:
         return await asyncio.to_thread(self.find, snapshot_id, owner)
 
     def find(self, snapshot_id: int, owner: str | None) -> Snapshot:
-        """Return a snapshot as it is recorded, perhaps without its digest yet."""
         return self._reading(_load, snapshot_id, owner)
 
     def all(self, owner: str | None) -> list[Snapshot]:
-        """Return all snapshots, oldest first."""
         table = schema.snapshots
         conditions = [] if owner is None else [table.c.owner == owner]
         with self._store.reading() as connection:
@@ -208,11 +203,8 @@ class Snapshots:
 
     def _read(self, snapshot_id: int) -> tuple[str, dict[str, Any]]:
         """The digest of the contents, and what a manifest says of them."""
-        hasher = hashlib.sha256()
-        counts: Counter[str] = Counter()
-        verdicts: Counter[str] = Counter()
-        names = ExtraNames()
-        sessions = []
+        hasher, names, sessions = hashlib.sha256(), ExtraNames(), []
+        counts, verdicts = Counter[str](), Counter[str]()
         for stored in self.sessions(snapshot_id):
             found = stored.trajectories()
             for one in found:
@@ -236,8 +228,7 @@ class Snapshots:
             sessions.append({"session_id": stored.info.session_id, "turns": len(stored.turns), "leaves": leaves})
         return hasher.hexdigest(), {
             "trajectories": verdicts.total(),
-            "tokens": counts["tokens"],
-            "trained_tokens": counts["trained_tokens"],
+            **{name: counts[name] for name in ("tokens", "trained_tokens")},
             "verdicts": dict(sorted(verdicts.items())),
             "columns": names.columns,
             "payloads": names.payloads,
@@ -253,7 +244,8 @@ def select_sessions(connection: Connection, selection: Selection, owner: str | N
     known = {} if selection.since is None else _newest_extents(connection, selection.since, owner)
     wanted = None if selection.session_ids is None else set(selection.session_ids)
     chosen, seen = [], set()
-    for row in connection.execute(_now(owner)):
+    sessions = _now(connection)
+    for row in connection.execute(sessions if owner is None else sessions.where(schema.sessions.c.owner == owner)):
         if wanted is not None and row.session_id not in wanted:
             continue
         seen.add(row.session_id)
@@ -262,7 +254,7 @@ def select_sessions(connection: Connection, selection: Selection, owner: str | N
             continue
         if not _matches(json.loads(row.metadata), selection.metadata):
             continue
-        if row.position not in known or _extent(row) != known[row.position]:
+        if row.position not in known or extent_of(row) != known[row.position]:
             chosen.append(row.session_id)
     for missing in sorted((wanted or set()) - seen):
         raise NotFound(f"there is no session {missing!r}")
@@ -276,22 +268,18 @@ def _freeze(connection: Connection, session_ids: Iterable[str], owner: str, sinc
     assert key is not None
     snapshot_id: int = key[0]
     for some in batched(session_ids, _BATCH):
-        state = _now(None).where(schema.sessions.c.session_id.in_(some)).subquery()
-        rows = select(
-            literal(snapshot_id),
-            *(state.c[name] for name in schema.snapshot_sessions.c.keys()[1:]),
-        )
+        state = _now(connection).where(schema.sessions.c.session_id.in_(some)).subquery()
+        rows = select(literal(snapshot_id), *(state.c[name] for name in schema.snapshot_sessions.c.keys()[1:]))
         connection.execute(insert(schema.snapshot_sessions).from_select(schema.snapshot_sessions.c.keys(), rows))
     return snapshot_id
 
 
 def _load(connection: Connection, snapshot_id: int, owner: str | None) -> Snapshot:
     """Return a snapshot. Raises `NotFound` if there is none or it belongs to another key, and `StoreCorrupt`."""
-    conditions = [schema.snapshots.c.snapshot_id == snapshot_id]
-    if owner is not None:
-        conditions.append(schema.snapshots.c.owner == owner)
-    row = connection.execute(select(schema.snapshots).where(*conditions)).one_or_none()
-    if row is None:
+    row = connection.execute(
+        select(schema.snapshots).where(schema.snapshots.c.snapshot_id == snapshot_id)
+    ).one_or_none()
+    if row is None or owner not in (None, row.owner):
         raise NotFound(f"there is no snapshot {snapshot_id}")
     return decode_snapshot(row)
 
@@ -308,11 +296,10 @@ def decode_snapshot(row: Row[Any]) -> Snapshot:
 
 
 def entries(connection: Connection, snapshot_id: int) -> list[Entry]:
-    """Return the sessions of a snapshot in order of creation."""
     table = schema.snapshot_sessions
     columns = schema.readable(connection, table)
     rows = connection.execute(select(*columns).where(table.c.snapshot_id == snapshot_id).order_by(table.c.position))
-    return [Entry(row.session_id, _extent(row)) for row in rows]
+    return [Entry(row.session_id, extent_of(row)) for row in rows]
 
 
 def _drop_sessions(connection: Connection, snapshot_id: int, some: Iterable[Entry], now: float) -> dict[str, str]:
@@ -325,11 +312,13 @@ def _drop_sessions(connection: Connection, snapshot_id: int, some: Iterable[Entr
         raise Conflict(f"snapshot {snapshot_id} is not confirmed; confirm it with its digest once its data is safe")
     kept: dict[str, str] = {}
     for entry in some:
-        row = connection.execute(_now(None).where(schema.sessions.c.position == entry.extent.position)).one_or_none()
+        row = connection.execute(
+            _now(connection).where(schema.sessions.c.position == entry.extent.position)
+        ).one_or_none()
         if row is None:
             continue
-        holder = connection.execute(_other_holder(snapshot_id, entry.extent.position)).scalar()
-        if _extent(row) != entry.extent:
+        holder = holder_of(connection, row.session_id, besides=snapshot_id)
+        if extent_of(row) != entry.extent:
             kept[entry.session_id] = "changed since the snapshot"
         elif holder is not None:
             kept[entry.session_id] = f"held by snapshot {holder}"
@@ -346,27 +335,9 @@ def _update(connection: Connection, snapshot_id: int, **values: Any) -> int:
     return 0
 
 
-def _now(owner: str | None) -> Select[Any]:
-    """Sessions with what is recorded of them by now."""
-    sessions, turns = schema.sessions.c, schema.turns.c
-    rewards, columns, events = schema.rewards.c, schema.token_columns.c, schema.events.c
-
-    def of_session(what: Any, other: Any, name: str) -> Any:
-        return select(what).where(other == sessions.session_id).scalar_subquery().label(name)
-
-    statement = select(
-        schema.sessions,
-        of_session(func.count(turns.seq), turns.session_id, "turns"),
-        of_session(func.max(turns.created_at), turns.session_id, "newest_turn"),
-        of_session(func.coalesce(func.max(rewards.position), 0), rewards.session_id, "last_reward"),
-        of_session(func.coalesce(func.max(columns.position), 0), columns.session_id, "last_column"),
-        of_session(func.coalesce(func.max(events.position), 0), events.session_id, "last_event"),
-    ).order_by(sessions.position)
-    return statement if owner is None else statement.where(sessions.owner == owner)
-
-
-def _extent(row: Row[Any]) -> Extent:
-    return Extent(row.position, row.turns, row.last_reward, row.last_column, row.last_event or 0)
+def _now(connection: Connection) -> Select[Any]:
+    newest = of_turns(func.max(schema.turns.c.created_at)).label("newest_turn")
+    return select(schema.sessions, *extent_columns(connection), newest).order_by(schema.sessions.c.position)
 
 
 def _newest_extents(connection: Connection, snapshot_id: int, owner: str | None) -> dict[int, Extent]:
@@ -378,22 +349,6 @@ def _newest_extents(connection: Connection, snapshot_id: int, owner: str | None)
             found.setdefault(entry.extent.position, entry.extent)
         at = _load(connection, at, owner).since
     return found
-
-
-def _other_holder(snapshot_id: int, position: int) -> Select[Any]:
-    held = schema.snapshot_sessions.join(
-        schema.snapshots, schema.snapshots.c.snapshot_id == schema.snapshot_sessions.c.snapshot_id
-    )
-    return (
-        select(schema.snapshots.c.snapshot_id)
-        .select_from(held)
-        .where(
-            schema.snapshot_sessions.c.position == position,
-            schema.snapshots.c.snapshot_id != snapshot_id,
-            schema.snapshots.c.state == "held",
-        )
-        .limit(1)
-    )
 
 
 def _matches(metadata: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:

@@ -111,8 +111,6 @@ class SqliteStore(Store):
 
 
 class _Writer:
-    """The one connection that writes, and its queue."""
-
     def __init__(
         self, path: Path, synchronous: Synchronous, exclusive: Callable[[], AbstractContextManager[None]]
     ) -> None:
@@ -214,7 +212,6 @@ def reading_engine(path: Path) -> Engine:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Raise one of our errors for each of SQLite's."""
     try:
         yield
     except DBAPIError as error:
@@ -223,7 +220,6 @@ def explained() -> Iterator[None]:
 
 
 def explain_wrapped(error: DBAPIError) -> StoreFailure:
-    """Say what an error of SQLite that SQLAlchemy has wrapped means to us."""
     assert isinstance(error.orig, sqlite3.Error)
     return explain(error.orig)
 

@@ -8,7 +8,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Result, Row, Table, bindparam, exists, func, select
+from sqlalchemy import (
+    Connection,
+    Dialect,
+    Engine,
+    Result,
+    Row,
+    Table,
+    UniqueConstraint,
+    bindparam,
+    exists,
+    func,
+    inspect,
+    select,
+)
+from sqlalchemy.engine.interfaces import ReflectedColumn
 
 from tokentape._durable import durable_file
 from tokentape.chat._media import image_parts
@@ -16,11 +30,10 @@ from tokentape.errors import StoreCorrupt, StoreError
 from tokentape.store import _postgres as postgres
 from tokentape.store import _schema as schema
 from tokentape.store._archive import is_archive, restored
-from tokentape.store._checks import chained, column_faults, payload_faults, turn_faults
+from tokentape.store._checks import chained, per_token_faults, turn_faults
 from tokentape.store._head import Head, HeadComparison, HeadWriter, SessionHead
 from tokentape.store._location import refuse_output
 from tokentape.store._rows import decode
-from tokentape.store._schema_check import schema_faults
 from tokentape.store._snapshots import decode_snapshot
 from tokentape.store._sqlite import DATABASE_NAME, explained, reading_engine
 from tokentape.types import Turn, TurnColumn, TurnPayload
@@ -30,8 +43,6 @@ _ROWS_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class VerifyFinding:
-    """One thing that is wrong with a record."""
-
     problem: str
     session_id: str | None = None
     """None if it isn't about one session."""
@@ -60,7 +71,6 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """True if nothing was found."""
         return not self.findings
 
 
@@ -274,12 +284,8 @@ class _Check:
     def _check_per_token(self, connection: Connection, record: TurnColumn | TurnPayload) -> None:
         [row] = _rows_of_turns(connection, record.session_id, [record.turn])
         turn: Turn = decode(schema.turns, row)
-        added, sampled = turn.added_ids.size, turn.completion_ids.size
-        if isinstance(record, TurnColumn):
-            faults = column_faults(record, added, sampled)
-        else:
-            faults = payload_faults(record, added, sampled, is_root=turn.parent is None)
-        for problem in faults:
+        sizes = turn.added_ids.size, turn.completion_ids.size
+        for problem in per_token_faults(record, *sizes, is_root=turn.parent is None):
             self._found(problem, record.session_id, record.turn)
 
     def _check_setup(self, connection: Connection, digest: str) -> None:
@@ -336,14 +342,11 @@ def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[st
         yield "its contents don't fit its digest and its parent's"
 
 
-_HELD = schema.snapshot_sessions
-_CUT_OFF = select(_HELD.c.session_id).where(
-    _HELD.c.snapshot_id == bindparam("snapshot_id"),
-    _HELD.c.turns
-    > select(func.count())
-    .select_from(schema.turns.join(schema.sessions, schema.sessions.c.session_id == schema.turns.c.session_id))
-    .where(schema.sessions.c.position == _HELD.c.position)
-    .scalar_subquery(),
+_HELD = schema.snapshot_sessions.c
+_IN_SESSION = schema.turns.join(schema.sessions, schema.sessions.c.session_id == schema.turns.c.session_id)
+_THERE = select(func.count()).select_from(_IN_SESSION).where(schema.sessions.c.position == _HELD.position)
+_CUT_OFF = select(_HELD.session_id).where(
+    _HELD.snapshot_id == bindparam("snapshot_id"), _HELD.turns > _THERE.scalar_subquery()
 )
 _RISEN = select(schema.tombstones.c.session_id).where(
     exists().where(schema.sessions.c.session_id == schema.tombstones.c.session_id)
@@ -361,3 +364,71 @@ _MEDIA = (
     .where(schema.turn_media.c.session_id == bindparam("session_id"))
     .order_by(schema.turn_media.c.turn, schema.media.c.sha256)
 )
+
+
+_TRIGGERS = {
+    "sqlite": "SELECT 'trigger', name, tbl_name FROM sqlite_master WHERE type = 'trigger'",
+    "postgresql": (
+        "SELECT 'trigger', tgname, relname FROM pg_trigger JOIN pg_class ON pg_class.oid = tgrelid"
+        " WHERE NOT tgisinternal AND pg_table_is_visible(tgrelid)"
+        " UNION ALL SELECT 'rule', rulename, tablename FROM pg_rules WHERE schemaname = current_schema()"
+    ),
+}
+"""What changes rows while others are written."""
+
+
+def schema_faults(connection: Connection) -> Iterator[str]:
+    """Yield how the tables differ from those of the database's version. Columns may have any order: some were added.
+
+    Tables and columns of others in the same database are left alone, and what does not act on a table of the record.
+    """
+    inspector, old = inspect(connection), schema.schema_version(connection) == schema.VERSION - 1
+    tables = inspector.get_table_names()
+    for kind, name, table in connection.exec_driver_sql(_TRIGGERS[connection.dialect.name]):
+        if table in schema.metadata.tables:
+            yield f"the {kind} {name} changes what is written to the table {table}"
+    for table in schema.metadata.sorted_tables:
+        if old and table in schema.TABLES_SINCE_4:
+            if table.name in tables:
+                yield f"the table {table.name} is there, and is not of schema version {schema.VERSION - 1}"
+        elif table.name not in tables:
+            yield f"the table {table.name} is missing, or is no table"
+        else:
+            found = {one["name"]: one for one in inspector.get_columns(table.name)}
+            yield from _column_faults(table, found, old, connection.dialect)
+            primary = [one.name for one in table.primary_key]
+            if inspector.get_pk_constraint(table.name)["constrained_columns"] != primary:
+                yield f"the table {table.name} has another primary key"
+            unique = {tuple(one["column_names"]) for one in inspector.get_unique_constraints(table.name)}
+            for constraint in table.constraints:
+                if isinstance(constraint, UniqueConstraint) and tuple(constraint.columns.keys()) not in unique:
+                    yield f"{', '.join(constraint.columns.keys())} of the table {table.name} are not unique"
+            for check in inspector.get_check_constraints(table.name):
+                yield f"the table {table.name} has a constraint that is not Tokentape's: {check['sqltext']}"
+            keys = {
+                (tuple(one["constrained_columns"]), one["referred_table"])
+                for one in inspector.get_foreign_keys(table.name)
+            }
+            for key in table.foreign_key_constraints:
+                if (tuple(key.column_keys), key.referred_table.name) not in keys:
+                    yield f"{', '.join(key.column_keys)} of the table {table.name} refer to nothing"
+            indexes = {one["name"]: one for one in inspector.get_indexes(table.name)}
+            own = {index.name for index in table.indexes}
+            for one in indexes.values():
+                if one["unique"] and one["name"] not in own and not one.get("duplicates_constraint"):
+                    yield f"the table {table.name} has the unique index {one['name']}, which is not Tokentape's"
+            for index in table.indexes:
+                there = indexes.get(index.name)
+                if there is None or there["column_names"] != [one.name for one in index.columns]:
+                    yield f"the index {index.name} is missing, or is of other columns"
+
+
+def _column_faults(table: Table, found: dict[str, ReflectedColumn], old: bool, dialect: Dialect) -> Iterator[str]:
+    expected = {one.name: one for one in table.columns if not (old and one in schema.COLUMNS_SINCE_4)}
+    for name in sorted(expected.keys() - found.keys()):
+        yield f"the column {name} of the table {table.name} is missing"
+    for name in sorted(expected.keys() & found.keys()):
+        column, own = expected[name], found[name]
+        kinds = own["type"].compile(dialect), column.type.compile(dialect)
+        if kinds[0] != kinds[1] or own["nullable"] != column.nullable or "computed" in own:
+            yield f"the column {name} of the table {table.name} is not what this Tokentape makes"

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import sqlite3
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from sqlalchemy import Connection, Table, bindparam, exists, func, insert, literal, select
+from sqlalchemy import Connection, Executable, Table, bindparam, exists, func, insert, literal, select
 from sqlalchemy import delete as delete_from
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.expression import ClauseElement
 
 from tokentape.chat._media import image_parts
 from tokentape.errors import Conflict, InvariantViolation, NotFound
 from tokentape.store import _schema as schema
-from tokentape.store._checks import chained, column_faults, payload_faults, turn_faults
+from tokentape.store._checks import chained, per_token_faults, turn_faults
 from tokentape.store._reads import batched
 from tokentape.store._rows import Record, Values, encode
-from tokentape.store._statements import CompiledStatement
 from tokentape.types import Media, RecordedReply, SessionInfo, Setup, Turn, TurnColumn, TurnPayload
 
 
@@ -93,7 +97,7 @@ def delete_session(connection: Connection, session_id: str, *, force: bool = Fal
 
     Raises `NotFound`, and unless `force` is given `Conflict` if a snapshot that is not confirmed holds it.
     """
-    if not force and (holder := connection.execute(_HOLDER, {"session_id": session_id}).scalar()) is not None:
+    if not force and (holder := holder_of(connection, session_id)) is not None:
         raise Conflict(
             f"session {session_id!r} is part of snapshot {holder}, which its consumer has not confirmed; "
             "confirm or release the snapshot first"
@@ -101,6 +105,12 @@ def delete_session(connection: Connection, session_id: str, *, force: bool = Fal
     if not delete_rows(connection, session_id):
         raise NotFound(f"there is no session {session_id!r}")
     return 0
+
+
+def holder_of(connection: Connection, session_id: str, besides: int = 0) -> int | None:
+    """Return a snapshot, another one than `besides`, that holds a session and is not confirmed; None if none does."""
+    found: int | None = connection.execute(_HOLDER, {"session_id": session_id, "besides": besides}).scalar()
+    return found
 
 
 def delete_rows(connection: Connection, session_id: str) -> bool:
@@ -145,18 +155,53 @@ def _refer_to_media(connection: Connection, turn: Turn) -> None:
     connection.execute(insert(schema.turn_media), [{**of_turn, "sha256": one} for one in sorted(hashes)])
 
 
+class CompiledStatement:
+    """A statement that every turn runs, compiled once for each kind of database.
+
+    Its parameters are the driver's own types: numbers, text, bytes, None. SQLAlchemy finds a compiled statement again
+    by a key that it makes of the statement each time, and wraps parameters and results: that costs more than SQLite.
+    """
+
+    def __init__(self, statement: Executable) -> None:
+        assert isinstance(statement, ClauseElement)
+        self._statement = statement
+        self._compiled: dict[str, tuple[str, tuple[str, ...] | None]] = {}
+        """By dialect the text, and the names of its parameters where those are given by position."""
+
+    def run(self, connection: Connection, values: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """Run it with parameters by name, of which there may be more than it has; returns the first row, if there are.
+
+        Raises as `Connection.execute`.
+        """
+        dialect = connection.dialect
+        found = self._compiled.get(dialect.name)
+        if found is None:
+            compiled = self._statement.compile(dialect=dialect)
+            assert isinstance(compiled, SQLCompiler)
+            names = compiled.positiontup
+            found = self._compiled[dialect.name] = str(compiled), None if names is None else tuple(names)
+        text, order = found
+        if order is None:
+            result = connection.exec_driver_sql(text, dict(values))
+            row = result.first() if result.returns_rows else None
+            return None if row is None else tuple(row)
+        parameters = tuple([values[name] for name in order])
+        driver = connection.connection.driver_connection
+        assert isinstance(driver, sqlite3.Connection)
+        try:
+            first: tuple[Any, ...] | None = driver.execute(text, parameters).fetchone()
+        except sqlite3.Error as error:
+            raise DBAPIError.instance(
+                text, None, error, sqlite3.Error, hide_parameters=True, dialect=dialect
+            ) from error
+        return first
+
+
+_IN_SESSION = schema.turns.c.session_id == bindparam("session_id")
+_NEWEST = select(func.max(schema.turns.c.seq)).where(_IN_SESSION).scalar_subquery()
+_PARENT = select(schema.turns.c.digest).where(_IN_SESSION, schema.turns.c.seq == bindparam("parent")).scalar_subquery()
 _BEFORE_TURN = CompiledStatement(
-    select(
-        exists().where(schema.sessions.c.session_id == bindparam("session_id")).label("session_exists"),
-        select(func.max(schema.turns.c.seq))
-        .where(schema.turns.c.session_id == bindparam("session_id"))
-        .scalar_subquery()
-        .label("newest"),
-        select(schema.turns.c.digest)
-        .where(schema.turns.c.session_id == bindparam("session_id"), schema.turns.c.seq == bindparam("parent"))
-        .scalar_subquery()
-        .label("parent_digest"),
-    )
+    select(exists().where(schema.sessions.c.session_id == bindparam("session_id")), _NEWEST, _PARENT)
 )
 _INSERT_TURN = CompiledStatement(insert(schema.turns))
 _INSERT_ANSWER = CompiledStatement(insert(schema.answers))
@@ -192,12 +237,7 @@ def _check_of_turn(connection: Connection, record: TurnColumn | TurnPayload) -> 
     turn = connection.execute(_SIZES, of_turn).one_or_none()
     if turn is None:
         raise NotFound(f"session {record.session_id!r} has no turn {record.turn}")
-    added, sampled = int(turn.added), int(turn.sampled)
-    if isinstance(record, TurnColumn):
-        faults = column_faults(record, added, sampled)
-    else:
-        faults = payload_faults(record, added, sampled, is_root=turn.parent is None)
-    for fault in faults:
+    for fault in per_token_faults(record, int(turn.added), int(turn.sampled), is_root=turn.parent is None):
         raise InvariantViolation(f"turn {record.turn} of session {record.session_id!r}: {fault}")
 
 
@@ -215,13 +255,10 @@ def _check_same_kind(connection: Connection, values: Values) -> None:
         )
 
 
-_OTHER_PAYLOAD = (
-    select(schema.token_payloads.c.dtype, schema.token_payloads.c.shape)
-    .where(
-        schema.token_payloads.c.session_id == bindparam("session_id"),
-        schema.token_payloads.c.name == bindparam("name"),
-    )
-    .limit(1)
+_PAYLOADS = schema.token_payloads.c
+_OTHER_PAYLOAD = select(_PAYLOADS.dtype, _PAYLOADS.shape).limit(1)
+_OTHER_PAYLOAD = _OTHER_PAYLOAD.where(
+    _PAYLOADS.session_id == bindparam("session_id"), _PAYLOADS.name == bindparam("name")
 )
 
 _IN_SNAPSHOT = schema.snapshot_sessions.join(
@@ -247,5 +284,6 @@ _HOLDER = (
     select(schema.snapshots.c.snapshot_id)
     .select_from(_IN_SNAPSHOT.join(schema.sessions, schema.sessions.c.position == schema.snapshot_sessions.c.position))
     .where(schema.sessions.c.session_id == bindparam("session_id"), schema.snapshots.c.state == "held")
+    .where(schema.snapshots.c.snapshot_id != bindparam("besides"))
     .limit(1)
 )

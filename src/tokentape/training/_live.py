@@ -16,8 +16,7 @@ from tokentape.engines._base import Engine, SamplingParams
 from tokentape.errors import InvalidRequest
 from tokentape.gateway._serving import serving_record
 from tokentape.store import SqliteStore
-from tokentape.store._lineage import lineage_of
-from tokentape.store._reads import StoredSession
+from tokentape.store._reads import StoredSession, lineage_of
 from tokentape.training._samples import AssemblyReport, Sample, assemble
 from tokentape.training._stop_rule import StopRule
 from tokentape.types import Message, Trajectory

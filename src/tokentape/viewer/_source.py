@@ -7,9 +7,8 @@ from dataclasses import astuple, dataclass
 
 from tokentape.errors import NotFound
 from tokentape.store._base import Store
-from tokentape.store._lineage import lineage_of
 from tokentape.store._listing import ListedPage, Listing, extents, list_page
-from tokentape.store._reads import StoredSession
+from tokentape.store._reads import StoredSession, lineage_of
 from tokentape.types import LineageEdge, SessionInfo, Trajectory
 
 

@@ -19,7 +19,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.gateway._endpoint import DecodedRequest
 from tokentape.gateway._events import TurnRequest
-from tokentape.gateway._wire.chat_completions import IGNORED, PARAMETERS, ChatCompletions
+from tokentape.gateway._wire.chat_completions import IGNORED, ChatCompletions, ChatCompletionsBody
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -145,7 +145,7 @@ def test_parameters_at_their_default_need_no_engine_support() -> None:
 
 
 def test_null_is_the_same_as_left_out() -> None:
-    names = PARAMETERS - {"messages"}
+    names = {*ChatCompletionsBody.__struct_fields__, *IGNORED} - {"messages"}
     assert read(**dict.fromkeys(names)) == read()
 
 

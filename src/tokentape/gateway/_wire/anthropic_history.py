@@ -43,8 +43,6 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 class ImageSource(Struct):
-    """Where an image is."""
-
     type: str
     media_type: str = ""
     data: str = ""
@@ -78,8 +76,6 @@ BLOCK_FIELDS = frozenset(Block.__struct_fields__) | {"cache_control", "citations
 
 
 class AnthropicMessage(Struct):
-    """A message of a request."""
-
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
@@ -97,11 +93,7 @@ def takes_later_system(template: ChatTemplate) -> bool:
 
 
 def read_messages(
-    system: str | Sequence[Part],
-    messages: Sequence[AnthropicMessage],
-    *,
-    later_system: bool,
-    takes_images: bool = False,
+    system: str | Sequence[Part], messages: Sequence[AnthropicMessage], later_system: bool, takes_images: bool = False
 ) -> tuple[Message, ...]:
     """The conversation as sessions and templates take it; `later_system` is what `takes_later_system` says.
 
@@ -215,13 +207,12 @@ def _assistant(blocks: Sequence[Block], where: str) -> dict[str, Any]:
 
 
 def _join(message: dict[str, Any], more: dict[str, Any]) -> None:
-    """Go on with an assistant message."""
     for name, value in more.items():
         if name != "role":
             message[name] = message[name] + value if name in message else value
 
 
-def _text(blocks: Iterable[Part | Block], where: str, start: int = 0, joint: str = "") -> str:
+def _text(blocks: Iterable[Part | Block], where: str, start: int = 0) -> str:
     texts = []
     for at, block in enumerate(blocks, start):
         if block.type != "text":
@@ -231,7 +222,7 @@ def _text(blocks: Iterable[Part | Block], where: str, start: int = 0, joint: str
                 where.partition("[")[0],
             )
         texts.append(_needed(block.text, f"{where}[{at}]", "text"))
-    return joint.join(texts)
+    return "".join(texts)
 
 
 def _needed(value: str | None, where: str, name: str) -> str:

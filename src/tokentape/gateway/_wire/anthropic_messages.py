@@ -25,6 +25,7 @@ Choices where the protocol leaves some:
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -36,13 +37,13 @@ from tokentape.chat._template import ChatTemplate
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import SamplingParams
 from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
-from tokentape.gateway._access import request_log
-from tokentape.gateway._endpoint import DecodedRequest, Gateway, RequestContext, address
-from tokentape.gateway._events import TurnRequest, TurnStarted
-from tokentape.gateway._http import check_depth, error_headers, json_response, parse_json, read_json_body
+from tokentape.gateway._endpoint import DecodedRequest, Dialect, Gateway, RequestContext, address
+from tokentape.gateway._events import TurnRequest
+from tokentape.gateway._http import check_depth, encode_event, json_response, parse_json, read_json_body
 from tokentape.gateway._keys import new_session_id
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count, Seed, StopString, Temperature, TopP
+from tokentape.gateway._wire import openai_fields as shared
 from tokentape.gateway._wire.anthropic_history import (
     BLOCK_FIELDS,
     AnthropicMessage,
@@ -50,18 +51,8 @@ from tokentape.gateway._wire.anthropic_history import (
     read_messages,
     takes_later_system,
 )
-from tokentape.gateway._wire.anthropic_replies import AnthropicEncoder, error_body, error_event
-from tokentape.gateway._wire.openai_fields import (
-    json_schema,
-    read_fields,
-    refuse_prefill,
-    refuse_unknown_tools,
-    refuse_unsupported,
-    unknown_fields,
-)
+from tokentape.gateway._wire.anthropic_replies import AnthropicEncoder, error_body
 from tokentape.types import Tool
-
-COUNT_PATH = "/v1/messages/count_tokens"
 
 IGNORED = frozenset(
     {
@@ -158,74 +149,43 @@ _API_NAMES = {"stop_strings": "stop_sequences"}
 """Where a field of `SamplingParams` has another name in requests."""
 
 
-class AnthropicMessages:
-    """The dialect. `model_id` is the model's name in replies, `template` says what it takes.
-
-    `tokenizer` counts the tokens of thinking.
-    """
+class AnthropicMessages(Dialect):
+    """The dialect. `template` says what the model takes."""
 
     path = "/v1/messages"
     summary = "Anthropic's Messages"
     body, ignored = MessagesBody, IGNORED
-    read_messages = None
 
     def __init__(self, model_id: str, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-        self._model_id = model_id
-        self._tokenizer = tokenizer
+        super().__init__(model_id, tokenizer)
         self._later_system = takes_later_system(template)
         self._switches_thinking = "enable_thinking" in template.source
 
-    def session_of(self, body: Any) -> str | None:
-        """Bodies of this API name no session."""
-        return None
-
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
-        """Read a request body. Raises `InvalidRequest` and `UnsupportedParameter` naming the parameter."""
         read = _read(body)
         if read.max_tokens is None:
             raise InvalidRequest("max_tokens is missing", "max_tokens")
         if read.messages[-1].role == "assistant":
-            refuse_prefill("messages")
-        turn = self._turn(read, context.session_id, context.takes_images)
-        schema = json_schema(read.output_config.format, "output_config", context, turn.tools)
+            shared.refuse_prefill("messages")
+        turn = self.turn(read, context.session_id, takes_images=context.takes_images)
+        schema = shared.json_schema(read.output_config.format, "output_config", context, turn.tools)
         turn = replace(turn, sampling=replace(turn.sampling, json_schema=schema))
-        refuse_unsupported(turn.sampling, context.engine, _API_NAMES)
-        max_tokens = read.max_tokens
+        shared.refuse_unsupported(turn.sampling, context.engine, _API_NAMES)
         contents = [content for one in body["messages"] if isinstance(content := one["content"], list)]
         blocks = [block for content in contents for block in content]
         ignored = (
             *self._ignored_params(read),
-            *unknown_fields("tools", body.get("tools") or (), _TOOL_FIELDS),
-            *unknown_fields("messages", body["messages"], _MESSAGE_FIELDS),
-            *unknown_fields("messages.content", blocks, BLOCK_FIELDS),
+            *shared.unknown_fields("tools", body.get("tools") or (), _TOOL_FIELDS),
+            *shared.unknown_fields("messages", body["messages"], _MESSAGE_FIELDS),
+            *shared.unknown_fields("messages.content", blocks, BLOCK_FIELDS),
         )
 
-        def encoder(started: TurnStarted) -> AnthropicEncoder:
-            return AnthropicEncoder(
-                started,
-                self._model_id,
-                self._tokenizer,
-                ignored,
-                max_tokens=max_tokens,
-                token_ids=read.return_token_ids,
-                logprobs=read.logprobs,
-            )
-
-        return DecodedRequest(turn, encoder, ignored)
-
-    def decode_count(self, body: Any, session_id: str, takes_images: bool) -> TurnRequest:
-        """Read the body of a request to count tokens. Raises as `decode`."""
-        return self._turn(_read(body), session_id, takes_images)
-
-    def error(self, error: TokentapeError) -> Any:
-        """An error in Anthropic's shape."""
-        return error_body(error)
+        return DecodedRequest(turn, partial(AnthropicEncoder, read, self, ignored), ignored)
 
     def error_event(self, error: TokentapeError) -> bytes:
-        """An error as the last event of a stream."""
-        return error_event(error)
+        return encode_event(error_body(error), "error")
 
-    def _turn(self, body: MessagesBody, session_id: str, takes_images: bool) -> TurnRequest:
+    def turn(self, body: MessagesBody, session_id: str, *, takes_images: bool) -> TurnRequest:
         check_depth(body.chat_template_kwargs, "chat_template_kwargs")
         template_kwargs = body.chat_template_kwargs
         if self._switches_thinking and body.thinking is not None and body.thinking.type == "disabled":
@@ -233,9 +193,7 @@ class AnthropicMessages:
         tools = tuple(_tool(index, tool) for index, tool in enumerate(body.tools))
         return TurnRequest(
             session_id=session_id,
-            messages=read_messages(
-                body.system, body.messages, later_system=self._later_system, takes_images=takes_images
-            ),
+            messages=read_messages(body.system, body.messages, self._later_system, takes_images),
             tools=() if body.tool_choice.type == "none" else tools,
             template_kwargs=template_kwargs,
             sampling=SamplingParams(
@@ -250,7 +208,6 @@ class AnthropicMessages:
         )
 
     def _ignored_params(self, body: MessagesBody) -> list[str]:
-        """What is asked of the model or the server and is not enforced."""
         thinking, edits = body.thinking, body.context_management and body.context_management.edits
         unhonoured = {
             "tool_choice": body.tool_choice.type in ("any", "tool"),
@@ -273,46 +230,42 @@ class AnthropicMessages:
 
 def count_routes(gateway: Gateway, dialect: AnthropicMessages) -> list[Route]:
     """Return the endpoint that counts the tokens of a turn's context. Nothing is recorded."""
+    turns = gateway.turns
 
-    async def answer(request: Request) -> Response:
-        try:
-            gateway.drain.refuse()
-            caller = gateway.caller(request)
-            with gateway.turns.calls.track(caller.owner):
-                session_id = address(request, caller) or new_session_id()
-                body = await read_json_body(request, gateway.turns.limits.body_bytes)
-                turn = dialect.decode_count(parse_json(body), session_id, gateway.turns.takes_images)
-                return json_response({"input_tokens": await gateway.turns.count_context(turn, caller.owner)})
-        except TokentapeError as error:
-            request_log(request).error = error.code
-            return json_response(error_body(error), error.status, error_headers(error))
+    async def count(request: Request) -> Response:
+        gateway.drain.refuse()
+        caller = gateway.caller(request)
+        with turns.calls.track(caller.owner):
+            session_id = address(request, caller) or new_session_id()
+            body = _read(parse_json(await read_json_body(request, turns.limits.body_bytes)))
+            turn = dialect.turn(body, session_id, takes_images=turns.takes_images)
+            return json_response({"input_tokens": await turns.count_context(turn, caller.owner)})
 
     counted: dict[str, Any] = {"body": MessagesBody, "more_fields": IGNORED}
-    return also_below_sessions("POST", COUNT_PATH, answer, "Count a context's tokens", **counted)
+    return also_below_sessions("POST", f"{dialect.path}/count_tokens", count, "Count a context's tokens", **counted)
 
 
 def _read(body: Any) -> MessagesBody:
     """A body's fields, those that are null left out."""
     empty = {name for name in UNSERVED if isinstance(body, dict) and not body.get(name)}
-    read, _ = read_fields(body, MessagesBody, IGNORED | empty, "messages")
+    read, _ = shared.read_fields(body, MessagesBody, IGNORED | empty, "messages")
     if read.tool_choice.type in ("any", "tool"):
         named = [read.tool_choice.name] if read.tool_choice.type == "tool" else []
-        refuse_unknown_tools(named, [tool.name for tool in read.tools])
+        shared.refuse_unknown_tools(named, [tool.name for tool in read.tools])
     return read
 
 
 def _tool(index: int, tool: _Tool) -> Tool:
-    """A tool as chat completions and templates know it."""
     if tool.type not in (None, "custom"):
         raise UnsupportedParameter(
             f"tools[{index}] is of type {tool.type[:64]!r}, which is not supported here; give tools with a name and an "
             "input_schema, which the client runs",
             "tools",
         )
-    if tool.input_schema is None:
-        raise InvalidRequest(f"tools[{index}].input_schema is missing", "tools")
-    if not tool.name:
-        raise InvalidRequest(f"tools[{index}].name is missing", "tools")
+    for name in ("input_schema", "name"):
+        if getattr(tool, name) in (None, ""):
+            raise InvalidRequest(f"tools[{index}].{name} is missing", "tools")
+    assert tool.input_schema is not None
     check_depth(tool.input_schema, "tools")
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tokentape.chat._parse import ReplyDelta, ToolCall
-from tokentape.chat._tokenizer import Tokenizer
 from tokentape.errors import InvalidRequest, TokentapeError
-from tokentape.gateway._endpoint import DoneChoice
-from tokentape.gateway._events import TurnDone, TurnEvent, TurnStarted
+from tokentape.gateway._endpoint import Dialect, DoneChoice
+from tokentape.gateway._events import SampleEvent, TurnDone, TurnStarted
 from tokentape.gateway._http import encode_event
 from tokentape.gateway._wire.anthropic_history import tool_use
 from tokentape.gateway._wire.openai_fields import reasoning_tokens, recorded
+
+if TYPE_CHECKING:
+    from tokentape.gateway._wire.anthropic_messages import MessagesBody
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -42,33 +44,16 @@ def error_body(error: TokentapeError) -> dict[str, Any]:
 
 
 class AnthropicEncoder:
-    """Writes the reply to one request.
-
-    `max_tokens` is what the request allowed. `token_ids` and `logprobs` say whether it asked for them.
-    """
-
-    def __init__(
-        self,
-        started: TurnStarted,
-        model_id: str,
-        tokenizer: Tokenizer,
-        ignored: Sequence[str],
-        *,
-        max_tokens: int,
-        token_ids: bool,
-        logprobs: bool,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._ignored = ignored
+    def __init__(self, body: MessagesBody, dialect: Dialect, ignored: Sequence[str], started: TurnStarted) -> None:
+        self._body, self._ignored, self._tokenizer = body, ignored, dialect.tokenizer
         self._prompt_ids = started.prompt_ids
-        self._head = {"id": f"msg_{started.reply_id}", "type": "message", "role": "assistant", "model": model_id}
+        named = {"id": f"msg_{started.reply_id}", "type": "message", "role": "assistant", "model": dialect.model_id}
+        self._head: dict[str, Any] = named
+        if body.return_token_ids:
+            self._head["prompt_token_ids"] = self._prompt_ids.tolist()
         self._signature = f"tokentape-{started.reply_id}"
-        self._max_tokens = max_tokens
-        self._token_ids = token_ids
-        self._logprobs = logprobs
 
     def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
-        """The reply to a request without `stream`."""
         done = choices[0].done
         reply = done.turn.reply
         content: list[dict[str, Any]] = []
@@ -80,25 +65,16 @@ class AnthropicEncoder:
         for call in reply.get("tool_calls", ()):
             block, arguments = tool_use(call["id"], call["function"]["name"], call["function"]["arguments"])
             content.append({**block, "input": msgspec.Raw(arguments.encode())})
-        return {
-            **self._head,
-            "content": content,
-            **self._stop(done),
-            "usage": self._usage(done),
-            **self._asked_of_prompt(),
-            **self._asked_of_completion(done),
-        }
+        return {**self._head, "content": content, **self._stop(done), **self._end(done)}
 
-    async def stream(self, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[bytes]:
-        """The events of a stream: blocks as they grow, and when all is recorded how it ended."""
+    async def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
+        """Yield the events of a stream: blocks as they grow, and when all is recorded how it ended."""
         blocks = _OpenBlock(self._signature)
         done: TurnDone | None = None
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
-        yield _event("message_start", message={**self._head, **begun, **self._asked_of_prompt()})
+        yield _event("message_start", message={**self._head, **begun})
         async with aclosing(events):
             async for event in events:
-                if isinstance(event, TurnStarted):
-                    continue
                 if isinstance(event, TurnDone):
                     done = event
                 for written in blocks.grow(event.rest if isinstance(event, TurnDone) else event.reply):
@@ -106,21 +82,16 @@ class AnthropicEncoder:
         assert done is not None
         for written in blocks.close():
             yield written
-        more = self._asked_of_completion(done)
-        yield _event("message_delta", delta=self._stop(done), usage=self._usage(done), **more)
+        yield _event("message_delta", delta=self._stop(done), **self._end(done))
         yield _event("message_stop")
 
     def _stop(self, done: TurnDone) -> dict[str, Any]:
-        turn = done.turn
-        if done.finish == "length":
-            # The context's end is nearer than what the request allowed.
-            full = len(turn.completion_ids) < self._max_tokens
-            return {"stop_reason": "model_context_window_exceeded" if full else "max_tokens", "stop_sequence": None}
-        if done.finish == "tool_calls":
-            return {"stop_reason": "tool_use", "stop_sequence": None}
-        if isinstance(turn.stop, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": turn.stop}
-        return {"stop_reason": "end_turn", "stop_sequence": None}
+        turn, stop = done.turn, {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}[done.finish]
+        # The context's end may be nearer than what the request allowed.
+        if done.finish == "length" and len(turn.completion_ids) < (self._body.max_tokens or 0):
+            stop = "model_context_window_exceeded"
+        string = turn.stop if done.finish == "stop" and isinstance(turn.stop, str) else None
+        return {"stop_reason": stop if string is None else "stop_sequence", "stop_sequence": string}
 
     def _usage(self, done: TurnDone | None = None) -> dict[str, Any]:
         # Cached tokens are not among the input's in this API. They are known at the end.
@@ -135,15 +106,12 @@ class AnthropicEncoder:
             written["output_tokens_details"] = {"thinking_tokens": thought}
         return written
 
-    def _asked_of_prompt(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self._prompt_ids.tolist()} if self._token_ids else {}
-
-    def _asked_of_completion(self, done: TurnDone) -> dict[str, Any]:
+    def _end(self, done: TurnDone) -> dict[str, Any]:
         turn = done.turn
-        more: dict[str, Any] = {"tokentape": recorded(turn, self._ignored)}
-        if self._token_ids:
+        more: dict[str, Any] = {"usage": self._usage(done), "tokentape": recorded(turn, self._ignored)}
+        if self._body.return_token_ids:
             more["token_ids"] = turn.completion_ids.tolist()
-        if self._logprobs:
+        if self._body.logprobs:
             more["logprobs"] = turn.logprobs.tolist()
         return more
 
@@ -157,7 +125,6 @@ class _OpenBlock:
         self._index = -1
 
     def grow(self, delta: ReplyDelta) -> Iterator[bytes]:
-        """Yield the events for what was added to the reply."""
         if delta.reasoning:
             yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
@@ -168,7 +135,6 @@ class _OpenBlock:
             yield from self._call(call)
 
     def close(self) -> Iterator[bytes]:
-        """Events that end the block, if one is open."""
         if self._kind == "thinking":
             yield self._delta({"type": "signature_delta", "signature": self._signature})
         if self._kind is not None:
@@ -197,8 +163,3 @@ class _OpenBlock:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return encode_event({"type": kind, **fields}, kind)
-
-
-def error_event(error: TokentapeError) -> bytes:
-    """An error as the last event of a stream."""
-    return encode_event(error_body(error), "error")

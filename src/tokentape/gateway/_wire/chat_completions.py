@@ -25,46 +25,24 @@ Choices where the protocol leaves some:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from tokentape.chat._parse import ReplyDelta
-from tokentape.chat._tokenizer import Tokenizer
-from tokentape.engines._base import SampleDelta, SamplingParams
 from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.gateway._endpoint import DecodedRequest, DoneChoice, RequestContext
-from tokentape.gateway._events import TurnDelta, TurnDone, TurnEvent, TurnRequest, TurnStarted
-from tokentape.gateway._http import check_depth, encode_event, encode_json, parse_json
+from tokentape.gateway._endpoint import DecodedRequest, Dialect, DoneChoice, RequestContext
+from tokentape.gateway._events import SampleEvent, TurnDone, TurnRequest, TurnStarted
+from tokentape.gateway._http import check_depth, encode_json, parse_json
 from tokentape.gateway._images import image_part, takes
 from tokentape.gateway._pins import Count
-from tokentape.gateway._wire.openai_fields import (
-    HINTS,
-    OpenAIDialect,
-    SamplingFields,
-    TopLogprobs,
-    ignored_scheduling,
-    json_schema,
-    logprob_entries,
-    read_fields,
-    recorded,
-    refuse_prefill,
-    refuse_unknown_tools,
-    refuse_unserved,
-    sampling_params,
-    tool_arguments,
-    tools_of_choice,
-    unknown_fields,
-    usage,
-)
+from tokentape.gateway._recording import function_call
+from tokentape.gateway._wire import openai_fields as shared
 from tokentape.types import Message
 
-MAX_CHOICES = 16
-
-IGNORED = HINTS | {"metadata", "store", "user"}
+IGNORED = shared.HINTS | {"metadata", "store", "user"}
 """Fields that are accepted and have no effect: none of them changes what is sampled."""
 
 
@@ -120,35 +98,24 @@ class _ChatTool(Struct):
     function: _ToolFunction
 
 
-class _ChatStreamOptions(Struct):
-    include_usage: bool = False
-
-
-class ChatCompletionsBody(SamplingFields, kw_only=True):
+class ChatCompletionsBody(shared.ChoicesBody, kw_only=True):
     """A request's fields."""
 
     messages: Annotated[list[_ChatMessage], Meta(min_length=1)]
-    stream_options: _ChatStreamOptions | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     logprobs: bool = False
-    top_logprobs: TopLogprobs = 0
+    top_logprobs: shared.TopLogprobs = 0
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     tools: list[_ChatTool] = msgspec.field(default_factory=list)
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    response_format: Any = None
     modalities: Any = None
-    logit_bias: Any = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
 
-
-PARAMETERS = frozenset(ChatCompletionsBody.__struct_fields__) | IGNORED
-"""Every parameter that is known; others are refused."""
 
 _AFTER_TEXT = b'"}}]}\n\n'
 """How a chunk of nothing but text ends."""
@@ -156,18 +123,25 @@ _AFTER_TEXT = b'"}}]}\n\n'
 _AGAIN = b',"reasoning":'
 """Between the two names that reasoning has in a chunk."""
 
+_NOTHING = {"finish_reason": None, "logprobs": None}
+"""Fields of chunks that clients expect, whatever a chunk says."""
 
-class ChatCompletions(OpenAIDialect):
-    """The dialect. `model_id` is the model's name in replies, `tokenizer` spells tokens beside their logprobs."""
 
+class ChatCompletions(Dialect):
     path = "/v1/chat/completions"
     summary = "OpenAI's chat completions"
     body, ignored = ChatCompletionsBody, IGNORED
 
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
-        """Read a request body. Raises `InvalidRequest` and `UnsupportedParameter` naming the parameter."""
         read, given = _read(body)
-        sampling = _sampling(read, context)
+        if read.top_logprobs and not read.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+        max_tokens = read.max_completion_tokens or read.max_tokens or 0
+        with_tools = read.tools if read.tool_choice != "none" else ()
+        schema = shared.json_schema(read.response_format, "response_format", context, with_tools)
+        sampling = shared.sampling_params(
+            read, context, max_tokens=max_tokens, top_logprobs=read.top_logprobs, schema=schema
+        )
         check_depth(read.chat_template_kwargs, "chat_template_kwargs")
         # As the caller wrote them: templates print tools whole, in the order of their keys.
         given_tools = given.get("tools", [])
@@ -182,19 +156,16 @@ class ChatCompletions(OpenAIDialect):
             n=read.n,
             stream=read.stream,
         )
-        ignored = (*_ignored_params(read, given), *ignored_scheduling(read, context.engine))
-        return DecodedRequest(
-            turn, lambda started: _ChatEncoder(read, started, self._model_id, self._tokenizer, ignored), ignored
-        )
+        ignored = (*_ignored_params(read, given), *shared.ignored_scheduling(read, context.engine))
+        return DecodedRequest(turn, partial(_ChatEncoder, read, self, ignored), ignored)
 
     def read_messages(self, data: bytes, context: RequestContext) -> tuple[Message, ...]:
-        """The messages of a body that was accepted."""
         return _messages(_read(parse_json(data))[0], context)
 
 
 def _read(body: Any) -> tuple[ChatCompletionsBody, dict[str, Any]]:
     """A body's fields, and the body without those that are null."""
-    read, given = read_fields(body, ChatCompletionsBody, IGNORED, "messages")
+    read, given = shared.read_fields(body, ChatCompletionsBody, IGNORED, "messages")
     _refuse_unserved(read)
     return read, given
 
@@ -215,35 +186,20 @@ def _ignored_params(body: ChatCompletionsBody, given: dict[str, Any]) -> tuple[s
     names += [name for name in ("reasoning_effort", "verbosity") if getattr(body, name) is not None]
     if any(tool["function"].get("strict") for tool in given.get("tools", ())):
         names.append("tools.strict")
-    return (*names, *unknown_fields("messages", given["messages"], _MESSAGE_FIELDS))
+    return (*names, *shared.unknown_fields("messages", given["messages"], _MESSAGE_FIELDS))
 
 
 def _refuse_unserved(body: ChatCompletionsBody) -> None:
-    """Raise `UnsupportedParameter` for a known parameter with a value that is not served."""
-    choice = body.tool_choice.get("type") if isinstance(body.tool_choice, dict) else body.tool_choice
-    served = {
-        "tool_choice": (
-            choice in ("auto", "none", "required", "function", "allowed_tools"),
-            '"auto", "none", "required", {"type": "function", ...} and {"type": "allowed_tools", ...}',
-        ),
-        "modalities": (body.modalities in (None, ["text"]), '["text"]'),
-        "logit_bias": (body.logit_bias in (None, {}), "an empty object"),
-        "add_generation_prompt": (body.add_generation_prompt or body.continue_final_message, "true"),
-    }
-    refuse_unserved(served)
-    if choice in ("required", "function", "allowed_tools"):
-        refuse_unknown_tools(tools_of_choice(body.tool_choice), [tool.function.name for tool in body.tools])
+    shared.check_tool_choice(body.tool_choice, [tool.function.name for tool in body.tools])
+    shared.refuse_unserved(
+        {
+            "modalities": (body.modalities in (None, ["text"]), '["text"]'),
+            "logit_bias": (body.logit_bias in (None, {}), "an empty object"),
+            "add_generation_prompt": (body.add_generation_prompt or body.continue_final_message, "true"),
+        }
+    )
     if body.continue_final_message or any(message.prefix for message in body.messages):
-        refuse_prefill("continue_final_message" if body.continue_final_message else "messages")
-
-
-def _sampling(body: ChatCompletionsBody, context: RequestContext) -> SamplingParams:
-    if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-    max_tokens = body.max_completion_tokens or body.max_tokens or 0
-    tools = body.tools if body.tool_choice != "none" else ()
-    schema = json_schema(body.response_format, "response_format", context, tools)
-    return sampling_params(body, context, max_tokens=max_tokens, top_logprobs=body.top_logprobs, schema=schema)
+        shared.refuse_prefill("continue_final_message" if body.continue_final_message else "messages")
 
 
 def _messages(body: ChatCompletionsBody, context: RequestContext) -> tuple[Message, ...]:
@@ -266,7 +222,7 @@ def _message(index: int, message: _ChatMessage, takes_images: bool) -> dict[str,
                     f"{where} is not a text part; this model takes {takes(takes_images)}", "messages"
                 )
     for call in message.tool_calls or ():
-        call.function.arguments = tool_arguments(call.function.arguments, "messages")
+        call.function.arguments = shared.tool_arguments(call.function.arguments, "messages")
     if message.reasoning == message.reasoning_content:
         # Replies have both.
         message.reasoning = None
@@ -286,92 +242,54 @@ def _with_both_names(message: Message) -> Message:
     return message if reasoning is None else {**message, "reasoning": reasoning}
 
 
-class _ChatEncoder:
-    """Writes the replies to one request."""
+class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
+    _id, _whole, _chunks = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self,
-        body: ChatCompletionsBody,
-        started: TurnStarted,
-        model_id: str,
-        tokenizer: Tokenizer,
-        ignored: Sequence[str],
+        self, body: ChatCompletionsBody, dialect: Dialect, ignored: Sequence[str], started: TurnStarted
     ) -> None:
-        self._body = body
-        self._ignored = ignored
+        super().__init__(body, dialect, ignored, started)
         self._tells_tokens = body.logprobs or body.return_token_ids
-        self._tokenizer = tokenizer
-        self._prompt_ids = started.prompt_ids
-        self._head = {"id": f"chatcmpl-{started.reply_id}", "created": int(started.created_at), "model": model_id}
-        self._says: dict[tuple[int, str], bytes] = {}
+        self._calls: dict[int, int] = {}
+        """By choice that the stream has opened, the number of tool calls that it has sent."""
+        self._before_text: dict[tuple[int, str], bytes] = {}
         """By choice and field, the bytes before the text in a chunk of nothing but text."""
 
     def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
-        """The reply to a request without `stream`."""
-        reply: dict[str, Any] = {**self._head, "object": "chat.completion"}
-        if self._body.return_token_ids:
-            reply["prompt_token_ids"] = self._prompt_ids.tolist()
-        reply["choices"] = [self._choice(choice) for choice in choices]
-        reply["usage"] = usage(self._prompt_ids, [choice.done for choice in choices], self._tokenizer)
-        return reply
-
-    async def stream(self, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[bytes]:
-        """The events of a stream: an opening chunk per choice, deltas, and when all is recorded how it ended."""
-        calls = [0] * self._body.n
-        started: set[int] = set()
-        done: dict[int, TurnDone] = {}
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, TurnDelta):
-                    delta, sampled = event.reply, event.sampled
-                elif isinstance(event, TurnDone):
-                    done[event.choice] = event
-                    delta, sampled = event.rest, None
-                else:
-                    continue
-                choice = event.choice
-                if choice not in started:
-                    yield self._opening(choice, first=not started)
-                    started.add(choice)
-                if written := self._delta(choice, delta, sampled, calls[choice]):
-                    yield written
-                if delta.tool_calls:
-                    calls[choice] += len(delta.tool_calls)
-        for choice in sorted(done):
-            yield self._finish(done[choice])
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            last = {"choices": [], "usage": usage(self._prompt_ids, list(done.values()), self._tokenizer)}
-            yield encode_event({**self._head, "object": "chat.completion.chunk", **last})
-        yield b"data: [DONE]\n\n"
+        ids = {"prompt_token_ids": self._prompt_ids.tolist()} if self._body.return_token_ids else {}
+        return {**super().whole(choices), **ids}
 
     def _choice(self, choice: DoneChoice) -> dict[str, Any]:
         turn = choice.done.turn
         written: dict[str, Any] = {
             "index": choice.done.choice,
             "message": _with_both_names(turn.reply),
-            "logprobs": {"content": logprob_entries(self._tokenizer, choice.sampled)} if self._body.logprobs else None,
+            "logprobs": {"content": shared.logprob_entries(self._tokenizer, choice.sampled)}
+            if self._body.logprobs
+            else None,
             "finish_reason": choice.done.finish,
-            "tokentape": recorded(turn, self._ignored),
+            "tokentape": shared.recorded(turn, self._ignored),
         }
         if self._body.return_token_ids:
             written["token_ids"] = turn.completion_ids.tolist()
         return written
 
-    def _opening(self, choice: int, *, first: bool) -> bytes:
-        more: dict[str, Any] = {}
-        if self._body.return_token_ids and first:
-            more["prompt_token_ids"] = self._prompt_ids.tolist()
-        return self._chunk({"index": choice, "delta": {"role": "assistant", "content": ""}}, more)
-
-    def _delta(self, choice: int, reply: ReplyDelta, sampled: SampleDelta | None, calls_before: int) -> bytes:
-        """Return the chunk for a delta; nothing if it adds nothing."""
-        if not (self._tells_tokens or reply.tool_calls):
-            if not reply.reasoning:
-                return self._said(choice, "content", reply.content) if reply.content else b""
-            if not reply.content:
-                return self._said(choice, "reasoning_content", reply.reasoning)
+    def _grown(self, event: SampleEvent) -> Iterator[bytes]:
+        choice = event.choice
+        if choice not in self._calls:
+            first = self._body.return_token_ids and not self._calls
+            ids = {"prompt_token_ids": self._prompt_ids.tolist()} if first else {}
+            yield self._delta(choice, {"role": "assistant", "content": ""}, **ids)
+            self._calls[choice] = 0
+        reply, sampled = (event.rest, None) if isinstance(event, TurnDone) else (event.reply, event.sampled)
+        if not (self._tells_tokens or reply.tool_calls or (reply.reasoning and reply.content)):
+            if reply.content:
+                yield self._text(choice, "content", reply.content)
+            elif reply.reasoning:
+                yield self._text(choice, "reasoning_content", reply.reasoning)
+            return
         if sampled is None and not reply:
-            return b""
+            return
         delta: dict[str, Any] = {}
         if reply.content:
             delta["content"] = reply.content
@@ -379,34 +297,31 @@ class _ChatEncoder:
             delta["reasoning_content"] = delta["reasoning"] = reply.reasoning
         if reply.tool_calls:
             delta["tool_calls"] = [
-                {
-                    "index": calls_before + at,
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for at, call in enumerate(reply.tool_calls)
+                {"index": at, **function_call(call.id, call.name, call.arguments)}
+                for at, call in enumerate(reply.tool_calls, self._calls[choice])
             ]
-        written: dict[str, Any] = {"index": choice, "delta": delta}
+            self._calls[choice] += len(reply.tool_calls)
+        tokens: dict[str, Any] = {}
         if sampled is not None and self._body.logprobs:
-            written["logprobs"] = {"content": logprob_entries(self._tokenizer, [sampled])}
+            tokens["logprobs"] = {"content": shared.logprob_entries(self._tokenizer, [sampled])}
         if sampled is not None and self._body.return_token_ids:
-            written["token_ids"] = sampled.token_ids
-        return self._chunk(written)
+            tokens["token_ids"] = sampled.token_ids
+        yield self._chunk({**_NOTHING, "index": choice, "delta": delta, **tokens})
 
-    def _said(self, choice: int, field: str, text: str) -> bytes:
-        """A chunk of nothing but text, as nearly all are: around the text it is always the same."""
+    def _delta(self, choice: int, delta: dict[str, Any], **more: Any) -> bytes:
+        return self._chunk({**_NOTHING, "index": choice, "delta": delta}, **more)
+
+    def _text(self, choice: int, field: str, text: str) -> bytes:
+        """Return a chunk of nothing but text, as nearly all are: around the text it is always the same."""
         where = choice, field
-        if where not in self._says:
-            self._says[where] = self._chunk({"index": choice, "delta": {field: ""}}).removesuffix(_AFTER_TEXT)
+        if where not in self._before_text:
+            self._before_text[where] = self._delta(choice, {field: ""}).removesuffix(_AFTER_TEXT)
         written = encode_json(text)
         again = _AGAIN + written if field == "reasoning_content" else b""
-        return self._says[where] + written[1:] + again + _AFTER_TEXT[1:]
+        return self._before_text[where] + written[1:] + again + _AFTER_TEXT[1:]
 
     def _finish(self, done: TurnDone) -> bytes:
-        where = recorded(done.turn, self._ignored)
-        return self._chunk({"index": done.choice, "delta": {}, "finish_reason": done.finish, "tokentape": where})
-
-    def _chunk(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
-        choice = {"finish_reason": None, "logprobs": None, **choice}
-        return encode_event({**self._head, "object": "chat.completion.chunk", **(more or {}), "choices": [choice]})
+        where = shared.recorded(done.turn, self._ignored)
+        return self._chunk(
+            {**_NOTHING, "index": done.choice, "delta": {}, "finish_reason": done.finish, "tokentape": where}
+        )

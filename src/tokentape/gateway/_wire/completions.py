@@ -20,61 +20,42 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from tokentape.chat._tokenizer import Tokenizer
+from tokentape._version import __version__
 from tokentape.engines._base import SampleDelta
 from tokentape.errors import InvalidRequest, UnsupportedParameter
-from tokentape.gateway._endpoint import DecodedRequest, DoneChoice, RequestContext
-from tokentape.gateway._events import TurnDone, TurnEvent, TurnRequest, TurnStarted
-from tokentape.gateway._http import encode_event, read_as
+from tokentape.gateway._endpoint import DecodedRequest, Dialect, DoneChoice, Gateway, RequestContext
+from tokentape.gateway._events import SampleEvent, TurnDone, TurnRequest, TurnStarted
+from tokentape.gateway._http import json_response, parse_json, read_as, read_json_body
+from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count
-from tokentape.gateway._wire.openai_fields import (
-    OpenAIDialect,
-    SamplingFields,
-    TokenId,
-    TopLogprobs,
-    ignored_scheduling,
-    json_schema,
-    read_fields,
-    recorded,
-    refuse_unserved,
-    sampling_params,
-    usage,
-)
+from tokentape.gateway._wire import openai_fields as shared
 from tokentape.types import TokenIds
-
-MAX_CHOICES = 16
 
 IGNORED = frozenset({"request_id", "service_tier", "spaces_between_special_tokens", "user"})
 """Fields that are accepted and have no effect: none of them changes what is sampled."""
 
 
-class _StreamOptions(Struct):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-
-
-class CompletionsBody(SamplingFields, kw_only=True):
+class CompletionsBody(shared.ChoicesBody, kw_only=True):
     """A request's fields."""
 
     prompt: str | list[Any]
     max_tokens: Count = 16
     min_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
-    stream_options: _StreamOptions | None = None
-    logprobs: TopLogprobs | None = None
+    logprobs: shared.TopLogprobs | None = None
     echo: bool = False
     best_of: int | None = None
     suffix: str = ""
-    logit_bias: Any = None
-    response_format: Any = None
     prompt_logprobs: int | None = None
     ignore_eos: bool = False
     add_special_tokens: bool = True
@@ -84,27 +65,24 @@ class CompletionsBody(SamplingFields, kw_only=True):
 
 
 class _Ids(Struct):
-    prompt: Annotated[list[TokenId], Meta(min_length=1)]
+    prompt: Annotated[list[shared.TokenId], Meta(min_length=1)]
 
 
-class Completions(OpenAIDialect):
-    """The dialect. `model_id` is the model's name in replies."""
-
+class Completions(Dialect):
     path = "/v1/completions"
     summary = "OpenAI's completions"
     body, ignored = CompletionsBody, IGNORED
 
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
-        """Read a request body. Raises `InvalidRequest` and `UnsupportedParameter` naming the parameter."""
-        read, _ = read_fields(body, CompletionsBody, IGNORED, "prompt")
+        read, _ = shared.read_fields(body, CompletionsBody, IGNORED, "prompt")
         _refuse_unserved(read)
-        sampling = sampling_params(
+        sampling = shared.sampling_params(
             read,
             context,
             max_tokens=read.max_tokens,
             top_logprobs=read.logprobs or 0,
             min_tokens=read.min_tokens,
-            schema=json_schema(read.response_format, "response_format", context),
+            schema=shared.json_schema(read.response_format, "response_format", context),
             names={"top_logprobs": "logprobs"},
         )
         turn = TurnRequest(
@@ -118,25 +96,20 @@ class Completions(OpenAIDialect):
             prompt_ids=await self._prompt_ids(read, context.vocab_size),
             ignore_eos=read.ignore_eos,
         )
-        ignored = tuple(ignored_scheduling(read, context.engine))
-        return DecodedRequest(
-            turn, lambda started: _Encoder(read, started, self._model_id, self._tokenizer, ignored), ignored
-        )
+        ignored = tuple(shared.ignored_scheduling(read, context.engine))
+        return DecodedRequest(turn, partial(_Encoder, read, self, ignored), ignored)
 
     async def _prompt_ids(self, body: CompletionsBody, vocab_size: int) -> TokenIds:
         prompt = _one_prompt(body.prompt)
         if isinstance(prompt, str):
-            ids = await asyncio.to_thread(text_ids, self._tokenizer, prompt, add_special_tokens=body.add_special_tokens)
+            # The caller wrote it whole, control tokens included.
+            encode = self.tokenizer.encode_plain
+            ids = await asyncio.to_thread(encode, prompt, add_special_tokens=body.add_special_tokens)
             if not ids:
                 raise InvalidRequest("prompt has no tokens; expected one or more", "prompt")
         else:
             ids = read_as({"prompt": prompt}, _Ids).prompt
         return known_ids(ids, vocab_size, "prompt")
-
-
-def text_ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """The ids of a prompt that the caller wrote whole, control tokens included."""
-    return tokenizer.encode_plain(text, add_special_tokens=add_special_tokens)
 
 
 def known_ids(ids: Sequence[int], vocab_size: int, param: str) -> TokenIds:
@@ -163,7 +136,7 @@ def _one_prompt(prompt: str | list[Any]) -> str | list[Any]:
 def _refuse_unserved(body: CompletionsBody) -> None:
     spelled = "together, skip_special_tokens: false and include_stop_str_in_output: true"
     continuous = body.stream_options is not None and body.stream_options.continuous_usage_stats
-    refuse_unserved(
+    shared.refuse_unserved(
         {
             "echo": (not body.echo, "false"),
             "best_of": (body.best_of in (None, body.n), "the value of n"),
@@ -178,82 +151,37 @@ def _refuse_unserved(body: CompletionsBody) -> None:
 
 @dataclass(slots=True)
 class _Progress:
-    """What was sent of one choice."""
-
     tail: str = ""
     """The end of the text, as long as a stop string may have begun there."""
     offset: int = 0
     """Characters of the tokens sent, each spelled on its own."""
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
+    def rest(self) -> str:
+        """Return the text of bytes that no further token has made a character."""
+        return self.decoder.decode(b"", final=True)
 
-class _Encoder:
-    """Writes the replies to one request."""
 
-    def __init__(
-        self,
-        body: CompletionsBody,
-        started: TurnStarted,
-        model_id: str,
-        tokenizer: Tokenizer,
-        ignored: Sequence[str],
-    ) -> None:
-        self._body = body
-        self._ignored = ignored
-        self._tokenizer = tokenizer
-        self._prompt_ids = started.prompt_ids
+_NOTHING = {"logprobs": None, "finish_reason": None, "stop_reason": None}
+"""Fields of chunks that clients expect, whatever a chunk says."""
+
+
+class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
+    _id, _whole, _chunks = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, body: CompletionsBody, dialect: Dialect, ignored: Sequence[str], started: TurnStarted) -> None:
+        super().__init__(body, dialect, ignored, started)
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         self._longest_stop = max(map(len, stops), default=1)
-        self._head = {
-            "id": f"cmpl-{started.reply_id}",
-            "object": "text_completion",
-            "created": int(started.created_at),
-            "model": model_id,
-        }
-
-    def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
-        """The reply to a request without `stream`."""
-        written = [self._choice(choice) for choice in choices]
-        counts = usage(self._prompt_ids, [choice.done for choice in choices], self._tokenizer)
-        return {**self._head, "choices": written, "usage": counts}
-
-    async def stream(self, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[bytes]:
-        """The events of a stream: deltas, and when all is recorded how each choice ended."""
-        progress = [_Progress() for _ in range(self._body.n)]
-        done: list[TurnDone] = []
-        opened: set[int] = set()
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, TurnStarted):
-                    continue
-                so_far, more = progress[event.choice], {}
-                if isinstance(event, TurnDone):
-                    done.append(event)
-                    text = self._rest(so_far) if self._spells_all else event.rest.content
-                else:
-                    text = self._spelled(so_far, event.sampled) if self._spells_all else event.reply.content
-                    more = self._sampled_fields(so_far, [event.sampled])
-                    if self._body.return_token_ids and event.choice not in opened:
-                        more["prompt_token_ids"] = self._prompt_ids.tolist()
-                    opened.add(event.choice)
-                if text or more:
-                    yield self._chunk({"index": event.choice, "text": text, **more})
-        for one in sorted(done, key=lambda one: one.choice):
-            yield self._chunk({"index": one.choice, "text": "", **self._end(one)})
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield encode_event({**self._head, "choices": [], "usage": usage(self._prompt_ids, done, self._tokenizer)})
-        yield b"data: [DONE]\n\n"
-
-    @property
-    def _spells_all(self) -> bool:
-        return self._body.include_stop_str_in_output
+        self._spells_all = body.include_stop_str_in_output
+        self._progress: dict[int, _Progress] = {}
+        """By choice what its stream has sent."""
 
     def _choice(self, choice: DoneChoice) -> dict[str, Any]:
         so_far = _Progress()
+        text = choice.done.reply.content
         if self._spells_all:
-            text = "".join(self._spelled(so_far, one) for one in choice.sampled) + self._rest(so_far)
-        else:
-            text = choice.done.reply.content
+            text = "".join(self._spelled(so_far, one) for one in choice.sampled) + so_far.rest()
         written = {
             "index": choice.done.choice,
             "text": text,
@@ -261,13 +189,21 @@ class _Encoder:
             **self._sampled_fields(so_far, choice.sampled),
             **self._end(choice.done),
         }
-        if self._body.return_token_ids:
-            written["prompt_token_ids"] = self._prompt_ids.tolist()
-        return written
+        return {**written, **self._prompt_fields()}
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        choice = {"logprobs": None, "finish_reason": None, "stop_reason": None, **choice}
-        return encode_event({**self._head, "choices": [choice]})
+    def _grown(self, event: SampleEvent) -> Iterator[bytes]:
+        more: dict[str, Any] = {} if event.choice in self._progress else self._prompt_fields()
+        so_far = self._progress.setdefault(event.choice, _Progress())
+        if isinstance(event, TurnDone):
+            text, more = so_far.rest() if self._spells_all else event.rest.content, {}
+        else:
+            text = self._spelled(so_far, event.sampled) if self._spells_all else event.reply.content
+            more = {**self._sampled_fields(so_far, [event.sampled]), **more}
+        if text or more:
+            yield self._chunk({**_NOTHING, "index": event.choice, "text": text, **more})
+
+    def _finish(self, done: TurnDone) -> bytes:
+        return self._chunk({**_NOTHING, "index": done.choice, "text": "", **self._end(done)})
 
     def _end(self, done: TurnDone) -> dict[str, Any]:
         stop = done.turn.stop
@@ -276,8 +212,11 @@ class _Encoder:
         return {
             "finish_reason": done.finish,
             "stop_reason": stop if asked else None,
-            "tokentape": recorded(done.turn, self._ignored),
+            "tokentape": shared.recorded(done.turn, self._ignored),
         }
+
+    def _prompt_fields(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompt_ids.tolist()} if self._body.return_token_ids else {}
 
     def _sampled_fields(self, so_far: _Progress, sampled: Sequence[SampleDelta]) -> dict[str, Any]:
         written: dict[str, Any] = {}
@@ -288,20 +227,19 @@ class _Encoder:
         return written
 
     def _logprobs(self, so_far: _Progress, sampled: Sequence[SampleDelta]) -> dict[str, Any]:
-        """Parallel lists over the tokens. The sampled one is among the alternatives, whatever its rank."""
+        """Return parallel lists over the tokens. The sampled one is among the alternatives, whatever its rank."""
         tokens: list[str] = []
         offsets: list[int] = []
         tops: list[dict[str, float]] = []
+        logprobs = [logprob for delta in sampled for logprob in delta.logprobs]
         for delta in sampled:
-            for at, (token_id, logprob) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True)):
-                tokens.append(self._name(token_id))
+            for at, pair in enumerate(zip(delta.token_ids, delta.logprobs, strict=True)):
+                tokens.append(self._name(pair[0]))
                 offsets.append(so_far.offset)
-                so_far.offset += len(self._spelling(token_id))
+                so_far.offset += len(self._spelling(pair[0]))
                 alternatives = delta.top_logprobs[at] if delta.top_logprobs else ()
                 # Best first, and the first of those that spell alike stays.
-                pairs = [*alternatives, (token_id, logprob)]
-                tops.append({self._name(one): value for one, value in reversed(pairs)})
-        logprobs = [logprob for delta in sampled for logprob in delta.logprobs]
+                tops.append({self._name(one): value for one, value in reversed([*alternatives, pair])})
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     def _name(self, token_id: int) -> str:
@@ -320,5 +258,50 @@ class _Encoder:
             return text[before : max(end, before)]
         return fresh
 
-    def _rest(self, so_far: _Progress) -> str:
-        return so_far.decoder.decode(b"", final=True)
+
+class TokenizeBody(Struct, kw_only=True):
+    """What /tokenize takes: a prompt as /v1/completions reads it."""
+
+    prompt: str
+    model: str = ""
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    """What /detokenize takes."""
+
+    tokens: Annotated[list[shared.TokenId], Meta(max_length=2**24)]
+    model: str = ""
+
+
+def routes(gateway: Gateway) -> list[Route]:
+    turns = gateway.turns
+    tokenizer = turns.renderer.tokenizer
+
+    async def body_of(request: Request) -> Any:
+        gateway.caller(request)
+        return parse_json(await read_json_body(request, gateway.turns.limits.body_bytes))
+
+    async def version(request: Request) -> Response:
+        return json_response({"version": f"tokentape-{__version__}"})
+
+    async def tokenize(request: Request) -> Response:
+        asked, _ = shared.read_fields(await body_of(request), TokenizeBody, frozenset(), "prompt")
+        special = asked.add_special_tokens
+        ids = await asyncio.to_thread(tokenizer.encode_plain, asked.prompt, add_special_tokens=special)
+        written: dict[str, Any] = {"count": len(ids), "max_model_len": turns.engine.info.max_context, "tokens": ids}
+        if asked.return_token_strs:
+            written["token_strs"] = [tokenizer.token_bytes(one).decode("utf-8", "replace") for one in ids]
+        return json_response(written)
+
+    async def detokenize(request: Request) -> Response:
+        asked, _ = shared.read_fields(await body_of(request), DetokenizeBody, frozenset(), "tokens")
+        known_ids(asked.tokens, tokenizer.vocab_size, "tokens")
+        return json_response({"prompt": await asyncio.to_thread(tokenizer.decode, asked.tokens)})
+
+    return [
+        *also_below_sessions("GET", "/version", version, "The gateway's version"),
+        *also_below_sessions("POST", "/tokenize", tokenize, "A text's token ids", body=TokenizeBody),
+        *also_below_sessions("POST", "/detokenize", detokenize, "The text of token ids", body=DetokenizeBody),
+    ]

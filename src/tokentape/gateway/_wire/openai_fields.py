@@ -1,13 +1,14 @@
-"""What OpenAI's wire APIs share: sampling fields of bodies, tool arguments, log-probabilities beside their tokens."""
+"""What wire APIs share: sampling fields of bodies, choices of tools, log-probabilities beside their tokens, usage."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import fields
 from itertools import accumulate
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -15,12 +16,12 @@ from msgspec import Meta, Struct
 from tokentape._session.matching import reasoning_of
 from tokentape.chat._tokenizer import Tokenizer
 from tokentape.engines._base import EngineInfo, SampleDelta, SamplingParams
-from tokentape.errors import InvalidRequest, TokentapeError, UnsupportedParameter
-from tokentape.gateway._endpoint import RequestContext
-from tokentape.gateway._events import TurnDone
-from tokentape.gateway._http import check_depth, encode_event, encode_json, error_body, read_as
+from tokentape.errors import InvalidRequest, UnsupportedParameter
+from tokentape.gateway._endpoint import Dialect, DoneChoice, RequestContext
+from tokentape.gateway._events import SampleEvent, TurnDone, TurnStarted
+from tokentape.gateway._http import check_depth, encode_event, encode_json, read_as
 from tokentape.gateway._pins import MinP, Penalty, RepetitionPenalty, Seed, Stop, Temperature, TopK, TopP
-from tokentape.types import Message, TokenIds, Turn
+from tokentape.types import TokenIds, Turn
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
@@ -35,28 +36,7 @@ HINTS = frozenset(
 """What chat and Responses take for OpenAI's servers: nothing that is sampled depends on it."""
 
 _BodyKind = TypeVar("_BodyKind", bound=Struct)
-
-
-class OpenAIDialect:
-    """What OpenAI's wire APIs have in common. `model_id` is the model's name in replies, `tokenizer` spells tokens."""
-
-    read_messages: Callable[[bytes, RequestContext], tuple[Message, ...]] | None = None
-
-    def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
-        self._model_id = model_id
-        self._tokenizer = tokenizer
-
-    def session_of(self, body: Any) -> str | None:
-        """Return None: most bodies name no session."""
-        return None
-
-    def error(self, error: TokentapeError) -> Any:
-        """Return an error in OpenAI's shape."""
-        return error_body(error)
-
-    def error_event(self, error: TokentapeError) -> bytes:
-        """Return an error as the last event of a stream."""
-        return encode_event(error_body(error))
+_Choices = TypeVar("_Choices", bound="ChoicesBody")
 
 
 class SamplingFields(Struct, kw_only=True):
@@ -77,6 +57,72 @@ class SamplingFields(Struct, kw_only=True):
     stop_token_ids: list[TokenId] = []
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+
+
+class StreamOptions(Struct):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class ChoicesBody(SamplingFields, kw_only=True):
+    """The fields that chat completions and completions share."""
+
+    n: Annotated[int, Meta(ge=1, le=16)] = 1
+    stream_options: StreamOptions | None = None
+    response_format: Any = None
+    logit_bias: Any = None
+
+
+class ChoicesEncoder(Generic[_Choices]):
+    """Writes the replies of chat completions and completions: choices, and in streams chunks of one choice each."""
+
+    _id: str
+    _whole: str
+    _chunks: str
+
+    def __init__(self, body: _Choices, dialect: Dialect, ignored: Sequence[str], started: TurnStarted) -> None:
+        self._body, self._ignored, self._tokenizer = body, ignored, dialect.tokenizer
+        self._prompt_ids = started.prompt_ids
+        self._head: dict[str, Any] = {
+            "id": f"{self._id}-{started.reply_id}",
+            "created": int(started.created_at),
+            "model": dialect.model_id,
+        }
+
+    def whole(self, choices: Sequence[DoneChoice]) -> dict[str, Any]:
+        written = [self._choice(choice) for choice in choices]
+        counts = usage(self._prompt_ids, [choice.done for choice in choices], self._tokenizer)
+        return {**self._head, "object": self._whole, "choices": written, "usage": counts}
+
+    async def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
+        """Yield chunks as choices grow, and when all is recorded how each of them ended."""
+        done: list[TurnDone] = []
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, TurnDone):
+                    done.append(event)
+                for chunk in self._grown(event):
+                    yield chunk
+        done.sort(key=lambda one: one.choice)
+        for one in done:
+            yield self._finish(one)
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            counts = usage(self._prompt_ids, done, self._tokenizer)
+            yield encode_event({**self._head, "object": self._chunks, "choices": [], "usage": counts})
+        yield b"data: [DONE]\n\n"
+
+    def _choice(self, choice: DoneChoice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _grown(self, event: SampleEvent) -> Iterable[bytes]:
+        """Return the chunks for what an event adds to a choice."""
+        raise NotImplementedError
+
+    def _finish(self, done: TurnDone) -> bytes:
+        raise NotImplementedError
+
+    def _chunk(self, choice: Mapping[str, Any], **more: Any) -> bytes:
+        return encode_event({**self._head, "object": self._chunks, **more, "choices": [choice]})
 
 
 def sampling_params(
@@ -152,6 +198,28 @@ def refuse_unknown_tools(named: Iterable[Any], tools: Collection[str]) -> None:
         raise InvalidRequest("tool_choice asks for a tool that is not in tools; name one of them", "tool_choice")
 
 
+def check_tool_choice(choice: Any, tools: Collection[str], *, may_be_left_out: bool = False) -> None:
+    """Refuse a `tool_choice` of chat or Responses that is not served, or that asks for a tool that is not there.
+
+    `tools` are the names of the functions. With `may_be_left_out` there are tools that are no functions.
+    """
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    served = '"auto", "none", "required", {"type": "function", ...} and {"type": "allowed_tools", ...}'
+    refuse_unserved({"tool_choice": (kind in ("auto", "none", "required", "function", "allowed_tools"), served)})
+    if kind in ("auto", "none"):
+        return
+    named: Any = [choice]
+    if kind == "allowed_tools" and isinstance(choice, dict):
+        # In chat the fields are one level deeper.
+        inner = choice.get(kind, choice)
+        found = inner.get("tools") if isinstance(inner, dict) else None
+        named = found if isinstance(found, list) and found else [{"type": "function"}]
+    functions = [one.get("function", one) for one in named if isinstance(one, dict) and one.get("type") == "function"]
+    names = [one.get("name") if isinstance(one, dict) else None for one in functions]
+    if names or not may_be_left_out:
+        refuse_unknown_tools(names, tools)
+
+
 def json_schema(form: Any, param: str, context: RequestContext, tools: Collection[Any] = ()) -> str | None:
     """Return the JSON Schema that a request has its reply follow, as JSON text; None for plain text.
 
@@ -190,22 +258,6 @@ def refuse_prefill(param: str) -> None:
     )
 
 
-def tools_of_choice(choice: Any) -> list[Any]:
-    """Return the names of the functions that a `tool_choice` of chat or Responses names."""
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "function":
-        named = [choice]
-    elif kind == "allowed_tools":
-        # In chat the fields are one level deeper.
-        inner = choice.get(kind, choice)
-        found = inner.get("tools") if isinstance(inner, dict) else None
-        named = found if isinstance(found, list) and found else [{"type": "function"}]
-    else:
-        return []
-    functions = [one.get("function", one) for one in named if isinstance(one, dict) and one.get("type") == "function"]
-    return [one.get("name") if isinstance(one, dict) else None for one in functions]
-
-
 def unknown_fields(where: str, given: Sequence[Any], known: frozenset[str]) -> tuple[str, ...]:
     """Return the names of fields in these objects that have a value and no effect, `where.name`, sorted."""
     names = {name for one in given if isinstance(one, dict) for name, value in one.items() if value}
@@ -219,15 +271,12 @@ def tool_arguments(arguments: str | dict[str, Any], param: str) -> str | dict[st
 
     Raises `InvalidRequest` naming `param` for arguments that nest too deeply.
     """
-    if isinstance(arguments, str):
-        try:
-            value = msgspec.json.decode(arguments)
-        except RecursionError:
-            raise InvalidRequest("the arguments of a tool call nest too deeply", param) from None
-        except ValueError:
-            return arguments
-    else:
-        value = arguments
+    try:
+        value = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+    except RecursionError:
+        raise InvalidRequest("the arguments of a tool call nest too deeply", param) from None
+    except ValueError:
+        return arguments
     if isinstance(value, dict | list):
         check_depth(value, param)
     return value if isinstance(value, dict) else arguments

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,48 +37,35 @@ from starlette.routing import Route
 from tokentape._session.tree import Session
 from tokentape.engines._base import SamplingParams
 from tokentape.errors import InvalidRequest, NotFound, TokentapeError
-from tokentape.gateway._endpoint import DecodedRequest, Gateway, RequestContext, address
+from tokentape.gateway._endpoint import DecodedRequest, Dialect, Gateway, RequestContext, address
 from tokentape.gateway._events import TurnRequest, TurnStarted
 from tokentape.gateway._http import check_depth, encode_event, json_response
 from tokentape.gateway._openapi import also_below_sessions
 from tokentape.gateway._pins import Count
-from tokentape.gateway._wire.openai_fields import (
-    HINTS,
-    OpenAIDialect,
-    SamplingFields,
-    TopLogprobs,
-    ignored_scheduling,
-    json_schema,
-    read_fields,
-    recorded,
-    refuse_unknown_tools,
-    refuse_unserved,
-    sampling_params,
-    tools_of_choice,
-    unknown_fields,
-)
+from tokentape.gateway._wire import openai_fields as shared
 from tokentape.gateway._wire.responses_items import (
     ITEM_FIELDS,
     PART_FIELDS,
+    Tools,
     input_items,
     join_leading,
     output_items,
     read_input,
+    read_tools,
     without_instructions,
 )
 from tokentape.gateway._wire.responses_stream import ResponseEncoder, ended
-from tokentape.gateway._wire.responses_tools import Tools, read_tools
 from tokentape.store import StoredSession
 from tokentape.types import Message, RecordedReply
 
-IGNORED = HINTS | {"client_metadata", "max_tool_calls", "stream_options"}
+IGNORED = shared.HINTS | {"client_metadata", "max_tool_calls", "stream_options"}
 """Fields that are accepted and have no effect: none of them changes what is sampled."""
 
 _LOGPROBS = "message.output_text.logprobs"
 _RESPONSE_ID = re.compile(r"resp_(.+)_([0-9a-f]{24})_([0-9]{1,9})")
 
 
-class ResponsesBody(SamplingFields, kw_only=True):
+class ResponsesBody(shared.SamplingFields, kw_only=True):
     """A request's fields."""
 
     input: str | list[Any]
@@ -89,7 +75,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: Count | None = None
-    top_logprobs: TopLogprobs = 0
+    top_logprobs: shared.TopLogprobs = 0
     include: list[str] = msgspec.field(default_factory=list)
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
@@ -105,8 +91,6 @@ class ResponsesBody(SamplingFields, kw_only=True):
 
 
 class ResponseId(NamedTuple):
-    """What the id of a response says."""
-
     session_id: str
     reply_id: str
     instructions: int
@@ -124,34 +108,32 @@ class ResponseId(NamedTuple):
         return cls(found[1], found[2], int(found[3]))
 
 
-class Responses(OpenAIDialect):
-    """The dialect. `model_id` is the model's name in replies, `tokenizer` spells tokens beside their logprobs."""
-
+class Responses(Dialect):
     path = "/v1/responses"
     summary = "OpenAI's Responses"
     body, ignored = ResponsesBody, IGNORED
 
     def session_of(self, body: Any) -> str | None:
-        """The session of the response that is continued."""
         previous = body.get("previous_response_id") if isinstance(body, dict) else None
         return ResponseId.read(previous).session_id if isinstance(previous, str) else None
 
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
-        """Read a request body. Raises `InvalidRequest`, `UnsupportedParameter` and `NotFound`."""
-        read, _ = read_fields(body, ResponsesBody, IGNORED, "input")
+        read, _ = shared.read_fields(body, ResponsesBody, IGNORED, "input")
         _refuse_unserved(read)
         logprobs = bool(read.top_logprobs) or _LOGPROBS in read.include
         for name in ("chat_template_kwargs", "metadata", "tool_choice", "reasoning", "text"):
             check_depth([getattr(read, name)], name)
         tools = read_tools(read.tools)
-        _refuse_unknown_tool(read, tools)
+        names = [tool["function"]["name"] for tool in tools.shown]
+        in_namespaces = [name for _, name in tools.namespaces.values()]
+        shared.check_tool_choice(read.tool_choice, [*names, *in_namespaces], may_be_left_out=bool(read.tools))
         shown = () if read.tool_choice == "none" else tools.shown
-        sampling = sampling_params(
+        sampling = shared.sampling_params(
             read,
             context,
             max_tokens=read.max_output_tokens or 0,
             top_logprobs=read.top_logprobs,
-            schema=json_schema((read.text or {}).get("format"), "text", context, shown),
+            schema=shared.json_schema((read.text or {}).get("format"), "text", context, shown),
         )
         turn = TurnRequest(
             session_id=context.session_id,
@@ -162,19 +144,13 @@ class Responses(OpenAIDialect):
             stream=read.stream,
         )
 
-        ignored = (*_ignored_params(read, tools), *ignored_scheduling(read, context.engine))
+        ignored = (*_ignored_params(read, tools), *shared.ignored_scheduling(read, context.engine))
 
         def encoder(started: TurnStarted) -> ResponseEncoder:
             named = ResponseId(context.session_id, started.reply_id, len(read.instructions or ""))
-            return ResponseEncoder(
-                {**_head(named, started.created_at, self._model_id), **_echo(read, started.sampling or sampling)},
-                started,
-                self._tokenizer,
-                tools.namespaces,
-                ignored,
-                logprobs=logprobs,
-                return_token_ids=read.return_token_ids,
-            )
+            head = _head(named, started.created_at, self.model_id, read, started.sampling or sampling)
+            given: dict[str, bool] = {"logprobs": logprobs, "return_token_ids": read.return_token_ids}
+            return ResponseEncoder(head, started, self.tokenizer, tools.namespaces, ignored, **given)
 
         return DecodedRequest(turn, encoder, ignored)
 
@@ -204,24 +180,16 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def retrieve(request: Request) -> Response:
         named, answer, session, stored = await found(request)
-        turn = stored.turns[answer.turns[0]]
+        turn, tokenizer = stored.turns[answer.turns[0]], turns.renderer.tokenizer
         first = session.path(turn.seq)[0].messages[:1]
         system = first[0]["content"] if first and first[0]["role"] == "system" else ""
-        head = _head(named, answer.created_at, gateway.model_id)
-        head["instructions"] = system[: named.instructions] or None
-        head["tools"] = [{"type": "function", **tool["function"]} for tool in stored.setups[turn.setup].tools]
-        for name in ("temperature", "top_p"):
-            head[name] = turn.sampling[name]
-        cut = turn.finish_reason == "length"
-        tokenizer = turns.renderer.tokenizer
-        return json_response(
-            {
-                **head,
-                **ended(turn, session.context_before(turn.seq), tokenizer),
-                "output": output_items(turn.reply, named.reply_id, incomplete=cut),
-                "tokentape": recorded(turn, ()),
-            }
-        )
+        given = ResponsesBody(input="", instructions=system[: named.instructions] or None)
+        given.tools = [{"type": "function", **tool["function"]} for tool in stored.setups[turn.setup].tools]
+        sampled = {name: turn.sampling[name] for name in ("temperature", "top_p")}
+        head = _head(named, answer.created_at, gateway.model_id, given, SamplingParams(max_tokens=0, **sampled))
+        end = ended(turn, session.context_before(turn.seq), tokenizer)
+        output = output_items(turn.reply, named.reply_id, incomplete=turn.finish_reason == "length")
+        return json_response({**head, **end, "output": output, "tokentape": shared.recorded(turn, ())})
 
     async def list_input(request: Request) -> Response:
         named, answer, session, _ = await found(request)
@@ -249,7 +217,6 @@ def routes(gateway: Gateway) -> list[Route]:
 
 
 async def _messages(body: ResponsesBody, context: RequestContext) -> tuple[Message, ...]:
-    """Instructions, what the continued response knew, and the input."""
     before: tuple[Message, ...] = ()
     if body.previous_response_id is not None:
         previous = ResponseId.read(body.previous_response_id)
@@ -266,16 +233,11 @@ async def _messages(body: ResponsesBody, context: RequestContext) -> tuple[Messa
 
 
 def _refuse_unserved(body: ResponsesBody) -> None:
-    choice = body.tool_choice.get("type") if isinstance(body.tool_choice, dict) else body.tool_choice
     served = ("reasoning.encrypted_content", _LOGPROBS)
     # The others ask for more of the output of tools that are not served.
     more = all(name in served or name.partition(".")[0].endswith("_call") for name in body.include)
-    refuse_unserved(
+    shared.refuse_unserved(
         {
-            "tool_choice": (
-                choice in ("auto", "none", "required", "function", "allowed_tools"),
-                '"auto", "none", "required", {"type": "function", ...} and {"type": "allowed_tools", ...}',
-            ),
             "include": (more and "message.input_image.image_url" not in body.include, " and ".join(served)),
             "truncation": (body.truncation in ("auto", "disabled"), '"auto" and "disabled"'),
             "background": (not body.background, "false"),
@@ -286,16 +248,7 @@ def _refuse_unserved(body: ResponsesBody) -> None:
     )
 
 
-def _refuse_unknown_tool(body: ResponsesBody, tools: Tools) -> None:
-    """Raise `InvalidRequest` for a `tool_choice` of a tool that is not there."""
-    named = tools_of_choice(body.tool_choice)
-    if named or (body.tool_choice == "required" and not body.tools):
-        shown = [tool["function"]["name"] for tool in tools.shown]
-        refuse_unknown_tools(named, [*shown, *(name for _, name in tools.namespaces.values())])
-
-
 def _ignored_params(body: ResponsesBody, tools: Tools) -> tuple[str, ...]:
-    """What is asked for that no engine is made to obey."""
     asked = {
         "tools": tools.unhonoured,
         "tool_choice": body.tool_choice not in ("auto", "none"),
@@ -309,13 +262,29 @@ def _ignored_params(body: ResponsesBody, tools: Tools) -> tuple[str, ...]:
     parts = [part for content in contents for part in content]
     return (
         *(name for name, is_asked in asked.items() if is_asked),
-        *unknown_fields("input", items, ITEM_FIELDS),
-        *unknown_fields("input.content", parts, PART_FIELDS),
+        *shared.unknown_fields("input", items, ITEM_FIELDS),
+        *shared.unknown_fields("input.content", parts, PART_FIELDS),
     )
 
 
-def _head(named: ResponseId, created_at: float, model_id: str) -> dict[str, Any]:
-    """A response's fields before anything is sampled, with what holds where a request did not say otherwise."""
+_ECHOED = (
+    "instructions",
+    "metadata",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "store",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "truncation",
+    "user",
+)
+"""Fields of a request that its response repeats."""
+
+
+def _head(
+    named: ResponseId, created_at: float, model_id: str, body: ResponsesBody, sampling: SamplingParams
+) -> dict[str, Any]:
     return {
         "id": str(named),
         "object": "response",
@@ -324,40 +293,8 @@ def _head(named: ResponseId, created_at: float, model_id: str) -> dict[str, Any]
         "error": None,
         "incomplete_details": None,
         "background": False,
-        "instructions": None,
-        "max_output_tokens": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
-        "store": True,
-        "temperature": 1.0,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [],
-        "top_logprobs": 0,
-        "top_p": 1.0,
-        "truncation": "disabled",
-        "user": None,
-    }
-
-
-def _echo(body: ResponsesBody, sampling: SamplingParams) -> Mapping[str, Any]:
-    """What a request said, as its response repeats it, and how it is sampled."""
-    names = (
-        "instructions",
-        "metadata",
-        "parallel_tool_calls",
-        "previous_response_id",
-        "store",
-        "tool_choice",
-        "tools",
-        "top_logprobs",
-        "truncation",
-        "user",
-    )
-    return {
-        **{name: getattr(body, name) for name in names},
+        **{name: getattr(body, name) for name in _ECHOED},
         "text": {"format": {"type": "text"}, **(body.text or {})},
         "max_output_tokens": sampling.max_tokens or None,
         "temperature": sampling.temperature,

@@ -1,4 +1,4 @@
-"""Items of the Responses API: from the items sent to messages, and from a recorded reply to items.
+"""Items and tools of the Responses API: from those sent to messages and tools, and from a recorded reply to items.
 
 The items of a reply become that reply's message again, so that the session finds it: reasoning, text and
 calls that follow each other are one assistant message. Reasoning may be left out on the way.
@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from tokentape.errors import InvalidRequest, NotFound, UnsupportedParameter
 from tokentape.gateway._endpoint import RequestContext
-from tokentape.gateway._http import read_as
+from tokentape.gateway._http import check_depth, read_as
 from tokentape.gateway._images import append_content, image_part
+from tokentape.gateway._recording import function_call
 from tokentape.gateway._wire.openai_fields import tool_arguments
-from tokentape.gateway._wire.responses_tools import flat_name
-from tokentape.types import Message
+from tokentape.types import Message, Tool
 
 _ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})(?:_[0-9]+)?")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 _Item = TypeVar("_Item", bound=Struct)
+
+_HOSTED = ("web_search", "image_generation", "tool_search")
+"""Tools that OpenAI runs itself and that harnesses add without being asked to. The model is not shown them."""
+
+_SEPARATOR = "__"
 
 
 class _Part(Struct):
@@ -88,21 +94,19 @@ async def read_input(given: str | Sequence[Any], context: RequestContext) -> lis
     for at, item in enumerate(given):
         kind = _kind(item, at)
         if kind == "item_reference":
-            item = await _referred(_read(item, _Reference, at).id, context, at)
+            item = await _referred(_read_item(item, _Reference, at).id, context, at)
             kind = item["type"]
         if kind == "message":
-            message = _read(item, _Message, at)
-            if message.role == "user":
-                messages.append({"role": "user", "content": _content(message.content, at, "content", context)})
-                continue
-            text = _text(message.content, at, "content")
+            message = _read_item(item, _Message, at)
+            is_user = message.role == "user"
+            content = _content(message.content, at, "content", is_user and context.takes_images)
             if message.role == "assistant":
-                _open(messages, fresh=("content", "tool_calls"))["content"] = text
+                _open(messages, fresh=("content", "tool_calls"))["content"] = content
                 reply_id = _reply_of(message.id)
             else:
-                messages.append({"role": "system", "content": text})
+                messages.append({"role": "user" if is_user else "system", "content": content})
         elif kind == "reasoning":
-            reasoning = _read(item, _Reasoning, at)
+            reasoning = _read_item(item, _Reasoning, at)
             # Reasoning that came after the text still belongs to it.
             same = reply_id is not None and _reply_of(reasoning.id) == reply_id
             opened = _open(messages, fresh=() if same else ("content", "tool_calls"))
@@ -110,14 +114,13 @@ async def read_input(given: str | Sequence[Any], context: RequestContext) -> lis
             if said:
                 opened["reasoning_content"] = opened.get("reasoning_content", "") + said
         elif kind == "function_call":
-            call = _read(item, _Call, at)
-            function = {"name": flat_name(call.name, call.namespace)}
-            arguments = tool_arguments(call.arguments, "input")
-            written = {"id": call.call_id, "type": "function", "function": {**function, "arguments": arguments}}
-            _open(messages, fresh=()).setdefault("tool_calls", []).append(written)
+            call = _read_item(item, _Call, at)
+            name, arguments = flat_name(call.name, call.namespace), tool_arguments(call.arguments, "input")
+            calls = _open(messages, fresh=()).setdefault("tool_calls", [])
+            calls.append(function_call(call.call_id, name, arguments))
         else:
-            output = _read(item, _CallOutput, at)
-            content = _content(output.output, at, "output", context)
+            output = _read_item(item, _CallOutput, at)
+            content = _content(output.output, at, "output", context.takes_images)
             messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
     return messages
 
@@ -162,7 +165,6 @@ def output_items(
 
 
 def reasoning_item(item_id: str, text: str) -> dict[str, Any]:
-    """A reasoning item with the whole text; there are no summaries."""
     return {
         "id": item_id,
         "type": "reasoning",
@@ -179,12 +181,8 @@ def message_item(reply_id: str, text: str, *, incomplete: bool, logprobs: Sequen
         "type": "message",
         "role": "assistant",
         "status": "incomplete" if incomplete else "completed",
-        "content": [text_part(text, logprobs)],
+        "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}],
     }
-
-
-def text_part(text: str, logprobs: Sequence[Any]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def call_item(
@@ -246,35 +244,21 @@ def _open(messages: list[dict[str, Any]], fresh: Sequence[str]) -> dict[str, Any
     return last
 
 
-def _content(content: str | list[_Part], at: int, name: str, context: RequestContext) -> Any:
-    """A text, or a list of parts if there are images."""
-    if isinstance(content, str) or not context.takes_images:
-        return _text(content, at, name)
-    read: Any = ""
-    for index, part in enumerate(content):
+def _content(content: str | list[_Part], at: int, name: str, takes_images: bool) -> Any:
+    read: Any = content if isinstance(content, str) else ""
+    for index, part in enumerate(() if isinstance(content, str) else content):
         where = f"input[{at}].{name}[{index}]"
-        if part.type == "input_image":
+        if part.type == "input_image" and takes_images:
             read = append_content(read, [image_part(part.image_url, where, detail=part.detail)])
         elif part.type in _TEXT_PARTS and part.text is not None:
             read = append_content(read, part.text)
         else:
-            raise UnsupportedParameter(f"{where} is neither a text nor an image part", "input")
+            what = "neither a text nor an image part" if takes_images else "not a text part; this model takes text only"
+            raise UnsupportedParameter(f"{where} is {what}", "input")
     return read
 
 
-def _text(content: str | list[_Part], at: int, name: str) -> str:
-    if isinstance(content, str):
-        return content
-    for index, part in enumerate(content):
-        if part.type not in _TEXT_PARTS or part.text is None:
-            raise UnsupportedParameter(
-                f"input[{at}].{name}[{index}] is not a text part; this model takes text only", "input"
-            )
-    return "".join(part.text or "" for part in content)
-
-
 async def _referred(item_id: str, context: RequestContext, at: int) -> dict[str, Any]:
-    """The item of an earlier reply of the session."""
     reply_id = _reply_of(item_id)
     if reply_id is not None:
         try:
@@ -292,9 +276,75 @@ def _reply_of(item_id: str | None) -> str | None:
     return None if found is None else found[1]
 
 
-def _read(item: Any, kind: type[_Item], at: int) -> _Item:
-    given = {name: value for name, value in item.items() if value is not None}
+def _read(value: Any, kind: type[_Item], param: str, at: int) -> _Item:
+    """Return an item of a parameter that is a list. Raises `InvalidRequest` naming both."""
     try:
-        return read_as(given, kind)
+        return read_as(value, kind)
     except InvalidRequest as error:
-        raise InvalidRequest(f"input[{at}]: {error}", "input") from None
+        raise InvalidRequest(f"{param}[{at}]: {error}", param) from None
+
+
+def _read_item(item: Mapping[str, Any], kind: type[_Item], at: int) -> _Item:
+    return _read({name: value for name, value in item.items() if value is not None}, kind, "input", at)
+
+
+class _Function(Struct):
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _NamespaceTool(Struct):
+    name: Annotated[str, Meta(min_length=1)]
+    tools: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    shown: tuple[Tool, ...] = ()
+    """As the model is shown them."""
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Per name that the model is shown, where it is not the function's own: namespace and name."""
+    unhonoured: bool = False
+    """Some were left out, or ask for arguments that follow their schema, which no engine is made to enforce."""
+
+
+def read_tools(given: Sequence[Any]) -> Tools:
+    """Read the field `tools`.
+
+    A function of a namespace is shown under both names, `namespace__function`. Raises `UnsupportedParameter` for tools
+    that are no functions, apart from those that harnesses add without being asked to; those are left out.
+    """
+    check_depth(given, "tools")
+    shown: list[Tool] = []
+    namespaces: dict[str, tuple[str, str]] = {}
+    unhonoured = False
+    for at, tool in enumerate(given):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "function":
+            functions = [("", tool)]
+        elif kind == "namespace":
+            group = _read(tool, _NamespaceTool, "tools", at)
+            functions = [(group.name, one) for one in group.tools]
+        elif isinstance(kind, str) and kind.startswith(_HOSTED):
+            unhonoured = True
+            continue
+        else:
+            raise UnsupportedParameter(
+                f"tools[{at}] is no function; served are tools of type function, and namespaces of them", "tools"
+            )
+        for namespace, one in functions:
+            function = _read(one, _Function, "tools", at)
+            name = flat_name(function.name, namespace)
+            if namespace:
+                namespaces[name] = namespace, function.name
+            unhonoured = unhonoured or bool(function.strict)
+            fields = {"name": name, "description": function.description, "parameters": function.parameters}
+            given_fields = {key: value for key, value in fields.items() if value is not None}
+            shown.append({"type": "function", "function": given_fields})
+    return Tools(tuple(shown), namespaces, unhonoured)
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    return f"{namespace}{_SEPARATOR}{name}" if namespace else name
