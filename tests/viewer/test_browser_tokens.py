@@ -157,7 +157,7 @@ def test_differences_are_marked_with_their_class_and_reached_by_keys(page: Page,
     opened(page, site, "/session/shop")
     page.wait_for_selector(".driftcount")
     answer = site.http.get(f"/view/api/sessions/shop/leaves/{recorded(site, 'shop').leaf}/comparison")
-    from tokentape.viewer._binary import header, unpack
+    from tests.viewer.packed import header, unpack
 
     told, arrays = header(answer.content), unpack(answer.content)
     starts = arrays["segments"].reshape(-1, 4)[arrays["differs"] > 0, 0].tolist()
@@ -178,7 +178,7 @@ def test_differences_are_marked_with_their_class_and_reached_by_keys(page: Page,
 
 @pytest.mark.parametrize("side", ["retokenized", "rerendered"])
 def test_the_other_ids_stand_beside_the_recorded_ones(page: Page, site: Site, shot: Shot, side: str) -> None:
-    from tokentape.viewer._binary import unpack
+    from tests.viewer.packed import unpack
 
     leaf = recorded(site, "shop").leaf
     opened(page, site, f"/session/shop/leaf/{leaf}/with/{side}/view/beside")

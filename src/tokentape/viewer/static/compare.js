@@ -105,9 +105,7 @@ export class ComparisonView {
     for (const one of this.pane.blocks) if (one.rows.includes(before)) this.pane.redraw(one);
     this.pane.show(block);
     this.pane.redraw(block);
-    const look = () => block.element.children[block.rows.indexOf(next)]?.scrollIntoView({ block: "center" });
-    look();
-    requestAnimationFrame(() => requestAnimationFrame(look));
+    this.pane.center(block, () => block.element.children[block.rows.indexOf(next)]);
     return next.start;
   }
 

@@ -202,11 +202,23 @@ export class Pane {
 
   /** Bring a token into the middle of the view. */
   reveal(i) {
-    const element = this.element(i);
-    const look = () => element?.scrollIntoView({ block: "center", inline: "nearest" });
+    const block = this.blockOf(i);
+    if (block) this.center(block, () => this.element(i));
+  }
+
+  /** Bring what `find` returns of a block into the middle of the view. */
+  center(block, find) {
+    let before = null;
+    let left = 10;
+    const look = () => {
+      this.show(block);
+      find()?.scrollIntoView({ block: "center", inline: "nearest" });
+      const { scrollTop } = this.scroller;
+      // What comes near is drawn now and may be higher than it was thought to be: then this block has moved.
+      if (scrollTop !== before && left-- > 0) requestAnimationFrame(() => requestAnimationFrame(look));
+      before = scrollTop;
+    };
     look();
-    // What comes near is drawn now and may be higher than it was thought to be.
-    requestAnimationFrame(() => requestAnimationFrame(look));
   }
 
   close() {
