@@ -20,7 +20,7 @@ import tokentape
 from tests.gateway.scripted import ScriptedEngine
 from tests.records import bits
 from tests.waiting import PATIENCE
-from tokentape._session.arrow import read_parquet
+from tokentape._session.files import read_trajectories
 from tokentape._session.flatten import trajectories
 from tokentape._session.jsonl import read_jsonl
 from tokentape._session.tree import Session
@@ -140,7 +140,7 @@ def test_sessions_are_dropped_once_they_are_safe(client: tokentape.Client, tmp_p
     digest = snapshot.save(tmp_path / name)
     assert digest == snapshot.manifest().digest
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [name]
-    read = read_parquet(tmp_path / name) if name == "t.parquet" else list(read_jsonl(tmp_path / name))
+    read = read_trajectories(tmp_path / name) if name == "t.parquet" else list(read_jsonl(tmp_path / name))
     # Roles come from the whole session, so a snapshot has none.
     kept = [replace(one, role="", lineage=()) for one in client.session("a").trajectories()]
     assert bits(read) == bits(kept) == bits(list(snapshot.trajectories()))

@@ -11,7 +11,8 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.records import bits
-from tokentape._session.arrow import ExtraNames, read_parquet
+from tokentape._session.arrow import ExtraNames
+from tokentape._session.files import read_trajectories
 from tokentape._session.flatten import trajectories
 from tokentape._session.jsonl import read_jsonl
 from tokentape._session.lineage import lineage
@@ -36,7 +37,7 @@ def test_parquet_holds_every_branch(run: Run, data_dir: Path, recorded: list[Tra
     done = run("export", data_dir, "-o", tmp_path / "t.parquet")
     assert (done.exit_code, done.stdout) == (0, "")
     assert len(recorded) == 3
-    assert bits(read_parquet(tmp_path / "t.parquet")) == bits(recorded)
+    assert bits(read_trajectories(tmp_path / "t.parquet")) == bits(recorded)
 
 
 def test_a_file_named_jsonl_is_jsonl(run: Run, data_dir: Path, recorded: list[Trajectory], tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_columns_and_payloads_are_written(run: Run, data_dir: Path, tmp_path: Pa
             for stored in store.iter_sessions(per_token=True)
             for one in stored.trajectories(edges=lineage(stored.tree()))
         ]
-    for name, read in (("t.parquet", read_parquet), ("t.jsonl", read_jsonl)):
+    for name, read in (("t.parquet", read_trajectories), ("t.jsonl", read_jsonl)):
         assert run("export", data_dir, "-o", tmp_path / name).exit_code == 0
         assert bits(list(read(tmp_path / name))) == bits(expected)
     assert [list(one.columns) for one in expected] == [["advantages"], ["advantages"], []]
@@ -80,7 +81,7 @@ def test_a_column_named_while_it_runs_is_left_out(
         asyncio.run(store.write(TurnColumn("plain", 0, "late", np.zeros(4, np.float32), 1.0)))
     monkeypatch.setattr(SqliteStore, "extra_names", lambda self, session_ids: ExtraNames())
     assert run("export", data_dir, "-o", tmp_path / "t.parquet").exit_code == 0
-    assert [dict(one.columns) for one in read_parquet(tmp_path / "t.parquet")] == [{}, {}, {}]
+    assert [dict(one.columns) for one in read_trajectories(tmp_path / "t.parquet")] == [{}, {}, {}]
 
 
 def test_only_the_verdicts_asked_for(run: Run, data_dir: Path, tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_what_a_filter_of_verdicts_left_out_is_named(run: Run, data_dir: Path, t
 
 def test_only_the_sessions_asked_for(run: Run, data_dir: Path, tmp_path: Path) -> None:
     assert run("export", data_dir, "-o", tmp_path / "t.parquet", "--session", "plain").exit_code == 0
-    assert [one.session_id for one in read_parquet(tmp_path / "t.parquet")] == ["plain"]
+    assert [one.session_id for one in read_trajectories(tmp_path / "t.parquet")] == ["plain"]
 
 
 def test_an_unknown_session_leaves_what_was_there(run: Run, data_dir: Path, tmp_path: Path) -> None:

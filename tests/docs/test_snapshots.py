@@ -9,7 +9,7 @@ import pytest
 
 import tokentape
 from tests.test_client import talk
-from tokentape._session.arrow import read_parquet
+from tokentape._session.files import read_trajectories
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "snapshots.md"
 
@@ -23,4 +23,4 @@ def test_the_example_of_the_how_to_moves_the_data(
         talk(client.session("s").base_url)
         exec(code, {"client": client})
         assert list(client.sessions()) == []
-    assert [one.session_id for one in read_parquet("batch.parquet")] == ["s"]
+    assert [one.session_id for one in read_trajectories("batch.parquet")] == ["s"]

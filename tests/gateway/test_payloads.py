@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.gateway.scripted import ScriptedEngine, run_turn
-from tokentape._session.arrow import read_parquet, write_parquet
+from tokentape._session.arrow import write_parquet
+from tokentape._session.files import read_trajectories
 from tokentape._session.jsonl import read_jsonl, write_jsonl
 from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import Payload, SampleDelta, SamplingParams
@@ -91,7 +92,7 @@ def test_every_token_of_every_branch_has_its_own_row_in_store_and_exports(
     assert len(recorded) == 4
     assert_rows(recorded)
     write_parquet(recorded, tmp_path / "t.parquet")
-    assert_rows(read_parquet(tmp_path / "t.parquet"))
+    assert_rows(read_trajectories(tmp_path / "t.parquet"))
     write_jsonl(recorded, tmp_path / "t.jsonl")
     assert_rows(list(read_jsonl(tmp_path / "t.jsonl")))
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import SharedEngine
-from tokentape._session.arrow import read_parquet
 from tokentape._session.chain import seal
+from tokentape._session.files import read_trajectories
 from tokentape._session.flatten import trajectories
 from tokentape._session.tree import Session
 from tokentape.chat._renderer import Renderer
@@ -141,7 +141,7 @@ def test_trajectories_as_json_and_parquet_are_those_of_the_record(
     answer = http.get("/sessions/s/trajectories", headers={"accept": PARQUET})
     assert answer.headers["content-type"] == PARQUET
     (tmp_path / "t.parquet").write_bytes(answer.content)
-    from_parquet = read_parquet(tmp_path / "t.parquet")
+    from_parquet = read_trajectories(tmp_path / "t.parquet")
     assert len(as_json) == len(from_parquet) == len(expected) == 2
     for one, other, kept in zip(as_json, from_parquet, expected, strict=True):
         assert one["token_ids"] == kept.token_ids.tolist()
@@ -178,7 +178,7 @@ def test_trajectories_can_be_filtered_by_verdict(http: httpx2.Client, tmp_path: 
         if not as_parquet:
             return [one["leaf"] for one in answer.json()["data"]]
         (tmp_path / "t.parquet").write_bytes(answer.content)
-        return [one.leaf for one in read_parquet(tmp_path / "t.parquet")]
+        return [one.leaf for one in read_trajectories(tmp_path / "t.parquet")]
 
     assert leaves("forked") == leaves("forked:edited_history") == [2]
     assert leaves("exact,closed") == [1]

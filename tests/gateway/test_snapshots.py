@@ -17,7 +17,7 @@ from tests.gateway.scripted import ScriptedEngine
 from tests.gateway.test_sessions import USER, take_turn, two_branches
 from tests.records import bits
 from tests.waiting import PATIENCE
-from tokentape._session.arrow import read_parquet
+from tokentape._session.files import read_trajectories
 from tokentape._session.jsonl import trajectory_from_json
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway._app import create_app
@@ -77,7 +77,7 @@ def test_the_same_bytes_come_each_time_although_the_sessions_grow(http: httpx2.C
     assert http.get(path, headers={"accept": PARQUET}).content == parquet.content
     (tmp_path / "t.parquet").write_bytes(parquet.content)
     from_lines = [trajectory_from_json(json.loads(line)) for line in lines.content.splitlines()]
-    assert bits(read_parquet(tmp_path / "t.parquet")) == bits(from_lines)
+    assert bits(read_trajectories(tmp_path / "t.parquet")) == bits(from_lines)
     assert len(from_lines) == 2
 
 
@@ -87,7 +87,7 @@ def test_columns_come_along_in_both_forms(http: httpx2.Client, tmp_path: Path) -
     taken = take(http)
     assert (taken["columns"], taken["payloads"]) == (["a"], [])
     (tmp_path / "t.parquet").write_bytes(http.get("/snapshots/1/trajectories", headers={"accept": PARQUET}).content)
-    assert read_parquet(tmp_path / "t.parquet")[2].columns["a"][-1] == 0.5
+    assert read_trajectories(tmp_path / "t.parquet")[2].columns["a"][-1] == 0.5
 
 
 def test_a_session_is_dropped_only_once_its_snapshot_is_confirmed(http: httpx2.Client) -> None:

@@ -21,7 +21,6 @@ from tests.session.trajectory_cases import drawn_trajectories, make_trajectory
 from tokentape._session import arrow
 from tokentape._session.arrow import (
     ExtraNames,
-    read_parquet,
     trajectories_table,
     trajectory_schema,
     write_parquet,
@@ -36,7 +35,7 @@ from tokentape.types import TokenRows, Trajectory
 def test_parquet_gives_every_bit_back(tmp_path_factory: pytest.TempPathFactory, written: list[Trajectory]) -> None:
     path = tmp_path_factory.mktemp("parquet") / "t.parquet"
     assert write_parquet(written, path) == len(written)
-    assert bits(read_parquet(path)) == bits(written)
+    assert bits(read_trajectories(path)) == bits(written)
 
 
 def test_the_schema_is_pinned() -> None:
@@ -114,7 +113,7 @@ def test_the_schema_is_pinned() -> None:
 def test_a_file_from_before_distributions_says_that_they_are_not_known(tmp_path: Path) -> None:
     table = trajectories_table([make_trajectory()]).drop_columns(["sampled_from", "logprobs_of", "finish_reasons"])
     pq.write_table(table, tmp_path / "t.parquet")
-    (read,) = read_parquet(tmp_path / "t.parquet")
+    (read,) = read_trajectories(tmp_path / "t.parquet")
     assert (read.verdict, read.sampled_from, read.logprobs_of) == ("exact, logprobs not known", (None,), (None,))
     assert (read.finish_reasons, read.truncated) == ((None,), None)
 
@@ -161,13 +160,13 @@ def test_a_generator_s_columns_must_be_named(tmp_path: Path) -> None:
         write_parquet((one for one in [with_extras()]), tmp_path / "t.parquet")
     names = ExtraNames(("advantages",), ("experts", "routes"))
     assert write_parquet((one for one in [with_extras()]), tmp_path / "t.parquet", names) == 1
-    assert bits(read_parquet(tmp_path / "t.parquet")) == bits([with_extras()])
+    assert bits(read_trajectories(tmp_path / "t.parquet")) == bits([with_extras()])
 
 
 def test_a_file_from_before_turn_rewards_and_spans_is_read(tmp_path: Path) -> None:
     table = trajectories_table([make_trajectory()]).drop_columns(["turn_rewards", "weight_spans", "media"])
     pq.write_table(table, tmp_path / "t.parquet")
-    assert bits(read_parquet(tmp_path / "t.parquet")) == bits([make_trajectory()])
+    assert bits(read_trajectories(tmp_path / "t.parquet")) == bits([make_trajectory()])
 
 
 def test_the_file_names_its_version_and_provenance_codes(tmp_path: Path) -> None:
@@ -235,19 +234,19 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
     table = trajectories_table([make_trajectory()]).replace_schema_metadata({arrow.VERSION_KEY: "99"})
     pq.write_table(table, tmp_path / "t.parquet")
     with pytest.raises(InvalidRequest, match="version 99, this release reads version 1"):
-        read_parquet(tmp_path / "t.parquet")
+        read_trajectories(tmp_path / "t.parquet")
 
 
 def test_a_parquet_file_of_something_else_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1]}), tmp_path / "t.parquet")
     with pytest.raises(InvalidRequest, match="not a file of trajectories"):
-        read_parquet(tmp_path / "t.parquet")
+        read_trajectories(tmp_path / "t.parquet")
 
 
 def test_a_file_that_is_not_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.parquet").write_bytes(b"no parquet at all")
     with pytest.raises(InvalidRequest, match="not a Parquet file"):
-        read_parquet(tmp_path / "t.parquet")
+        read_trajectories(tmp_path / "t.parquet")
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.searching import examples
 from tests.session.builders import make_turn, said, user
 from tests.session.trajectory_cases import make_trajectory
-from tokentape._session.arrow import read_parquet, write_parquet
+from tokentape._session.arrow import write_parquet
+from tokentape._session.files import read_trajectories
 from tokentape._session.flatten import trained_turns, trajectories
 from tokentape._session.jsonl import read_jsonl, write_jsonl
 from tokentape._session.tree import Session
@@ -166,7 +167,7 @@ def test_values_stay_with_their_tokens_through_forks_and_files(
     directory = tmp_path_factory.mktemp("files")
     write_parquet(found, directory / "t.parquet")
     write_jsonl(found, directory / "t.jsonl")
-    for copy in (found, read_parquet(directory / "t.parquet"), list(read_jsonl(directory / "t.jsonl"))):
+    for copy in (found, read_trajectories(directory / "t.parquet"), list(read_jsonl(directory / "t.jsonl"))):
         for one in copy:
             names = {column.name for column in columns if column.turn in one.turns}
             assert set(one.columns) == names

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from tests.gateway.scripted import ScriptedEngine
 from tests.store.kept.contents import contents, samples
 from tests.store.kept.plain import TYPE, differences
-from tokentape._session.arrow import read_parquet
+from tokentape._session.files import read_trajectories
 from tokentape._session.jsonl import read_jsonl
 from tokentape.chat._renderer import Renderer
 from tokentape.cli.app import app
@@ -111,7 +111,7 @@ def test_a_later_schema_reads_the_same(directory: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("name", "read"), [("t.parquet", read_parquet), ("t.jsonl", read_jsonl)])
+@pytest.mark.parametrize(("name", "read"), [("t.parquet", read_trajectories), ("t.jsonl", read_jsonl)])
 def test_exports_have_the_same_arrays(opened: Path, tmp_path: Path, name: str, read: Callable[[Path], Any]) -> None:
     done = CliRunner().invoke(app, ["export", str(opened), "-o", str(tmp_path / name)])
     assert done.exit_code == 0, done.output

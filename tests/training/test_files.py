@@ -15,7 +15,8 @@ from tests.records import bits
 from tests.searching import examples
 from tests.session.trajectory_cases import drawn_trajectories, make_trajectory
 from tokentape._session import arrow
-from tokentape._session.arrow import read_parquet, write_parquet
+from tokentape._session.arrow import write_parquet
+from tokentape._session.files import read_trajectories
 from tokentape._session.jsonl import write_jsonl
 from tokentape.errors import InvalidRequest
 from tokentape.training import _files as files
@@ -67,7 +68,7 @@ def test_logprobs_that_are_not_known_come_back_as_that(tmp_path: Path, name: str
 
 def test_readers_of_trajectories_read_samples(tmp_path: Path) -> None:
     files.write_samples([one_sample()], tmp_path / "s.parquet")
-    assert read_parquet(tmp_path / "s.parquet")[0].token_ids.tolist() == one_sample().token_ids.tolist()
+    assert read_trajectories(tmp_path / "s.parquet")[0].token_ids.tolist() == one_sample().token_ids.tolist()
 
 
 def test_files_of_trajectories_are_not_taken_for_samples(tmp_path: Path) -> None:

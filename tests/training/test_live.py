@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.training import live
-from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
 from tokentape.engines._base import SampleDelta, SamplingParams
-from tokentape.engines._function import FunctionEngine
 from tokentape.errors import InvalidRequest
 from tokentape.training._live import Rollout, imported, live_gateway
 
@@ -28,12 +27,10 @@ def rollout_of(ledger: live.Ledger, number: int) -> Rollout:
         call = ledger.sample(prompt_ids, params.max_tokens, str(params.session_id))
         return SampleDelta(tuple(call.ids), tuple(call.logprobs), call.finish)
 
-    def engine(renderer: Renderer) -> FunctionEngine:
-        about = {"logprobs_mode": "processed_logprobs", "sampling": frozenset({"stop_token_ids", "session_id"})}
-        return FunctionEngine(sample, vocab_size=renderer.tokenizer.vocab_size, max_context=500, **about)  # type: ignore[arg-type]
-
     async def run() -> Rollout:
-        gateway = await live_gateway(MODEL, engine)
+        names = frozenset({"stop_token_ids", "session_id"})
+        about: Any = {"name": "ledger", "sampling": names, "logprobs_mode": "processed_logprobs"}
+        gateway = await live_gateway(MODEL, sample, max_context=500, **about)
         return await gateway.run(live.agent, {"number": number}, group="g")
 
     return asyncio.run(run())

@@ -106,7 +106,6 @@ def test_what_is_saved_loads_to_the_same(training: TrainingTokenizer, tmp_path: 
     training.save(tmp_path)
     again = TrainingTokenizer.load(tmp_path)
     assert (again.blocks, again.pad_id, again.vocab_size) == (training.blocks, training.pad_id, training.vocab_size)
-    assert again.serving_sha256 == training.serving_sha256 != again.tokenizer.sha256
     assert again.source == training.source
     assert again.tokenizer.eos_ids == training.tokenizer.eos_ids
     assert json.loads((tmp_path / "generation_config.json").read_text())["pad_token_id"] == 4000
@@ -123,9 +122,9 @@ def test_a_layout_that_is_not_the_tokenizer_s_is_refused(training: TrainingToken
 @pytest.mark.parametrize(
     "content",
     [
-        *("{", "[]", "{}", '{"serving_sha256": "x", "multiple_of": "64", "blocks": []}'),
-        '{"serving_sha256": "x", "multiple_of": 64, "blocks": [{"name": "a"}]}',
-        '{"serving_sha256": "x", "multiple_of": 64, "blocks": [{"name": "a", "first_id": 4000, "tokens": [1]}]}',
+        *("{", "[]", "{}", '{"multiple_of": "64", "blocks": []}'),
+        '{"multiple_of": 64, "blocks": [{"name": "a"}]}',
+        '{"multiple_of": 64, "blocks": [{"name": "a", "first_id": 4000, "tokens": [1]}]}',
     ],
 )
 def test_a_damaged_layout_is_refused(training: TrainingTokenizer, tmp_path: Path, content: str) -> None:

@@ -181,20 +181,12 @@ def write_parquet(
     return written
 
 
-def read_parquet(source: str | Path) -> list[Trajectory]:
-    """Return the trajectories of a file that `write_parquet` wrote, bit for bit; the arrays are read-only.
-
-    Raises `InvalidRequest` for a file without Tokentape's version, or with one that this release doesn't read.
-    """
-    return list(iter_parquet(source))
-
-
 def iter_parquet(
     source: str | Path, *, row_group: int | None = None, layout: Layout = TRAJECTORIES
 ) -> Iterator[Trajectory]:
-    """Yield the trajectories of such a file, or of one of its row groups, a batch in memory at a time.
+    """Yield what `write_parquet` wrote, or one row group of it, bit for bit; the arrays are read-only.
 
-    Raises as `read_parquet`.
+    Raises `InvalidRequest` for a file without Tokentape's version, or with one that this release doesn't read.
     """
     with open_parquet(source) as file:
         metadata = file.schema_arrow.metadata or {}

@@ -30,6 +30,11 @@ from tokentape._canonical import canonical_json, digest_of
 from tokentape.errors import InvariantViolation
 from tokentape.types import TokenDistribution, Turn
 
+_SCALARS = (
+    *("session_id", "seq", "parent", "setup", "messages", "reply", "finish_reason", "stop", "fork", "sampling"),
+    *("engine", "weight_version"),
+)
+_ARRAYS = ("added_ids", "added_provenance", "completion_ids", "logprobs")
 _LITTLE_ENDIAN = {
     "added_ids": "<i4",
     "added_provenance": "|u1",
@@ -58,46 +63,25 @@ def turn_digest(turn: Turn, parent_digest: str | None) -> str:
             f"turn {turn.seq} of session {turn.session_id!r} has parent {turn.parent}, but "
             f"{'no' if parent_digest is None else 'a'} parent digest was given"
         )
-    scalars: dict[str, Any] = {
-        "session_id": turn.session_id,
-        "seq": turn.seq,
-        "parent": turn.parent,
-        "setup": turn.setup,
-        "messages": turn.messages,
-        "reply": turn.reply,
-        "finish_reason": turn.finish_reason,
-        "stop": turn.stop,
-        "fork": turn.fork,
-        "sampling": turn.sampling,
-        "engine": turn.engine,
-        "weight_version": turn.weight_version,
-        # A database may drop the sign of a zero.
-        "created_at": float(turn.created_at) + 0.0,
+    # A database may drop the sign of a zero.
+    scalars = {name: getattr(turn, name) for name in _SCALARS} | {"created_at": float(turn.created_at) + 0.0}
+    younger = {
+        "weight_changes": turn.weight_changes or None,
+        "abort_cause": turn.abort_cause,
+        "sampled_from": turn.sampled_from and _fields(turn.sampled_from),
+        "logprobs_of": turn.logprobs_of and _fields(turn.logprobs_of),
+        "resumes": [asdict(one) for one in turn.resumes] or None,
+        "adapter": turn.adapter,
     }
-    if turn.weight_changes:
-        scalars["weight_changes"] = turn.weight_changes
-    if turn.abort_cause is not None:
-        scalars["abort_cause"] = turn.abort_cause
-    for name, distribution in (("sampled_from", turn.sampled_from), ("logprobs_of", turn.logprobs_of)):
-        if distribution is not None:
-            scalars[name] = _fields(distribution)
-    if turn.resumes:
-        scalars["resumes"] = [asdict(one) for one in turn.resumes]
-    if turn.adapter is not None:
-        scalars["adapter"] = turn.adapter
-    arrays: dict[str, npt.NDArray[Any]] = {
-        "added_ids": turn.added_ids,
-        "added_provenance": turn.added_provenance,
-        "completion_ids": turn.completion_ids,
-        "logprobs": turn.logprobs,
-    }
+    scalars |= {name: value for name, value in younger.items() if value is not None}
     fields = [
         b"tokentape turn 1",
         (parent_digest or session_digest(turn.session_id)).encode("ascii"),
         canonical_json(scalars).encode("ascii"),
     ]
-    for name, array in arrays.items():
-        fields += name.encode("ascii"), _LITTLE_ENDIAN[name].encode("ascii"), array_bytes(name, array)
+    for name in _ARRAYS:
+        array = array_bytes(name, getattr(turn, name))
+        fields += name.encode("ascii"), _LITTLE_ENDIAN[name].encode("ascii"), array
     return digest_of(*fields)
 
 

@@ -77,18 +77,10 @@ class _Given:
         events: Iterable[Event],
     ) -> None:
         self.bridges = bridge_states(events)
-        self.of_session: float | None = None
-        self.of_leaf: dict[int, float] = {}
-        self.of_turn: dict[int, float] = {}
+        self.rewards = {(None, one.leaf) if one.leaf is not None else (one.turn, None): one.value for one in rewards}
+        """By turn and leaf; of a session both are None."""
         self.columns: dict[int, dict[str, TokenValues]] = {}
         self.payloads: dict[int, dict[str, TurnPayload]] = {}
-        for reward in rewards:
-            if reward.leaf is not None:
-                self.of_leaf[reward.leaf] = reward.value
-            elif reward.turn is not None:
-                self.of_turn[reward.turn] = reward.value
-            else:
-                self.of_session = reward.value
         for column in columns:
             self.columns.setdefault(column.turn, {})[column.name] = column.values
         for payload in payloads:
@@ -100,16 +92,7 @@ def _flatten(session: Session, path: Sequence[Turn], trained: set[int], given: _
     ends = np.cumsum(sizes.ravel(), dtype=np.int32).reshape(-1, 2)
     starts = np.concatenate([[0], ends[:-1, 1]])
     sampled = [np.full(len(turn.completion_ids), Provenance.SAMPLED, dtype=np.uint8) for turn in path]
-    loss_mask = np.concatenate(
-        [
-            mask
-            for turn in path
-            for mask in (
-                np.zeros(len(turn.added_ids), bool),
-                np.full(len(turn.completion_ids), turn.seq not in trained),
-            )
-        ]
-    )
+    loss_mask = np.repeat([[False, turn.seq not in trained] for turn in path], sizes.ravel())
     leaf = path[-1].seq
     return Trajectory(
         session_id=session.info.session_id,
@@ -126,10 +109,10 @@ def _flatten(session: Session, path: Sequence[Turn], trained: set[int], given: _
         completion_starts=ends[:, 0],
         completion_ends=ends[:, 1],
         weight_versions=tuple(turn.weight_version for turn in path),
-        reward=given.of_leaf.get(leaf, given.of_session),
+        reward=given.rewards.get((None, leaf), given.rewards.get((None, None))),
         verdict=verdict(path, given.bridges, unread=session.is_unread(leaf)),
         metadata=session.info.metadata,
-        turn_rewards=np.array([given.of_turn.get(turn.seq, np.nan) for turn in path], np.float64),
+        turn_rewards=np.array([given.rewards.get((turn.seq, None), np.nan) for turn in path], np.float64),
         weight_spans=_weight_spans(path, ends[:, 0].tolist()),
         columns=_columns(path, ends[:, 1].tolist(), loss_mask, given.columns),
         payloads=_payloads(path, starts.tolist(), len(loss_mask), given.payloads),

@@ -30,14 +30,13 @@ def check_completion(ids: TokenIds, logprobs: Logprobs, vocab_size: int) -> None
 
 def check_turn(turn: Turn, parent_context: TokenIds, sent: TokenIds) -> None:
     """Raise `InvariantViolation` unless what was sent is the parent's context + `added_ids`, bit for bit."""
-    expected = len(parent_context) + len(turn.added_ids)
+    before, expected = len(parent_context), len(parent_context) + len(turn.added_ids)
     where = f"session {turn.session_id} turn {turn.seq}"
     if len(sent) != expected:
         raise InvariantViolation(f"{where}: {len(sent)} ids were sent, context and bridge have {expected}")
-    if not np.array_equal(sent[: len(parent_context)], parent_context):
-        at = int(np.flatnonzero(sent[: len(parent_context)] != parent_context)[0])
-        raise InvariantViolation(f"{where}: the prompt differs from the parent's context at token {at}")
-    if not np.array_equal(sent[len(parent_context) :], turn.added_ids):
+    if differ := np.flatnonzero(sent[:before] != parent_context).tolist():
+        raise InvariantViolation(f"{where}: the prompt differs from the parent's context at token {differ[0]}")
+    if (sent[before:] != turn.added_ids).any():
         raise InvariantViolation(f"{where}: the prompt does not end with the recorded bridge")
     if len(turn.added_provenance) != len(turn.added_ids):
         raise InvariantViolation(f"{where}: {len(turn.added_ids)} ids have {len(turn.added_provenance)} provenances")

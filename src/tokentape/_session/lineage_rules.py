@@ -47,6 +47,7 @@ def _retry(branches: Branches, branch: Branch) -> LineageEdge | None:
 def _by_header(branches: Branches, branch: Branch) -> LineageEdge | None:
     client, turn = client_of(branch.turn), branch.turn
     parent, kind = client.get("parent"), client.get("kind")
+    last = next((one for one in branches.earlier(branch) if _agent(one) == _agent(turn)), None)
     if parent and parent != turn.session_id and turn.parent is None:
         # A harness's own session may be another session of the record, or be recorded in this one.
         here = branches.by_client.get(parent, [])
@@ -58,21 +59,18 @@ def _by_header(branches: Branches, branch: Branch) -> LineageEdge | None:
         role = "side_call" if kind in _SIDE_CALL else "subagent"
         return edge(role, branch, spawner, evidence, 1.0, None if here else str(parent))
     if kind in _SIDE_CALL:
-        last = next((one for one in branches.earlier(branch) if _agent(one) == _agent(turn)), None)
         before = turn.parent if last is None else last.seq
         return None if before is None else edge("side_call", branch, before, f"header says {kind}", 1.0)
     if turn.parent is None and (kind in _SUBAGENT or client.get("agent")):
-        same = next((one for one in branches.earlier(branch) if _agent(one) == _agent(turn)), None)
         known = [one for one in branches.earlier(branch) if _agent(one) == client.get("parent_agent")]
         if not client.get("parent_agent") and kind not in _SUBAGENT:
             # The first agent of Codex has an id too.
             known = [one for one in known if client.get("session", "") == client_of(one).get("session")]
-        if same is None and known:
+        if last is None and known:
             spawn = next((one for one in known if _has_task(branches.arguments(one), branch)), None)
             calling = next((one for one in known if branches.arguments(one)), known[0])
             evidence = "header names another agent" + (", a tool call has its task" if spawn else "")
             return edge("subagent", branch, (spawn or calling).seq, evidence, 1.0)
-    last = next((one for one in branches.earlier(branch) if _agent(one) == _agent(turn)), None)
     if last is not None and turn.parent is None:
         (old, number), (thread, now) = _window(last), _window(turn)
         if client.get("compacted") or (old == thread and number < now):

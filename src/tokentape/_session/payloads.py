@@ -53,11 +53,8 @@ def narrowest(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if rows.dtype.kind not in "iu" or not rows.size:
         return rows
     low, high = int(rows.min()), int(rows.max())
-    for dtype in (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32):
-        bounds = np.iinfo(dtype)
-        if bounds.min <= low and high <= bounds.max:
-            return rows.astype(dtype, copy=False)
-    return rows
+    dtype = np.min_scalar_type(high if low >= 0 else min(low, -high - 1))
+    return rows.astype(dtype, copy=False) if dtype.itemsize <= 4 else rows
 
 
 def rows_as_bytes(rows: npt.NDArray[Any]) -> tuple[str, bytes]:

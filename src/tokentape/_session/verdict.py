@@ -154,8 +154,5 @@ def wanted_verdict(verdict: str, wanted: Collection[str]) -> bool:
     if not set(reservations) <= set(wanted):
         return False
     word, _, why = verdict.partition(": ")
-    for one in wanted:
-        wanted_word, colon, wanted_why = one.partition(":")
-        if wanted_word == word and (not colon or wanted_why.strip() == why):
-            return True
-    return False
+    parts = (one.partition(":") for one in wanted)
+    return any(own == word and (not colon or cause.strip() == why) for own, colon, cause in parts)

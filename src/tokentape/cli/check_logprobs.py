@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tokentape._session.arrow import iter_parquet
-from tokentape._session.jsonl import read_jsonl
+from tokentape._session.files import iter_file
 from tokentape.audit._mismatch import Attribution
 from tokentape.audit._report import CiCase, CiFinding, ci_report
 from tokentape.audit._report import escape_for_terminal as readable
@@ -116,8 +115,7 @@ _RULES = {
 
 def _trajectories(source: RecordSource) -> Iterator[Trajectory]:
     if source.store is None:
-        path = Path(source.location)
-        yield from read_jsonl(path) if path.suffix == ".jsonl" else iter_parquet(path)
+        yield from iter_file(source.location)
         return
     for stored in source.store.iter_sessions():
         yield from stored.trajectories()

@@ -5,9 +5,7 @@ the smallest stretch that both spell with whole tokens. Log-probabilities are co
 (arXiv 2503.20083 calls them chunks).
 
 A tokenization is a list with an entry per token: its `bytes`, valid UTF-8 or not, or for a special token its name, a
-`str`. `pieces` makes one with a `chat.Tokenizer`; tiktoken has `decode_single_token_bytes`. Special tokens stand for no
-bytes and are in no span. Those with the same name at the same byte are paired; one without a name is not. A span that a
-special token of the other tokenization interrupts is marked.
+`str`. Special tokens stand for no bytes and are in no span. Those with one name at the same byte are paired.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,11 +30,10 @@ SpanIndex: TypeAlias = npt.NDArray[np.int32]
 
 
 class NamedPair(NamedTuple):
-    """A special token that both tokenizations have, with one name at one place."""
+    """A special token that both tokenizations have, with one name at one place, and its positions in both."""
 
     name: str
     left: int
-    """Its position in the left tokenization."""
     right: int
 
 
@@ -52,10 +50,7 @@ class Alignment:
     pairs: tuple[NamedPair, ...]
 
     def left_sums(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Sum `values`, one per left token, over each span: log-probabilities of the spans, shape [spans].
-
-        A special token's value is in no sum. Raises `InvalidRequest` if there is not one value per token.
-        """
+        """Sum `values` over each span, shape [spans]. Raises `InvalidRequest` unless there is one per left token."""
         return _sums(self.left, values, len(self.ends))
 
     def right_sums(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
@@ -79,7 +74,7 @@ class Alignment:
             if mask is not None:
                 chosen &= _sums(index, ~np.asarray(mask, np.bool_), len(chosen)) == 0
             if max_tokens is not None:
-                chosen &= np.bincount(index[index >= 0], minlength=len(chosen)) <= max_tokens
+                chosen &= _sums(index, np.ones(len(index)), len(chosen)) <= max_tokens
         return chosen
 
 
@@ -115,22 +110,21 @@ def align(left: Sequence[Piece], right: Sequence[Piece]) -> Alignment:
             index[~named] = span_of_byte[np.minimum(starts, total - 1)]
         indexes.append(index)
     # The first of several that have one name at one place is paired with the first, and so on.
-    waiting: dict[tuple[str, int], deque[int]] = defaultdict(deque)
+    waiting: dict[tuple[Piece, int], deque[int]] = defaultdict(deque)
     for n in np.flatnonzero(special[1]).tolist():
-        waiting[str(right[n]), int(ends[1][n])].append(n)
-    named_left = [(str(left[n]), n, int(ends[0][n])) for n in np.flatnonzero(special[0]).tolist() if left[n]]
-    pairs = [NamedPair(name, n, found.popleft()) for name, n, end in named_left if (found := waiting[name, end])]
-    return Alignment(indexes[0], indexes[1], np.flatnonzero(common), interrupted, tuple(pairs))
+        waiting[right[n], int(ends[1][n])].append(n)
+    places = [(left[n], n, waiting[left[n], int(ends[0][n])]) for n in np.flatnonzero(special[0]).tolist()]
+    pairs = tuple(NamedPair(str(name), n, found.popleft()) for name, n, found in places if name and found)
+    return Alignment(indexes[0], indexes[1], np.flatnonzero(common), interrupted, pairs)
 
 
 def pieces(
     tokenizer: Tokenizer, ids: Sequence[int], names: Mapping[int, str] | None = None, *, keep_space: bool = False
 ) -> list[Piece]:
-    """Return the piece of each id. Control tokens are special, named by `names`, a mapping of ids to names.
+    """Return the piece of each id. Control tokens are special; `names` are their names, by id.
 
     SentencePiece tokenizers put a space before a text that has none. It is removed, unless `keep_space` says that the
-    text begins with a space itself: the ids are the same. Replace control tokens that the other tokenization spells as
-    text (`<think>`) by their bytes.
+    text begins with a space itself. Replace control tokens that the other side spells as text (`<think>`) by bytes.
     """
     names = names or {}
     found: list[Piece] = [
@@ -165,10 +159,9 @@ def _same_bytes(left: Sequence[Piece], right: Sequence[Piece]) -> int:
     """Return how many bytes both spell. Raises `InvalidRequest` if they are not the same."""
     one, other = (b"".join(piece for piece in side if isinstance(piece, bytes)) for side in (left, right))
     if one != other:
-        at = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
         raise InvalidRequest(
-            f"the two tokenizations spell different bytes from offset {at} on ({len(one)} and {len(other)} bytes): "
-            "only tokenizations of the same bytes can be aligned. A normalizer (NFC), or a control token that is text "
-            "in one of them, changes them"
+            f"the two tokenizations spell different bytes from offset {len(commonprefix([one, other]))} on ({len(one)} "
+            f"and {len(other)} bytes): only tokenizations of the same bytes can be aligned. A normalizer (NFC), or a "
+            "control token that is text in one of them, changes them"
         )
     return len(one)

@@ -4,8 +4,7 @@ Per-token arrays of a batch are not shifted: at [row, t] are the id, the mask, t
 of the *same* token. A causal model's logits at t - 1 predict the token at t. So either leave `labels` to a model that
 shifts them itself, as those of transformers do, or take `shifted()`, whose arrays line up with `logits[:, :-1]`.
 
-What carries loss is said by the mask that a sample brings along, never found out by comparing ids with the padding id:
-a padding id that is also the end-of-sequence id neither takes the loss from a sampled end nor gives it to padding.
+A sample's own mask says what carries loss, never a comparison with the padding id: that may end sequences too.
 """
 
 from __future__ import annotations
@@ -98,14 +97,9 @@ class Batch:
         `loss_mask` is set; with supports, `renormalized_logprobs` in place of `log_softmax`. The first token of a
         sample never carries loss, so none is predicted from its neighbor in a packed row.
         """
-        return {
-            "target_ids": self.input_ids[:, 1:],
-            "loss_mask": self.loss_mask[:, 1:],
-            "logprobs": self.logprobs[:, 1:],
-            "temperatures": self.temperatures[:, 1:],
-            "weight_versions": self.weight_versions[:, 1:],
-            **{name: values[:, 1:] for name, values in self.columns.items()},
-        }
+        names = ("loss_mask", "logprobs", "temperatures", "weight_versions")
+        arrays = {"target_ids": self.input_ids, **{name: getattr(self, name) for name in names}, **self.columns}
+        return {name: values[:, 1:] for name, values in arrays.items()}
 
 
 def to_torch(arrays: dict[str, npt.NDArray[Any]], device: str | torch.device | None = None) -> dict[str, torch.Tensor]:
@@ -137,11 +131,10 @@ def padded(
     `trainers.turn_temperatures`), and for logprobs over the whole vocabulary beside recorded supports.
     """
     _check(samples, pad_id, vocab_size)
-    size = _row_length(max(len(sample.token_ids) for sample in samples), length, multiple)
-    places = np.zeros((len(samples), 3), np.int64)
-    for n, sample in enumerate(samples):
-        start = size - len(sample.token_ids) if side == "left" else 0
-        places[n] = n, start, start + len(sample.token_ids)
+    lengths = [len(sample.token_ids) for sample in samples]
+    size = _row_length(max(lengths), length, multiple)
+    starts = [size - own if side == "left" else 0 for own in lengths]
+    places = np.stack([np.arange(len(samples)), starts, np.add(starts, lengths)], axis=1)
     return _fill(samples, places, len(samples), size, pad_id, check_logprobs)
 
 
@@ -229,11 +222,17 @@ def _fill(
     samples: Sequence[Sample], places: npt.NDArray[np.int64], rows: int, length: int, pad_id: int, check: bool
 ) -> Batch:
     shape = (rows, length)
-    input_ids = np.full(shape, pad_id, np.int64)
-    attention_mask, position_ids = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    segment_ids, weight_versions = np.zeros(shape, np.int32), np.full(shape, NO_VERSION, np.int32)
-    loss_mask, logprobs = np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
-    temperatures = np.ones(shape, np.float32)
+    padding: dict[str, tuple[type[np.generic], int]] = {
+        "input_ids": (np.int64, pad_id),
+        "attention_mask": (np.int64, 0),
+        "position_ids": (np.int64, 0),
+        "segment_ids": (np.int32, 0),
+        "loss_mask": (np.bool_, 0),
+        "logprobs": (np.float32, 0),
+        "temperatures": (np.float32, 1),
+        "weight_versions": (np.int32, NO_VERSION),
+    }
+    arrays: dict[str, Any] = {name: np.full(shape, value, dtype) for name, (dtype, value) in padding.items()}
     columns = {name: np.zeros(shape, np.float32) for name in sorted(samples[0].columns)}
     payloads = _empty_payloads(samples, shape)
     versions: dict[str, int] = {}
@@ -245,31 +244,28 @@ def _fill(
         row, start, end = map(int, places[n])
         segments[row] += 1
         at = np.s_[row, start:end]
-        input_ids[at] = sample.token_ids
-        attention_mask[at] = 1
-        position_ids[at] = np.arange(end - start)
-        segment_ids[at] = segments[row]
-        loss_mask[at] = sample.loss_mask
-        logprobs[at] = sample.logprobs
-        temperatures[at] = _temperatures(sample, check)
+        values: dict[str, Any] = {
+            "input_ids": sample.token_ids,
+            "attention_mask": 1,
+            "position_ids": np.arange(end - start),
+            "segment_ids": segments[row],
+            "loss_mask": sample.loss_mask,
+            "logprobs": sample.logprobs,
+            "temperatures": _temperatures(sample, check),
+        }
+        for name, value in values.items():
+            arrays[name][at] = value
+        for name, value in sample.columns.items():
+            columns[name][at] = value
         for a, b, version in sample.weight_spans:
-            weight_versions[row, start + a : start + b] = versions.setdefault(version, len(versions))
-        for name, values in sample.columns.items():
-            columns[name][at] = values
+            arrays["weight_versions"][row, start + a : start + b] = versions.setdefault(version, len(versions))
         for name, payload in sample.payloads.items():
             payloads[name].rows[at] = payload.rows
             payloads[name].known[at] = payload.known
         boundaries += [row * length + start, row * length + end]
     return Batch(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        segment_ids=segment_ids,
-        loss_mask=loss_mask,
-        labels=np.where(loss_mask, input_ids, IGNORED),
-        logprobs=logprobs,
-        temperatures=temperatures,
-        weight_versions=weight_versions,
+        **arrays,
+        labels=np.where(arrays["loss_mask"], arrays["input_ids"], IGNORED),
         versions=tuple(versions),
         places=places,
         cu_seqlens=np.unique(np.array([*boundaries, *range(0, rows * length + 1, length)], np.int32)),

@@ -52,16 +52,15 @@ def group_advantages(
     rewards: dict[str, dict[str, list[float]]] = {}
     for sample in samples:
         rewards.setdefault(_group_of(sample), {}).setdefault(sample.session_id, []).append(reward_of(sample))
-    means: dict[str, float] = {}
-    scales: dict[str, float] = {}
+    center: dict[str, tuple[float, float]] = {}
     for group, sessions in rewards.items():
-        of_sessions = [float(np.mean(one)) for one in sessions.values()]
-        means[group] = float(np.mean(of_sessions))
-        scales[group] = float(np.std(of_sessions)) + epsilon if scale else 1.0
-    return [
-        with_column(sample, name, (reward_of(sample) - means[_group_of(sample)]) / scales[_group_of(sample)])
-        for sample in samples
-    ]
+        of_sessions = [np.mean(one) for one in sessions.values()]
+        center[group] = float(np.mean(of_sessions)), float(np.std(of_sessions)) + epsilon if scale else 1.0
+    out = []
+    for sample in samples:
+        mean, divisor = center[_group_of(sample)]
+        out.append(with_column(sample, name, (reward_of(sample) - mean) / divisor))
+    return out
 
 
 def _group_of(sample: Sample) -> str:

@@ -1,16 +1,8 @@
 """Make first embeddings for tokens that a model has not seen, from those that it has.
 
-Each function returns the rows of new tokens. `enlarged` puts them after the old rows, and `enlarge_model` into a model.
-All but the last take and return numpy arrays, in the dtype of the given embeddings.
-
-| function | a new token begins as |
-|---|---|
-| `mean_of_pieces` | the mean of the tokens that its text was before (arXiv 2305.14481 and others) |
-| `token_adapt` | those, weighted by likeness and length, mixed with its nearest neighbors (arXiv 2505.09738) |
-| `normal` | a draw from a normal distribution with each dimension's mean and deviation |
-
-A semantic-id token has no text of its own: describe each by one (a title, a category), or take `normal`. Rows that are
-zero or equal get equal gradients in turn, so several such tokens part from each other slowly.
+`mean_of_pieces`, `token_adapt` (arXiv 2505.09738) and `normal` return the rows of new tokens, numpy arrays in the dtype
+of the given embeddings; `enlarge_model` puts them after the old rows. A semantic-id token has no text of its own:
+describe each by one (a title, a category), or take `normal`: rows that are equal part from each other slowly.
 """
 
 from __future__ import annotations
@@ -30,20 +22,17 @@ Rows: TypeAlias = npt.NDArray[np.floating[Any]]
 
 
 class Pieces(NamedTuple):
-    """The tokens of a new token's text before it was one token."""
+    """The tokens of a new token's text before it was one token, and their lengths in bytes."""
 
     ids: tuple[int, ...]
     lengths: tuple[int, ...]
-    """In bytes."""
 
 
 class Auxiliary(NamedTuple):
-    """Texts in the space of another embedding model, which measures likeness."""
+    """Texts in the space of another embedding model, which measures likeness: of each new and each old token."""
 
     new: Rows
-    """Of each new token's text, shape [new tokens, any]."""
     old: Rows
-    """Of each old token's text, shape [old rows, any]."""
 
 
 def pieces_of(serving: Tokenizer, texts: Sequence[str]) -> list[Pieces]:
@@ -74,13 +63,10 @@ def token_adapt(
 ) -> Rows:
     """Mix a weighted mean of pieces (the local estimate) with one of nearest neighbors (the global estimate).
 
-    Likeness is the cosine in the auxiliary space. A piece's score is the mean of its likeness to the whole text and its
-    share of the text's length; a neighbor's is its likeness. A softmax with `temperature` makes scores weights. The
-    mixture has `global_weight` of neighbors.
-
-    Without `auxiliary` the space is that of `embeddings`, and a text's place in it is the mean of its pieces. For
-    untied output embeddings pass those, and `Auxiliary(mean_of_pieces(inputs, pieces), inputs)`, so that both get the
-    same weights.
+    Likeness is the cosine in the auxiliary space, by default that of `embeddings`, with a text at the mean of its
+    pieces. A piece's score is the mean of its likeness to the whole text and its share of the text's length; a
+    neighbor's is its likeness. A softmax with `temperature` makes scores weights. For untied output embeddings pass
+    those, and `Auxiliary(mean_of_pieces(inputs, pieces), inputs)`, so that both get the same weights.
 
     Shape [pieces, dimensions]. Raises `InvalidRequest` for an auxiliary space with other numbers of rows.
     """
@@ -91,13 +77,17 @@ def token_adapt(
             f"{len(pieces)} and {len(embeddings)}, one for each token"
         )
     old, new, wide = _unit(auxiliary.old), _unit(auxiliary.new), embeddings.astype(np.float64)
+
+    def weighted(scores: npt.NDArray[np.float64], ids: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+        weights = np.exp((scores - scores.max()) / temperature)
+        return np.asarray(weights / weights.sum() @ wide[ids])
+
     rows = np.empty((len(pieces), embeddings.shape[1]))
     for n, (ids, lengths) in enumerate(pieces):
-        likeness = old @ new[n]
+        likeness, own = old @ new[n], np.array(ids, np.intp)
         share = np.array(lengths) / max(sum(lengths), 1)
-        local = _softmax((likeness[list(ids)] + share) / 2, temperature) @ wide[list(ids)]
         nearest = np.argsort(-likeness, kind="stable")[:neighbours]
-        near = _softmax(likeness[nearest], temperature) @ wide[nearest]
+        local, near = weighted((likeness[own] + share) / 2, own), weighted(likeness[nearest], nearest)
         rows[n] = (1 - global_weight) * local + global_weight * near
     return rows.astype(embeddings.dtype)
 
@@ -155,16 +145,10 @@ def enlarge_model(
     with torch.no_grad():
         for layer, values in zip((model.get_input_embeddings(), model.get_output_embeddings()), made, strict=False):
             layer.weight.copy_(torch.from_numpy(values))
-    model.config.get_text_config().pad_token_id = training.pad_id
-    if model.generation_config is not None:
-        model.generation_config.pad_token_id = training.pad_id
+    for config in filter(None, (model.config.get_text_config(), model.generation_config)):
+        config.pad_token_id = training.pad_id
 
 
 def _unit(rows: Rows) -> npt.NDArray[np.float64]:
     wide = rows.astype(np.float64)
     return np.asarray(wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12))
-
-
-def _softmax(scores: npt.NDArray[np.float64], temperature: float) -> npt.NDArray[np.float64]:
-    weights = np.exp((scores - scores.max()) / temperature)
-    return np.asarray(weights / weights.sum())

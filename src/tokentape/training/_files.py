@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from tokentape._session.arrow import iter_parquet, trajectories_table, write_parquet
+from tokentape._session.arrow import trajectories_table
 from tokentape._session.fields import FileField, Layout
-from tokentape._session.jsonl import read_jsonl, write_jsonl
+from tokentape._session.files import iter_file, write_file
 from tokentape.training._samples import Sample
 
 if TYPE_CHECKING:
@@ -24,15 +24,12 @@ SAMPLES = Layout(Sample, (FileField("group", "string", nullable=True),), "sample
 
 def write_samples(samples: Iterable[Sample], path: str | Path) -> int:
     """Write samples to a file, JSON lines if it is named `.jsonl`, else Parquet. Return how many."""
-    if Path(path).suffix == ".jsonl":
-        return write_jsonl(samples, path, SAMPLES)
-    return write_parquet(list(samples), path, layout=SAMPLES)
+    return write_file(samples, path, SAMPLES)
 
 
 def read_samples(path: str | Path) -> Iterator[Sample]:
     """Yield the samples of such a file, bit for bit. Raises `InvalidRequest` for another file or version."""
-    found = read_jsonl(path, SAMPLES) if Path(path).suffix == ".jsonl" else iter_parquet(path, layout=SAMPLES)
-    return cast("Iterator[Sample]", found)
+    return cast("Iterator[Sample]", iter_file(path, SAMPLES))
 
 
 def to_dataset(samples: Iterable[Sample]) -> datasets.Dataset:

@@ -6,22 +6,22 @@ import asyncio
 import importlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from tokentape.chat._renderer import Renderer
 from tokentape.client import AsyncClient
-from tokentape.engines._base import Engine, SamplingParams
+from tokentape.engines._base import Engine, SampleDelta, SamplingParams
+from tokentape.engines._function import FunctionEngine
 from tokentape.errors import InvalidRequest
 from tokentape.gateway._serving import serving_record
 from tokentape.store import SqliteStore
 from tokentape.store._reads import StoredSession, lineage_of
-from tokentape.training._samples import AssemblyReport, Sample, assemble
+from tokentape.training._samples import Sample, assemble
 from tokentape.training._stop_rule import StopRule
 from tokentape.types import Message, Trajectory
-
-T = TypeVar("T")
 
 Task: TypeAlias = Mapping[str, Any]
 """A row of the trainer's dataset."""
@@ -38,8 +38,6 @@ class Rollout:
     session_id: str
     samples: tuple[Sample, ...]
     """What of the session is trained. Several where it branched, none where nothing was sampled."""
-    report: AssemblyReport
-    """What was left out."""
     error: Exception | None
     """What the agent raised."""
     replies: Mapping[int, Message] = field(default_factory=dict)
@@ -97,7 +95,7 @@ class LiveGateway:
             # What an agent that failed left is not trained.
             stop_rule.add(made.samples if error is None else ())
         replies = {turn.seq: turn.reply for turn in stored.turns}
-        return Rollout(session.session_id, tuple(made.samples), made.report, error, replies)
+        return Rollout(session.session_id, tuple(made.samples), error, replies)
 
     def _read(self, session_id: str) -> tuple[StoredSession, list[Trajectory]]:
         stored = self.store.load_session(session_id, per_token=True)
@@ -109,12 +107,22 @@ _held: set[asyncio.Task[None]] = set()
 
 
 async def live_gateway(
-    model_dir: Path | str, make_engine: Callable[[Renderer], Engine], *, directory: Path | str | None = None
+    model_dir: Path | str,
+    sample: Callable[[list[int], SamplingParams], Awaitable[SampleDelta]],
+    *,
+    name: str,
+    sampling: frozenset[str],
+    max_context: int,
+    logprobs_mode: str,
+    directory: Path | str | None = None,
 ) -> LiveGateway:
     """Return the gateway of this event loop for a model. It starts at the first call, and ends with the loop.
 
-    Later calls get the same one, so `make_engine` and `directory` have to be the same for a model. Raises as `serving`.
+    Later calls get the same one, so all has to be the same for a model; see `FunctionEngine`. Raises as `serving`.
     """
+    make_engine = partial(
+        FunctionEngine, sample, max_context=max_context, logprobs_mode=logprobs_mode, sampling=sampling, name=name
+    )
     opened = _gateways.setdefault(asyncio.get_running_loop(), {})
     ready = opened.get(str(model_dir))
     if ready is None or (ready.done() and ready.exception() is not None):
@@ -129,7 +137,7 @@ async def live_gateway(
 async def _hold(
     ready: asyncio.Future[LiveGateway],
     model_dir: Path | str,
-    make_engine: Callable[[Renderer], Engine],
+    make_engine: Callable[..., Engine],
     directory: Path | str | None,
 ) -> None:
     """Start a gateway, on another thread, and end it when this task is cancelled: an event loop does that at its end.
@@ -138,7 +146,8 @@ async def _hold(
     """
     try:
         renderer = await asyncio.to_thread(Renderer.load, model_dir)
-        gateway = serving_record(make_engine(renderer), model_dir, directory, renderer)
+        engine = make_engine(vocab_size=renderer.tokenizer.vocab_size)
+        gateway = serving_record(engine, model_dir, directory, renderer)
         url, store = await asyncio.to_thread(gateway.__enter__)
     except Exception as error:
         ready.set_exception(error)
@@ -151,13 +160,13 @@ async def _hold(
         await asyncio.to_thread(gateway.__exit__, None, None, None)
 
 
-def imported(given: T | str, param: str) -> T:
+def imported(given: Any, param: str) -> Any:
     """Return an object, or the one that `package.module.name` names. Raises `InvalidRequest` if there is none."""
     if not isinstance(given, str):
         return given
     module, _, name = given.rpartition(".")
     try:
-        return cast(T, getattr(importlib.import_module(module), name))
+        return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidRequest(
             f"{param} {given!r} can't be imported ({error}); expected package.module.name: write the full name, and "

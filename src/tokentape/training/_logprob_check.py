@@ -6,14 +6,15 @@ Differences have three causes, and only the first is about numbers. They are rep
 - *id drift*: the trainer has other ids for the same text. Something retokenized.
 - *text drift*: the trainer has another text. Something rendered messages again.
 
-A token whose context differs is never counted as numeric. So a bug in the token path can't hide in rounding noise, nor
-rounding noise pass for one.
+A token with another context is never counted as numeric: a bug in the token path can't hide in rounding noise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from heapq import nlargest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -257,7 +258,8 @@ class _Tally:
         self._numeric, self._behind = NumbersTally(), NumbersTally()
         self._drifts = {"id drift": Drift(), "text drift": Drift()}
         self._retokenized = None if tokenizer is None else Drift()
-        self._outliers: list[Outlier] = []
+        self._outliers: list[tuple[float, Outlier]] = []
+        """The furthest apart, with their distance."""
         self._above_zero = 0
 
     def add(self, one: Trajectory, row: TrainerRow) -> None:
@@ -300,7 +302,7 @@ class _Tally:
             text_drift=self._drifts["text drift"],
             behind_drift=self._behind.numbers(),
             if_retokenized=self._retokenized,
-            outliers=tuple(self._outliers),
+            outliers=tuple(outlier for _, outlier in self._outliers),
             not_comparable=dict(self._mismatch.not_comparable),
             above_zero=self._above_zero,
             causes=self._causes(),
@@ -361,24 +363,17 @@ class _Tally:
             at = int(positions[n])
             kinds = [change.kind for change in found.changes if change.start <= at]
             token_id = int(one.token_ids[at])
-            self._outliers.append(
-                Outlier(
-                    session_id=one.session_id,
-                    leaf=one.leaf,
-                    turn=one.turns[int(np.searchsorted(one.completion_ends, at, "right"))],
-                    position=at,
-                    token_id=token_id,
-                    text=None if self._tokenizer is None else self._tokenizer.decode([token_id]),
-                    recorded=float(one.logprobs[at]),
-                    trainer=float(trainer[n]),
-                    channel="numeric" if at < found.first else found.channel,
-                    drift_class=kinds[-1] if kinds else None,
-                )
+            outlier = Outlier(
+                session_id=one.session_id,
+                leaf=one.leaf,
+                turn=one.turns[int(np.searchsorted(one.completion_ends, at, "right"))],
+                position=at,
+                token_id=token_id,
+                text=None if self._tokenizer is None else self._tokenizer.decode([token_id]),
+                recorded=float(one.logprobs[at]),
+                trainer=float(trainer[n]),
+                channel="numeric" if at < found.first else found.channel,
+                drift_class=kinds[-1] if kinds else None,
             )
-        self._outliers.sort(key=_distance, reverse=True)
-        del self._outliers[self._limit :]
-
-
-def _distance(outlier: Outlier) -> float:
-    apart = abs(outlier.trainer - outlier.recorded)
-    return apart if np.isfinite(apart) else float("inf")
+            self._outliers.append((float(size[n]), outlier))
+        self._outliers = nlargest(self._limit, self._outliers, key=itemgetter(0))

@@ -7,14 +7,13 @@ difference tokens have the same context, after a difference of ids alone the sam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from tokentape.audit._drift.rerender import whole_conversation
-from tokentape.audit._statistics import Numbers, logprob_numbers
+from tokentape.audit._statistics import Numbers, NumbersTally
 from tokentape.audit._tokendiff import compare
 from tokentape.chat._renderer import Renderer
 from tokentape.store import StoredSession
@@ -62,63 +61,51 @@ def check_rerendered(
     does. Without `forward` there are no logprobs, and the `Numbers` are over no tokens. A row's logprobs are those of
     the recorded ids in the new context. Ids or text that changed have none.
     """
-    tally = _RerenderTally(renderer, forward)
-    for stored in sessions:
-        session = stored.tree()
-        for one in stored.trajectories():
-            path = session.path(one.leaf)
-            tally.add(one, None if one.media else whole_conversation(renderer, path, stored.setups[path[-1].setup]))
-    return tally.report()
-
-
-class _RerenderTally:
-    def __init__(self, renderer: Renderer, forward: Forward | None) -> None:
-        self._tokenizer = renderer.tokenizer
-        self._forward = forward
-        self._counts: Counter[str] = Counter()
-        self._kinds: dict[str, Counter[str]] = {"ids": Counter(), "text": Counter()}
-        self._apart: dict[str, list[npt.NDArray[np.float64]]] = {"numeric": [], "ids": [], "text": []}
-
-    def add(self, one: Trajectory, again: TokenIds | None) -> None:
+    counts: Counter[str] = Counter()
+    kinds: dict[str, Counter[str]] = {"ids": Counter(), "text": Counter()}
+    apart = {name: NumbersTally() for name in ("numeric", "ids", "text")}
+    for one, again in _pairs(sessions, renderer):
         if again is None:
-            self._counts["refused"] += 1
-            return
+            counts["refused"] += 1
+            continue
         mask = one.loss_mask & np.isfinite(one.logprobs)
         mask[:1] = False
-        found = compare(one.token_ids, again, self._tokenizer, provenance=one.provenance)
+        found = compare(one.token_ids, again, renderer.tokenizer, provenance=one.provenance)
         first = {"ids": len(mask), "text": len(mask)}
         for difference in found.differences:
             # What the template writes after the last turn is in no completion.
             if difference.expected_start < len(mask):
                 name = "ids" if difference.same_bytes else "text"
                 first[name] = min(first[name], difference.expected_start)
-                self._kinds[name][difference.kind] += 1
+                kinds[name][difference.kind] += 1
                 changed = mask[difference.expected_start : difference.expected_end]
-                self._counts[f"{name} tokens"] += int(changed.sum())
-        self._counts["sequences"] += 1
-        self._counts["tokens"] += int(mask.sum())
-        for name, start in first.items():
-            self._counts[f"{name} sequences"] += start < len(mask)
-        if self._forward is not None:
+                counts[f"{name} tokens"] += int(changed.sum())
+        counts.update({f"{name} sequences": int(start < len(mask)) for name, start in first.items()})
+        counts.update(sequences=1, tokens=int(mask.sum()))
+        if forward is not None:
             partner = found.partners()
             positions = np.flatnonzero(mask & (partner >= 0))
-            apart = self._forward(again)[partner[positions]].astype(np.float64) - one.logprobs[positions]
+            distance = forward(again)[partner[positions]].astype(np.float64) - one.logprobs[positions]
             cuts = np.searchsorted(positions, [min(first.values()), first["text"]])
-            for name, part in zip(self._apart, np.split(apart, cuts), strict=True):
-                self._apart[name].append(part)
+            for tally, part in zip(apart.values(), np.split(distance, cuts), strict=True):
+                tally.add(part)
+    drifts = {name: Changed(counts[f"{name} sequences"], counts[f"{name} tokens"], dict(kinds[name])) for name in kinds}
+    return IfRerendered(
+        sequences=counts["sequences"],
+        refused=counts["refused"],
+        tokens=counts["tokens"],
+        id_drift=drifts["ids"],
+        text_drift=drifts["text"],
+        numeric=apart["numeric"].numbers(),
+        behind_id_drift=apart["ids"].numbers(),
+        behind_text_drift=apart["text"].numbers(),
+    )
 
-    def report(self) -> IfRerendered:
-        ids, text = (
-            Changed(self._counts[f"{name} sequences"], self._counts[f"{name} tokens"], dict(kinds))
-            for name, kinds in self._kinds.items()
-        )
-        return IfRerendered(
-            sequences=self._counts["sequences"],
-            refused=self._counts["refused"],
-            tokens=self._counts["tokens"],
-            id_drift=ids,
-            text_drift=text,
-            numeric=logprob_numbers(self._apart["numeric"]),
-            behind_id_drift=logprob_numbers(self._apart["ids"]),
-            behind_text_drift=logprob_numbers(self._apart["text"]),
-        )
+
+def _pairs(sessions: Iterable[StoredSession], renderer: Renderer) -> Iterator[tuple[Trajectory, TokenIds | None]]:
+    """Yield branches with the ids of their messages; None for one that is refused, or has images."""
+    for stored in sessions:
+        session = stored.tree()
+        for one in stored.trajectories():
+            path = session.path(one.leaf)
+            yield one, None if one.media else whole_conversation(renderer, path, stored.setups[path[-1].setup])

@@ -1,21 +1,14 @@
 """Trajectories to samples: which tokens are trained, in which sequence, with which numbers beside them.
 
-A session's trajectories share prefixes. Here it is decided which of them become samples, and which of a sample's tokens
-carry loss: each sampled token at most once over all samples of a session, elsewhere it is context. The steps are plain
-functions, so that yours go beside them:
-
-1. `select`: which trajectories of a session stay, each a `Select`: `longest_branch`, `DropRetries`, `KeepVerdicts`.
-   What aborted turns sampled is outside already, for no trajectory holds it.
-2. `split`: what becomes a sample, a `Split`: `one_per_leaf` (the default) or `one_per_turn`.
-3. `max_length`: what happens to samples that are too long.
-4. Masks. They are decided anew, over what is left: where the trajectory that trained a shared turn is gone, the next
-   one that holds the turn trains it.
-
-A sample's arrays are views of its trajectory's as far as they are equal, so the cost is that of the masks.
+A session's trajectories share prefixes. Each sampled token carries loss at most once over all samples of a session,
+elsewhere it is context. Masks are decided last, over what `select`, `split` and `max_length` have left: where the
+trajectory that trained a shared turn is gone, the next one that holds the turn trains it. The steps are plain
+functions, so that yours go beside them. A sample's arrays are views of its trajectory's as far as they are equal.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -194,31 +187,27 @@ def assemble(
     """Make samples, session by session in the order in which they come.
 
     Give all trajectories of a session in one call, else a token may be trained twice: `StoredSession.trajectories()`,
-    `ClientSession.trajectories()`, a snapshot's, `read_parquet(...)`. `group` is the key of a session's metadata whose
-    value names the sample's group, or a function that does. With `roles` only branches with one of these are made
+    `ClientSession.trajectories()`, a snapshot's, `read_trajectories(...)`. `group` is the key of a session's metadata
+    that names the sample's group, or a function that does. With `roles` only branches with one of these are made
     samples: `main`, `subagent`, `side_call`; a turn that they share is trained once in any case.
 
-    >>> made = assemble(read_parquet("rollouts.parquet"), select=[DropRetries()], group="task")  # doctest: +SKIP
+    >>> made = assemble(read_trajectories("rollouts.parquet"), group="task")                     # doctest: +SKIP
     >>> made.report.trained_tokens                                                               # doctest: +SKIP
     18211
 
     Raises `InvalidRequest` for a session whose metadata lack the key of the group, and if `roles` are wanted of
     trajectories that say none.
     """
-    steps = list(select)
     if roles is not None:
         check_roles(roles)
-        steps = [partial(_with_roles, roles), *select]
+        select = [partial(_with_roles, roles), *select]
     sessions: dict[str, list[Trajectory]] = {}
     for one in trajectories:
         sessions.setdefault(one.session_id, []).append(one)
-    samples: list[Sample] = []
-    report = AssemblyReport(sessions=len(sessions))
-    for given in sessions.values():
-        made, counted = _of_session(given, steps, split, max_length, group)
-        samples += made
-        report += counted
-    return Assembled(samples, report)
+    made = [_of_session(given, select, split, max_length, group) for given in sessions.values()]
+    return Assembled(
+        [sample for one in made for sample in one.samples], sum((one.report for one in made), AssemblyReport())
+    )
 
 
 def _with_roles(roles: Sequence[str], trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
@@ -238,22 +227,20 @@ def _of_session(
     split: Split,
     max_length: MaxLength | None,
     group: str | Callable[[Trajectory], str] | None,
-) -> tuple[list[Sample], AssemblyReport]:
+) -> Assembled:
     selected = given
     for step in select:
         selected = step(selected)
     pieces = list(split(selected))
-    counts = {"trajectories": len(given), "not_selected": len(given) - len(selected)}
-    if max_length is not None and max_length.how == "drop":
-        fitting = [piece for piece in pieces if _length(piece) <= max_length.tokens]
-        counts["too_long"] = len(pieces) - len(fitting)
-        pieces = fitting
+    counts = Counter(sessions=1, trajectories=len(given), not_selected=len(given) - len(selected))
     limit = max_length.tokens if max_length is not None else None
     owners = _owners(given)
     trained: set[int] = set()
     samples = []
-    cut = cut_tokens = cut_trained = nothing = 0
     for piece in pieces:
+        if max_length is not None and max_length.how == "drop" and _length(piece) > max_length.tokens:
+            counts["too_long"] += 1
+            continue
         path = piece.trajectory.turns
         mine = [n for n in piece.trains if path[n] not in trained]
         trained.update(path[n] for n in mine)
@@ -262,24 +249,14 @@ def _of_session(
         starts, ends = piece.trajectory.completion_starts, piece.trajectory.completion_ends
         kept = sum(max(min(int(ends[n]), length) - int(starts[n]), 0) for n in mine)
         if length < whole:
-            cut += 1
-            cut_tokens += whole - length
-            cut_trained += sum(int(ends[n]) - int(starts[n]) for n in mine) - kept
+            lost = sum(int(ends[n]) - int(starts[n]) for n in mine) - kept
+            counts.update(cut=1, cut_tokens=whole - length, cut_trained_tokens=lost)
         if not kept:
-            nothing += 1
+            counts["nothing_to_train"] += 1
             continue
+        counts.update(samples=1, tokens=length, trained_tokens=kept)
         samples.append(_sample(piece, mine, length, owners, _group(piece.trajectory, group)))
-    report = AssemblyReport(
-        samples=len(samples),
-        tokens=sum(len(sample.token_ids) for sample in samples),
-        trained_tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
-        cut=cut,
-        cut_tokens=cut_tokens,
-        cut_trained_tokens=cut_trained,
-        nothing_to_train=nothing,
-        **counts,
-    )
-    return samples, report
+    return Assembled(samples, AssemblyReport(**counts))
 
 
 def _length(piece: Piece, limit: int | None = None) -> int:
@@ -366,7 +343,7 @@ def _columns(
 
 
 def _group(trajectory: Trajectory, group: str | Callable[[Trajectory], str] | None) -> str | None:
-    if group is None or callable(group):
+    if not isinstance(group, str):
         return None if group is None else group(trajectory)
     if group not in trajectory.metadata:
         raise InvalidRequest(

@@ -89,7 +89,7 @@ def sft_sample(
     written = _written(renderer, messages, setup, generate=False)
     marked = _marked_by_template(renderer, messages, setup, written) if marks else None
     said = marked if marked is not None else find_said(renderer, messages, setup, written, chosen)
-    _check(written, said, messages, whole=marked is None and len(said) == _count(messages))
+    _check(written, said, messages, whole=marked is None and len(said) == len(_speakers(messages)))
     spans = [_without_reasoning(renderer, one, written, setup) if not reasoning else one for one in said]
     encoded = renderer.tokenizer.encode_marked(written.text)
     provenance = provenance_of_tokens(written.codes[written.flat[:-1]], encoded.spans)
@@ -145,14 +145,11 @@ def find_said(
 
 
 def _chosen(messages: Sequence[Message], select: Literal["all", "final"] | Collection[int]) -> list[int]:
-    speakers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    match select:
-        case "all":
-            wanted = speakers
-        case "final":
-            wanted = [len(messages) - 1]
-        case _:
-            wanted = sorted({int(n) for n in select})
+    speakers = _speakers(messages)
+    if isinstance(select, str):
+        wanted = speakers if select == "all" else [len(messages) - 1]
+    else:
+        wanted = sorted({int(n) for n in select})
     if not wanted or not set(wanted) <= set(speakers):
         raise InvalidRequest(
             f"messages {wanted} are to be trained, assistant messages are {speakers}; name some of those", "select"
@@ -162,20 +159,15 @@ def _chosen(messages: Sequence[Message], select: Literal["all", "final"] | Colle
 
 def _with_objects(message: Message) -> Message:
     """Return the message with arguments of its calls as objects: templates print those, and would quote a string."""
-    calls = [
-        {
-            **call,
-            "function": {**call["function"], "arguments": tool_arguments(call["function"]["arguments"], "messages")},
-        }
-        if "arguments" in call["function"]
-        else call
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = [{**call, "function": dict(call["function"])} for call in message.get("tool_calls") or ()]
+    for call in calls:
+        if "arguments" in call["function"]:
+            call["function"]["arguments"] = tool_arguments(call["function"]["arguments"], "messages")
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _count(messages: Sequence[Message]) -> int:
-    return sum(message["role"] == "assistant" for message in messages)
+def _speakers(messages: Sequence[Message]) -> list[int]:
+    return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def _written(renderer: Renderer, messages: Sequence[Message], setup: Setup, *, generate: bool) -> Written:
@@ -195,9 +187,9 @@ def _marked_by_template(
     source = _GENERATION.sub(_shown, renderer.template.source)
     shown = Renderer(renderer.tokenizer, ChatTemplate(source)).render_text(messages, setup, generate=False)
     pieces = re.split(f"([{_OPEN}{_CLOSE}])", shown)
-    if "".join(pieces[::2]) != written.text or pieces[1::2] != [_OPEN, _CLOSE] * _count(messages):
+    speakers = _speakers(messages)
+    if "".join(pieces[::2]) != written.text or pieces[1::2] != [_OPEN, _CLOSE] * len(speakers):
         return None
-    speakers = (n for n, message in enumerate(messages) if message["role"] == "assistant")
     ends = np.cumsum([len(piece) for piece in pieces[::2]]).tolist()
     return [Said(n, ends[2 * k], ends[2 * k + 1]) for k, n in enumerate(speakers)]
 
@@ -217,7 +209,7 @@ def _behind_headers(
     shared = prompt[: common_prefix(renderer.format(setup).header, prompt)]
     if not MARK.match(shared):
         return None
-    speakers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    speakers = _speakers(messages)
     # The longest beginning of it that every turn has: what reasoning goes into may be in it, and be filled in some.
     for end in [len(shared), *(match.start() for match in reversed(list(MARK.finditer(shared, 1))))]:
         found = [match.end() for match in re.finditer(re.escape(shared[:end]), written.text)]

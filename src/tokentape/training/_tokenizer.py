@@ -1,21 +1,19 @@
 """Add what training needs to a model's serving tokenizer, and change nothing else.
 
-That is a padding token, blocks of tokens (control tokens, semantic ids), and rows up to a round number. Text without
-the new tokens keeps its ids: normalizer, pre-tokenizer, vocabulary, merges and decoder are those of `tokenizer.json`.
-`proof` checks it. Ids are stable: new tokens follow the highest id in the order of their addition, adding a block
-again gives the same ids, and later blocks move no earlier one.
+That is a padding token, blocks of tokens (control tokens, semantic ids), and rows up to a round number. New tokens
+follow the highest id in the order of their addition, and no id moves later. `prove` checks that old text keeps its ids.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -44,6 +42,14 @@ class TokenBlock:
         return range(self.first_id, self.first_id + len(self.tokens))
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What `training_tokenizer.json` holds."""
+
+    multiple_of: int
+    blocks: tuple[TokenBlock, ...]
+
+
 @dataclass(frozen=True)
 class TrainingTokenizer:
     """A serving tokenizer with what was added. Use `TrainingTokenizer.load`.
@@ -60,12 +66,10 @@ class TrainingTokenizer:
     """Its `tokenizer.json`."""
     folder: Path
     """The folder of the serving tokenizer."""
-    serving_sha256: str
-    """SHA-256 of the serving tokenizer's `tokenizer.json`."""
-    pad_token: str
-    pad_id: int
-    blocks: tuple[TokenBlock, ...]
     multiple_of: int
+    blocks: tuple[TokenBlock, ...]
+    pad_token: str = ""
+    pad_id: int = -1
 
     @classmethod
     def load(
@@ -82,24 +86,20 @@ class TrainingTokenizer:
         `TokenizerUnusable` as `Tokenizer.load` and for blocks that can't be read.
         """
         folder = Path(folder)
-        tokenizer = Tokenizer.load(folder)
-        source = (folder / "tokenizer.json").read_bytes()
-        serving_sha256, saved_multiple, blocks = _read_layout(folder / _LAYOUT) or (tokenizer.sha256, 64, ())
-        multiple_of = saved_multiple if multiple_of is None else multiple_of
+        tokenizer, saved = Tokenizer.load(folder), folder / _LAYOUT
+        layout = _Layout(64, ())
+        if saved.is_file():
+            try:
+                layout = msgspec.json.decode(saved.read_bytes(), type=_Layout)
+            except msgspec.MsgspecError as error:
+                raise TokenizerUnusable(f"{saved} is damaged ({error}): save the training tokenizer again") from None
+        multiple_of = layout.multiple_of if multiple_of is None else multiple_of
         if multiple_of < 1:
             raise InvalidRequest(f"multiple_of must be 1 or more, not {multiple_of}", "multiple_of")
-        loaded = cls(
-            tokenizer=tokenizer,
-            source=source,
-            folder=folder,
-            serving_sha256=serving_sha256,
-            pad_token="",
-            pad_id=-1,
-            blocks=blocks,
-            multiple_of=multiple_of,
-        )
-        loaded._check_blocks()
-        return loaded._with_pad(pad or tokenizer.special_tokens.get("pad_token"), pad_is_eos)
+        source = (folder / "tokenizer.json").read_bytes()
+        made = cls(tokenizer, source, folder, multiple_of, layout.blocks)
+        made._check_blocks()
+        return made._with_pad(pad or tokenizer.special_tokens.get("pad_token"), pad_is_eos)
 
     @cached_property
     def known(self) -> npt.NDArray[np.bool_]:
@@ -116,17 +116,16 @@ class TrainingTokenizer:
 
     def block(self, name: str) -> TokenBlock:
         """Return the block with a name. Raises `InvalidRequest` if there is none."""
-        for block in self.blocks:
-            if block.name == name:
-                return block
-        names = ", ".join(block.name for block in self.blocks) or "none"
-        raise InvalidRequest(f"there is no block {name!r} of tokens; there are: {names}")
+        by_name = {block.name: block for block in self.blocks}
+        if name not in by_name:
+            raise InvalidRequest(f"there is no block {name!r} of tokens; there are: {', '.join(by_name) or 'none'}")
+        return by_name[name]
 
     def with_block(self, name: str, tokens: Sequence[str], *, special: bool = False) -> TrainingTokenizer:
         """Return the tokenizer with these tokens, or the same one if it has that block already.
 
         Decoders that skip special tokens leave out `special` ones. A token is found in text wherever it is spelled, so
-        no serving text should spell it; `proof.prove` over your texts checks that.
+        no serving text should spell it; `prove` over your texts checks that.
 
         Raises `InvalidRequest` for a token that exists, contains another control token, or has only letters, digits and
         white space, as ordinary text does; and for a block of that name with other tokens.
@@ -149,53 +148,39 @@ class TrainingTokenizer:
     def check_ids(self, ids: TokenIds) -> None:
         """Raise `InvalidRequest` if any of `ids` is no token: negative, or a row of the embedding without one."""
         given = np.asarray(ids)
-        outside = (given < 0) | (given >= self.vocab_size)
-        outside[~outside] = ~self.known[given[~outside]]
-        if outside.any():
-            at = int(np.flatnonzero(outside)[0])
+        wrong = np.flatnonzero(~np.isin(given, np.flatnonzero(self.known)))
+        if wrong.size:
             raise InvalidRequest(
-                f"id {given[at]} at position {at} is no token: there are {self.tokenizer.vocab_size}, and rows up to "
-                f"{self.vocab_size} are padding. An engine that samples such ids needs its logits masked by `known`"
+                f"id {given[wrong[0]]} at position {wrong[0]} is no token: there are {self.tokenizer.vocab_size}, and "
+                f"rows up to {self.vocab_size} are padding. An engine that samples such ids needs its logits masked by "
+                "`known`"
             )
 
     def save(self, folder: str | Path) -> None:
-        """Write `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`, and the layout of the blocks.
+        """Write the tokenizer, its chat template, the generation config with this padding token, and the blocks.
 
-        The chat template is copied, and the generation config with this padding token. The class is
-        `PreTrainedTokenizerFast`, for which `AutoTokenizer` leaves `tokenizer.json` as it is; models' own classes may
-        replace parts of it.
+        The class is `PreTrainedTokenizerFast`, for which `AutoTokenizer` leaves `tokenizer.json` as it is; models' own
+        classes may replace parts of it.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        spec = json.loads(self.source)
-        tokens = {
-            **{key: text for key, text in self.tokenizer.special_tokens.items() if key.split("_")[0] in _MAPPED},
-            "pad_token": self.pad_token,
-        }
-        config = {
-            **self.tokenizer.config,
-            **tokens,
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "added_tokens_decoder": {
-                str(token["id"]): {key: value for key, value in token.items() if key != "id"}
-                for token in spec["added_tokens"]
+        added = {str(token.pop("id")): token for token in json.loads(self.source)["added_tokens"]}
+        files = {
+            "tokenizer_config.json": {
+                **self.tokenizer.config,
+                **self.tokenizer.special_tokens,
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "added_tokens_decoder": added,
             },
+            _LAYOUT: asdict(_Layout(self.multiple_of, self.blocks)),
         }
-        layout = {
-            "serving_sha256": self.serving_sha256,
-            "multiple_of": self.multiple_of,
-            "vocab_size": self.vocab_size,
-            "pad_id": self.pad_id,
-            "blocks": [asdict(block) for block in self.blocks],
-        }
-        if (self.folder / _TEMPLATE).is_file() and self.folder.resolve() != folder.resolve():
-            shutil.copyfile(self.folder / _TEMPLATE, folder / _TEMPLATE)
-        files = {"tokenizer_config.json": config, "special_tokens_map.json": tokens, _LAYOUT: layout}
         if generation := read_json(self.folder / _GENERATION):
             files[_GENERATION] = {**generation, "pad_token_id": self.pad_id}
-        for name, value in files.items():
-            write_durably(folder / name, (json.dumps(value, ensure_ascii=False, indent=2) + "\n").encode())
-        write_durably(folder / "tokenizer.json", self.source)
+        folder, template = Path(folder), self.folder / _TEMPLATE
+        contents = {name: json.dumps(one, ensure_ascii=False, indent=2).encode() + b"\n" for name, one in files.items()}
+        if template.is_file():
+            contents[_TEMPLATE] = template.read_bytes()
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in {**contents, "tokenizer.json": self.source}.items():
+            write_durably(folder / name, content)
 
     def _with_pad(self, pad: str | None, pad_is_eos: bool) -> TrainingTokenizer:
         if pad is None:
@@ -212,17 +197,15 @@ class TrainingTokenizer:
                 "untrained. Give another `pad`, such as '<|pad|>', or `pad_is_eos=True` if your masks are not made so",
                 "pad",
             )
-        config = {**made.tokenizer.config, "pad_token": pad}
-        tokenizer = made.tokenizer.with_files(made.source, config)
+        tokenizer = made.tokenizer.with_files(made.source, {**made.tokenizer.config, "pad_token": pad})
         return replace(made, tokenizer=tokenizer, pad_token=pad, pad_id=token.id)
 
     def _check_blocks(self) -> None:
         """Raise unless every new token has its id."""
         for block in self.blocks:
             for token_id, token in zip(block.ids, block.tokens, strict=True):
-                found = self.tokenizer.added_token(token)
                 ids = self.tokenizer.encode_plain(token)
-                if found is None or found.id != token_id or ids != [token_id]:
+                if self.tokenizer.added_token(token) is None or ids != [token_id]:
                     raise TokenizerUnusable(
                         f"token {token!r} of block {block.name!r} should have id {token_id}, the tokenizer gives it "
                         f"{ids}: ids of added tokens must follow each other without gaps"
@@ -236,10 +219,6 @@ def codebook(name: str, sizes: Sequence[int]) -> list[str]:
     ['<|item_0_0|>', '<|item_0_1|>', '<|item_1_0|>', '<|item_1_1|>']
     """
     return [f"<|{name}_{book}_{entry}|>" for book, size in enumerate(sizes) for entry in range(size)]
-
-
-_MAPPED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""The special tokens of a special_tokens_map.json."""
 
 
 def token_ids(spec: Mapping[str, Any]) -> list[int]:
@@ -263,20 +242,3 @@ def _check_new(tokens: Sequence[str], spec: Mapping[str, Any], tokenizer: Tokeni
             raise InvalidRequest(
                 f"token {token!r} is spelled as words are, so ordinary text would change: write it '<|{token}|>'"
             )
-
-
-def _read_layout(path: Path) -> tuple[str, int, tuple[TokenBlock, ...]] | None:
-    """Return the SHA-256 of the serving tokenizer, the multiple and the blocks; None if there is no file."""
-    if not path.is_file():
-        return None
-    layout = read_json(path)
-    blocks: list[TokenBlock] = []
-    match layout:
-        case {"serving_sha256": str(sha256), "multiple_of": int(multiple), "blocks": [*found]}:
-            for one in found:
-                match one:
-                    case {"name": str(name), "first_id": int(first), "tokens": [*tokens]}:
-                        blocks += [TokenBlock(name, first, tuple(tokens))] * all(isinstance(t, str) for t in tokens)
-            if len(blocks) == len(found):
-                return sha256, multiple, tuple(blocks)
-    raise TokenizerUnusable(f"{path} is damaged: it is not what `save` writes; save the training tokenizer again")

@@ -70,7 +70,7 @@ def temperature(samples: Sequence[Sample], trainer: str) -> float:
     Only turns with a trained token count; 1.0 if there are none. Raises `InvalidRequest` if the logprobs of one are not
     what the trainer computes, if turns were sampled at several temperatures, and for Tinker unless that is 1.
     """
-    found = {one for sample in samples for one in turn_temperatures(sample, trainer)}
+    found = {one for sample in samples for _, _, one in turn_temperatures(sample, trainer)}
     about = TRAINERS[trainer]
     if len(found) > 1:
         raise InvalidRequest(
@@ -86,8 +86,8 @@ def temperature(samples: Sequence[Sample], trainer: str) -> float:
     return own
 
 
-def turn_temperatures(sample: Sample, trainer: str = "own") -> list[float]:
-    """Return for each turn with a trained token the temperature that its logprobs are at.
+def turn_temperatures(sample: Sample, trainer: str = "own") -> list[tuple[int, int, float]]:
+    """Return for each turn with a trained token its first and end offset and the temperature of its logprobs.
 
     Raises `InvalidRequest` if they are not those of `log_softmax(logits / temperature)`, with what to change.
     """
@@ -106,7 +106,7 @@ def turn_temperatures(sample: Sample, trainer: str = "own") -> list[float]:
             )
         assert recorded is not None
         assert recorded.temperature is not None
-        found.append(recorded.temperature)
+        found.append((int(start), int(end), recorded.temperature))
     return found
 
 
@@ -116,10 +116,8 @@ def token_temperatures(sample: Sample, trainer: str = "own") -> npt.NDArray[np.f
     Then `log_softmax` gives what is recorded, float32 [tokens]. Raises as `turn_temperatures`.
     """
     out = np.ones(len(sample.token_ids), np.float32)
-    given = iter(turn_temperatures(sample, trainer))
-    for start, end in zip(sample.completion_starts, sample.completion_ends, strict=True):
-        if sample.loss_mask[start:end].any():
-            out[start:end] = next(given)
+    for start, end, value in turn_temperatures(sample, trainer):
+        out[start:end] = value
     return out
 
 

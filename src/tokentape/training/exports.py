@@ -40,13 +40,7 @@ def trl_rollouts(samples: Sequence[Sample]) -> dict[str, Any]:
     into the dictionary, rewards for example, reaches the reward functions.
     """
     _temperature(samples, "trl")
-    splits = [_split(sample) for sample in samples]
-    return {
-        "prompt_ids": [sample.token_ids[:at].tolist() for sample, at in zip(samples, splits, strict=True)],
-        "completion_ids": [sample.token_ids[at:].tolist() for sample, at in zip(samples, splits, strict=True)],
-        "logprobs": [sample.logprobs[at:].tolist() for sample, at in zip(samples, splits, strict=True)],
-        "env_mask": [sample.loss_mask[at:].astype(int).tolist() for sample, at in zip(samples, splits, strict=True)],
-    }
+    return _columns(samples, ("prompt_ids", "completion_ids", "logprobs", "env_mask"))
 
 
 def verl_agent_loop_output(
@@ -67,16 +61,16 @@ def verl_agent_loop_output(
     what was recorded may be of any distribution.
     """
     at, end = _within(sample, prompt_length, response_length)
-    _refuse_images([sample])
-    divisor = _temperature([sample], "verl") if logprobs else None
+    divisor = _temperature([sample], "verl" if logprobs else None)
     versions = [version for start, _, version in sample.weight_spans if start < end and sample.loss_mask[start]]
     steps: list[int | None] = [step for version in versions for step in _steps(version) or [global_steps]]
     known = [] if None in steps else [step for step in steps if step is not None]
-    fields = {
-        "prompt_ids": sample.token_ids[:at].tolist(),
-        "response_ids": sample.token_ids[at:end].tolist(),
-        "response_mask": sample.loss_mask[at:end].astype(int).tolist(),
-        "response_logprobs": sample.logprobs[at:end].tolist() if logprobs else None,
+    prompt, response, recorded, mask = _lists(sample, at, end)
+    fields: dict[str, Any] = {
+        "prompt_ids": prompt,
+        "response_ids": response,
+        "response_mask": mask,
+        "response_logprobs": recorded if logprobs else None,
         "reward_score": sample.reward,
         "num_turns": len(sample.turns),
         "metrics": {},
@@ -177,22 +171,20 @@ def slime_sample(
     Recorded supports become slime's `rollout_top_p_token_ids` and `rollout_top_p_token_offsets`; or, with Miles' class
     `RolloutSamplingMask` as `sampling_mask`, its `rollout_sampling_mask`.
     """
+    _temperature([sample], "slime" if logprobs else None)
     at = _split(sample)
-    _refuse_images([sample])
-    if logprobs:
-        _temperature([sample], "slime")
-    response = sample.token_ids[at:].tolist()
+    prompt, response, recorded, mask = _lists(sample, at)
     return {
         "group_index": group_index,
         "index": index,
         # As many bits as every JSON reader keeps.
         "rollout_id": int(digest_of(sample.session_id.encode())[:13], 16),
-        "tokens": sample.token_ids.tolist(),
+        "tokens": prompt + response,
         "response": "" if decode is None else decode(response),
         "response_length": len(response),
         "reward": sample.reward,
-        "loss_mask": sample.loss_mask[at:].astype(int).tolist(),
-        "rollout_log_probs": sample.logprobs[at:].tolist() if logprobs else None,
+        "loss_mask": mask,
+        "rollout_log_probs": recorded if logprobs else None,
         "weight_versions": [version for _, _, version in sample.weight_spans],
         "status": "truncated" if sample.truncated else "completed",
         "session_id": sample.session_id,
@@ -210,7 +202,7 @@ def prime_rl_training_sample(
 
     Raises `InvalidRequest` if the sample has no such column.
     """
-    _refuse_images([sample])
+    _temperature([sample], None)
     temperatures = token_temperatures(sample, "prime-rl")
     return {
         "token_ids": sample.token_ids.tolist(),
@@ -236,9 +228,7 @@ def verifiers_nodes(
     """
     if len({sample.session_id for sample in samples}) > 1:
         raise InvalidRequest("a trace is of one session, the samples are of several", "samples")
-    _refuse_images(samples)
-    if logprobs:
-        _temperature(samples, "verifiers")
+    _temperature(samples, "verifiers" if logprobs else None)
     nodes: list[dict[str, Any]] = []
     found: dict[int, int] = {}
     for sample in samples:
@@ -288,12 +278,13 @@ def skyrl_generator_output(
 
     Raises `InvalidRequest` for a sample without reward, or without that column, and for sessions that are interleaved.
     """
-    _refuse_images(samples)
-    if logprobs:
-        _temperature(samples, "skyrl")
+    _temperature(samples, "skyrl" if logprobs else None)
     splits = [_split(sample) for sample in samples]
-    pairs = list(zip(samples, splits, strict=True))
-    rewards = [reward_of(one) if per_token is None else column_of(one, per_token)[at:].tolist() for one, at in pairs]
+    rewards = [
+        reward_of(one) if per_token is None else column_of(one, per_token)[at:].tolist()
+        for one, at in zip(samples, splits, strict=True)
+    ]
+    lists = _columns(samples, ("prompt_token_ids", "response_ids", "rollout_logprobs", "loss_masks"))
     sessions = [sample.session_id for sample in samples]
     last = [one != after for one, after in zip(sessions, [*sessions[1:], None], strict=False)]
     if sum(last) > len(set(sessions)):
@@ -304,16 +295,13 @@ def skyrl_generator_output(
     groups = [sample.group or sample.session_id for sample in samples]
     for group, session in zip(groups, sessions, strict=True):
         repetitions.setdefault(group, {}).setdefault(session, len(repetitions[group]))
+    ended = all(sample.truncated is not None for sample in samples)
     return {
-        "prompt_token_ids": [sample.token_ids[:at].tolist() for sample, at in pairs],
-        "response_ids": [sample.token_ids[at:].tolist() for sample, at in pairs],
+        **lists,
+        "rollout_logprobs": lists["rollout_logprobs"] if logprobs else None,
         "rewards": rewards,
-        "loss_masks": [sample.loss_mask[at:].astype(int).tolist() for sample, at in pairs],
-        "stop_reasons": None
-        if any(sample.truncated is None for sample in samples)
-        else [sample.finish_reasons[-1] for sample in samples],
+        "stop_reasons": [sample.finish_reasons[-1] for sample in samples] if ended else None,
         "rollout_metrics": None,
-        "rollout_logprobs": [sample.logprobs[at:].tolist() for sample, at in pairs] if logprobs else None,
         "trajectory_ids": [
             trajectory_id(instance_id=group, repetition_id=repetitions[group][session])
             for group, session in zip(groups, sessions, strict=True)
@@ -333,7 +321,7 @@ def nemo_rl_datum(sample: Sample, idx: int, decode: Decode | None = None, *, ten
     _temperature([sample], "nemo-rl")
     log: list[dict[str, Any]] = []
     split = _split(sample)
-    edges = np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8))) + 1
+    edges = np.flatnonzero(np.diff(sample.loss_mask)) + 1
     bounds = sorted({0, split, *edges.tolist(), len(sample.token_ids)})
     for start, end in pairwise(bounds):
         ids, trained = sample.token_ids[start:end].astype(np.int64), bool(sample.loss_mask[start])
@@ -358,20 +346,17 @@ def tinker_datum(sample: Sample, *, advantages: str | None = "advantages") -> di
     Targets are the ids moved by one. With a column of `advantages` the inputs of its losses `importance_sampling` and
     `ppo`, where an advantage of 0 stands for no loss; with None those of `cross_entropy`, where `weights` do.
     """
-    targets = sample.token_ids[1:].astype(np.int64)
-    mask = sample.loss_mask[1:]
-    _refuse_images([sample])
+    _temperature([sample], None if advantages is None else "tinker")
+    mask = sample.loss_mask
+    values: dict[str, Any]
     if advantages is None:
-        inputs: dict[str, Any] = {"target_tokens": targets, "weights": mask.astype(np.float32)}
+        values = {"weights": mask.astype(np.float32)}
     else:
-        temperature([sample], "tinker")
-        values = column_of(sample, advantages)[1:]
-        inputs = {
-            "target_tokens": targets,
-            "logprobs": np.where(mask, sample.logprobs[1:], np.float32(0)),
-            "advantages": np.where(mask, values, np.float32(0)),
-        }
-    return {"tokens": sample.token_ids[:-1].tolist(), "loss_fn_inputs": inputs}
+        recorded = {"logprobs": sample.logprobs, "advantages": column_of(sample, advantages)}
+        values = {name: np.where(mask, one, np.float32(0)) for name, one in recorded.items()}
+    inputs = {"target_tokens": sample.token_ids.astype(np.int64), **values}
+    shifted = {name: one[1:] for name, one in inputs.items()}
+    return {"tokens": sample.token_ids[:-1].tolist(), "loss_fn_inputs": shifted}
 
 
 def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
@@ -382,12 +367,10 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
     """
     _temperature([sample], "agent-lightning")
     triplets: list[dict[str, Any]] = []
-    trained = [n for n, (_, start, end) in enumerate(_turns(sample)) if sample.loss_mask[start:end].any()]
-    for n, (turn, start, end) in enumerate(_turns(sample)):
-        if n not in trained:
-            continue
+    trained = [(n, one) for n, one in enumerate(_turns(sample)) if sample.loss_mask[one[1] : one[2]].any()]
+    for n, (turn, start, end) in trained:
         own: float | None = None if np.isnan(sample.turn_rewards[n]) else float(sample.turn_rewards[n])
-        if n == trained[-1] and sample.reward is not None:
+        if n == trained[-1][0] and sample.reward is not None:
             if own not in (None, sample.reward):
                 raise InvalidRequest(
                     f"session {sample.session_id!r} has reward {sample.reward:g}, its last trained turn {own:g}: "
@@ -402,11 +385,7 @@ def agent_lightning_triplets(sample: Sample) -> list[dict[str, Any]]:
                 # Agent Lightning 0.3 writes `logprobs`, 1.0 reads `log_probs`.
                 "response": {"token_ids": ids, "logprobs": logprobs, "log_probs": logprobs},
                 "reward": own,
-                "metadata": {
-                    "session_id": sample.session_id,
-                    "turn": turn,
-                    "finish_reason": sample.finish_reasons[n],
-                },
+                "metadata": {"session_id": sample.session_id, "turn": turn, "finish_reason": sample.finish_reasons[n]},
             }
         )
     return triplets
@@ -416,12 +395,8 @@ def _turns(sample: Sample) -> Iterable[tuple[int, int, int]]:
     return zip(sample.turns, sample.completion_starts.tolist(), sample.completion_ends.tolist(), strict=True)
 
 
-def _temperature(samples: Sequence[Sample], trainer: str) -> float:
-    _refuse_images(samples)
-    return temperature(samples, trainer)
-
-
-def _refuse_images(samples: Sequence[Sample]) -> None:
+def _temperature(samples: Sequence[Sample], trainer: str | None) -> float | None:
+    """Return what the trainer divides logits by; None without one. Raises `InvalidRequest` for images."""
     for sample in samples:
         if sample.media:
             raise InvalidRequest(
@@ -429,6 +404,20 @@ def _refuse_images(samples: Sequence[Sample]) -> None:
                 "them and not their pixels; see `training.media`",
                 "samples",
             )
+    return None if trainer is None else temperature(samples, trainer)
+
+
+def _lists(sample: Sample, at: int, end: int | None = None) -> tuple[list[int], list[int], list[float], list[int]]:
+    """Return prompt and response, and of the response the logprobs and the mask."""
+    response = slice(at, end)
+    mask = sample.loss_mask[response].astype(int).tolist()
+    return sample.token_ids[:at].tolist(), sample.token_ids[response].tolist(), sample.logprobs[response].tolist(), mask
+
+
+def _columns(samples: Sequence[Sample], names: tuple[str, str, str, str]) -> dict[str, Any]:
+    """Return what `_lists` does for each sample, as lists over samples with the trainer's names."""
+    rows = [_lists(sample, _split(sample)) for sample in samples]
+    return {name: [row[n] for row in rows] for n, name in enumerate(names)}
 
 
 def _within(sample: Sample, prompt_length: int | None, response_length: int | None) -> tuple[int, int]:

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tokentape._hub import find_model
-from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import SampleDelta, SamplingParams
-from tokentape.engines._function import FunctionEngine
 from tokentape.engines._replies import finish_reason_of
-from tokentape.errors import EngineContractError, InvalidRequest
+from tokentape.errors import InvalidRequest
 from tokentape.training._live import Agent, LiveGateway, Rollout, imported, live_gateway, version_between, vllm_fields
 from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import skyrl_generator_output
@@ -63,7 +61,17 @@ class AgentGenerator:
 
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
         """Run an agent for each prompt and return a `GeneratorOutput`, in the order of the prompts."""
-        gateway = await live_gateway(self._model_dir, self._engine, directory=self._directory)
+        engine = self._config.inference_engine.engine_init_kwargs or {}
+        gateway = await live_gateway(
+            self._model_dir,
+            self._sample,
+            name="skyrl:vllm",
+            sampling=_SAMPLING,
+            max_context=self._max_seq_len,
+            # vLLM's own default.
+            logprobs_mode=engine.get("logprobs_mode", "raw_logprobs"),
+            directory=self._directory,
+        )
         names = input_batch["trajectory_ids"]
         if names is None:
             raise InvalidRequest("the batch has no trajectory_ids, which say what is compared with what")
@@ -130,29 +138,15 @@ class AgentGenerator:
             )
         return skyrl_generator_output(rollout.samples, logprobs=scored)
 
-    def _engine(self, renderer: Renderer) -> FunctionEngine:
-        asked = self._config.inference_engine.engine_init_kwargs or {}
-        return FunctionEngine(
-            self._sample,
-            vocab_size=renderer.tokenizer.vocab_size,
-            max_context=self._max_seq_len,
-            # vLLM's own default.
-            logprobs_mode=asked.get("logprobs_mode", "raw_logprobs"),
-            sampling=_SAMPLING,
-            name="skyrl:vllm",
-        )
-
     async def _sample(self, prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
         before = getattr(self._client, "weight_version", None)
         asked = {"prompt_token_ids": [prompt_ids], "session_ids": [params.session_id]}
         asked["sampling_params"] = vllm_fields(params, _SAMPLING)
         output = await self._client.generate(asked)
-        (ids,), (reason,), logprobs = output["response_ids"], output["stop_reasons"], output["response_logprobs"]
-        if logprobs is None or logprobs[0] is None:
-            raise EngineContractError("SkyRL's engine returned no response_logprobs; they were asked for")
-        after = getattr(self._client, "weight_version", None)
-        version = version_between(before, after)
-        return SampleDelta(tuple(ids), tuple(logprobs[0]), finish_reason_of(reason), weight_version=version)
+        (ids,), (reason,) = output["response_ids"], output["stop_reasons"]
+        (logprobs,) = output["response_logprobs"] or [None]
+        version = version_between(before, getattr(self._client, "weight_version", None))
+        return SampleDelta(tuple(ids), tuple(logprobs or ()), finish_reason_of(reason), weight_version=version)
 
 
 def _without_loss(rollout: Rollout) -> dict[str, Sequence[Any]]:

@@ -19,13 +19,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tokentape._hub import find_model
-from tokentape.chat._renderer import Renderer
 from tokentape.chat._tokenizer_files import read_json
 from tokentape.engines._base import SampleDelta, SamplingParams
-from tokentape.engines._function import FunctionEngine
 from tokentape.errors import EngineUnavailable, InvalidRequest
-from tokentape.training._live import Agent, Rollout, imported, live_gateway, sampling_fields
+from tokentape.training._live import Agent, Rollout, imported, live_gateway, sampling_fields, version_between
 from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import slime_sample
 
@@ -55,9 +55,16 @@ def generating(
 
     async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> list[Any]:
         _refuse(args, sample, sampling_params)
-        model_dir = find_model(Path(args.hf_checkpoint), weights=False)
-        server = _Router(args, sample, model_dir)
-        gateway = await live_gateway(model_dir, server.engine, directory=directory)
+        model_dir, server = find_model(Path(args.hf_checkpoint), weights=False), _Router(args, sample)
+        gateway = await live_gateway(
+            model_dir,
+            server.sample,
+            name=f"{server.package}:sglang",
+            sampling=_SAMPLING,
+            max_context=_max_context(args, model_dir),
+            logprobs_mode="scaled_logprobs",
+            directory=directory,
+        )
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
         rollout = await gateway.run(
             found,
@@ -105,13 +112,11 @@ def normalized_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], 
     out = []
     for sample, reward in zip(samples, raw, strict=True):
         counted_once = [*groups.get(sample.group_index, {}).values()]
-        if sample.remove_sample or not counted_once:
+        if sample.remove_sample:
             out.append(0.0)
             continue
-        mean = sum(counted_once) / len(counted_once)
-        rest = len(counted_once) - 1
-        spread = (sum((one - mean) ** 2 for one in counted_once) / rest) ** 0.5 if rest else 0.0
-        out.append((reward - mean) / (spread + 1e-6) if scaled else reward - mean)
+        spread = float(np.std(counted_once, ddof=1)) if len(counted_once) > 1 else 0.0
+        out.append((reward - float(np.mean(counted_once))) / (spread + 1e-6 if scaled else 1.0))
     return raw, out
 
 
@@ -122,29 +127,13 @@ def _rollout_of(sample: Any) -> Any:
 class _Router:
     """The servers of a rollout, asked as the trainer's own `generate` does."""
 
-    def __init__(self, args: Any, sample: Any, model_dir: Path) -> None:
+    def __init__(self, args: Any, sample: Any) -> None:
         self._args = args
-        self._model_dir = model_dir
-        self._package = type(sample).__module__.split(".")[0]
-        self._post = importlib.import_module(f"{self._package}.utils.http_utils").post
+        self.package = type(sample).__module__.split(".")[0]
+        self._post = importlib.import_module(f"{self.package}.utils.http_utils").post
         self._url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
 
-    def engine(self, renderer: Renderer) -> FunctionEngine:
-        config = read_json(self._model_dir / "config.json")
-        room = config.get("text_config", config).get("max_position_embeddings")
-        room = getattr(self._args, "rollout_max_context_len", None) or room
-        if room is None:
-            raise InvalidRequest("the model's config has no max_position_embeddings; set --rollout-max-context-len")
-        return FunctionEngine(
-            self._sample,
-            vocab_size=renderer.tokenizer.vocab_size,
-            max_context=room,
-            logprobs_mode="scaled_logprobs",
-            sampling=_SAMPLING,
-            name=f"{self._package}:sglang",
-        )
-
-    async def _sample(self, prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
+    async def sample(self, prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
         if self._ended():
             raise _aborted()
         policy = getattr(self._args, "router_policy", None) or getattr(self._args, "sglang_router_policy", None)
@@ -166,20 +155,28 @@ class _Router:
         end = about["finish_reason"]
         if end["type"] == "abort":
             raise _aborted()
-        sampled = about["output_token_logprobs"]
-        version = about.get("weight_version")
+        sampled, version = about["output_token_logprobs"], about.get("weight_version")
         return SampleDelta(
             tuple(token_id for _, token_id, *_ in sampled),
             tuple(logprob for logprob, *_ in sampled),
             end["type"],
             stop=end.get("matched"),
-            weight_version=None if version is None else str(version),
+            weight_version=version_between(version, version),
         )
 
     def _ended(self) -> bool:
         """Whether the trainer has all that it needs and aborts the rest: weights change next."""
-        module = sys.modules.get(f"{self._package}.rollout.sglang_rollout")
+        module = sys.modules.get(f"{self.package}.rollout.sglang_rollout")
         return module is not None and bool(module.GenerateState(self._args).aborted)
+
+
+def _max_context(args: Any, model_dir: Path) -> int:
+    config = read_json(model_dir / "config.json")
+    room = config.get("text_config", config).get("max_position_embeddings")
+    room = getattr(args, "rollout_max_context_len", None) or room
+    if room is None:
+        raise InvalidRequest("the model's config has no max_position_embeddings; set --rollout-max-context-len")
+    return int(room)
 
 
 def _aborted() -> EngineUnavailable:

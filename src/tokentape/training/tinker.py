@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import SampleDelta, SamplingParams
-from tokentape.engines._function import FunctionEngine
 from tokentape.errors import InvalidRequest, TrainingStopped
 from tokentape.training._live import Rollout, imported, live_gateway
 from tokentape.training._stop_rule import StopRule
@@ -54,7 +52,16 @@ class AgentRollouts:
         """Run the agents of a group and return a `RolloutResult`."""
         from tinker_cookbook.rl.rollout_strategy import RolloutResult
 
-        gateway = await live_gateway(self.model_dir, self._engine, directory=self.directory)
+        gateway = await live_gateway(
+            self.model_dir,
+            _sample,
+            name="tinker",
+            sampling=frozenset({"temperature", "stop_token_ids", "session_id"}),
+            max_context=self.max_context,
+            # At temperature 1, the only one that is trained, all modes are the same.
+            logprobs_mode="processed_logprobs",
+            directory=self.directory,
+        )
         envs = {uuid4().hex: env for env in await env_group_builder.make_envs()}
         _policies.update(dict.fromkeys(envs, policy))
         about: dict[str, Any] = {"group": uuid4().hex, "seconds": self.seconds}
@@ -75,17 +82,6 @@ class AgentRollouts:
                 self.catches_group_errors = False
                 raise
         return RolloutResult(trajectories=made, envs=[*envs.values()], errors=[])
-
-    def _engine(self, renderer: Renderer) -> FunctionEngine:
-        return FunctionEngine(
-            _sample,
-            vocab_size=renderer.tokenizer.vocab_size,
-            max_context=self.max_context,
-            # At temperature 1, the only one that is trained, all modes are the same.
-            logprobs_mode="processed_logprobs",
-            sampling=frozenset({"temperature", "stop_token_ids", "session_id"}),
-            name="tinker",
-        )
 
 
 async def _sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:

@@ -18,11 +18,9 @@ from typing import Any, ClassVar
 
 from tokentape._hub import find_model
 from tokentape.chat._reader import read_text
-from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import SampleDelta, SamplingParams, WeightSpan
-from tokentape.engines._function import FunctionEngine
 from tokentape.engines._replies import finish_reason_of
-from tokentape.errors import EngineContractError, InvalidRequest
+from tokentape.errors import InvalidRequest
 from tokentape.training._live import imported, live_gateway, vllm_fields
 from tokentape.training._samples import Sample
 from tokentape.training._stop_rule import StopRule
@@ -68,16 +66,15 @@ class AgentHarness:
             room = next((card.get("max_model_len") for card in cards if card["id"] == ctx.model), None)
             if room is None:
                 raise InvalidRequest(f"{ctx.client.base_url} names no max_model_len of {ctx.model!r}: is it vLLM?")
-
-            def engine(renderer: Renderer) -> FunctionEngine:
-                about: dict[str, Any] = {
-                    "logprobs_mode": self.logprobs_mode,
-                    "sampling": _SAMPLING,
-                    "name": "verifiers:vllm",
-                }
-                return FunctionEngine(_sample, vocab_size=renderer.tokenizer.vocab_size, max_context=room, **about)
-
-            gateway = await live_gateway(model_dir, engine, directory=self.directory)
+            gateway = await live_gateway(
+                model_dir,
+                _sample,
+                name="verifiers:vllm",
+                sampling=_SAMPLING,
+                max_context=room,
+                logprobs_mode=self.logprobs_mode,
+                directory=self.directory,
+            )
             _clients[trace.id] = client, fixed
             try:
                 rollout = await gateway.run(
@@ -116,12 +113,10 @@ async def _sample(prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
         options={"headers": {"X-Session-ID": params.session_id}},
     )
     choice = answer["choices"][0]
-    ids, logprobs = choice["token_ids"], choice.get("logprobs")
-    if logprobs is None and ids:
-        raise EngineContractError("the server returned no logprobs; they were asked for")
+    logprobs = (choice.get("logprobs") or {}).get("content") or ()
     return SampleDelta(
-        tuple(ids),
-        tuple(one["logprob"] for one in logprobs["content"]) if ids else (),
+        tuple(choice["token_ids"]),
+        tuple(one["logprob"] for one in logprobs),
         finish_reason_of(choice["finish_reason"]),
         weight_spans=tuple(WeightSpan(**one) for one in choice.get("weight_versions") or ()),
     )

@@ -17,10 +17,8 @@ from typing import Any
 from uuid import uuid4
 
 from tokentape._hub import find_model
-from tokentape.chat._renderer import Renderer
 from tokentape.engines._base import UNKNOWN_MODE, SampleDelta, SamplingParams
-from tokentape.engines._function import FunctionEngine
-from tokentape.errors import EngineContractError, InvalidRequest
+from tokentape.errors import InvalidRequest
 from tokentape.training._live import Agent, imported, live_gateway, sampling_fields, version_between
 from tokentape.training._stop_rule import StopRule
 from tokentape.training.exports import verl_agent_loop_output
@@ -66,11 +64,23 @@ class AgentLoop:
         """Run the agent and return an `AgentLoopOutput` per branch of its session; for the old trainer one alone."""
         from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
-        gateway = await live_gateway(self._model_dir, self._engine, directory=self._directory)
+        asked = self._rollout
+        room = asked.prompt_length + asked.response_length
+        modes = {"vllm": asked.get("logprobs_mode"), "sglang": "scaled_logprobs"}
+        gateway = await live_gateway(
+            self._model_dir,
+            self._sample,
+            name=f"verl:{asked.name}",
+            sampling=_SAMPLING,
+            # SGLang's server keeps one token of its own.
+            max_context=min(room, asked.get("max_model_len") or room) - (asked.name == "sglang"),
+            logprobs_mode=modes.get(asked.name) or UNKNOWN_MODE,
+            directory=self._directory,
+        )
         names = ("temperature", "top_p", "top_k", "repetition_penalty")
         # verl doesn't say that it validates, or samples a baseline. It does both with settings of their own, trains
         # none of that, and could not compute the logprobs.
-        trained = all(sampling_params.get(name) == self._rollout.get(name) for name in names[:3])
+        trained = all(sampling_params.get(name) == asked.get(name) for name in names[:3])
         rollout = await gateway.run(
             self._agent,
             row,
@@ -84,7 +94,7 @@ class AgentLoop:
         if rollout.error is not None:
             raise rollout.error
         scored = bool(sampling_params.get("logprobs")) and trained
-        limits = {"prompt_length": self._rollout.prompt_length, "response_length": self._rollout.response_length}
+        limits = {"prompt_length": asked.prompt_length, "response_length": asked.response_length}
         fields = [verl_agent_loop_output(one, **limits, logprobs=scored) for one in rollout.samples]
         outputs = [AgentLoopOutput(**one) for one in fields]
         if self._config.trainer.get("use_v1", True):
@@ -95,20 +105,6 @@ class AgentLoop:
             )
         return outputs[0]
 
-    def _engine(self, renderer: Renderer) -> FunctionEngine:
-        rollout = self._rollout
-        room = rollout.prompt_length + rollout.response_length
-        modes = {"vllm": rollout.get("logprobs_mode"), "sglang": "scaled_logprobs"}
-        return FunctionEngine(
-            self._sample,
-            vocab_size=renderer.tokenizer.vocab_size,
-            # SGLang's server keeps one token of its own.
-            max_context=min(room, rollout.get("max_model_len") or room) - (rollout.name == "sglang"),
-            logprobs_mode=modes.get(rollout.name) or UNKNOWN_MODE,
-            sampling=_SAMPLING,
-            name=f"verl:{rollout.name}",
-        )
-
     async def _sample(self, prompt_ids: list[int], params: SamplingParams) -> SampleDelta:
         output = await self._servers.generate(
             # Turns with the same one go to the same server, which has their prefix.
@@ -117,8 +113,6 @@ class AgentLoop:
             sampling_params=sampling_fields(params, _SAMPLING) | {"max_tokens": params.max_tokens, "logprobs": True},
         )
         ids = tuple(output.token_ids)
-        if output.log_probs is None and ids:
-            raise EngineContractError("verl's server returned no log_probs; they were asked for")
         return SampleDelta(
             ids,
             tuple(output.log_probs or ()),

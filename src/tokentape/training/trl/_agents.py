@@ -39,8 +39,7 @@ def carry_rows(dataset: Dataset, columns: Sequence[str] | None = None) -> Datase
     wanted = [name for name in dataset.column_names if name != "prompt"] if columns is None else list(columns)
 
     def carried(row: dict[str, Any]) -> dict[str, Any]:
-        prompt = row.get("prompt", "")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
+        messages = messages_of(row.get("prompt", ""))
         try:
             messages[0][_ROW] = json.dumps({name: row[name] for name in wanted})
         except TypeError as error:
@@ -73,14 +72,20 @@ def run_agent(
     error: Exception | None = None
     try:
         found = agent(session, row)
-        reward = asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+        reward = asyncio.run(awaited(found)) if inspect.isawaitable(found) else found
         if reward is not None:
             session.reward(float(reward))
     except Exception as raised:
         error = raised
     made = assemble(session.trajectories(), select=select, max_length=max_length, group=group)
-    return Rollout(session.session_id, tuple(made.samples), made.report, error)
+    return Rollout(session.session_id, tuple(made.samples), error)
 
 
-async def _awaited(found: Awaitable[float | None]) -> float | None:
-    return await found
+async def awaited(found: Any) -> Any:
+    """Return what a function returned, or what its coroutine does."""
+    return await found if inspect.isawaitable(found) else found
+
+
+def messages_of(prompt: Any) -> list[dict[str, Any]]:
+    """Return a prompt of a dataset as messages; one that is a string is the user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]

@@ -17,7 +17,7 @@ import httpx2
 
 from tokentape.client import ClientSession
 from tokentape.errors import InvalidRequest, TokentapeError
-from tokentape.training.trl._agents import Row
+from tokentape.training.trl._agents import Row, awaited, messages_of
 
 _NOT_TOOLS = ("reset", "get_reward")
 
@@ -46,7 +46,7 @@ class EnvironmentAgent:
     async def __call__(self, session: ClientSession, row: Row) -> float | None:
         """Talk until the model calls no tool; the reward, if the environment has one."""
         environment, row = self._environment(row)
-        observation = await _maybe_awaited(environment.reset(**row))
+        observation = await awaited(environment.reset(**row))
         messages = _with_observation(row.get("prompt", ""), observation)
         tools = {tool.__name__: tool for tool in [*self.tools, *_methods(environment)]}
         asked = {**self.request, "model": "policy", **({"tools": _schemas(tools)} if tools else {})}
@@ -64,7 +64,7 @@ class EnvironmentAgent:
                 messages += [await _called(tools, call) for call in calls]
         if not hasattr(environment, "get_reward"):
             return None
-        return float(await _maybe_awaited(environment.get_reward()))
+        return float(await awaited(environment.get_reward()))
 
     def _environment(self, row: Row) -> tuple[Any, dict[str, Any]]:
         rest = dict(row)
@@ -93,7 +93,7 @@ def _schemas(tools: Mapping[str, Callable[..., Any]]) -> list[dict[str, Any]]:
 
 
 def _with_observation(prompt: Any, observation: Any) -> list[dict[str, Any]]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
+    messages = messages_of(prompt)
     if observation is None:
         return messages
     content = messages[-1]["content"]
@@ -119,7 +119,3 @@ async def _called(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, An
     except Exception as error:
         result = {"error": str(error)}
     return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": str(result)}
-
-
-async def _maybe_awaited(found: Any) -> Any:
-    return await found if inspect.isawaitable(found) else found
