@@ -24,7 +24,7 @@ import numpy as np
 from tokentape._version import __version__
 from tokentape.audit._drift.meter import measure_drift
 from tokentape.audit._id_rows import IdRow, Span
-from tokentape.audit._intervals import Rate
+from tokentape.audit._statistics import Rate
 from tokentape.chat import Renderer
 from tokentape.engines import Engine, SamplingParams, TransformersEngine, open_engine
 
