@@ -36,6 +36,8 @@ PASSES = "check passes"
 CHECK_ALARM = "check alarms"
 CHECK_CRASH = "check crashes"
 
+BEFORE_MODEL = {"normalizer", "pre_tokenizer"}
+"""What is done to a text before the model: of a server only the effect is known, which either part may have."""
 _LOADED = "loaded by "
 _BY_TEXT = {"ids", "special ids", "unstable", "text of ids", "rendering"}
 _FILES_OF_EFFECT = {
@@ -57,6 +59,8 @@ class Verdict:
 
     areas: tuple[str, ...]
     """Where the files differ."""
+    served: str | None
+    """The kind of the server that is audited; None for a folder."""
     effects: list[Effect]
     """What the oracle found; empty says that it found nothing."""
     findings: list[tuple[str, str, str]] = field(default_factory=list)
@@ -132,12 +136,12 @@ def judge_mutant(
     folder = base.last = base.written(mutant)
     view = View(mutant, folder)
     areas = areas_between(base.model, mutant)
-    verdict = Verdict(areas, effects(base.view, view, about(base.model, mutant, changes)))
+    verdict = Verdict(areas, served, effects(base.view, view, about(base.model, mutant, changes)))
     if served and any(one.what.endswith("refused") for one in verdict.effects):
         return verdict  # a server does not start with it
     if served:
         verdict.effects = shown(verdict.effects, base.view, view)
-    with serving(served, ServedView(view)) if served else nullcontext() as url:
+    with serving(served, ServedView(view, served)) if served else nullcontext() as url:
         report = _audited(base, f"{served}:{url}" if served else str(folder), verdict, run, flipped=flipped)
     if report is not None:
         if verdict.differs and not report.skewed:
@@ -158,9 +162,9 @@ def judge_harmless(
     """Compare a model with one that is written differently and does the same, in a folder or before a server of it."""
     folder = base.last = base.written(rewritten)
     view = View(rewritten, folder)
-    verdict = Verdict(areas_between(base.model, rewritten), effects(base.view, view))
+    verdict = Verdict(areas_between(base.model, rewritten), served, effects(base.view, view))
     assert not verdict.effects, f"{name} is not harmless: {verdict.effects[0]}"
-    with serving(served, ServedView(view)) if served else nullcontext() as url:
+    with serving(served, ServedView(view, served)) if served else nullcontext() as url:
         _audited(base, f"{served}:{url}" if served else str(folder), verdict, run)
     if verdict.skewed is not False:
         verdict.complaints.append(f"{ALARM}: {name}")
@@ -213,6 +217,8 @@ def _of_finding(base: Base, view: View, finding: Skew, report: AuditReport, verd
         return []
     about_it = f"{finding.kind} for {_area(verdict.areas)}"
     blamed = _blamed(finding)
+    if verdict.served and blamed & BEFORE_MODEL:
+        blamed |= BEFORE_MODEL
     if any(one.what == "unstable" for one in verdict.effects):
         # The kinds of false causes are a matter of chance here.
         false = not blamed & set(verdict.areas)

@@ -17,8 +17,8 @@ class ServedView(Backend):
 
     facts = BackendFacts("served", "planted", frozenset())
 
-    def __init__(self, view: View) -> None:
-        self._view = view
+    def __init__(self, view: View, kind: str) -> None:
+        self._view, self._kind = view, kind
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         return self._view.encode_anew(texts, special=special)
@@ -34,6 +34,9 @@ class ServedView(Backend):
                 message["content"] = "".join(part["text"] for part in parts)
         try:
             text = self._view.render(messages, conversation.tools, conversation.generate)
+            if self._kind == "llamacpp" and self._view.encode(["a"], special=True) != self._view.encode(["a"]):
+                # Its tokenizer puts BOS there, which it takes off what templates write.
+                text = text.removeprefix(self._view.auto.bos_token or "")
             return Rendering(self.encode([text])[0], text)
         except Refused as error:
             raise TemplateRefused(str(error)) from None

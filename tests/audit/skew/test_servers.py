@@ -64,6 +64,14 @@ def test_a_server_that_does_not_normalize_is_found_by_trying_what_would() -> Non
     assert report.findings[0].example == "e\u0301"
 
 
+def test_a_part_that_would_change_texts_on_which_the_sides_agree_is_not_named() -> None:
+    spec = {**base(TINY).spec, "normalizer": {"type": "Nmt"}}
+    with serving("vllm", base(TINY).side(spec=spec)) as url:
+        report = audit(healthy(TINY), f"vllm:{url}")
+    assert report.skewed
+    assert {one.kind for one in report.findings if one.severity == "skew"} <= {"normalizer", "unknown"}
+
+
 def test_a_server_that_samples_from_another_prompt_than_it_shows_is_caught() -> None:
     """Row 14: the offline and the online path render differently."""
     with serving("vllm", healthy(TINY), echo_offset=1) as url:

@@ -2,7 +2,8 @@
 
 If both tokenizer.json are known, a part of backend B is put into backend A. If that makes B's ids of the text, the part
 is the cause. If only one is known, parts in common use are tried in its place. If neither is known, or nothing helps,
-the text itself is changed and cut. A cause that does not make both sides equal on the text is not named.
+the text itself is changed and cut. A cause that does not make both sides equal on the text is not named, nor is a part
+in common use that would change texts on which they agree.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 import tokenizers
 
+from tokentape.audit._skew import battery
 from tokentape.audit._skew.backends.base import Backend, BackendFacts
 from tokentape.audit._skew.backends.spec import load_spec
 from tokentape.audit._skew.findings import Cause, Encoder, Kind
@@ -124,6 +126,13 @@ class TextCauses:
         a, b = self._a.facts, self._b.facts
         return added_words(self._added[said], a, b) if kind == _ADDED else part_words(name, a, b)
 
+    @cached_property
+    def _agreed(self) -> dict[str, list[int]]:
+        """The ids of texts that the backends encode alike: a cause leaves them as they are."""
+        texts = [text for group in battery.texts().values() for text in group[:4]]
+        both = zip(texts, self._a.encode(texts), self._b.encode(texts), strict=True)
+        return {text: ids for text, ids, other in both if ids == other}
+
     def _by_trial(self, text: str, a_ids: list[int], b_ids: list[int]) -> Cause | None:
         """Try parts in common use on the backend with a known tokenizer.json."""
         known, wanted, gives = (self._a, b_ids, "b") if self._a.facts.spec is not None else (self._b, a_ids, "a")
@@ -132,7 +141,7 @@ class TextCauses:
         self._trials = self._trials or Trials(known.facts.spec)
         one, other = ("B", "A") if gives == "b" else ("A", "B")
         for kind, what, encoder in self._trials.of(text):
-            if encoder([text])[0] == wanted:
+            if encoder([text])[0] == wanted and encoder(list(self._agreed)) == [*self._agreed.values()]:
                 fix = _fix(kind, self._a.facts, self._b.facts)
                 return Cause(kind, f"{one} behaves as {other} would with {what}", fix, f"{kind}:{what}", encoder, gives)
         return None
