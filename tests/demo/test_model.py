@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +31,7 @@ def tokenizer() -> Tokenizer:
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The evaluation script: the loop of prompting, calling tools and answering."""
     monkeypatch.syspath_prepend(str(SOURCES))
+    monkeypatch.delitem(sys.modules, "train", raising=False)  # that of an example
     return importlib.import_module("evaluate")
 
 
