@@ -88,7 +88,8 @@ def _examine(
     result: Result,
 ) -> None:
     kwargs = dict(template.kwargs)
-    reference = Reference(folder, kwargs, template.controls)
+    # A mutation may take a token out of a real template, which is text then.
+    reference = Reference(folder, kwargs, () if case.base else template.controls)
     try:
         text = reference.render(_SIMPLE[:1], (), generate=True) + reference.render(_SIMPLE, (), generate=False)
     except Refused:

@@ -159,6 +159,8 @@ MENDED = (
     "104:135 a template fails on replies without content, so another one shows what depends on the history",
     "104:236 the line breaks of a content and of the turn's end are one token",
     "104:180 the close of reasoning that the prompt opens is followed by a word in the last turn only",
+    "104:335 a mutation takes a token out of the template, so callers may make it",
+    "104:688 a new message says what changes the messages before it",
     "104:302 what opens reasoning stands in every header, closed at once",
     "104:265 what opens reasoning, and is no tag, opens content too",
     "104:103 three results are more messages than the template counts to",

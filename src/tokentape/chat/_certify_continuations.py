@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -134,6 +135,13 @@ class Continuations:
                     continue
                 if depends and rewritten is not None:
                     return depends, rewritten
+            if rewritten is None:
+                # Said by a new message, they may change what stands before it.
+                later, asked = (*new[:-1], {**new[-1], "content": words}), (grammar.QUESTION,)
+                with contextlib.suppress(TemplateRefused):
+                    full = self._marked((*asked, reply, *later), generate=True)
+                    reason = self._rewrites(asked, reply, full, self._suffix(reply, later, asked))
+                    rewritten = (reason, (*asked, reply, *later)) if reason is not None else None
         return depends, rewritten
 
     def _replies_that_merge(self) -> Iterator[Message]:
