@@ -1,6 +1,6 @@
 """Run the experiment, or go on with it.
 
-    python examples/token_paths/experiment.py --out runs/token-paths              # what the plan names: hours
+    python examples/token_paths/experiment.py --out runs/token-paths              # what the plan names, 81 runs
     python examples/token_paths/experiment.py --out runs/reduced --reduced        # 2 seeds of the main comparison
 
 Runs stand in the order of the plan, and complete ones are skipped: interrupt it and start it again as you like.
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from train import Settings, run
+from run import Settings, run
 
 MAIN_SEEDS, SIDE_SEEDS = 10, 3
 DOSES = (0.001, 0.005, 0.02)

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples" / "token_paths"))
 import torch
 from datasets import Dataset
 from paths import Given
-from train import CORRECTIONS, Batch, loss_of
+from run import CORRECTIONS, Batch, loss_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 

@@ -17,7 +17,7 @@ import torch
 from measures import importance
 from paths import PATHS, Rollout
 from rollouts import play, sample
-from train import Batch, loss_of
+from run import Batch, loss_of
 
 from tokentape.chat import Renderer
 
