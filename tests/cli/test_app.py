@@ -42,6 +42,28 @@ def test_the_list_of_commands_cuts_no_sentence_short(run: Run, group: list[str])
     assert "..." not in done.stdout.partition("Options:")[2]
 
 
+def test_the_command_that_was_meant_is_named(run: Run) -> None:
+    assert "Did you mean 'export'?" in run("exprot").stderr
+
+
+@pytest.mark.parametrize("group", ["config", "snapshot"])
+def test_a_group_offers_no_completion_of_its_own(run: Run, group: str) -> None:
+    assert "completion" not in run(group, "--help").stdout
+
+
+def test_completing_a_command_imports_none() -> None:
+    code = (
+        "import os, sys\n"
+        "os.environ.update(_TOKENTAPE_COMPLETE='complete_bash', COMP_WORDS='tokentape ex', COMP_CWORD='1')\n"
+        "from tokentape.cli import app\n"
+        "try: app([], prog_name='tokentape')\n"
+        "except SystemExit: pass\n"
+        "print('tokentape.cli.export' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["export", "False"]
+
+
 def test_version_is_printed(run: Run) -> None:
     done = run("--version")
     assert (done.exit_code, done.stdout) == (0, f"tokentape {tokentape.__version__}\n")

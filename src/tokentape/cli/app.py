@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from tokentape._version import __version__
@@ -53,22 +54,19 @@ class _Commands(TyperGroup):
     `NOTHING_MEASURED`.
     """
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [name for group in _COMMANDS.values() for name in group]
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # Names and help, for completion and for the command that was meant; the rest when a command is used.
+        for commands in _COMMANDS.values():
+            self.commands.update({name: TyperCommand(name, short_help=text) for name, text in commands.items()})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        if cmd_name not in self.commands:
-            name = cmd_name.replace("-", "_")
-            found = getattr(import_module(f"tokentape.cli.{name}"), name)
-            if not isinstance(found, typer.Typer):
-                alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-                settings = SAME_AS_SERVE if cmd_name == "doctor" else None
-                alone.command(cmd_name, context_settings=settings)(found)
-                found = alone
-            self.commands[cmd_name] = get_command(found)
-        return self.commands[cmd_name]
+        return _loaded(cmd_name) if cmd_name in self.commands else None
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Complete the names of commands without importing them."""
+        names = TyperGroup(name=self.name, commands=dict(self.commands), params=self.params)
+        return names.shell_complete(typer.Context(names, parent=ctx.parent, info_name=ctx.info_name), incomplete)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands by their groups, without importing them."""
@@ -90,6 +88,19 @@ class _Commands(TyperGroup):
                 raise
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(NOTHING_MEASURED if isinstance(error, NothingToMeasure) else 1) from None
+
+
+@cache
+def _loaded(name: str) -> Any:
+    """Import the module of a command, and return the command."""
+    function = name.replace("-", "_")
+    found = getattr(import_module(f"tokentape.cli.{function}"), function)
+    if not isinstance(found, typer.Typer):
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        settings = SAME_AS_SERVE if name == "doctor" else None
+        alone.command(name, context_settings=settings)(found)
+        found = alone
+    return get_command(found)
 
 
 # Without rich's markup the help needs no rich, which takes longer to import than all the rest.

@@ -10,7 +10,9 @@ import typer
 from tokentape.cli.arguments import SAME_AS_SERVE, AsJson
 from tokentape.cli.serve import config_of_serve
 
-config = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at the settings of a gateway.")
+config = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Look at the settings of a gateway."
+)
 
 
 @config.callback()

@@ -13,7 +13,10 @@ from tokentape.client import Client, SnapshotManifest
 from tokentape.store._location import refuse_output
 
 snapshot = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Freeze sessions of a running gateway, take them out, drop them."
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Freeze sessions of a running gateway, take them out, drop them.",
 )
 
 Url: TypeAlias = Annotated[str, option("Base URL of the gateway.", None, "--url", envvar="TOKENTAPE_URL")]
