@@ -10,6 +10,7 @@ import pytest
 
 from tests.gateway.test_sessions import USER, take_turn, two_branches
 from tokentape._session.jsonl import trajectory_from_json
+from tokentape.errors import StoreError
 from tokentape.gateway import _sessions as feedback
 from tokentape.gateway._openapi import BINARY
 from tokentape.store import SqliteStore
@@ -52,6 +53,22 @@ def test_rewards_of_session_path_and_turn(http: httpx2.Client) -> None:
     first, second = trajectories(http)
     np.testing.assert_array_equal(first.turn_rewards, [0.25, np.nan])
     np.testing.assert_array_equal(second.turn_rewards, [np.nan])
+
+
+def test_rewards_and_columns_of_a_session_in_memory_do_not_load_it(
+    http: httpx2.Client, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = [0.5] * sizes(http, 0)[1]
+    loaded: list[str] = []
+
+    def refuse(session_id: str, **_: object) -> None:
+        loaded.append(session_id)
+        raise StoreError("not to be loaded")
+
+    monkeypatch.setattr(store, "load_session", refuse)
+    assert http.post("/sessions/s/reward", json={"value": 1, "leaf": 2}).status_code == 201
+    assert http.post(COLUMNS, json={"turn": 0, "columns": {"advantages": values}}).status_code == 201
+    assert loaded == []
 
 
 def test_reward_that_is_no_number_is_refused(http: httpx2.Client) -> None:

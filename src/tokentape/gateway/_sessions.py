@@ -7,6 +7,7 @@ import io
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from starlette.routing import Route
 from tokentape._session.arrow import write_parquet
 from tokentape._session.flatten import trained_turns
 from tokentape._session.jsonl import trajectory_to_json
-from tokentape._session.tree import Session
+from tokentape._session.tree import UNREAD, Session, unread_turns
 from tokentape._session.verdict import check_verdicts, wanted_verdict
 from tokentape.errors import Forbidden, InvalidRequest, LimitReached, NotFound
 from tokentape.gateway._access import request_log
@@ -279,14 +280,19 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
     """Return the endpoints for rewards and columns, under /sessions/{session_id}."""
     turns = gateway.turns
 
-    async def recorded(session_id: str) -> Session:
-        # From the record: another gateway may have marked turns as unread, or taken that back, which moves leaves.
-        return (await asyncio.to_thread(turns.store.load_session, session_id)).tree()
+    async def current(session_id: str) -> Session:
+        session = await turns.session(session_id)
+        if turns.store.shared:
+            # Another gateway may have marked turns as unread, or taken that back, which moves leaves. The session in
+            # memory keeps its own marks: they may not be recorded yet.
+            session = copy(session)
+            session.unread = unread_turns(await asyncio.to_thread(turns.store.events, session_id, UNREAD))
+        return session
 
     async def reward(request: Request) -> Response:
         wanted = await gateway.read(request, NewReward)
         _, session_id = await addressed(gateway, request)
-        session = await recorded(session_id)
+        session = await current(session_id)
         if wanted.turn is not None and wanted.leaf is not None:
             raise InvalidRequest("a reward is for a turn or for the path that ends with a leaf; give one", "leaf")
         if wanted.turn is not None:
@@ -300,7 +306,7 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
     async def columns(request: Request) -> Response:
         turn, leaf, given = await _read_columns(gateway, request)
         _, session_id = await addressed(gateway, request)
-        session = await recorded(session_id)
+        session = await current(session_id)
         known = (await asyncio.to_thread(turns.store.extra_names, [session_id])).columns
         if len({*known, *given}) > MAX_COLUMNS:
             raise LimitReached(f"a session has at most {MAX_COLUMNS} columns; use the names of those that it has")

@@ -21,7 +21,7 @@ from tokentape.store._commit import Claims, CommitQueue, StoreFailure, Work
 from tokentape.store._listing import SessionSummary, list_sessions
 from tokentape.store._reads import Extent, SessionProgress, StoredSession
 from tokentape.store._rows import Record, decode
-from tokentape.types import Media, Turn
+from tokentape.types import Event, Media, Turn
 
 
 class Store:
@@ -116,6 +116,11 @@ class Store:
         """
         with self.reading() as connection:
             return reads.load_newer(connection, session_id, known)
+
+    def events(self, session_id: str, kind: str) -> tuple[Event, ...]:
+        """Return the events of one kind of a session, in order of arrival; empty if there is no such session."""
+        with self.reading() as connection:
+            return reads.load_events(connection, session_id, kind)
 
     def session_of_call(self, owner: str, body_digest: str, since: float) -> str | None:
         """Return the session in which a call without a key was answered last, not before `since`; None if none was."""

@@ -140,6 +140,10 @@ def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...])
     )
 
 
+def load_events(connection: Connection, session_id: str, kind: str) -> tuple[Event, ...]:
+    return _Reading(connection, session_id).records(schema.events.c.position, schema.events.c.kind == kind)
+
+
 class _Reading:
     """Reads the records of a session in one state."""
 

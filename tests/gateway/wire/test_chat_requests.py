@@ -115,6 +115,14 @@ def test_wrong_type_or_range_is_refused_by_name(name: str, value: Any) -> None:
     assert caught.value.param == name
 
 
+@pytest.mark.parametrize("value", [None, "yes", True, False])
+def test_continuous_usage_stats_are_no_field_of_chat(value: Any) -> None:
+    assert read(stream_options={"continuous_usage_stats": value}) == read()
+    schema = msgspec.json.schema(ChatCompletionsBody)
+    assert "continuous_usage_stats" not in str(schema)
+    assert "include_usage" in str(schema)
+
+
 def test_missing_messages_are_named() -> None:
     with pytest.raises(InvalidRequest) as caught:
         decode({"model": "m"})

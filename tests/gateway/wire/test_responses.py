@@ -509,6 +509,29 @@ def test_a_forced_call_is_taken_and_named_if_its_tool_is_there(value: Any) -> No
 
 
 @pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "allowed_tools", "tools": [{"type": "web_search"}]},
+        {"type": "required"},
+        "function",
+        "allowed_tools",
+    ],
+)
+def test_a_choice_that_names_no_function_is_taken_and_named_also_without_tools(value: Any) -> None:
+    assert decode(tool_choice=value).ignored == ("tool_choice",)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["required", {"type": "function", "name": "f"}, {"type": "function"}, {"type": "allowed_tools", "tools": []}],
+)
+def test_a_choice_that_needs_a_function_is_refused_without_tools(value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(tool_choice=value)
+    assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("foo", 1),

@@ -46,10 +46,15 @@ IGNORED = frozenset({"request_id", "service_tier", "spaces_between_special_token
 """Fields that are accepted and have no effect: none of them changes what is sampled."""
 
 
+class _StreamOptions(shared.StreamOptions):
+    continuous_usage_stats: bool = False
+
+
 class CompletionsBody(shared.ChoicesBody, kw_only=True):
     """A request's fields."""
 
     prompt: str | list[Any]
+    stream_options: _StreamOptions | None = None
     max_tokens: Count = 16
     min_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     logprobs: shared.TopLogprobs | None = None

@@ -61,7 +61,6 @@ class SamplingFields(Struct, kw_only=True):
 
 class StreamOptions(Struct):
     include_usage: bool = False
-    continuous_usage_stats: bool = False
 
 
 class ChoicesBody(SamplingFields, kw_only=True):
@@ -198,10 +197,10 @@ def refuse_unknown_tools(named: Iterable[Any], tools: Collection[str]) -> None:
         raise InvalidRequest("tool_choice asks for a tool that is not in tools; name one of them", "tool_choice")
 
 
-def check_tool_choice(choice: Any, tools: Collection[str], *, may_be_left_out: bool = False) -> None:
+def check_tool_choice(choice: Any, tools: Collection[str], *, named_only: bool = False) -> None:
     """Refuse a `tool_choice` of chat or Responses that is not served, or that asks for a tool that is not there.
 
-    `tools` are the names of the functions. With `may_be_left_out` there are tools that are no functions.
+    `tools` are the names of the functions. With `named_only`, a choice that names no function needs none to be there.
     """
     kind = choice.get("type") if isinstance(choice, dict) else choice
     served = '"auto", "none", "required", {"type": "function", ...} and {"type": "allowed_tools", ...}'
@@ -216,7 +215,7 @@ def check_tool_choice(choice: Any, tools: Collection[str], *, may_be_left_out: b
         named = found if isinstance(found, list) and found else [{"type": "function"}]
     functions = [one.get("function", one) for one in named if isinstance(one, dict) and one.get("type") == "function"]
     names = [one.get("name") if isinstance(one, dict) else None for one in functions]
-    if names or not may_be_left_out:
+    if names or not named_only:
         refuse_unknown_tools(names, tools)
 
 

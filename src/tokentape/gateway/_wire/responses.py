@@ -126,7 +126,9 @@ class Responses(Dialect):
         tools = read_tools(read.tools)
         names = [tool["function"]["name"] for tool in tools.shown]
         in_namespaces = [name for _, name in tools.namespaces.values()]
-        shared.check_tool_choice(read.tool_choice, [*names, *in_namespaces], may_be_left_out=bool(read.tools))
+        # "required" may be met by tools that are left out; the other choices take effect only where they name one.
+        named_only = bool(read.tools) or read.tool_choice != "required"
+        shared.check_tool_choice(read.tool_choice, [*names, *in_namespaces], named_only=named_only)
         shown = () if read.tool_choice == "none" else tools.shown
         sampling = shared.sampling_params(
             read,
