@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.chat.conftest import load_tokenizer
-from tokentape.audit._premium import Line, measure_premium, premium_layout, read_corpus, script_of, scripts_of
+from tokentape.audit._premium import (
+    Line,
+    _by_script,
+    measure_premium,
+    premium_layout,
+    read_corpus,
+    script_of,
+    scripts_of,
+)
 from tokentape.chat._renderer import Renderer
 from tokentape.cli import app
 from tokentape.errors import InvalidRequest
@@ -77,6 +86,16 @@ def test_each_script_of_a_mixed_line_is_charged_for_its_own_tokens(family: str) 
     for row in found.scripts:
         alone = len(tokenizer.encode_plain(parts[row.name]))
         assert abs(row.tokens - alone) <= 1.5
+
+
+def test_a_long_line_costs_as_much_per_letter_as_a_short_one() -> None:
+    def seconds(letters: int) -> float:
+        start = time.thread_time()
+        assert _by_script("я" * letters) == {"Cyrillic": (letters, 2 * letters)}
+        return time.thread_time() - start
+
+    short, long = (min(seconds(letters) for _ in range(3)) for letters in (20_000, 320_000))
+    assert long < 60 * short  # 16 times if linear, 256 times if quadratic
 
 
 def test_scripts_are_told_by_letters() -> None:

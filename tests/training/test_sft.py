@@ -220,6 +220,12 @@ def test_a_selection_without_an_assistant_message_is_refused(select: Any) -> Non
         sft(load_renderer(QWEN3), [QUESTION, ANSWER, NEXT], select=select)
 
 
+@pytest.mark.parametrize("select", ["last", "al", ""])
+def test_a_word_that_selects_nothing_is_refused(select: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"select is '{select}'; pass 'all', 'final'"):
+        sft(load_renderer(QWEN3), CONVERSATIONS["two turns"], select=select)
+
+
 def test_reasoning_can_be_left_out_with_its_delimiters() -> None:
     renderer = load_renderer(QWEN3)
     sample = sft(renderer, CONVERSATIONS["reasoning"])

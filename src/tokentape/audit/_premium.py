@@ -198,10 +198,10 @@ def _by_script(text: str) -> dict[str, tuple[int, int]]:
     """Return the number of characters and bytes of each script."""
     if text.isascii():
         return {"Latin" if any(map(str.isalpha, text)) else COMMON: (len(text), len(text))}
-    chars: dict[str, str] = defaultdict(str)
+    chars: dict[str, list[str]] = defaultdict(list)
     for char, script in zip(text, scripts_of(text), strict=True):
-        chars[script] += char
-    return {script: (len(some), len(some.encode())) for script, some in chars.items()}
+        chars[script].append(char)
+    return {script: (len(some), len("".join(some).encode())) for script, some in chars.items()}
 
 
 def _shares(text: str, ids: Sequence[int], scripts: Sequence[str], tokenizer: Tokenizer) -> dict[str, float]:

@@ -80,7 +80,8 @@ def sft_sample(
     Nothing is made up: a template that writes nothing after the last turn (GLM) has no end there to be trained.
 
     Raises `TemplateRefused` if the template refuses the conversation, or its rendering does not show what the
-    assistant says (train the final turn only, then), and `InvalidRequest` for a selection without an assistant message.
+    assistant says (train the final turn only, then), and `InvalidRequest` for a `select` that is neither of the
+    words or names a message that is no assistant message.
     """
     messages = [_with_objects(message) for message in messages]
     chosen = _chosen(messages, select)
@@ -147,6 +148,8 @@ def find_said(
 def _chosen(messages: Sequence[Message], select: Literal["all", "final"] | Collection[int]) -> list[int]:
     speakers = _speakers(messages)
     if isinstance(select, str):
+        if select not in ("all", "final"):
+            raise InvalidRequest(f"select is {select!r}; pass 'all', 'final' or indices of messages", "select")
         wanted = speakers if select == "all" else [len(messages) - 1]
     else:
         wanted = sorted({int(n) for n in select})

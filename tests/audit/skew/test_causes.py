@@ -16,8 +16,10 @@ from tests.audit.skew.cases import TINY, base, healthy
 from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends.base import Rendering, SkewChat
 from tokentape.audit._skew.backends.spec import BackendOptions, SpecBackend, open_json
+from tokentape.audit._skew.file_findings import configuration_findings
 from tokentape.audit._skew.findings import Skew
 from tokentape.audit._skew.report_text import quoted
+from tokentape.audit._skew.template_causes import TemplateCauses
 from tokentape.demo import MODEL
 from tokentape.errors import TokenizerUnusable
 
@@ -122,6 +124,32 @@ def test_another_end_token_in_the_configuration_is_found() -> None:
     kinds = found(base(TINY).side(config={**base(TINY).config, "eos_token": "<|endoftext|>"}))
     assert set(kinds) >= {"special tokens"}
     assert "eos_token is <|im_end|> in A and <|endoftext|> in B" in kinds["special tokens"].cause
+
+
+@pytest.mark.parametrize("name", ["truncation", "padding"])
+def test_another_order_of_keys_is_the_same_truncation_and_padding(name: str) -> None:
+    setting = {"direction": "Right", "max_length": 512}
+    a, same, other = (
+        replace(healthy(TINY).facts, spec={name: one})
+        for one in (setting, dict(reversed(setting.items())), {**setting, "max_length": 256})
+    )
+    assert not configuration_findings(a, same)
+    (found,) = configuration_findings(a, other)
+    assert found.cause.startswith(f"{name} in tokenizer.json is")
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_piece_that_changed_in_two_places_is_named_by_what_either_writes(role: str) -> None:
+    said = "{{ 'user' }}{{ ': ' }}", "{{ 'assistant' }}{{ ': ' }}"
+    source = (
+        "{%% for m in messages %%}{%% if m.role == 'user' %%}%s{%% else %%}%s{%% endif %%}{{ m.content }}{%% endfor %%}"
+    )
+    a = base(TINY).side("A", template=source % said)
+    b = base(TINY).side(template=(source % said).replace("': '", "':'"))
+    written = [side.render(SkewChat(({"role": role, "content": "hi"},), generate=False)).text for side in (a, b)]
+    causes = TemplateCauses(a.facts, b.facts, "2026-01-01", lambda _: (written[0], written[1]))
+    found = causes.cause_of(SkewChat(({"role": role, "content": "hi"},), generate=False), *written)
+    assert "the template has" in found.what
 
 
 def test_rows_without_a_token_are_a_caution(tmp_path: Path) -> None:

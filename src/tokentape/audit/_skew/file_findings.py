@@ -232,8 +232,8 @@ def _lengths(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
     if a.spec is None or b.spec is None or not a.kind == b.kind == "tokenizer.json":
         return
     for name in ("truncation", "padding"):
-        parts = (spec.get(name) for spec in (a.spec, b.spec))
-        one, other = (json.dumps(part, ensure_ascii=False) if part else "none" for part in parts)
-        if one != other:
+        parts = [spec.get(name) or None for spec in (a.spec, b.spec)]
+        if parts[0] != parts[1]:
+            one, other = (json.dumps(part, ensure_ascii=False) if part else "none" for part in parts)
             cause = f"{name} in tokenizer.json is {one} in A and {other} in B: `tokenizers` applies it to every text"
             yield Skew("truncation", "facts", cause, f"Remove `{name}` from tokenizer.json on both sides.", 1)

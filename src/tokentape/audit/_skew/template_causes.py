@@ -182,8 +182,9 @@ class TemplateCauses:
     def _pieces(self, template: str, other: str) -> list[tuple[str, Writer]]:
         """Return backend A's template with one piece of B's at a time."""
         if (template, other) not in self._exchanges:
-            made = {said: self._writer(put, self._a.template_variables) for said, put in _exchanges(template, other)}
-            self._exchanges[template, other] = [(said, writer) for said, writer in made.items() if writer]
+            # A list, for a change made in two places has the same words twice.
+            made = [(said, self._writer(put, self._a.template_variables)) for said, put in _exchanges(template, other)]
+            self._exchanges[template, other] = [(said, writer) for said, writer in made if writer]
         return self._exchanges[template, other]
 
     def _writer(self, source: str, variables: Mapping[str, object]) -> Writer | None:
