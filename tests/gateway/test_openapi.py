@@ -74,6 +74,18 @@ def test_document_is_served_and_its_schemas_are_valid(quick: httpx2.Client) -> N
     assert references <= set(told["components"]["schemas"])
 
 
+def test_names_in_the_document_are_public_and_bodies_are_described(renderer: Renderer, store: SqliteStore) -> None:
+    app = create_app(Turns(QuickEngine(renderer, []), renderer, store), model_id="m")
+    described = document(app.routes)
+    schemas = described["components"]["schemas"]
+    assert [name for name in schemas if name.startswith("_")] == []
+    operations = [one for methods in described["paths"].values() for one in methods.values() if "requestBody" in one]
+    bodies = {one["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1] for one in operations}
+    assert len(bodies) > 5
+    for name in (*bodies, "Error", "ImageSource", "AnthropicMessage"):
+        assert schemas[name].get("description", "").endswith("."), name
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.waiting import PATIENCE
-from tokentape.errors import InvalidRequest
-from tokentape.gateway._workers import bind_all
+from tokentape.errors import InvalidRequest, TokentapeError
+from tokentape.gateway import _workers
+from tokentape.gateway._workers import Supervisor, bind_all
 
 
 def test_connections_go_to_all_sockets_of_one_port() -> None:
@@ -48,6 +53,71 @@ def test_a_port_that_the_workers_of_another_gateway_have_is_refused() -> None:
 def test_without_keys_workers_serve_this_machine_alone() -> None:
     with pytest.raises(InvalidRequest, match="no API keys"):
         bind_all("0.0.0.0", 0, 2, has_keys=False)
+
+
+class StubbornWorkers:
+    """Workers that end only when they are killed, and time that passes only while their supervisor sleeps."""
+
+    def __init__(self, *, answer: bool, one_ends: bool, signals: Sequence[tuple[float, int]] = ()) -> None:
+        self.now, self.killed_at = 0.0, 0.0
+        self.sent: list[int] = []
+        self._answer, self._signals = answer, list(signals)
+        self._processes = {number: SimpleNamespace(pid=number, name="w", exitcode=None) for number in range(2)}
+        if one_ends:
+            self._processes[0].exitcode = 1
+
+    def run(self, drain_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_workers, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+        monkeypatch.setattr(_workers, "os", SimpleNamespace(kill=self._kill, environ={}))
+        monkeypatch.setattr(Supervisor, "_start", self._start)
+        listeners = [socket.socket() for _ in self._processes]
+        self._supervisor = Supervisor(lambda *_: None, None, listeners, drain_seconds=drain_seconds)
+        self._supervisor.run(lambda: None)
+
+    def _start(self, worker: Any) -> None:
+        worker.answers, worker.process = SimpleNamespace(value=self._answer), self._processes[worker.number]
+        worker.process.join = lambda: None
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+        while self._signals and self._signals[0][0] <= self.now:
+            self._supervisor._note(self._signals.pop(0)[1], None)
+
+    def _kill(self, pid: int, number: int) -> None:
+        self.sent.append(number)
+        if number == signal.SIGKILL:
+            self.killed_at, self._processes[pid].exitcode = self.now, -number
+
+
+def test_workers_that_could_not_start_are_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = StubbornWorkers(answer=False, one_ends=True)
+    with pytest.raises(TokentapeError, match="could not start"):
+        workers.run(3600.0, monkeypatch)
+    assert workers.sent == [signal.SIGTERM, signal.SIGKILL]
+    assert 14 < workers.killed_at < 16
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_workers_that_could_not_start_at_once(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = StubbornWorkers(answer=False, one_ends=True, signals=[(3.0, number)])
+    with pytest.raises(TokentapeError, match="could not start"):
+        workers.run(3600.0, monkeypatch)
+    assert 2.9 < workers.killed_at < 3.5
+
+
+def test_a_second_signal_ends_workers_that_are_still_starting_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = StubbornWorkers(answer=False, one_ends=False, signals=[(3.0, signal.SIGTERM), (5.0, signal.SIGTERM)])
+    workers.run(3600.0, monkeypatch)
+    assert 4.9 < workers.killed_at < 5.5
+
+
+def test_workers_that_served_have_the_time_to_drain_and_are_sent_a_second_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = StubbornWorkers(answer=True, one_ends=False, signals=[(3.0, signal.SIGINT), (5.0, signal.SIGINT)])
+    workers.run(100.0, monkeypatch)
+    assert workers.sent == [signal.SIGTERM] * 2 + [signal.SIGINT] * 2 + [signal.SIGKILL] * 2
+    assert 117 < workers.killed_at < 119
 
 
 @pytest.mark.slow

@@ -19,11 +19,15 @@ _Version = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[^\x00-
 
 
 class Pause(Struct, forbid_unknown_fields=True):
+    """The body of a pause."""
+
     mode: Literal["wait", "abort"] = "wait"
     timeout: Annotated[float, Meta(ge=0, le=3600)] = 60.0
 
 
 class ResumeSampling(Struct, forbid_unknown_fields=True):
+    """The body of a resume."""
+
     weight_version: _Version | None = None
 
 

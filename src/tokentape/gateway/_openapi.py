@@ -38,7 +38,7 @@ _PATH_PARAMETERS = {
 }
 
 
-class _ErrorFields(Struct):
+class ErrorFields(Struct):
     type: str
     message: str
     code: str | None = None
@@ -48,7 +48,7 @@ class _ErrorFields(Struct):
 class Error(Struct):
     """The body of an error."""
 
-    error: _ErrorFields
+    error: ErrorFields
 
 
 class ApiRoute(Route):

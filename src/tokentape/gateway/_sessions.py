@@ -41,6 +41,8 @@ MAX_PAGE = 1000
 
 
 class NewSession(Struct, forbid_unknown_fields=True):
+    """The body of a new session."""
+
     session_id: str | None = None
     metadata: dict[str, Any] | None = None
     pin: dict[str, Any] | None = None

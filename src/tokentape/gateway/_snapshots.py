@@ -40,6 +40,8 @@ class NewSnapshot(Struct, forbid_unknown_fields=True):
 
 
 class Confirmation(Struct, forbid_unknown_fields=True):
+    """The body of a confirmation."""
+
     digest: str
     drop_sessions: bool = False
 

@@ -92,15 +92,17 @@ class Supervisor:
         Raises `TokentapeError` if a worker can't start at the beginning; all are ended then.
         """
         handlers = {one: signal.signal(one, self._note) for one in (signal.SIGINT, signal.SIGTERM)}
+        ready = False
         try:
             os.environ.update(self._environment)
             for worker in self._workers:
                 self._start(worker)
             if self._all_ready():
                 on_ready()
+                ready = True
                 self._keep()
         finally:
-            self._end()
+            self._end(drain=ready)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -135,18 +137,24 @@ class Supervisor:
                     worker.process = None
             time.sleep(_TICK_SECONDS)
 
-    def _end(self) -> None:
-        """Let the workers finish; kill those that do not."""
+    def _end(self, *, drain: bool) -> None:
+        """Let the workers finish; kill those that do not.
+
+        Without `drain` there are no calls to wait for: a worker has less time, and none after another signal.
+        """
         for worker in self._workers:
             # Without this copy a worker's socket closes as soon as the worker has finished.
             worker.listener.close()
         self._send(signal.SIGTERM)
-        deadline = time.monotonic() + self._drain_seconds + _KILL_SECONDS
-        passed_on = len(self._signals)
+        deadline = time.monotonic() + _KILL_SECONDS + (self._drain_seconds if drain else 0.0)
+        seen = len(self._signals)
         while self._living() and time.monotonic() < deadline:
             time.sleep(_TICK_SECONDS)
-            if signal.SIGINT in self._signals[passed_on:]:
-                passed_on = len(self._signals)
+            newer = self._signals[seen:]
+            if newer and not drain:
+                break
+            if signal.SIGINT in newer:
+                seen += len(newer)
                 self._send(signal.SIGINT)
         for process in self._living():
             _log.error("%s does not end; it is killed", process.name)

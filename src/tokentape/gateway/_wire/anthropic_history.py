@@ -43,6 +43,8 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 class ImageSource(Struct):
+    """Where an image is."""
+
     type: str
     media_type: str = ""
     data: str = ""
@@ -76,6 +78,8 @@ BLOCK_FIELDS = frozenset(Block.__struct_fields__) | {"cache_control", "citations
 
 
 class AnthropicMessage(Struct):
+    """A message of a request."""
+
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 

@@ -78,7 +78,7 @@ UNSERVED = frozenset({"container", "mcp_servers", "output_format", "thread"})
 """Fields that are refused unless they are empty: what they ask for is done by Anthropic's servers."""
 
 
-class _Tool(Struct):
+class AnthropicTool(Struct):
     name: Annotated[str, Meta(min_length=1)] = ""
     type: str | None = None
     description: str | None = None
@@ -87,35 +87,35 @@ class _Tool(Struct):
     strict: bool | None = None
 
 
-_TOOL_FIELDS = frozenset(_Tool.__struct_fields__) | {"cache_control"}
+_TOOL_FIELDS = frozenset(AnthropicTool.__struct_fields__) | {"cache_control"}
 """Fields of tools that are read, or that change nothing that is sampled."""
 
 
 _MESSAGE_FIELDS = frozenset(AnthropicMessage.__struct_fields__)
 
 
-class _ToolChoice(Struct, frozen=True):
+class AnthropicToolChoice(Struct, frozen=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class _Thinking(Struct):
+class Thinking(Struct):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
     display: str | None = None
 
 
-class _Edit(Struct):
+class ContextEdit(Struct):
     type: str
     keep: Any = None
 
 
-class _ContextManagement(Struct):
-    edits: list[_Edit] | None = None
+class ContextManagement(Struct):
+    edits: list[ContextEdit] | None = None
 
 
-class _OutputConfig(Struct, frozen=True):
+class OutputConfig(Struct, frozen=True):
     format: Any = None
     effort: str | None = None
     task_budget: Any = None
@@ -134,12 +134,12 @@ class MessagesBody(Struct, kw_only=True):
     top_k: Annotated[int, Meta(ge=0, le=2**31)] = 0
     seed: Seed | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] = []
-    tools: list[_Tool] = []
-    tool_choice: _ToolChoice = _ToolChoice("auto")
-    thinking: _Thinking | None = None
-    context_management: _ContextManagement | None = None
+    tools: list[AnthropicTool] = []
+    tool_choice: AnthropicToolChoice = AnthropicToolChoice("auto")
+    thinking: Thinking | None = None
+    context_management: ContextManagement | None = None
     compaction: Any = None
-    output_config: _OutputConfig = _OutputConfig()
+    output_config: OutputConfig = OutputConfig()
     chat_template_kwargs: dict[str, Any] = {}
     return_token_ids: bool = False
     logprobs: bool = False
@@ -255,7 +255,7 @@ def _read(body: Any) -> MessagesBody:
     return read
 
 
-def _tool(index: int, tool: _Tool) -> Tool:
+def _tool(index: int, tool: AnthropicTool) -> Tool:
     if tool.type not in (None, "custom"):
         raise UnsupportedParameter(
             f"tools[{index}] is of type {tool.type[:64]!r}, which is not supported here; give tools with a name and an "

@@ -46,68 +46,68 @@ IGNORED = shared.HINTS | {"metadata", "store", "user"}
 """Fields that are accepted and have no effect: none of them changes what is sampled."""
 
 
-class _ChatFunction(Struct):
+class ChatFunction(Struct):
     name: str
     arguments: str | dict[str, Any]
 
 
-class _ChatCall(Struct):
+class ChatCall(Struct):
     id: str
     type: Literal["function"]
-    function: _ChatFunction
+    function: ChatFunction
 
 
-class _ImageUrl(Struct):
+class ChatImageUrl(Struct):
     url: str
     detail: str | None = None
 
 
-class _ChatPart(Struct, omit_defaults=True):
+class ChatPart(Struct, omit_defaults=True):
     type: str
     text: str | None = None
-    image_url: _ImageUrl | None = None
+    image_url: ChatImageUrl | None = None
 
 
-class _ChatMessage(Struct, omit_defaults=True):
+class ChatMessage(Struct, omit_defaults=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_ChatPart] | None = None
+    content: str | list[ChatPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[_ChatCall] | None = None
+    tool_calls: list[ChatCall] | None = None
     function_call: Any = None
     audio: Any = None
     refusal: Any = None
     prefix: bool | None = None
 
 
-_MESSAGE_FIELDS = frozenset(_ChatMessage.__struct_fields__) | {"annotations", "cache_control"}
+_MESSAGE_FIELDS = frozenset(ChatMessage.__struct_fields__) | {"annotations", "cache_control"}
 """Fields of messages that are read, or that change nothing that is sampled."""
 
 
-class _ToolFunction(Struct):
+class ChatToolFunction(Struct):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class _ChatTool(Struct):
+class ChatTool(Struct):
     type: Literal["function"]
-    function: _ToolFunction
+    function: ChatToolFunction
 
 
 class ChatCompletionsBody(shared.ChoicesBody, kw_only=True):
     """A request's fields."""
 
-    messages: Annotated[list[_ChatMessage], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: shared.TopLogprobs = 0
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    tools: list[_ChatTool] = msgspec.field(default_factory=list)
+    tools: list[ChatTool] = msgspec.field(default_factory=list)
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
@@ -206,7 +206,7 @@ def _messages(body: ChatCompletionsBody, context: RequestContext) -> tuple[Messa
     return tuple(_message(index, one, context.takes_images) for index, one in enumerate(body.messages))
 
 
-def _message(index: int, message: _ChatMessage, takes_images: bool) -> dict[str, Any]:
+def _message(index: int, message: ChatMessage, takes_images: bool) -> dict[str, Any]:
     """A message as sessions and templates take it: no empty fields, tool arguments as objects."""
     for unserved in ("function_call", "audio", "refusal"):
         if getattr(message, unserved) is not None:

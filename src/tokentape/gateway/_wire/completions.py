@@ -46,7 +46,7 @@ IGNORED = frozenset({"request_id", "service_tier", "spaces_between_special_token
 """Fields that are accepted and have no effect: none of them changes what is sampled."""
 
 
-class _StreamOptions(shared.StreamOptions):
+class CompletionsStreamOptions(shared.StreamOptions):
     continuous_usage_stats: bool = False
 
 
@@ -54,7 +54,7 @@ class CompletionsBody(shared.ChoicesBody, kw_only=True):
     """A request's fields."""
 
     prompt: str | list[Any]
-    stream_options: _StreamOptions | None = None
+    stream_options: CompletionsStreamOptions | None = None
     max_tokens: Count = 16
     min_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     logprobs: shared.TopLogprobs | None = None
@@ -281,6 +281,7 @@ class DetokenizeBody(Struct, kw_only=True):
 
 
 def routes(gateway: Gateway) -> list[Route]:
+    """Return the endpoints /version, /tokenize and /detokenize, where vLLM has them."""
     turns = gateway.turns
     tokenizer = turns.renderer.tokenizer
 
