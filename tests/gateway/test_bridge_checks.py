@@ -380,6 +380,19 @@ def test_a_check_that_fails_leaves_the_verdict_unchecked(
     asyncio.run(run())
 
 
+def test_a_bridge_recorded_after_the_end_stays_due(renderer: Renderer, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with talking(renderer, tmp_path, ["one<|im_end|>"] * 2) as talk:
+            await talk.say(user("a"))
+            assert talk.turns.checks is not None
+            await talk.turns.checks.close()
+            await talk.say(user("b"))
+            assert talk.kinds() == [(1, BRIDGE_DUE)]
+            assert talk.counted("bridge_checks_total", "unknown") == 0
+
+    asyncio.run(run())
+
+
 def test_what_is_found_of_a_deleted_session_is_dropped(
     renderer: Renderer, tmp_path: Path, held: threading.Event
 ) -> None:

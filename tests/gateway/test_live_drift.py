@@ -14,7 +14,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.gateway import _telemetry as live_drift
 from tokentape.gateway._app import create_app
 from tokentape.gateway._serve import running
-from tokentape.gateway._telemetry import LiveDrift, Metrics, Telemetry
+from tokentape.gateway._telemetry import BackgroundThread, LiveDrift, Metrics, Telemetry
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
 from tokentape.types import TokenIds
@@ -70,6 +70,15 @@ def test_what_there_is_no_time_for_is_dropped_and_counted(renderer: Renderer, mo
     assert counted(metrics)["drift_dropped_total",] == 3
     go_on.set()
     drift.close()
+
+
+def test_a_background_thread_refuses_items_after_its_end() -> None:
+    done: list[int] = []
+    thread = BackgroundThread("test", done.append, 2)
+    assert thread.offer(1)
+    thread.close()
+    assert not thread.offer(2)
+    assert done == [1]
 
 
 def test_a_completion_that_can_not_be_measured_stops_nothing(

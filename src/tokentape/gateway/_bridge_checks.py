@@ -138,7 +138,8 @@ class BridgeChecks:
             opened.bridges[turn.seq] = depth + 1, seen | {likes[turn.seq]} if turn.seq in likes else seen
 
     def _offer(self, job: _Job, *, again: bool = False) -> None:
-        if not self._thread.offer(job) and not again:
+        # One that comes after the end stays due: the next gateway checks it.
+        if not self._thread.offer(job) and not again and not self._thread.closed:
             self._found(job, BridgeCheck("unknown", "there was no room in the queue"))
 
     def _check(self, job: _Job) -> None:

@@ -53,7 +53,7 @@ def parse_json(body: bytes) -> Any:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the request's body. Raises `TooLarge` before more than `max_bytes` are held."""
+    """Return the request's body. Raises `TooLarge` once more than `max_bytes` are announced or have come."""
     too_large = TooLarge(f"the body is larger than the {max_bytes} bytes that this gateway takes")
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:

@@ -351,16 +351,16 @@ class BackgroundThread(Generic[_Item]):
         self._work = work
         self._waiting: queue.Queue[_Item | None] = queue.Queue(most)
         self._thread: threading.Thread | None = None
-        self._closed = self._over = False
+        self.closed = self._over = False
 
     @property
     def full(self) -> bool:
         return self._waiting.full()
 
     def offer(self, item: _Item) -> bool:
-        """Queue an item; return False if there is no room. Nothing is done with it once this is closed."""
-        if self._closed:
-            return True
+        """Queue an item; return False, and do nothing with it, if there is no room or this is closed."""
+        if self.closed:
+            return False
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -372,7 +372,7 @@ class BackgroundThread(Generic[_Item]):
 
     def close(self, seconds: float = threading.TIMEOUT_MAX) -> None:
         """Return when what waits is done; after so many seconds the rest is left out."""
-        self._closed = True
+        self.closed = True
         if self._thread is not None:
             hurry = threading.Timer(seconds, lambda: setattr(self, "_over", True))
             hurry.daemon = True

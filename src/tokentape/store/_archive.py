@@ -320,8 +320,8 @@ def restored(location: str) -> Iterator[Path]:
     found = _read_json(target, MARKER)
     where = shown_archive(location)
     if found is None:
-        told = f"{where} is no archive: it has no {MARKER}; name what `tokentape archive --to` wrote to"
-        raise InvalidRequest(told, "store")
+        message = f"{where} is no archive: it has no {MARKER}; name what `tokentape archive --to` wrote to"
+        raise InvalidRequest(message, "store")
     if found != FORMAT:
         raise StoreCorrupt(f"{where} is an archive of another version: {found}, this Tokentape reads {FORMAT}")
     runs: list[tuple[DirFileSystem, Any, set[str]]] = []
