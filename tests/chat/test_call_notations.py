@@ -51,6 +51,18 @@ JSON_TAGS = calling(
     "{% endfor %}</tool_call>"
 )
 TAGS = JSON_TAGS.replace(JSON, BARE)
+COUNTED_NAMES = (
+    calling(
+        "<tool_call>\n<function={{ f.name }}:{{ loop.index0 }}>\n{% for k, v in f.arguments.items() %}"
+        "<parameter={{ k }}>\n{{ " + BARE + " }}\n</parameter>\n{% endfor %}</function>\n</tool_call>\n"
+    ).replace("{{ m.content", "<think>{{ m.reasoning_content or '' }}</think>{{ m.content")
+    + "{% if add_generation_prompt %}<think>{% endif %}"
+)
+COUNTED_CALLS = calling(
+    "{% if loop.first %}[#<calls>\n{% endif %}{{ loop.index0 }}[#<call {{ f.name }}>"
+    "{% for k, v in f.arguments.items() %}[#<{{ k }}>{{ " + BARE + " }}[#</{{ k }}>{% endfor %}[#</tool_call>\n"
+    "{% if loop.last %}[#<|quad_end|>{% endif %}"
+)
 ALL = {
     name: source
     for name, source in globals().items()
@@ -167,6 +179,24 @@ HERMES = calling("<tool_call>\n{{ f | tojson }}\n</tool_call>")
 def test_a_call_with_its_arguments_elsewhere_is_not_one_without_arguments(body: str) -> None:
     (call,) = parsed(renderer_of(HERMES), f"<tool_call>\n{body}\n</tool_call><|im_end|>", tools=(ADD,)).tool_calls
     assert (call.name, call.status, call.arguments) == ("add", "bad_arguments", body)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_the_count_after_a_name_may_arrive_before_what_shows_that_it_is_one(step: int) -> None:
+    call = "<tool_call>\n<function=add:0>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    assert arguments(COUNTED_NAMES, f"{call}\n{call}", step) == [("add", {"a": 1})] * 2
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_counted_name_may_be_closed_by_the_first_piece_of_the_close_alone(step: int) -> None:
+    assert arguments(COUNTED_NAMES, "</think><tool_call>\n<function=add:0></function>", step) == [("add", {})]
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_the_next_call_may_begin_like_the_close_of_all_calls(step: int) -> None:
+    one, two = ("[#<call add>[#<a>%d[#</a>[#</tool_call>\n" % n for n in (1, 2))
+    text = f"[#<calls>\n0{one}1{two}[#<|quad_end|>"
+    assert arguments(COUNTED_CALLS, text, step) == [("add", {"a": 1}), ("add", {"a": 2})]
 
 
 def test_what_ends_json_may_arrive_in_pieces() -> None:

@@ -263,7 +263,8 @@ class _TaggedBody:
                 if opening is None:
                     if tags.end.match(text, at) or (over and at == len(text)):
                         return self._body()
-                    return None if not over and may_grow(text, at, tags.expected) else Broken(at)
+                    unsure = may_grow(text, at, tags.expected) or self._name_may_end(text, at)
+                    return None if unsure and not over else Broken(at)
                 if not over and may_grow(text, at, [self._syntax.close]):
                     return None
                 self._named = True
@@ -277,6 +278,11 @@ class _TaggedBody:
             if not self._read_value(text, self._key, over=over):
                 return None
             self._key = None
+
+    def _name_may_end(self, text: str, at: int) -> bool:
+        """Return whether the name may end before `at`: in `f:3><para` it is `f` if an argument follows."""
+        inner = (n for n in range(self._start + 1, at) if not text[n].isspace())
+        return not self._named and any(may_grow(text, n, self._tags.after_name) for n in inner)
 
     def _read_value(self, text: str, key: re.Match[str], *, over: bool) -> bool:
         """Take the value up to the first closing delimiter that an argument or the end of the call follows."""
@@ -333,6 +339,8 @@ class _Tags:
     end: re.Pattern[str]
     expected: tuple[str, ...]
     """Delimiters that may stand between arguments or after them."""
+    after_name: tuple[str, ...]
+    """What closes a name, with each delimiter that may follow."""
     closing: str
 
     def value_close(self, key: str) -> re.Pattern[str]:
@@ -350,26 +358,26 @@ def _tags(syntax: CallSyntax) -> _Tags:
     json_key = rf"|{pattern(syntax.json_key_close)}" if syntax.json_key_close else ""
     # A key may begin like what ends the call: `<` and `</call>`.
     not_key = f"(?!{close})" if close else ""
+    expected = (syntax.key_open, syntax.close, syntax.section_close, syntax.open)
     return _Tags(
-        head=re.compile(
-            rf"(?P<name>{_name(syntax, [syntax.key_open, syntax.close])})\s*(?:{pattern(syntax.name_close)})?"
-        ),
+        head=re.compile(rf"(?P<name>{_name(syntax, [key_open, *ends])})\s*(?:{pattern(syntax.name_close)})?"),
         key_open=re.compile(not_key + key_open),
         key=re.compile(
             rf"\s*(?P<key>[^\n\ud800-\udfff]{{0,256}}?)\s*(?:(?P<text>{pattern(syntax.key_close)}){json_key})"
         ),
         end=re.compile("|".join(ends) or "(?!)"),
-        expected=(syntax.name_close, syntax.key_open, syntax.close, syntax.section_close, syntax.open),
+        expected=(syntax.name_close, *expected),
+        after_name=tuple(f"{syntax.name_close}\n{text}" for text in expected if pieces(syntax.name_close)),
         closing=syntax.value_close,
     )
 
 
 def _name(syntax: CallSyntax, following: Sequence[str]) -> str:
-    """Return an expression for a name: up to what the template closes names with, if what follows that stands there."""
+    """Return an expression for a name: up to what the template closes names with, if one of these follows that."""
     if not pieces(syntax.name_close) or MARK.match(syntax.name_close.strip()):
         return f"{_NAME_CHARACTER}{{1,256}}"
     call_id = [r"[\w.:-]"] if syntax.id_close else []
-    after = "|".join([*map(pattern, filter(pieces, following)), *call_id, MARK.pattern, "```", r"\Z"])
+    after = "|".join([*following, *call_id, MARK.pattern, "```", r"\Z"])
     return rf"(?:(?!{pattern(syntax.name_close)}\s*(?:{after})){_NAME_CHARACTER}){{1,256}}"
 
 

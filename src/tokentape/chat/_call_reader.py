@@ -119,10 +119,13 @@ class CallReader:
         None if that is not certain yet.
         """
         found = self._between.match(text, at)
-        at = skip_space(text, found.end() if found else at)
+        start, at = at, skip_space(text, found.end() if found else at)
         syntax = self._syntax
         expected = [syntax.separator, syntax.section_close, syntax.close, syntax.open, ";{", ",{"]
         if not final and may_grow(text, at, expected[:4] if not self.bare else expected[4:]):
+            return None
+        # What is a piece of a closing delimiter may begin an opening one: `[#` of `[#</calls>` and `[#<call>`.
+        if not final and any(may_grow(text, n, [syntax.open]) for n in range(start, at) if not text[n].isspace()):
             return None
         if self._headed:
             if not final and may_be_head(text, at):
