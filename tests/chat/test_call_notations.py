@@ -194,9 +194,9 @@ def test_a_counted_name_may_be_closed_by_the_first_piece_of_the_close_alone(step
 
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_the_next_call_may_begin_like_the_close_of_all_calls(step: int) -> None:
-    one, two = ("[#<call add>[#<a>%d[#</a>[#</tool_call>\n" % n for n in (1, 2))
-    text = f"[#<calls>\n0{one}1{two}[#<|quad_end|>"
-    assert arguments(COUNTED_CALLS, text, step) == [("add", {"a": 1}), ("add", {"a": 2})]
+    one, two = (f"{n}[#<call add>[#<a>{n}[#</a>[#</tool_call>\n" for n in (0, 1))
+    text = f"[#<calls>\n{one}{two}[#<|quad_end|>"
+    assert arguments(COUNTED_CALLS, text, step) == [("add", {"a": 0}), ("add", {"a": 1})]
 
 
 def test_what_ends_json_may_arrive_in_pieces() -> None:
