@@ -87,6 +87,10 @@ def _render(source: str, messages: list[dict[str, str]]) -> str:
         "{% set n = 7 ** 20000 %}" + EACH + "{% set x = n // (n // 5 ** 10000) %}" * 100 + "{% endfor %}",
         "{% set l = [range(100) | list] * 100000 %}" + EACH + "{% set x = l | tojson(indent=1) %}{% endfor %}",
         EACH + "{% set x = ([[1] * 10000] * 100) | sum(start=[]) %}{% endfor %}",
+        "{% set v = dict.fromkeys(range(60000) | map('string')).keys() %}"
+        "{{ range(400) | map(attribute='x', default=v) | list | length }}",
+        "{{ ('%%' * 30000000) % () }}",
+        "{{ ('{}' * 4000000).format(1) }}",
         "{% set l = [{'a': 1}] * 100000 %}{{ l | sort(attribute='" + "a." * 10000 + "a') }}",
     ],
     ids=lambda source: source[:60],
@@ -264,6 +268,8 @@ INDENTED = '{\n"k": [\n1\n]\n}{"a": 2, "b": 1}'
         ("{{ 1.5 * 90000000 }}{{ 'a' | truncate(200000) }}{{ 'x' | int(900000) }}", "135000000.0a900000"),
         ("{{ 'abc'.find('c', -200000) }}{{ '%(a)5s' % {'a': 'b'} }}{{ '%-*d|' % (3, 1) }}", "2    b1  |"),
         ("{{ {'k': [1]} | tojson(indent=-1) }}{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}", INDENTED),
+        ("{{ '%d ' | format(1732380000) }}{{ '%05d' % 123456 }}{{ '%d' % 100001 }}", "1732380000 123456100001"),
+        ("{{ 'a\\nb' | indent(4, none) }}{{ 'a\\nb' | indent(first=x, width='-') }}", "a\n    ba\n-b"),
         ("{% for a in range(6) if a is even %}{{ a }}{% endfor %}{% block b %}x{% endblock %}", "024x"),
     ],
 )  # fmt: skip
@@ -281,6 +287,28 @@ def test_a_long_text_is_no_list_to_filters_that_read_it_as_one(name: str) -> Non
 def test_a_text_of_megabytes_is_stripped_and_split(source: str) -> None:
     text = "x" + "a" * 9_000_000
     assert _render("{% set c = messages[0].content %}" + source, [{"role": "user", "content": text}]) == text[1:]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '%s|%s|%s|%s|%s|%s' % (c, c, c, c, c, c) }}",
+        "{{ '%s|%s|%s|%s|%s|%s' | format(c, c, c, c, c, c) }}",
+        "{{ '{}|{}|{}|{}|{}|{}'.format(c, c, c, c, c, c) }}",
+        "{{ '{0}|{0}|{0}|{0}|{0}|{0}'.format(c) }}",
+    ],
+    ids=["%", "filter", "method", "repeated"],
+)
+def test_a_text_of_megabytes_is_formatted(source: str) -> None:
+    text = "a" * 3_000_000
+    rendered = _render("{% set c = messages[0].content %}" + source, [{"role": "user", "content": text}])
+    assert rendered == "|".join([text] * 6)
+
+
+def test_what_weighs_a_view_of_a_dict_looks_at_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MOST_SECONDS", 0.0)
+    with pytest.raises(limits.TimeOver):
+        limits.Usage().weigh(dict.fromkeys("ab").keys())
 
 
 def test_a_long_conversation_is_no_bomb() -> None:

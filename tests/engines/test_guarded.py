@@ -18,7 +18,7 @@ from tests.engines.stand_in import StandIn
 from tokentape.chat._renderer import Renderer
 from tokentape.demo import MODEL
 from tokentape.engines import _guarded as guarded
-from tokentape.engines._base import UNVERIFIED, EngineInfo, SampleDelta, SamplingParams
+from tokentape.engines._base import UNVERIFIED, ChatCall, EngineInfo, SampleDelta, SamplingParams
 from tokentape.engines._distributions import logprobs_of
 from tokentape.engines._guarded import GuardedEngine, ModelCheck
 from tokentape.engines._http import HttpClient
@@ -348,6 +348,34 @@ def test_calls_that_end_together_wait_for_one_look(server: Server, looked: Looke
     with running(server.app) as url:
         asyncio.run(run())
     assert looked.count == 2
+
+
+def test_a_begun_call_that_is_not_read_is_closed_with_its_deltas(
+    server: Server, looked: Looked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    async def sampled() -> AsyncGenerator[SampleDelta, None]:
+        try:
+            yield SampleDelta((), ())
+            yield SampleDelta((), ())
+        finally:
+            ended.append(True)
+
+    async def begin() -> ChatCall:
+        deltas = sampled()
+        await anext(deltas)
+        return ChatCall(PROMPT, deltas)
+
+    async def run() -> None:
+        async with opened(url, looked) as engine:
+            monkeypatch.setattr(engine._engine, "begin", begin, raising=False)
+            call = await engine.begin()
+            await call.deltas.aclose()
+            assert ended == [True]
+
+    with running(server.app) as url:
+        asyncio.run(run())
 
 
 def test_one_replica_of_another_model_keeps_the_pool_from_opening(server: Server, looked: Looked) -> None:

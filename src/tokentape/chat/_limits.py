@@ -166,14 +166,12 @@ class Usage:
             return value.bit_length() // 3 + 5
         if isinstance(value, range):
             return 8 * len(value)
-        if isinstance(value, _VIEWS):
-            return self._contents(value.mapping)
         if isinstance(value, _HOLDERS):
             raise jinja2.TemplateError("it puts a namespace, a loop, a cycler or a joiner in a list")
-        if not isinstance(value, list | tuple | dict):
+        if not isinstance(value, (list, tuple, dict, *_VIEWS)):
             return 24
         self.tick()
-        weight = self._contents(value)
+        weight = self._contents(value.mapping if isinstance(value, _VIEWS) else value)
         self._hold(value, weight)
         return weight
 

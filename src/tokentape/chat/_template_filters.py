@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import wraps
 from itertools import islice
 from typing import Any
@@ -91,8 +91,8 @@ def _limited_filter(name: str, unlimited: jinja2.Environment) -> Callable[..., A
         refuse_large(name, value, given)
         _refuse_long_paths(given)
         if name == "indent":
-            width = max([4, *(len(one) if isinstance(one, str) else one for one in given)])
-            use.fits((2 + len(use.text(value).splitlines())) * width)
+            width = args[0] if args else kwargs.get("width", 4)
+            use.fits((2 + len(use.text(value).splitlines())) * (len(width) if isinstance(width, str) else width))
         elif name in _COLLECTING:
             value = use.counted(value)
         made = unlimited.call_filter(name, value, args, kwargs, context)
@@ -178,10 +178,11 @@ def string_arguments(text: str, name: str, args: tuple[Any, ...], kwargs: dict[s
         args = (use.made(list(islice(args[0], MOST_ITEMS + 1))),)
         use.fits(len(text) * len(args[0]))
     given = (*args, *kwargs.values())
-    refuse_large(name, text, given)
     if name in ("format", "format_map"):
         _refuse_format(text, given)
-    elif name == "replace":
+        return args
+    refuse_large(name, text, given)
+    if name == "replace":
         old, new, count = (*args, -1)[:3]
         times = text.count(old)
         use.fits((times if count < 0 else min(times, count)) * len(new))
@@ -193,26 +194,40 @@ def string_arguments(text: str, name: str, args: tuple[Any, ...], kwargs: dict[s
 def printf(text: str, values: Any) -> str:
     """Return `text % values`, unless that is too large."""
     use = usage()
+    use.items(text.count("%"))
     found = _PRINTF.findall(text)
-    if any(kind == "(" for *_, kind in found):
+    kinds = {kind for *_, kind in found}
+    if "(" in kinds:
         raise jinja2.TemplateError("it formats with a key that has parentheses")
-    use.numbers(values if isinstance(values, tuple) else (values,) if any("*" in one[:2] for one in found) else ())
-    _refuse_conversions([width for *widths, _ in found for width in widths if width], len(found), values)
+    given = values if isinstance(values, tuple) else (values,)
+    if any("*" in one[:2] for one in found):
+        use.numbers(given)
+    # Only what has a name can be written more than once.
+    written = (len(found) if isinstance(values, Mapping) else 1) * sum(_written(one, kinds) for one in given)
+    _refuse_formatted([width for *widths, _ in found for width in widths if width], written)
     return use.made(text % values)  # type: ignore[no-any-return]
 
 
 def _refuse_format(text: str, values: tuple[Any, ...]) -> None:
+    usage().items(text.count("{"))
     fields = [one for one in string.Formatter().parse(text) if one[1] is not None]
     if any("{" in (spec or "") or not re.fullmatch(r"\w*", field or "") for _, field, spec, _ in fields):
         raise jinja2.TemplateError("it formats with a width that is given, or with a part of a value")
-    _refuse_conversions([n for *_, spec, _ in fields for n in _NUMBERS.findall(spec or "")], len(fields), values)
+    kinds = {kind for *_, kind in fields if kind}
+    written = len(fields) * max((_written(one, kinds) for one in values), default=0)
+    _refuse_formatted([n for *_, spec, _ in fields for n in _NUMBERS.findall(spec or "")], written)
 
 
-def _refuse_conversions(widths: list[str], conversions: int, values: Any) -> None:
-    """Refuse conversions that would make a long text if each wrote all of the values, and had the largest width."""
+def _written(value: Any, kinds: Collection[str]) -> int:
+    """Return how long a value can become in a format with these kinds of conversions."""
+    return usage().weigh(value) * (1 if type(value) is str and not {"r", "a"}.intersection(kinds) else GROWTH)
+
+
+def _refuse_formatted(widths: list[str], written: int) -> None:
+    """Refuse a format that would make a long text: of its values so many characters, and each width the largest."""
     if any(len(width) > 5 for width in widths):
         raise jinja2.TemplateError("it formats with a width of six digits or more")
-    usage().fits(len(widths) * MOST_NUMBER + conversions * GROWTH * usage().weigh(values))
+    usage().fits(len(widths) * MOST_NUMBER + written)
 
 
 def refuse_others(operator: str, left: object, right: object = 0) -> None:
@@ -224,4 +239,4 @@ def refuse_wide_times(text: str) -> None:
     """Refuse a format of a date that would be long."""
     if len(text) > MOST_NUMBER:
         raise jinja2.TemplateError(f"its format of a date is longer than {MOST_NUMBER}")
-    _refuse_conversions(_STRFTIME_WIDTH.findall(text), GROWTH, text)
+    _refuse_formatted(_STRFTIME_WIDTH.findall(text), GROWTH * GROWTH * len(text))

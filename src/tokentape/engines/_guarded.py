@@ -128,11 +128,17 @@ class GuardedEngine:
         """Begin a chat as the engine does, which is a `ChatServer` then. Raises as `sample`."""
         await self._raise_unless_served()
         begun = await cast(ChatServer, self._engine).begin(*call, **options)
-        return replace(begun, deltas=self._settled(begun.deltas))
+        deltas = self._settled(begun.deltas, begun=True)
+        await anext(deltas)  # `aclose` runs nothing of a generator that has not started: the call would go on
+        return replace(begun, deltas=deltas)
 
-    async def _settled(self, sampled: AsyncGenerator[SampleDelta, None]) -> AsyncGenerator[SampleDelta, None]:
-        """Yield deltas, the last one when it is known which model sampled it."""
+    async def _settled(
+        self, sampled: AsyncGenerator[SampleDelta, None], *, begun: bool = False
+    ) -> AsyncGenerator[SampleDelta, None]:
+        """Yield deltas, the last one when it is known which model sampled it; of a begun call an empty one first."""
         async with aclosing(sampled) as deltas:
+            if begun:
+                yield SampleDelta((), ())
             await self._raise_unless_served()
             async for delta in deltas:
                 if delta.finish_reason is not None:
