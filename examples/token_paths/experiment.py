@@ -1,6 +1,6 @@
 """Run the experiment, or go on with it.
 
-    python examples/token_paths/experiment.py --out runs/token-paths              # what the plan names, 81 runs
+    python examples/token_paths/experiment.py --out runs/token-paths              # what the plan names, 93 runs
     python examples/token_paths/experiment.py --out runs/reduced --reduced        # 2 seeds of the main comparison
 
 Runs stand in the order of the plan, and complete ones are skipped: interrupt it and start it again as you like.
@@ -19,7 +19,7 @@ from pathlib import Path
 from run import Settings, run
 
 MAIN_SEEDS, SIDE_SEEDS = 10, 3
-DOSES = (0.001, 0.005, 0.02)
+DOSES = (0.001, 0.005, 0.02, 0.05, 0.06)
 """BPE dropout of further starting policies. The report gives the share of noncanonical tokens that they sample."""
 
 
