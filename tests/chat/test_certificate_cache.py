@@ -62,7 +62,7 @@ def test_other_kwargs_another_template_and_other_source_are_other_certificates(
     assert load_or_certify(renderer, {"a": [1]}, tmp_path).template_kwargs == {"a": [1]}
     other = Renderer(renderer.tokenizer, ChatTemplate(renderer.template.source + " "))
     assert load_or_certify(other, {}, tmp_path).fingerprint == other.fingerprint
-    monkeypatch.setattr(certificate_cache, "_algorithm", lambda: "changed")
+    monkeypatch.setattr(certificate_cache, "certifier_digest", lambda: "changed")
     load_or_certify(renderer, {}, tmp_path)
     assert counted.made == 4
 

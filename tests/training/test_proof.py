@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from tests.chat.conftest import REAL_FAMILIES, model_path
 from tests.data import REAL
 from tokentape.errors import InvalidRequest
-from tokentape.training._proof import prove
+from tokentape.training._proof import PARTS, prove
 from tokentape.training._tokenizer import TrainingTokenizer, codebook
 
 
@@ -27,6 +28,10 @@ def test_an_extended_tokenizer_has_the_byte_path_of_the_old_one(model_dir: Path,
     assert proof.ok
     assert proof.texts > 1500
     assert proof.fingerprint == prove(model_dir, model_dir).fingerprint
+    # Kept by users: the digest of the parts' digests.
+    spec = json.loads((model_dir / "tokenizer.json").read_bytes())
+    digests = {part: sha256(json.dumps(spec.get(part)).encode()).hexdigest() for part in PARTS}
+    assert proof.fingerprint == sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def test_a_text_that_spells_a_new_token_is_found_and_cut_to_it(

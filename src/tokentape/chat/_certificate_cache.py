@@ -41,12 +41,12 @@ def load_or_certify(
 
 
 def _key(renderer: Renderer, template_kwargs: Mapping[str, Any]) -> str:
-    parts = [FORMAT, _algorithm(), renderer.fingerprint, sorted(renderer.tokenizer.eos_ids), template_kwargs]
+    parts = [FORMAT, certifier_digest(), renderer.fingerprint, sorted(renderer.tokenizer.eos_ids), template_kwargs]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 @cache
-def _algorithm() -> str:
+def certifier_digest() -> str:
     """Return the hex SHA-256 of the source that makes certificates.
 
     Whoever changes it need not remember a version number.

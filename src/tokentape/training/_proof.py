@@ -103,7 +103,7 @@ def prove(old: str | Path, new: str | Path | TrainingTokenizer, corpus: Iterable
             *(f"added token {content!r}" for content in lost),
         ),
         changed_spellings=tuple(i for i, a, b in zip(ids, *spellings, strict=True) if a != b),
-        fingerprint=hashlib.sha256(json.dumps([was.get(part) for part in PARTS]).encode()).hexdigest(),
+        fingerprint=_digest({part: _digest(was.get(part)) for part in PARTS}),
     )
 
 
@@ -151,3 +151,7 @@ def _read_spec(source: str | Path | TrainingTokenizer) -> dict[str, Any]:
         raise InvalidRequest(f"no tokenizer.json in {source}; a proof compares two of them")
     spec: dict[str, Any] = json.loads(content)
     return spec
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

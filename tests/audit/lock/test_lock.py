@@ -251,6 +251,39 @@ def test_another_library_version_with_the_same_ids_is_a_note_and_with_strict_a_f
     assert not examine(old, tiny, strict=True).ok
 
 
+@pytest.mark.parametrize("certifier", [None, "0" * 64])
+def test_what_another_certifier_found_is_a_note_and_with_strict_a_failure(
+    tiny_lock: Lock, tiny: Path, certifier: str | None
+) -> None:
+    certificate = {**tiny_lock.certificate, "injection-safe": "no"}
+    old = replace(tiny_lock, certificate=certificate, certifier=certifier)
+    report = examine(old, tiny)
+    assert report.ok
+    (note,) = report.notes
+    assert note.startswith(
+        'another version of the certifier made the certificate of the lock: injection-safe: was "no"'
+    )
+    assert changed(examine(old, tiny, strict=True)) == ["versions and files"]
+    # Under the same files the same certifier has no excuse, nor has another one for a part that changed.
+    assert changed(examine(replace(tiny_lock, certificate=certificate), tiny)) == ["certificate"]
+    assert "certificate" in changed(examine(old, tiny, {"enable_thinking": False}))
+
+
+def test_a_lock_without_the_certifier_is_read_and_written_as_it_was(tiny_lock: Lock, tmp_path: Path) -> None:
+    old = replace(tiny_lock, certifier=None)
+    write_lock(old, tmp_path / "old.lock")
+    assert "certifier" not in json.loads((tmp_path / "old.lock").read_text(encoding="utf-8"))
+    assert read_lock(tmp_path / "old.lock") == old
+
+
+def test_a_changed_certificate_names_changes_only_if_there_are_some(tiny_lock: Lock, tiny: Path) -> None:
+    lock = replace(tiny_lock, certificate={**tiny_lock.certificate, "injection-safe": "no"})
+    found = {kwargs: examine(lock, tiny, {"a": 1} if kwargs else {}) for kwargs in (True, False)}
+    causes = {kwargs: report.changes[-1].cause for kwargs, report in found.items()}
+    assert causes == {True: "the changes above", False: ""}
+    assert "    usual cause: the changes above\n" in f"{found[True]}\n"
+
+
 def test_other_ids_with_the_same_parts_are_blamed_on_the_library(tiny_lock: Lock, tiny: Path, tmp_path: Path) -> None:
     written = json.loads(tiny_lock.to_text())
     written["goldens"][0]["ids"][3] += 1

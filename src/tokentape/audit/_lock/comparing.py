@@ -18,6 +18,7 @@ from tokentape.audit._report import Block, CiCase, CiFinding, Facts, Heading, Pa
 from tokentape.audit._skew.parts import Merge
 from tokentape.audit._tokendiff import first_difference
 from tokentape.audit._tokendiff.alignment import anchors
+from tokentape.chat._certificate_cache import certifier_digest
 from tokentape.errors import TokenizerUnusable
 
 _SHOWN = 5
@@ -76,11 +77,11 @@ class LockChange:
             yield "expected", _around(self.golden.ids, self.at)
             yield "found", _around(self.ids, self.at)
         if self.cause:
-            yield "usually" if self.golden is None else "likely", self.cause
+            yield "usual cause" if self.golden is None else "likely cause", self.cause
 
     def lines(self) -> list[str]:
         """Return the change as lines of text."""
-        return [f"  {self.what}: {self.found}", *(f"    {name:<10}{said}" for name, said in self.rows())]
+        return [f"  {self.what}: {self.found}", *(f"    {name + ':':<9} {said}" for name, said in self.rows())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,12 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
     now = {name: observed.versions.get(name, was) for name, was in lock.versions.items()}
     moved = [f"{name} was {pair[0]}, is {pair[1]}" for name, pair in unlike(lock.versions, now).items()]
     notices = [*moved, *(_files(old, new) if new is not None and not changes else ())]
-    changes += _certificate(lock, observed, moved)
+    certified = _certificate(lock, observed)
+    if certified and not changes and lock.certifier != certifier_digest():
+        notices.append(f"another version of the certifier made the certificate of the lock: {certified}")
+    elif certified:
+        causes = ["the changes above"] * bool(changes) + moved[:1]
+        changes.append(LockChange("certificate", certified, ", or ".join(causes)))
     changes += _goldens(lock, observed, [change.what for change in changes], moved)
     if strict:
         changes += [LockChange("versions and files", notice, "`--strict` takes no other") for notice in notices]
@@ -318,14 +324,13 @@ def _template_change(was: Sequence[str], now: Sequence[str]) -> str:
     return "its variant for tools, or an ending new line, is another"
 
 
-def _certificate(lock: Lock, observed: Observed, moved: Sequence[str]) -> Iterator[LockChange]:
+def _certificate(lock: Lock, observed: Observed) -> str:
+    """Return what is certified otherwise; empty if nothing is, or if it was not observed."""
     if observed.certificate is None:
-        return
+        return ""
     now = {key: observed.certificate.get(key) for key in lock.certificate}
     found = [f"{key}: was {_short(a)}, is {_short(b)}" for key, (a, b) in unlike(lock.certificate, now).items()]
-    if found:
-        cause = "follows from the changes above" + (f", or {moved[0]}" if moved else "")
-        yield LockChange("certificate", _first_few(found, _SHOWN_OF_CERTIFICATE), cause)
+    return _first_few(found, _SHOWN_OF_CERTIFICATE)
 
 
 def _goldens(lock: Lock, observed: Observed, changed: Sequence[str], moved: Sequence[str]) -> Iterator[LockChange]:
@@ -356,7 +361,7 @@ def _golden_cause(golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequ
         return "the beginning-of-sequence token is missing"
     parts = [part for part in changed if part != "certificate"]
     if parts:
-        return f"follows from what changed above: {', '.join(dict.fromkeys(parts))}"
+        return f"the changes above: {', '.join(dict.fromkeys(parts))}"
     if moved:
         return f"no part changed, so the library does: {'; '.join(moved)}"
     return "no part that was looked at changed: what loads or serves the tokenizer treats it differently"

@@ -38,7 +38,7 @@ from tokentape.audit._model_files import (
 from tokentape.audit._skew.parts import Merge, merges_of
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._certificate import Certificate
-from tokentape.chat._certificate_cache import load_or_certify
+from tokentape.chat._certificate_cache import certifier_digest, load_or_certify
 from tokentape.chat._renderer import Renderer
 from tokentape.errors import InvalidRequest
 
@@ -114,6 +114,8 @@ class Lock:
     """The findings of its certificate, see `certified`."""
     goldens: tuple[LockGolden, ...]
     date: str = grammar.DATE
+    certifier: str | None = None
+    """Hex SHA-256 of the source that made the certificate; None in older locks."""
 
     def to_text(self) -> str:
         """Return the lockfile, the same bytes for the same lock."""
@@ -121,6 +123,8 @@ class Lock:
         for name in ("configuration", "merge_list", "loading"):
             if fields["components"][name] is None:  # as older versions wrote it
                 del fields["components"][name]
+        if self.certifier is None:
+            del fields["certifier"]
         return _laid_out(fields) + "\n"
 
 
@@ -140,6 +144,7 @@ def make_lock(
         components=components_of(renderer, folder),
         certificate=certified(load_or_certify(renderer, kwargs)),
         goldens=goldens_of(renderer, kwargs),
+        certifier=certifier_digest(),
     )
 
 
