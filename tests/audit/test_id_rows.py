@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.records import SETUP, make_chain, make_turn
-from tokentape._session.arrow import write_parquet
+from tokentape._session.arrow import iter_parquet, write_parquet
 from tokentape._session.jsonl import write_jsonl
 from tokentape.audit._id_rows import Columns, IdRow, iter_rows, session_rows
 from tokentape.errors import InvalidRequest
@@ -54,6 +54,18 @@ def test_files_of_trajectories_give_the_same_rows(stored: StoredSession, tmp_pat
         assert np.array_equal(row.ids, one.ids)
         assert row.provenance is not None
         assert np.array_equal(row.provenance, one.provenance)
+
+
+def test_metadata_and_payloads_of_trajectories_are_not_read(stored: StoredSession, tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_parquet(stored.trajectories(), path)
+    table = pq.read_table(path)
+    damaged = pa.array(["{"] * table.num_rows)
+    table = table.set_column(table.schema.get_field_index("metadata"), "metadata", damaged)
+    pq.write_table(table.append_column("payload_experts", damaged), path)
+    with pytest.raises(InvalidRequest):
+        list(iter_parquet(path))
+    assert [row.name for row in iter_rows(path)] == [row.name for row in session_rows(stored)]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

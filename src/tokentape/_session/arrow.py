@@ -182,9 +182,11 @@ def write_parquet(
 
 
 def iter_parquet(
-    source: str | Path, *, row_group: int | None = None, layout: Layout = TRAJECTORIES
+    source: str | Path, *, row_group: int | None = None, layout: Layout = TRAJECTORIES, bare: bool = False
 ) -> Iterator[Trajectory]:
     """Yield what `write_parquet` wrote, or one row group of it, bit for bit; the arrays are read-only.
+
+    `bare` reads only columns that every file has, and leaves metadata, extra columns and payloads out.
 
     Raises `InvalidRequest` for a file without Tokentape's version, or with one that this release doesn't read.
     """
@@ -193,9 +195,10 @@ def iter_parquet(
         found = {name: metadata.get(f"tokentape.{name}".encode(), b"").decode() or None for name in layout.versions}
         layout.check_versions(str(source), found)
         groups = None if row_group is None else [row_group]
+        needed = [one.name for one in layout.fields if one.absent is None and one.kind != "json"] if bare else None
         try:
-            for batch in file.iter_batches(batch_size=ROW_GROUP_ROWS, row_groups=groups):
-                yield from _trajectories_of(batch, layout)
+            for batch in file.iter_batches(batch_size=ROW_GROUP_ROWS, row_groups=groups, columns=needed):
+                yield from _trajectories_of(batch, layout, bare=bare)
         except InvalidRequest as error:
             raise InvalidRequest(f"{source}: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -269,7 +272,7 @@ def _column_paths(extra: ExtraNames, layout: Layout) -> list[str]:
     ]
 
 
-def _trajectories_of(batch: pa.RecordBatch, layout: Layout) -> Iterator[Trajectory]:
+def _trajectories_of(batch: pa.RecordBatch, layout: Layout, *, bare: bool) -> Iterator[Trajectory]:
     columns = {name: batch.column(name) for name in batch.schema.names}
     arrays = {field.name for field in layout.fields if field.array}
     flat = {
@@ -286,4 +289,4 @@ def _trajectories_of(batch: pa.RecordBatch, layout: Layout) -> Iterator[Trajecto
                 offsets, given = flat[name]
                 values[name] = given[offsets[row] : offsets[row + 1]]
                 values[name].flags.writeable = False
-        yield layout.made({**values, "metadata": json.loads(values["metadata"])})
+        yield layout.made({**values, "metadata": {} if bare else json.loads(values["metadata"])})

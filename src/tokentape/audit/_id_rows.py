@@ -143,7 +143,7 @@ def parquet_rows(path: str | Path, columns: Columns = Columns(), row_group: int 
     """Yield the sequences of a Parquet file, or of one of its row groups. Raises as `iter_rows`."""
     with open_parquet(path) as file:
         if VERSION_KEY in (file.schema_arrow.metadata or {}) and columns == Columns():
-            yield from trajectory_rows(iter_parquet(path, row_group=row_group))
+            yield from trajectory_rows(iter_parquet(path, row_group=row_group, bare=True))
             return
         names = file.schema_arrow.names
         chosen = _chosen(columns, names, str(path))
