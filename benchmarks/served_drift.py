@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines; the row is added")
-    parser.add_argument("--page", type=Path, help="a page whose table is written again from all rows")
+    parser.add_argument("--page", type=Path, help="write the table of this page again, from all rows")
     arguments = parser.parse_args()
     row = asyncio.run(measured(arguments))
     with open(arguments.out, "a", encoding="utf-8") as out:

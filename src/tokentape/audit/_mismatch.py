@@ -347,7 +347,7 @@ class _Explaining:
 def _like_rounding(sequences: Sequence[tuple[Values, Values]], limits: Precision) -> bool:
     """Return True if sequences differ from their first tokens on, but no more than those of a lower precision.
 
-    Before other ids, numbers agree. Weights that differ a little can't be told from rounding.
+    Before other ids, numbers agree. Weights that differ a little can't be distinguished from rounding.
     """
     coarse = PRECISIONS["bfloat16"]
     apart = [np.abs(recorded - expected)[recorded < -_CERTAIN] for recorded, expected in sequences]

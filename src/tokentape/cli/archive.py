@@ -18,7 +18,7 @@ from tokentape.store._snapshots import Selection
 def archive(
     store: StoreLocation,
     to: Annotated[str, option("Folder or URL: s3://bucket/runs, gs://..., file:///...", "TARGET")],
-    older_than: Annotated[str, option("Only sessions whose newest turn is so old: 30d, 12h, 90m, 0s.", "AGE")] = "30d",
+    older_than: Annotated[str, option("Only sessions with no turn for this long: 30d, 12h, 90m, 0s.", "AGE")] = "30d",
     delete: Annotated[
         bool, flag("Then delete them from the record; their ids are not used again.", "--delete")
     ] = False,

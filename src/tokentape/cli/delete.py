@@ -25,7 +25,7 @@ def delete(
         list[str] | None, option("Only sessions with this value in their metadata; may be repeated.", "KEY=VALUE")
     ] = None,
     older_than: Annotated[
-        str | None, option("Only sessions whose newest turn is so old: 30d, 12h, 90m, 0s.", "AGE")
+        str | None, option("Only sessions with no turn for this long: 30d, 12h, 90m, 0s.", "AGE")
     ] = None,
     yes: Annotated[bool, flag("Delete them; without it they are only listed.", "--yes")] = False,
     url: GatewayUrl = None,

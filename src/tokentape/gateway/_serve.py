@@ -175,7 +175,7 @@ def _address(host: str, has_keys: bool) -> tuple[socket.AddressFamily, str]:
 
 
 def bind(host: str, port: int, has_keys: bool, *, shared: bool = False) -> socket.socket:
-    """Return a bound socket, whose port others of this process may have too if it is `shared`. Raises as `serve`."""
+    """Return a bound socket; if it is `shared`, others of this process may have its port too. Raises as `serve`."""
     family, address = _address(host, has_keys)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

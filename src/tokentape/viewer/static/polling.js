@@ -4,7 +4,7 @@ import { Refused } from "./api.js";
 
 /**
  * Call `look` again and again while the page is visible, until the view is left.
- * @param {{signal: AbortSignal, failed: (error: Error) => void}} view is told of errors that another try does not mend
+ * @param {{signal: AbortSignal, failed: (error: Error) => void}} its `failed` gets errors that another try does not mend
  * @param {number | null} pause milliseconds until the first call; null for none
  * @param {() => Promise<number | null>} look returns the milliseconds until the next call
  */

@@ -39,7 +39,7 @@ _HELLO: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
 _T = TypeVar("_T")
 
 
-class _Told(msgspec.Struct):
+class _ServerInfo(msgspec.Struct):
     """What a server says of itself, at the path of its kind."""
 
     version: str = ""
@@ -55,7 +55,7 @@ class ServerBackend(Backend):
         self._kwargs = options.kwargs
         self._texts: dict[tuple[int, ...], str] = {}
         self._kind, self._model = loop.run(introduced(http, None if kind == "server" else kind))
-        told = loop.run(_told(self._kind, http))
+        info = loop.run(_server_info(self._kind, http))
         ids = loop.run(self._asked("a", special=False))
         if ids is None:
             raise EngineError(f"{name} has no /tokenize; is it a server of this kind?")
@@ -71,8 +71,8 @@ class ServerBackend(Backend):
             name=name,
             kind=f"{KINDS[self._kind]} server",
             abilities=frozenset(abilities),
-            versions={KINDS[self._kind]: told.version or told.build_info} if told else {},
-            template=told.chat_template if told else None,
+            versions={KINDS[self._kind]: info.version or info.build_info} if info else {},
+            template=info.chat_template if info else None,
             template_variables=dict(options.kwargs),
             notes=(f"a server's {' and '.join(ignored)} can't be set from here",) if ignored else (),
         )
@@ -197,23 +197,23 @@ async def introduced(http: HttpClient, kind: str | None = None) -> tuple[str, st
 
 async def _detected(http: HttpClient) -> str | None:
     for kind in ("vllm", "llamacpp", "sglang"):
-        told = await _told(kind, http)
-        if told is not None:
-            return "gateway" if told.version.startswith("tokentape") else kind
+        info = await _server_info(kind, http)
+        if info is not None:
+            return "gateway" if info.version.startswith("tokentape") else kind
     return None
 
 
-async def _told(kind: str, http: HttpClient) -> _Told | None:
+async def _server_info(kind: str, http: HttpClient) -> _ServerInfo | None:
     """Return what a server says at the paths of a kind; None if it is not of that kind."""
     for path in _PATHS[kind]:
         try:
-            told = msgspec.json.decode(await http.get(path), type=_Told)
+            info = msgspec.json.decode(await http.get(path), type=_ServerInfo)
         except (EngineError, EngineContractError, InvalidRequest, msgspec.MsgspecError) as error:
             if isinstance(error, EngineError) and error.retry:
                 raise  # it can't be reached
             continue
-        if told.version or kind == "llamacpp":
-            return told
+        if info.version or kind == "llamacpp":
+            return info
     return None
 
 
