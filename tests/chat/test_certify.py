@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.chat.conftest import call, load_renderer, load_tokenizer, result, setup_for
+from tests.chat.oracle import by_transformers
 from tokentape.chat import _grammar as grammar
 from tokentape.chat._certificate import Certificate
 from tokentape.chat._certification import certify
@@ -92,6 +93,41 @@ LOOKS_AHEAD = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 def test_a_template_that_fails_on_prompts_after_results_is_certified_for_the_rest() -> None:
     certificate = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(LOOKS_AHEAD)))
     assert strategies(certificate, "user", "tool", "tool+user") == ["local", "refused", "local"]
+
+
+QUESTION_BESIDE_TOOLS = """{%- if tools -%}<|im_start|>user
+{{ tools | tojson }}{{ messages[0].content }}<|im_end|>
+{% set messages = messages[1:] -%}{%- endif -%}
+{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content }}
+{%- for t in m.tool_calls or [] -%}<tool_call>{{ t.function | tojson }}</tool_call>{%- endfor -%}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% if '/fast' in messages[0].content %}<fast>{% endif %}{%- endif -%}"""
+"""With tools it takes the first message out, and then looks at the first of the others."""
+
+
+def test_a_template_that_takes_no_question_alone_is_asked_after_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "user", "tool", "tool+user")
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(QUESTION_BESIDE_TOOLS))
+    certificate = certify(renderer)
+    assert strategies(certificate, "user", "tool", "tool+user") == ["contextual"] * 3
+    held = {check.name for check in certificate.parsing if check.holds}
+    assert held >= {"content", "call", "typed arguments"}
+    setup = setup_for(renderer)
+    question, answer = {"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}
+    with pytest.raises(TemplateRefused):
+        renderer.render([question], setup)
+    asked = [question, answer, {"role": "user", "content": "Three?"}]
+    assert renderer.render(asked, setup).ids.tolist() == by_transformers(renderer, asked)
+    new = {"role": "user", "content": "Four?"}
+    completion = renderer.tokenizer.array(renderer.tokenizer.encode_plain("Two.<|im_end|>"))
+    for said in (answer, {"role": "assistant", "content": "/fast"}):
+        history = [question, said, asked[-1]]
+        ids = renderer.bridge(completion, answer, [new], setup, history).ids.tolist()
+        whole = by_transformers(renderer, [*history, answer, new])
+        assert whole is not None
+        assert whole[-len(ids) :] == ids
+        assert ("<fast>" in renderer.tokenizer.decode(ids)) is (said is not answer)
 
 
 def strategies(certificate: Certificate, *names: str) -> list[str]:
@@ -192,6 +228,33 @@ def test_a_turn_that_is_read_back_as_the_first_one_only_is_not_called_read_back(
     checks = {check.name: check for check in certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(NUMBERED))).parsing}
     assert checks["content"].holds is False
     assert "<|im_start|>assistant 4" in checks["content"].detail
+
+
+NUMBERED_AFTER_RESULTS = """{%- for m in messages -%}
+{%- if m.role == 'assistant' and loop.previtem.role == 'tool' %}#{{ loop.index }}{{ '' -}}
+{% elif m.role == 'tool' -%}<tool_response>{% else -%}<|im_start|>{{ m.role }}
+{% endif -%}
+{{ m.content }}
+{%- for t in m.tool_calls or [] -%}<tool_call>{{ t.function | tojson }}</tool_call>{%- endfor -%}
+{%- if m.role == 'tool' -%}</tool_response>{% else -%}<|im_end|>
+{% endif -%}{%- endfor -%}
+{%- if add_generation_prompt and messages[-1].role != 'tool' -%}<|im_start|>assistant
+{% endif -%}"""
+"""A turn goes on after a result without a header, and the model writes what is there instead."""
+
+
+def test_a_turn_that_is_not_read_back_after_a_result_is_not_called_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
+    checks = {
+        source: {
+            check.name: check for check in certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(source))).parsing
+        }
+        for source in (NUMBERED_AFTER_RESULTS, NUMBERED_AFTER_RESULTS.replace("#{{ loop.index }}", ""))
+    }
+    numbered, bare = checks.values()
+    assert (numbered["content"].holds, numbered["call"].holds) == (False, False)
+    assert "#4" in numbered["call"].detail
+    assert (bare["content"].holds, bare["call"].holds) == (True, True)
 
 
 def test_no_tools_and_no_system_message_choose_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:

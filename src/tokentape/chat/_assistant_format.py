@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from tokentape.chat._call_syntax import (
     CONTENT,
+    EARLIER,
     KEY,
     NAME,
     OTHER_VALUE,
@@ -108,6 +109,13 @@ class AssistantFormat:
     """After the content of a turn at the end of a conversation, if it stands after the turn's calls; else None."""
     before_content: str = ""
     """Between the calls of such a turn and its content, where that is one turn."""
+    needs_earlier: bool = False
+    """The template refuses a question alone: something has to be said before it."""
+
+    @property
+    def question(self) -> tuple[Message, ...]:
+        """The shortest conversation that the template takes before a turn. It ends with `QUESTION`."""
+        return (*EARLIER, QUESTION) if self.needs_earlier else (QUESTION,)
 
     @property
     def after_turns(self) -> tuple[TurnClose, str, TurnClose, str]:
@@ -127,7 +135,8 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
 
     Raises `TemplateRefused` if it does not even render a user's question and a plain answer.
     """
-    ask = _from_question(render)
+    earlier = _needed_before_question(render)
+    ask = _from_question(render, earlier)
     prompt = ask([QUESTION], True)
     base = _read_base(ask, prompt)
     generation_prompt = prompt[len(base) :] if prompt.startswith(base) else prompt[common_prefix(prompt, base) :]
@@ -188,6 +197,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         calls_suffix=calls_suffix,
         content_after_calls=content_after_calls,
         before_content="" if header and header.strip() in before_content else before_content,
+        needs_earlier=len(earlier) > 0,
     )
 
 
@@ -215,11 +225,28 @@ def _continued(render: Render, message: Message) -> str:
         return render([QUESTION, message, QUESTION], True)
 
 
-def _from_question(render: Render) -> Render:
-    """Return renderings from the question on; the text before it may depend on later messages (Mistral's tools)."""
+def _needed_before_question(render: Render) -> tuple[Message, ...]:
+    """Return an earlier exchange if the template takes a question after it only, else nothing.
+
+    One that takes the first user message out may fail when no other message is left.
+    """
+    try:
+        render([QUESTION], True)
+    except TemplateRefused:
+        with contextlib.suppress(TemplateRefused):
+            render([*EARLIER, QUESTION], True)
+            return EARLIER
+    return ()
+
+
+def _from_question(render: Render, earlier: Sequence[Message]) -> Render:
+    """Return renderings after `earlier`, from the question on.
+
+    The text before the question may depend on later messages (Mistral's tools).
+    """
 
     def ask(messages: Sequence[Message], generate: bool) -> str:
-        text = render(messages, generate)
+        text = render([*earlier, *messages], generate)
         return text[max(text.find(QUESTION["content"]), 0) :]
 
     return ask

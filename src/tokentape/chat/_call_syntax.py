@@ -22,6 +22,11 @@ CONTENT, REASONING, NAME, KEY, VALUE, OTHER_NAME, OTHER_KEY, OTHER_VALUE = (s * 
 _NUMBER = 7070707
 _LIKE_TAGS = f"<{VALUE}&"
 QUESTION: Message = {"role": "user", "content": SENTINELS[8] * 2}
+EARLIER: tuple[Message, ...] = (
+    {"role": "user", "content": SENTINELS[10] * 2},
+    {"role": "assistant", "content": SENTINELS[11] * 2},
+)
+"""What is said before the question where a template refuses a question alone."""
 _ID = SENTINELS[9] * 2
 """Placeholder for every call's id in the syntax that is read off."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -22,7 +23,7 @@ from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import plain_message
 from tokentape.chat._tokenizer import MARK
 from tokentape.errors import TemplateRefused
-from tokentape.types import Message, Setup
+from tokentape.types import Message, Setup, TokenIds
 
 
 def certify(renderer: Renderer, template_kwargs: Mapping[str, Any] | None = None) -> Certificate:
@@ -100,15 +101,17 @@ def _parsing(renderer: Renderer, setup: Setup, tools_refused: str) -> Iterator[P
 
     `tools_refused`: why no calls can be asked for, if the template takes no tools.
     """
+    form = renderer.format(setup)
     for name, message in grammar.TURNS.items():
         if tools_refused and message.get("tool_calls"):
             yield ParseCheck(name, holds=None, detail=tools_refused)
             continue
-        check = _parse_check(renderer, setup, name, message, (grammar.QUESTION,))
-        if check.holds:
-            # A template may number turns, and a model without a generation prompt writes the number.
-            later = _parse_check(renderer, setup, name, message, grammar.LATER)
-            check = later if later.holds is False else check
+        check = _parse_check(renderer, setup, name, message, grammar.accepted((grammar.QUESTION,), form))
+        for history in (grammar.LATER, grammar.accepted(grammar.AFTER_RESULT, form)):
+            if check.holds:
+                # A template may number turns, and a model without a generation prompt writes the number.
+                other = _parse_check(renderer, setup, name, message, history)
+                check = other if other.holds is False else check
         yield check
 
 
@@ -128,7 +131,7 @@ def _parse_check(
         return ParseCheck(name, holds=None, detail=f"the template leaves out the {' and the '.join(left_out)}")
     if _writes_content_as_reasoning(renderer, setup, message, completion, history):
         return ParseCheck(name, holds=None, detail="the template writes this content just as it writes reasoning")
-    parser = renderer.parser(setup)
+    parser = renderer.parser(setup, prompt_ids=_prompt_ids(renderer, setup, history))
     parser.feed(renderer.tokenizer.encode_after_control(completion).ids)
     problem = _difference(shown, parser.finish()[1])
     return ParseCheck(name, holds=problem is None, detail=problem or "")
@@ -152,12 +155,12 @@ def written_turn(
 ) -> tuple[Message, str] | None:
     """Return the part of `message` that its template writes, and what a model that wrote the same would sample.
 
-    `history` ends with `grammar.QUESTION`.
+    `history` holds `grammar.QUESTION`, and the assistant speaks next.
 
     The completion is marked text that ends with the stop token. Where the prompt opens reasoning that the template does
     not show for a turn without any, the turn is given some. None where even that is not written after the prompt.
     """
-    form = renderer.format(setup)
+    form = renderer.format_after(_prompt_ids(renderer, setup, history), renderer.format(setup))
     prompt = _from_question(renderer.render_text(history, setup, generate=True))
     thought = {**message, "reasoning_content": "A thoughtword."}
     opened = form.reasoning if form.reasoning is not None and form.reasoning.opened_by_prompt else None
@@ -175,7 +178,7 @@ def written_turn(
             return _cut_turn(renderer, setup, tried, turn)
     # The template does not show in history what its prompt opens or writes: put the turn after the bare header.
     spoken = ask(message)
-    unopened = prompt[: len(prompt) - len(form.generation_prompt)]
+    unopened = prompt.removesuffix(form.generation_prompt)
     before = next((b for b in (prompt, (unopened + form.header).rstrip()) if spoken.startswith(b)), None)
     if before is None or "reasoning_content" in message:
         return None
@@ -183,6 +186,11 @@ def written_turn(
     if opened is None:
         return _cut_turn(renderer, setup, message, turn)
     return _cut_turn(renderer, setup, thought, f"{thought['reasoning_content']}{opened.close}{turn}")
+
+
+def _prompt_ids(renderer: Renderer, setup: Setup, history: Sequence[Message]) -> TokenIds:
+    tokenizer = renderer.tokenizer
+    return tokenizer.array(tokenizer.encode_marked(renderer.render_text(history, setup, generate=True)).ids)
 
 
 def _from_question(text: str) -> str:
@@ -233,11 +241,7 @@ def _difference(message: Message, reply: Reply) -> str | None:
 
 
 def _depends_on_date(renderer: Renderer, setup: Setup) -> bool:
-    kwargs, tools = setup.template_kwargs, setup.tools
-    texts = {
-        _prompt(renderer, [grammar.QUESTION], grammar.setup(renderer.fingerprint, kwargs, tools=tools, date=date))
-        for date in ("2024-01-01", "2025-12-31")
-    }
+    texts = {_prompt(renderer, [grammar.QUESTION], setup, date) for date in ("2024-01-01", "2025-12-31")}
     return len(texts) > 1
 
 
@@ -272,8 +276,13 @@ def _injection_safe(renderer: Renderer, setup: Setup) -> bool:
     return True
 
 
-def _prompt(renderer: Renderer, messages: Sequence[Message], setup: Setup) -> str:
-    """Return the marked text of a conversation with the generation prompt, an external renderer's read from its ids."""
+def _prompt(renderer: Renderer, messages: Sequence[Message], setup: Setup, date: str | None = None) -> str:
+    """Return the marked text of a conversation with the generation prompt, an external renderer's read from its ids.
+
+    It is rendered as of `date` if there is one.
+    """
+    messages = grammar.accepted(messages, renderer.format(setup))
+    setup = replace(setup, date=date or setup.date)
     if not renderer.is_external:
         return renderer.render_text(messages, setup, generate=True)
     return read_text(renderer.tokenizer, renderer.render(messages, setup).ids.tolist())

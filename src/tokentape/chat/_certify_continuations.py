@@ -54,13 +54,14 @@ class Continuations:
         if not tried:
             return Continuation(name, "refused", append_only="no", tried=0, reason=refusal)
         if True not in rewritten:
-            for reply in self._replies_that_merge():
-                rewritten.setdefault(grammar.is_clean(reply), (_MERGES, (grammar.QUESTION, reply)))
+            asked = self._accepted((grammar.QUESTION,))
+            for reply in self._replies_that_merge(asked):
+                rewritten.setdefault(grammar.is_clean(reply), (_MERGES, (*asked, reply)))
         if True not in rewritten and self._setup.tools:
-            for conversation in grammar.with_calls_unanswered(name):
-                reason = self._rewrites_unanswered(*conversation)
+            for asked, reply, new in grammar.with_calls_unanswered(name):
+                history = self._accepted(asked)
+                reason = self._rewrites_unanswered(history, reply, new)
                 if reason is not None:
-                    history, reply, new = conversation
                     rewritten.setdefault(True, (reason, (*history, reply, *new)))
         if strategy in ("local", "contextual"):
             depends, found_rewritten = self._under_words(name)
@@ -137,14 +138,17 @@ class Continuations:
                     return depends, rewritten
             if rewritten is None:
                 # Said by a new message, they may change what stands before it.
-                later, asked = (*new[:-1], {**new[-1], "content": words}), (grammar.QUESTION,)
+                later, asked = (*new[:-1], {**new[-1], "content": words}), self._accepted((grammar.QUESTION,))
                 with contextlib.suppress(TemplateRefused):
                     full = self._marked((*asked, reply, *later), generate=True)
                     reason = self._rewrites(asked, reply, full, self._suffix(reply, later, asked))
                     rewritten = (reason, (*asked, reply, *later)) if reason is not None else None
         return depends, rewritten
 
-    def _replies_that_merge(self) -> Iterator[Message]:
+    def _accepted(self, asked: tuple[Message, ...]) -> tuple[Message, ...]:
+        return grammar.accepted(asked, self._renderer.format(self._setup))
+
+    def _replies_that_merge(self, asked: tuple[Message, ...]) -> Iterator[Message]:
         """Yield replies that share a token with the end of the generation prompt, where nothing stands in between.
 
         Their first characters are the rest of entries of the vocabulary that begin like the prompt ends.
@@ -152,7 +156,7 @@ class Continuations:
         tokenizer = self._renderer.tokenizer
         if self._renderer.format(self._setup).content_open:
             return
-        prompt = self._marked((grammar.QUESTION,), generate=True)
+        prompt = self._marked(asked, generate=True)
         ends = [prompt[-n:] for n in range(1, 4) if not MARK.search(prompt[-n - 1 :])]
         ids = tokenizer.encode_marked(prompt).ids
         for end in ends:

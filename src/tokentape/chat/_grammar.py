@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from tokentape.chat._assistant_format import AssistantFormat
 from tokentape.types import Message, Setup, Tool
 
 TOOL: Tool = {
@@ -90,7 +91,19 @@ _EVERY_TYPE = {
     "options": {"deep": {"er": [1, None]}, "no": False},
 }
 
-LATER = (EARLIER, _turn("A pastanswer."), QUESTION)
+
+def accepted(messages: Sequence[Message], form: AssistantFormat) -> tuple[Message, ...]:
+    """Return a conversation that may begin with its only question as a template of this format accepts it."""
+    return after_exchange(messages) if form.needs_earlier else tuple(messages)
+
+
+def after_exchange(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return messages with an earlier exchange before them, but after what the system says first."""
+    start = next((n for n, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
+    return (*messages[:start], EARLIER, _turn("A pastanswer."), *messages[start:])
+
+
+LATER = after_exchange((QUESTION,))
 """A question that is not the first one."""
 
 TURNS: Mapping[str, Message] = {
@@ -196,6 +209,14 @@ def _past(call_id: str, *others: str) -> tuple[Message, ...]:
     )
 
 
+AFTER_RESULT: tuple[Message, ...] = (
+    QUESTION,
+    _turn("", [_past_call("Wn6gK4tBd", "Rome")], "A pastthought."),
+    _past_result("Wn6gK4tBd", "Hail"),
+)
+"""A prompt that follows a tool's result."""
+
+
 # No id, name or text of a history stands in the turn that follows it: a template that looks one up, or counts, would
 # find the same with and without a history. Ids are of several shapes, since some templates take one shape only.
 _HISTORIES: tuple[tuple[Message, ...], ...] = (
@@ -204,7 +225,7 @@ _HISTORIES: tuple[tuple[Message, ...], ...] = (
     (SYSTEM, *LATER),
     (*_past("Xq3vT8nLw"), QUESTION),
     (SYSTEM, *_past("Rk2dY7mPz", "Hc5bJ9sGf"), QUESTION),
-    (QUESTION, _turn("", [_past_call("Wn6gK4tBd", "Rome")], "A pastthought."), _past_result("Wn6gK4tBd", "Hail")),
+    AFTER_RESULT,
 )
 
 

@@ -290,13 +290,13 @@ class Renderer(TemplateText):
         """Return the parser that is read off the template, whatever overrides there are."""
         return Parser(
             self.tokenizer,
-            self._format_after(prompt_ids, self.format(setup)),
+            self.format_after(prompt_ids, self.format(setup)),
             stop_ids=self.stop_ids(setup),
             stop_strings=stop_strings,
             tools=setup.tools,
         )
 
-    def _format_after(self, prompt_ids: TokenIds | None, form: AssistantFormat) -> AssistantFormat:
+    def format_after(self, prompt_ids: TokenIds | None, form: AssistantFormat) -> AssistantFormat:
         """Return the format for a turn after this prompt; one after a tool's result may not open reasoning (R1)."""
         if prompt_ids is None or form.reasoning is None:
             return form

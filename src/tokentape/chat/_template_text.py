@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from tokentape.chat._assistant_format import AssistantFormat, TurnClose, read_format, turn_close
 from tokentape.chat._bridge import trim_to_turn_end
-from tokentape.chat._call_syntax import CONTENT, KEY, NAME, PROBE_ID, QUESTION, VALUE, CallShape
+from tokentape.chat._call_syntax import CONTENT, KEY, NAME, PROBE_ID, VALUE, CallShape
 from tokentape.chat._caller_text import Escaper, edges_found, provenance_of_characters, with_edges
 from tokentape.chat._template import ChatTemplate, plain_message
 from tokentape.chat._template_literals import TemplateLiterals, template_literals, texts_of
@@ -140,9 +140,9 @@ class TemplateText:
         history: Sequence[Message] | None,
     ) -> tuple[str, Codes, TurnClose]:
         """Return the suffix after a turn like `reply`, its provenance, and how such a turn ends a conversation."""
-        before: Sequence[Message] = [QUESTION]
         if history is None:
             setup = self._bridging_setup(setup)
+            before: Sequence[Message] = self.format(setup).question
         else:
             before = self._plain(history, setup, reshape=True)
         plain = self._plain(new_messages, setup, reshape=True)
@@ -188,7 +188,10 @@ class TemplateText:
         """Return what ends `probe` at the end of a conversation: `close`, with the ids and the content of its own."""
         if sentinel is CONTENT or (PROBE_ID not in form.calls_close.last and not probe.get("content")):
             return close
-        ask = functools.partial(self._ask, setup)
+
+        def ask(messages: Sequence[Message], generate: bool) -> str:
+            return self._render([*form.question[:-1], *messages], setup, generate=generate)
+
         return turn_close(ask, probe, VALUE, form.generation_prompt)
 
     def _bridging_setup(self, setup: Setup) -> Setup:
@@ -269,7 +272,8 @@ class TemplateText:
             return
         for role in dict.fromkeys(message["role"] for message in spoken if message["role"] != "tool"):
             asked = {"role": role, "content": CONTENT}
-            tries = ([asked], [asked, QUESTION]) if role == "user" else ([asked, QUESTION], [QUESTION, asked])
+            question = self.format(setup).question
+            tries = [asked, *question], [*question[:-1], asked] if role == "user" else [*question, asked]
             if not any(CONTENT in self._render_or_nothing(messages, setup) for messages in tries):
                 raise TemplateRefused(
                     f"the chat template never renders messages of role {role!r}: what they say would not reach the "
