@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.chat.conftest import ADD
+from tests.chat.conftest import ADD, call, setup_for
 from tests.chat.test_unseen_templates import END, USERS, parsed, readings_of, renderer_of
+from tokentape.chat._certification import written_turn
 from tokentape.chat._grammar import TURNS
 from tokentape.chat._json_text import ObjectEnd
 
@@ -62,6 +63,11 @@ COUNTED_CALLS = calling(
     "{% if loop.first %}[#<calls>\n{% endif %}{{ loop.index0 }}[#<call {{ f.name }}>"
     "{% for k, v in f.arguments.items() %}[#<{{ k }}>{{ " + BARE + " }}[#</{{ k }}>{% endfor %}[#</tool_call>\n"
     "{% if loop.last %}[#<|quad_end|>{% endif %}"
+)
+MARKED_TAGS = calling(
+    '<<|quad_end|>call name="{{ f.name }}">\n{% for k, v in f.arguments.items() %}<<|quad_end|>arg name="{{ k }}">{{ '
+    + BARE
+    + " }}</<|quad_end|>arg>\n{% endfor %}</<|quad_end|>call>\n"
 )
 ALL = {
     name: source
@@ -185,6 +191,23 @@ def test_a_call_with_its_arguments_elsewhere_is_not_one_without_arguments(body: 
 def test_the_count_after_a_name_may_arrive_before_what_shows_that_it_is_one(step: int) -> None:
     call = "<tool_call>\n<function=add:0>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
     assert arguments(COUNTED_NAMES, f"{call}\n{call}", step) == [("add", {"a": 1})] * 2
+
+
+@pytest.mark.parametrize("name", ["MARKED_TAGS", "TYPED", "TAGS"])
+def test_a_call_that_is_cut_off_between_or_within_its_arguments_is_not_made(name: str) -> None:
+    renderer = renderer_of(ALL[name])
+    made = {"role": "assistant", "content": "", "tool_calls": [call(1, {"a": 1, "note": "x y"})]}
+    written = written_turn(renderer, setup_for(renderer), made)
+    assert written is not None
+    ids = renderer.tokenizer.encode_after_control(written[1]).ids
+    found = []
+    for end in range(1, len(ids)):
+        parser = renderer.parser(setup_for(renderer))
+        parser.feed(ids[:end])
+        found.append([one.status for one in parser.finish()[1].tool_calls])
+    # Its name has to arrive first, and what closes a call may be missing, once another argument can't follow.
+    assert found == sorted(found, key=[[], ["unclosed"], ["ok"]].index)
+    assert found.count(["unclosed"]) > 5
 
 
 @pytest.mark.parametrize("step", [0, 1])

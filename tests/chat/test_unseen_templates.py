@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 from unicodedata import normalize
@@ -19,7 +22,7 @@ from tokentape.chat._certification import certify, written_turn
 from tokentape.chat._parse import Reply
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
-from tokentape.chat._tokenizer import Tokenizer
+from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.errors import TemplateRefused
 
 pytestmark = pytest.mark.usefixtures("source")
@@ -268,6 +271,43 @@ PREFIXED = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 def test_what_opens_content_and_calls_alike_does_not_close_reasoning() -> None:
     reply = parsed(renderer_of(PREFIXED), "Final: Yes.<|im_end|>")
     assert (reply.reasoning, reply.content.strip()) == ("", "Yes.")
+
+
+CLOSED_AT_ONCE = PREFIXED.replace("Final: ", "")
+"""Every header, and the prompt, closes reasoning at once: thinking is turned off."""
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("Yes.<|im_end|>", "", "Yes."),
+        ("<think>Hm.</think>Yes.<|im_end|>", "Hm.", "Yes."),
+        ("<think>Hm.", "Hm.", ""),
+    ],
+)
+@pytest.mark.parametrize("source", [CLOSED_AT_ONCE, PREFIXED], ids=["CLOSED_AT_ONCE", "PREFIXED"])
+def test_reasoning_is_found_though_the_prompt_closes_it_at_once(
+    source: str, text: str, reasoning: str, content: str, step: int
+) -> None:
+    reply = parsed(renderer_of(source), text, step)
+    assert (reply.reasoning, reply.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize("name", [*ALL, "PREFIXED", "CLOSED_AT_ONCE"])
+def test_nothing_that_is_read_off_holds_half_a_mark(name: str) -> None:
+    renderer = renderer_of({**ALL, "PREFIXED": PREFIXED, "CLOSED_AT_ONCE": CLOSED_AT_ONCE}[name])
+    read = [*texts_in(asdict(renderer.format(setup_for(renderer))))]
+    # Placeholders are of the high surrogates that no mark has.
+    assert [text for text in read if re.search("[\ud800-\udb7f\udc00-\udfff]", MARK.sub("", text))] == []
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from texts_in(item)
 
 
 PROMPTED_LAST = "{% set last = add_generation_prompt and messages[-1].role == 'assistant' %}"

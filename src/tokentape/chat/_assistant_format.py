@@ -394,7 +394,9 @@ def _read_reasoning(
     if opening.strip() in header:
         # The same opens the content: what differs is the word before it.
         framed = re.search(rf"{_FRAME.pattern}\s*\Z", before)
-        turn = before[before.rfind(header[: common_prefix(header, generation_prompt)]) :]
+        at = before.rfind(header[: common_prefix(header, generation_prompt)])
+        # A prompt that closes reasoning does not stand before any.
+        turn = before[at:] if at >= 0 else ""
         differing = turn[common_prefix(turn, header) :] if framed is None else framed[0]
         if not differing.strip() and re.match(r"[\w#:]", opening):
             return None  # A word that opens content as well tells nothing.

@@ -224,5 +224,5 @@ class CallReader:
 
 def _is_within(syntax: CallSyntax, piece: str) -> bool:
     """Return whether a piece of a delimiter also occurs within calls, so that it can't end one."""
-    within = (*pieces(syntax.name_close), *pieces(syntax.key_open))
+    within = (*pieces(syntax.name_close), *pieces(syntax.key_open), *pieces(syntax.value_close))
     return set(piece) <= set(JSON_PUNCTUATION) or any(inner.startswith(piece) for inner in within)
