@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chat.conftest import call, load_renderer, load_tokenizer, result, setup_for
+from tests.chat.test_unseen_templates import parsed
 from tokentape.chat._bridge import overlap
 from tokentape.chat._renderer import Renderer
 from tokentape.chat._template import ChatTemplate
@@ -251,6 +252,14 @@ CHANNELS = """{%- for m in messages -%}
 {%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant{%- endif -%}"""
 
 
+UNENDED = """{%- for m in messages -%}
+{%- if m.role == 'assistant' and m.reasoning_content -%}<|im_start|>assistant:plan
+{{ m.reasoning_content + '\n' }}{%- endif -%}
+<|im_start|>{{ m.role }}{{ ':final' if m.role == 'assistant' }}
+{{ m.content }}{{ '\n' if m.role != 'assistant' or not loop.last or add_generation_prompt }}
+{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant{%- endif -%}"""
+
+
 @pytest.mark.usefixtures("source")
 def test_a_header_that_stands_within_turns_is_no_stop_token() -> None:
     tokenizer = load_tokenizer("qwen3")
@@ -259,6 +268,19 @@ def test_a_header_that_stands_within_turns_is_no_stop_token() -> None:
     within = {control.id for name in ("<|im_start|>", "<|im_end|>") if (control := tokenizer.control(name)) is not None}
     assert len(within) == 2
     assert stops & within <= tokenizer.eos_ids
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_word_that_opens_reasoning_opens_none_in_the_midst_of_content(step: int) -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(UNENDED))
+    setup = setup_for(renderer)
+    assert renderer.format(setup).reasoning is not None
+    reply = parsed(renderer, ":plan\nHm.<|im_start|>assistant:final\nSee assistant:plan for it", step)
+    assert (reply.reasoning, reply.content, reply.reasoning_open) == ("Hm.", "See assistant:plan for it", False)
+    ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain(":final\nSee assistant:plan for it"))
+    added = renderer.bridge(ids, {"role": "assistant", "content": "See assistant:plan for it"}, [NEXT], setup)
+    assert renderer.tokenizer.decode(added.ids) == "\n<|im_start|>user\nnext\n<|im_start|>assistant"
 
 
 FRAMED = """{%- for m in messages -%}<|im_start|>{{ m.role }}

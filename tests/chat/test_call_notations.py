@@ -117,6 +117,8 @@ def test_a_certificate_says_that_null_and_its_text_look_alike(source: str, misse
         (SEMICOLONS, "add(a=1; note=two words, b)", {"a": 1, "note": "two words, b"}),
         (SEMICOLONS, "add(a=1;note=x;)", {"a": 1, "note": "x"}),
         (SEMICOLONS, "add(note=a; b; a=2)", {"note": "a; b", "a": 2}),
+        (SEMICOLONS, "add(note={{ a }} {% b %} c; a=2)", {"note": "{{ a }} {% b %} c", "a": 2}),
+        (SEMICOLONS, "add(note=[a] b)", {"note": "[a] b"}),
         (SEMICOLONS, "add(note=null)", {"note": None}),
         (SEMICOLONS, "add(note='null')", {"note": "null"}),
         (QUOTED_SEMICOLONS, 'add(note="x; y=1"; a=2)', {"note": "x; y=1", "a": 2}),
@@ -220,6 +222,22 @@ def test_the_next_call_may_begin_like_the_close_of_all_calls(step: int) -> None:
     one, two = (f"{n}[#<call add>[#<a>{n}[#</a>[#</tool_call>\n" for n in (0, 1))
     text = f"[#<calls>\n{one}{two}[#<|quad_end|>"
     assert arguments(COUNTED_CALLS, text, step) == [("add", {"a": 0}), ("add", {"a": 1})]
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("after", ["", "12 more"])
+def test_the_number_before_a_call_may_be_any(after: str, step: int) -> None:
+    calls = "".join(f"{n}[#<call add>[#<a>{n}[#</a>[#</tool_call>\n" for n in range(12))
+    reply = parsed(renderer_of(COUNTED_CALLS), f"[#<calls>\n{calls}[#<|quad_end|>{after}<|im_end|>", step)
+    assert [json.loads(call.arguments) for call in reply.tool_calls] == [{"a": n} for n in range(12)]
+    assert reply.content == after
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_call_that_closes_twice_has_one_span_however_it_arrives(pieces: int) -> None:
+    renderer = renderer_of(TAGS.replace("</tool_call>", "</tool_call>" * 2))
+    text = '<tool_call>add\n<arg name="a">1</arg>\n' + "</tool_call>" * pieces + "<|im_end|>"
+    assert parsed(renderer, text).tool_calls == parsed(renderer, text, 1).tool_calls != ()
 
 
 def test_what_ends_json_may_arrive_in_pieces() -> None:

@@ -257,6 +257,21 @@ def test_a_turn_that_is_not_read_back_after_a_result_is_not_called_read_back(mon
     assert (bare["content"].holds, bare["call"].holds) == (True, True)
 
 
+COUNTED_CALLS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content }}{% for t in m.tool_calls or [] %}{{ ('one', 'two', 'three')[loop.index0] -}}
+[[call {{ t.function.name }} {{ t.function.arguments | tojson }}]]{%- endfor -%}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_calls_that_are_read_back_two_at_a_time_only_are_not_called_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(COUNTED_CALLS))
+    checks = {check.name: check for check in certify(renderer).parsing}
+    assert (checks["call"].holds, checks["parallel calls"].holds) == (True, False)
+    assert "'three'" in checks["parallel calls"].detail
+
+
 def test_no_tools_and_no_system_message_choose_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "user", "user/no-tools", "user/no-tools/no-system")
     name = "mistral_nemo/templates/v3.jinja"

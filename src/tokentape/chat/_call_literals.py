@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from tokentape.chat._call_syntax import CallSyntax
 from tokentape.chat._delimiters import pattern, skip_space
-from tokentape.chat._json_text import property_schema, value_json
+from tokentape.chat._json_text import property_schema, takes_only_text, value_json
 from tokentape.chat._tokenizer import MARK
 from tokentape.types import Tool
 
@@ -151,7 +151,7 @@ def _arguments(syntax: CallSyntax, tool: Tool | None, text: str) -> Iterator[str
         if _quote_at(text, at, syntax.quote):
             raw, at = _string(text, at, notation)
             value = value_json(raw, schema, is_text=True if syntax.json_key_close else None)
-        elif opening and opening in _OPENERS:
+        elif opening and opening in _OPENERS and (syntax.quote or not takes_only_text(schema)):
             value, at = _value(text, at, notation, 0)
         else:
             end = notation.next_argument.search(text, at)

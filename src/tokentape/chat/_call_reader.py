@@ -60,10 +60,16 @@ class CallReader:
         """A call begins with its name."""
         self._knows_names = syntax.style == "literal" and needs_known_tool(syntax)
         self._closing = re.compile(optional([syntax.close]))
+        close = pieces(syntax.close)
+        self._last = tuple(piece for piece in close[-1:] if close.count(piece) == 1)
+        """What nothing of the closing delimiter follows."""
         self._spare = re.compile("" if syntax.style in ("tagged", "literal") else rf"(?:\s*\}}){some}")
-        ends = [syntax.close, syntax.separator, syntax.section_close]
+        self._counts = syntax.separator.strip().isdecimal()
+        """A number that counts the calls stands before each."""
+        ends = [syntax.close, "" if self._counts else syntax.separator, syntax.section_close]
         between = [pattern(text) for text in ends if pieces(text)]
         between += [re.escape(piece) for text in ends for piece in pieces(text) if piece not in begins]
+        between += [rf"\d{{1,9}}(?={SPACE}{pattern(syntax.open)})"] if self._counts and one else []
         another = rf"(?!{pattern(syntax.open)})" if one else ""
         self._between = re.compile(
             r"(?:\s*[;,](?=\s*\{))?" if self.bare else rf"(?:\s*{another}(?:{'|'.join(between) or '(?!)'})){some}"
@@ -124,6 +130,9 @@ class CallReader:
         expected = [syntax.separator, syntax.section_close, syntax.close, syntax.open, ";{", ",{"]
         if not final and may_grow(text, at, expected[:4] if not self.bare else expected[4:]):
             return None
+        number = re.compile(r"\d{1,9}").match(text, at) if self._counts else None
+        if not final and number and may_grow(text, number.end(), [syntax.open]):
+            return None
         # What is a piece of a closing delimiter may begin an opening one: `[#` of `[#</calls>` and `[#<call>`.
         if not final and any(may_grow(text, n, [syntax.open]) for n in range(start, at) if not text[n].isspace()):
             return None
@@ -140,8 +149,8 @@ class CallReader:
         at = spare.end() if spare else body.end
         found = self._closing.match(text, at)
         end = found.end() if found else at
-        last = pieces(self._syntax.close)[-1:]
-        if not final and last and not text.endswith(last, at, end) and may_grow(text, end, [self._syntax.close]):
+        close = self._syntax.close
+        if not final and close.strip() and not text.endswith(self._last, at, end) and may_grow(text, end, [close]):
             return None
         if end == at:
             end = body.end

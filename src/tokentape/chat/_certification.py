@@ -106,11 +106,15 @@ def _parsing(renderer: Renderer, setup: Setup, tools_refused: str) -> Iterator[P
         if tools_refused and message.get("tool_calls"):
             yield ParseCheck(name, holds=None, detail=tools_refused)
             continue
-        check = _parse_check(renderer, setup, name, message, grammar.accepted((grammar.QUESTION,), form))
-        for history in (grammar.LATER, grammar.accepted(grammar.AFTER_RESULT, form)):
+        asked = grammar.accepted((grammar.QUESTION,), form)
+        check = _parse_check(renderer, setup, name, message, asked)
+        # A template may number turns, and a model without a generation prompt writes the number.
+        others = [(message, grammar.LATER), (message, grammar.accepted(grammar.AFTER_RESULT, form))]
+        if name == "parallel calls":
+            others.append((grammar.THREE_CALLS, asked))
+        for turn, history in others:
             if check.holds:
-                # A template may number turns, and a model without a generation prompt writes the number.
-                other = _parse_check(renderer, setup, name, message, history)
+                other = _parse_check(renderer, setup, name, turn, history)
                 check = other if other.holds is False else check
         yield check
 

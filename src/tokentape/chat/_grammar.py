@@ -124,6 +124,9 @@ TURNS: Mapping[str, Message] = {
     "multi-line argument": _turn("", [call(1, {"place": 'line one\n\n  "two" \\ <three>\n'})]),
 }
 
+THREE_CALLS = _turn("", [_ONE, _TWO, call(3, {"place": "nowhere"})])
+"""For templates that count calls: what stands between two may differ from what stands between the next two."""
+
 _ANSWERS = (TURNS["content"], TURNS["reasoning"], TURNS["white space"], TURNS["leading newline"], _turn(""))
 _CALLING = (TURNS["call"], TURNS["content and call"], TURNS["reasoning and call"])
 _CALLING_TWICE = (TURNS["parallel calls"], _turn("An answerword.", [_ONE, _TWO], "A thoughtword."))

@@ -118,17 +118,22 @@ def value_json(raw: str, schema: Any, *, is_text: bool | None = None) -> str:
     >>> value_json("null", {"type": "string"}), value_json("null", {"type": "string"}, is_text=False)
     ('"null"', 'null')
     """
-    types = _types(schema)
     core = raw.strip()
-    if not is_text and core in _NULLS and (is_text is not None or "null" in types):
+    if not is_text and core in _NULLS and (is_text is not None or "null" in _types(schema)):
         return "null"
-    if is_text or (types and types <= {"string", "null"}):
+    if is_text or takes_only_text(schema):
         return json.dumps(raw, ensure_ascii=False)
     try:
         decode(core)
     except ValueError:
         return _PYTHON_WORDS.get(core) or _python_literal(core) or json.dumps(raw, ensure_ascii=False)
     return standard(core)
+
+
+def takes_only_text(schema: Any) -> bool:
+    """Return whether a parameter's schema allows text, perhaps null too, and nothing else."""
+    types = _types(schema)
+    return bool(types) and types <= {"string", "null"}
 
 
 def quoted_json(raw: str, schema: Any) -> str:

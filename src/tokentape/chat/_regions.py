@@ -40,12 +40,15 @@ class _Delimiter:
     space_after: int = 0
     anywhere: bool = False
     """It is one in the midst of the region that it enters too, not only at its beginning."""
+    at_beginning: bool = False
+    """It is a word that text may hold too: it is one before all other text only."""
 
     @classmethod
     def of(cls, text: str, enters: _Speech, *, anywhere: bool = False) -> list[_Delimiter]:
         core = text.strip()
         at = text.index(core)
-        return [cls(core, enters, at, len(text) - at - len(core), anywhere)] if core else []
+        is_word = enters == "reasoning" and re.match(r"[\w#:]", core) is not None
+        return [cls(core, enters, at, len(text) - at - len(core), anywhere, is_word)] if core else []
 
 
 class RegionScanner:
@@ -118,7 +121,8 @@ class RegionScanner:
         delimiter = leaves.get(found[0]) or _Delimiter(found[0], "call")
         if delimiter.enters == "call":
             return self._enter_call(found.start(), delimiter)
-        if delimiter.enters == self._speech and not delimiter.anywhere and not self._is_blank(found.start()):
+        repeated = delimiter.enters == self._speech and not delimiter.anywhere
+        if (repeated or delimiter.at_beginning) and not self._is_blank(found.start()):
             self._say(found.end())
             return True
         self._leave(found.start(), delimiter.space_before)
