@@ -257,6 +257,78 @@ MORE = {
     ),
     "an answer deleted": ("DELETE FROM answers WHERE first_turn = 1", f"a turn 1: answer to a retry {DELETED}"),
     "the alternatives of a token": ("UPDATE answers SET top_logprobs = NULL", f"a turn 0: answer to a retry {CHANGED}"),
+    "kwargs of the template": (
+        """UPDATE setups SET template_kwargs = '{"enable_thinking":false}' WHERE fingerprint = 'other'""",
+        f"c turn 0: turn {CHANGED}",
+    ),
+    "the date that the template saw": (
+        "UPDATE setups SET date = '2031-01-01' WHERE fingerprint = 'other'",
+        f"c turn 0: turn {CHANGED}",
+    ),
+    "the tokenizer's fingerprint": (
+        "UPDATE setups SET fingerprint = 'another' WHERE fingerprint = 'other'",
+        f"c turn 0: turn {CHANGED}",
+    ),
+    "a number that became true": (
+        "UPDATE sessions SET metadata = replace(metadata, '1', 'true') WHERE session_id = 'a'",
+        f"session a: metadata 'seed' {CHANGED}",
+    ),
+    "sessions that exchange their ids": (
+        [*renamed("a", "z"), *renamed("c", "a"), *renamed("z", "c")],
+        f"session c: metadata 'task' {CHANGED}",
+    ),
+    "the time of an event": (
+        "UPDATE events SET created_at = 5 WHERE kind = 'bridge_checked'",
+        f"a turn 1: event bridge_checked {CHANGED}",
+    ),
+    "an event of another turn": (
+        "UPDATE events SET turn = 2 WHERE kind = 'bridge_checked'",
+        f"a turn 1: event bridge_checked {DELETED}",
+    ),
+    "events in another order": (
+        [f"UPDATE events SET position = {to} WHERE position = {at}" for at, to in ((1, 99), (2, 1), (99, 2))],
+        f"a turn 1: event bridge_due {MOVED}",
+    ),
+    "a payload of another name": (
+        "UPDATE token_payloads SET name = 'routers' WHERE turn = 2",
+        f"a turn 2: payload experts {DELETED}",
+    ),
+    "a payload of another shape": (
+        "UPDATE token_payloads SET shape = '[4,3,2]' WHERE turn = 2",
+        f"a turn 2: payload experts {CHANGED}",
+    ),
+    "a column of another name": (
+        "UPDATE token_columns SET name = 'adv' WHERE turn = 2",
+        f"a turn 2: column advantages @2.0 {DELETED}",
+    ),
+    "a column that became older": (
+        "UPDATE token_columns SET created_at = 0.5 WHERE turn = 2",
+        f"a turn 2: column advantages @2.0 {DELETED}",
+    ),
+    "the time of a reward": (f"{REWARDS} created_at = 4 WHERE position = 2", f"a turn 1: reward of the turn {CHANGED}"),
+    "the reward of another branch": (
+        f"{REWARDS} turn = 3 WHERE position = 3",
+        f"a turn 4: reward of the branch {DELETED}",
+    ),
+    "a reward of another session": (
+        f"{REWARDS} session_id = 'c' WHERE position = 1",
+        f"session a: reward of the session {DELETED}",
+    ),
+    "the request of an answer": (
+        "UPDATE answers SET body_digest = flipped(body_digest) WHERE first_turn = 1",
+        f"a turn 1: answer to a retry {CHANGED}",
+    ),
+    "a turn that another session has": (
+        [
+            "UPDATE turns SET session_id = 'c', seq = 2, parent = 1 WHERE session_id = 'a' AND seq = 4",
+            "DELETE FROM rewards WHERE position = 3",
+        ],
+        f"a turn 4: turn {DELETED}",
+    ),
+    "the time of a turn": (
+        "UPDATE turns SET created_at = 99 WHERE session_id = 'c' AND seq = 1",
+        f"c turn 1: turn {CHANGED}",
+    ),
 }
 TAMPERINGS = TRIAL | MORE
 

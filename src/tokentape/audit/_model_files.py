@@ -18,6 +18,8 @@ _ELSEWHERE = ("chat_template", "model_max_length", "name_or_path", "is_local", "
 _OFF_BY_DEFAULT = ("split_special_tokens", "clean_up_tokenization_spaces")
 _SHOWN = 5
 TEMPLATES = "additional_chat_templates"
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""A file of a template that processors of images and audio read, and no tokenizer does."""
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 ROWS = "config.json vocab_size"
@@ -25,7 +27,14 @@ ROWS = "config.json vocab_size"
 MAX_LENGTH = f"{CONFIG} model_max_length"
 _NO_LIMIT = 10**20
 """transformers takes a `model_max_length` above this for none, and writes 10^30."""
-SAMPLED = ("stop_strings", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
+SAMPLED = (
+    "stop_strings",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "bad_words_ids",
+    "sequence_bias",
+    "forced_decoder_ids",
+)
 """Keys of generation_config.json that change where turns end, or which ids are sampled."""
 
 Settings: TypeAlias = Mapping[str, Mapping[str, Any]]

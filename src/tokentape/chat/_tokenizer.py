@@ -93,7 +93,7 @@ class Tokenizer:
         named_in: Sequence[str] = (),
         strict_text: bool = False,
     ) -> None:
-        self._spec = json.loads(source)
+        self._spec = json.loads(source.decode())  # `tokenizers` takes no other encoding, and no byte order mark
         self.config = config
         self.sha256 = hashlib.sha256(source).hexdigest()
         self.strict_text = strict_text

@@ -45,7 +45,10 @@ def prove_twin(tokenizer: Tokenizer) -> None:
     path = cache_directory("proofs") / f"{_key(tokenizer)}.json"
     if path.exists():
         return
-    difference = twin_difference(tokenizer)
+    try:
+        difference = twin_difference(tokenizer)
+    except Exception as error:  # `tokenizers` raises nothing narrower
+        raise TokenizerUnusable(f"`tokenizers` loads this tokenizer, and can't encode text by it: {error}") from error
     if difference is None:
         keep(path, "{}\n")
     else:

@@ -66,7 +66,7 @@ def compare(
         side, other = (opened.enter_context(open_source(one)) for one in (location, other_location))
         _, loaded = open_tokenizer(tokenizer, side, other)
         rows = compare_rows(_rows(side, name, columns), _rows(other, other_name, columns), loaded, max_delta)
-        for line in printed(watched(rows), "json" if as_json else file_format, other.name, show):
+        for line in printed(watched(rows), "json" if as_json else file_format, other.name, show, fail_on):
             typer.echo(line)
     end(failed, compared, "row")
 

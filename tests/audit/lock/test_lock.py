@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import tokentape
 from tests.chat.conftest import FAMILIES, REAL_FAMILIES, SMALL, model_path, slow_unless
 from tokentape.audit._lock import Lock, LockReport, examine, make_lock, read_lock, write_lock
 from tokentape.audit._lock.comparing import lock_cases
-from tokentape.errors import InvalidRequest, TokenizationChanged
+from tokentape.audit._lock.lockfile import spec_parts
+from tokentape.errors import InvalidRequest, TokenizationChanged, TokenizerUnusable
 
 Edit = Callable[[dict[str, Any]], None]
 
@@ -267,6 +269,39 @@ def test_what_another_certifier_found_is_a_note_and_with_strict_a_failure(
     # Under the same files the same certifier has no excuse, nor has another one for a part that changed.
     assert changed(examine(replace(tiny_lock, certificate=certificate), tiny)) == ["certificate"]
     assert "certificate" in changed(examine(old, tiny, {"enable_thinking": False}))
+
+
+def test_another_certifier_is_no_excuse_where_a_setting_changed_that_parsing_reads(tiny_lock: Lock, tiny: Path) -> None:
+    certificate = {**tiny_lock.certificate, "parsing call": "does not come back"}
+    old = replace(tiny_lock, certificate=certificate, certifier="0" * 64)
+    edited(tiny, lambda config: config.update(response_template={"fields": {}}), "tokenizer_config.json")
+    assert changed(examine(old, tiny)) == ["certificate"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_tokenizer_json_that_its_library_can_not_read_is_refused(tiny_lock: Lock, tiny: Path, encoding: str) -> None:
+    source = tiny / "tokenizer.json"
+    source.write_text(source.read_text(encoding="utf-8"), encoding=encoding)
+    with pytest.raises(TokenizerUnusable):
+        examine(tiny_lock, tiny)
+
+
+def test_pieces_that_hold_line_ends_and_exchange_their_ids_change_the_vocabulary() -> None:
+    model = {"type": "BPE", "merges": []}
+    one, other, plain = (
+        spec_parts({"model": {**model, "vocab": {piece: number for number, piece in enumerate(pieces)}}})["vocabulary"]
+        for pieces in (["a", "\n", "\n\n"], ["a", "\n\n", "\n"], ["a", "b", "c"])
+    )
+    assert one != other
+    # Other vocabularies keep the digests that locks have.
+    assert plain == (hashlib.sha256(b"a\nb\nc").hexdigest()[:12],)
+
+
+def test_a_template_that_only_processors_read_is_named_and_not_called_unchanged(tiny_lock: Lock, tiny: Path) -> None:
+    (tiny / "chat_template.json").write_text("{}")
+    report = examine(tiny_lock, tiny)
+    assert report.ok
+    assert report.notes == ("chat_template.json is new, which processors of transformers read: it was not compared",)
 
 
 def test_a_lock_without_the_certifier_is_read_and_written_as_it_was(tiny_lock: Lock, tmp_path: Path) -> None:

@@ -144,9 +144,10 @@ def judge_mutant(
     with serving(served, ServedView(view, served)) if served else nullcontext() as url:
         report = _audited(base, f"{served}:{url}" if served else str(folder), verdict, run, flipped=flipped)
     if report is not None:
-        if verdict.differs and not report.skewed:
+        found = _without_those_of_serving(base, report, served)
+        if verdict.differs and not any(one.severity == "skew" for one in found):
             verdict.complaints += [f"{CLEAN}: {_area(areas, effect)}: {effect.what}" for effect in verdict.effects]
-        for finding in report.findings:
+        for finding in found:
             verdict.complaints += _of_finding(base, view, finding, report, verdict)
     if check:
         _checked(base, folder, verdict)
@@ -165,8 +166,9 @@ def judge_harmless(
     verdict = Verdict(areas_between(base.model, rewritten), served, effects(base.view, view))
     assert not verdict.effects, f"{name} is not harmless: {verdict.effects[0]}"
     with serving(served, ServedView(view, served)) if served else nullcontext() as url:
-        _audited(base, f"{served}:{url}" if served else str(folder), verdict, run)
-    if verdict.skewed is not False:
+        report = _audited(base, f"{served}:{url}" if served else str(folder), verdict, run)
+    found = _without_those_of_serving(base, report, served) if report is not None else ()
+    if report is None or any(one.severity == "skew" for one in found):
         verdict.complaints.append(f"{ALARM}: {name}")
     _checked(base, folder, verdict)
     if not verdict.checked and name not in NOT_AS_LOCKED:
@@ -199,6 +201,26 @@ def _audited(
     return report
 
 
+def _without_those_of_serving(base: Base, report: AuditReport, served: str | None) -> Sequence[Skew]:
+    """Return findings without those that are true of a server of the unchanged folder, as of a BOS that it adds."""
+    chats = [one for one in report.findings if one.severity == "skew" and isinstance(one.example, SkewChat)]
+    if served is None or not chats:
+        return report.findings
+    server = ServedView(base.view, served)
+    with serving(served, server) as url:
+        unchanged = audit(base.side, f"{served}:{url}").findings
+    of_serving = {
+        (one.kind, one.cause)
+        for one in unchanged
+        if isinstance(one.example, SkewChat) and _prompt(base.view, one.example) != server.prompt(one.example)
+    }
+    return [one for one in report.findings if (one.kind, one.cause) not in of_serving]
+
+
+def _prompt(view: View, chat: SkewChat) -> list[int]:
+    return view.encode([view.render(_plain(chat, parsed=True), list(chat.tools), chat.generate)])[0]
+
+
 def _checked(base: Base, folder: Path, verdict: Verdict) -> None:
     """Check the folder against the lock of the base."""
     try:
@@ -213,9 +235,13 @@ def _checked(base: Base, folder: Path, verdict: Verdict) -> None:
 
 def _of_finding(base: Base, view: View, finding: Skew, report: AuditReport, verdict: Verdict) -> list[str]:
     """Undo the part that a finding names, and see whether the sides then agree on the input that it shows."""
-    if finding.severity != "skew" or finding.kind == "unknown":
+    if finding.severity != "skew":
         return []
     about_it = f"{finding.kind} for {_area(verdict.areas)}"
+    if finding.kind == "unknown":
+        unstable = any(one.what == "unstable" for one in verdict.effects)
+        nothing = not unstable and isinstance(finding.example, str) and _same(base.view, view, finding.example)
+        return [f"{SHOWS_NOTHING}: {about_it}"] if nothing else []
     blamed = _blamed(finding)
     if verdict.served and blamed & BEFORE_MODEL:
         blamed |= BEFORE_MODEL

@@ -34,12 +34,21 @@ class ServedView(Backend):
                 message["content"] = "".join(part["text"] for part in parts)
         try:
             text = self._view.render(messages, conversation.tools, conversation.generate)
-            if self._kind == "llamacpp" and self._view.encode(["a"], special=True) != self._view.encode(["a"]):
-                # Its tokenizer puts BOS there, which it takes off what templates write.
+            if self._kind == "llamacpp" and self._adds_bos:
                 text = text.removeprefix(self._view.auto.bos_token or "")
             return Rendering(self.encode([text])[0], text)
         except Refused as error:
             raise TemplateRefused(str(error)) from None
+
+    def prompt(self, conversation: SkewChat) -> list[int]:
+        """Return the ids that the server samples from."""
+        made = self.render(conversation)
+        return self.encode([made.text or ""], special=True)[0] if self._kind == "llamacpp" else made.ids
+
+    @property
+    def _adds_bos(self) -> bool:
+        """Whether the tokenizer puts BOS before a text: llama.cpp then takes off the one that a template writes."""
+        return self._view.encode(["a"], special=True) != self._view.encode(["a"])
 
 
 def shown(effects: Sequence[Effect], a: View, b: View) -> list[Effect]:

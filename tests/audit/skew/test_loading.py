@@ -136,7 +136,7 @@ def test_templates_by_other_names_are_compared(sides: tuple[Path, Path]) -> None
     assert "named rag is another text" in audit(*sides).findings[0].cause
 
 
-@pytest.mark.parametrize("key", ["stop_strings", "suppress_tokens"])
+@pytest.mark.parametrize("key", ["stop_strings", "suppress_tokens", "sequence_bias", "forced_eos_token_id"])
 def test_what_ends_turns_and_is_never_sampled_is_compared(sides: tuple[Path, Path], key: str) -> None:
     put(sides[0], "generation_config.json", eos_token_id=1)
     put(sides[1], "generation_config.json", eos_token_id=1, **{key: [7]})

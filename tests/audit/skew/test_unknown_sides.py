@@ -106,6 +106,34 @@ def test_a_merge_that_a_server_lacks_is_found_with_few_requests() -> None:
     assert fine.asked < battery.asked < 10_000
 
 
+def test_a_merge_that_a_server_lacks_is_found_though_whole_words_need_no_merges() -> None:
+    model = {**base(TINY).spec["model"], "ignore_merges": True}
+    lacking = {**model, "merges": model["merges"][:3000] + model["merges"][3001:]}
+    whole, other = (base(TINY).side(spec={**base(TINY).spec, "model": one}) for one in (model, lacking))
+    report = audit(whole, Unknown(other.encode))
+    (found,) = report.findings
+    assert (found.kind, found.severity) == ("unknown", "skew")
+    assert isinstance(found.example, str)
+    assert whole.encode([found.example]) != other.encode([found.example])
+    assert not audit(whole, Unknown(whole.encode)).skewed
+
+
+def test_a_token_is_not_blamed_for_what_the_text_after_it_gets_alone() -> None:
+    token = "<|im_start|>"
+
+    def without_first_line_end(texts: Sequence[str]) -> list[list[int]]:
+        return plain([token.join(piece.removeprefix("\n") for piece in text.split(token)) for text in texts])
+
+    assert set(causes(audit(healthy(TINY), Unknown(without_first_line_end)))) == {"unknown"}
+
+
+def test_a_side_is_not_said_to_cut_texts_if_it_gives_others_more_ids() -> None:
+    def prepended(texts: Sequence[str]) -> list[list[int]]:
+        return [plain(["\u2581"])[0] + ids for ids in plain(texts)]
+
+    assert set(causes(audit(healthy(TINY), Unknown(prepended)))) == {"unknown"}
+
+
 class Chatty(SpecBackend):
     """Renders another number each time."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 from xml.etree import ElementTree
 
 import jsonschema
@@ -119,8 +119,10 @@ SARIF = {
 }
 
 
-def written(rows: list[RowComparison], file_format: str, recorded: str = "b") -> str:
-    return "\n".join(printed(rows, file_format, recorded, 20))
+def written(
+    rows: list[RowComparison], file_format: str, recorded: str = "b", fail_on: Literal["error", "warning"] = "warning"
+) -> str:
+    return "\n".join(printed(rows, file_format, recorded, 20, fail_on))
 
 
 @pytest.fixture(scope="session")
@@ -236,8 +238,10 @@ def test_sarif_is_of_its_schema(rows: list[RowComparison]) -> None:
     assert "\x07" not in results[0]["message"]["text"]
 
 
-def test_junit_counts_rows_and_fails_those_with_errors(rows: list[RowComparison]) -> None:
+def test_junit_counts_rows_and_fails_those_for_which_the_command_fails(rows: list[RowComparison]) -> None:
     suite = ElementTree.fromstring(written(rows, "junit"))
+    assert (suite.get("tests"), suite.get("failures")) == ("4", "3")
+    suite = ElementTree.fromstring(written(rows, "junit", fail_on="error"))
     assert (suite.tag, suite.get("tests"), suite.get("failures")) == ("testsuite", "4", "2")
     cases = {case.get("name"): case for case in suite}
     assert cases["same"].find("failure") is None

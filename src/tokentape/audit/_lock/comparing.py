@@ -13,7 +13,15 @@ from typing import Any
 from tokentape.audit._lock.goldens import LockGolden
 from tokentape.audit._lock.lockfile import BLOCK, Components, Lock, LockedToken, unpacked_merges
 from tokentape.audit._lock.observing import Observed
-from tokentape.audit._model_files import MAX_LENGTH, SAMPLED, TEMPLATES, settings_apart, unlike, write_settings
+from tokentape.audit._model_files import (
+    MAX_LENGTH,
+    PROCESSOR_TEMPLATE,
+    SAMPLED,
+    TEMPLATES,
+    settings_apart,
+    unlike,
+    write_settings,
+)
 from tokentape.audit._report import Block, CiCase, CiFinding, Facts, Heading, Paragraph, Report
 from tokentape.audit._skew.parts import Merge
 from tokentape.audit._tokendiff import first_difference
@@ -141,15 +149,17 @@ def compare(lock: Lock, observed: Observed, template_kwargs: Mapping[str, Any], 
     old, new = lock.components, observed.components
     changes = [_change(what, found) for what, found in _changed_parts(lock, observed, template_kwargs)]
     notes: list[str] = []
+    parts_differ = bool(changes)
     if old.loading is not None and new is not None and new.loading is not None:
         found, note = _loading(old, new, Path(observed.name))
         changes += found
         notes += note
+        parts_differ = bool(changes or note)
     now = {name: observed.versions.get(name, was) for name, was in lock.versions.items()}
     moved = [f"{name} was {pair[0]}, is {pair[1]}" for name, pair in unlike(lock.versions, now).items()]
     notices = [*moved, *(_files(old, new) if new is not None and not changes else ())]
     certified = _certificate(lock, observed)
-    if certified and not changes and lock.certifier != certifier_digest():
+    if certified and not parts_differ and lock.certifier != certifier_digest():
         notices.append(f"another version of the certifier made the certificate of the lock: {certified}")
     elif certified:
         causes = ["the changes above"] * bool(changes) + moved[:1]
@@ -369,7 +379,10 @@ def _golden_cause(golden: LockGolden, ids: tuple[int, ...] | None, changed: Sequ
 
 def _files(old: Components, new: Components) -> Iterator[str]:
     for name, pair in unlike(old.files, new.files).items() if new.files else ():
-        yield f"{name} {_came(*pair, 'has other bytes')}, but nothing in it that was looked at changed"
+        looked = "but nothing in it that was looked at changed"
+        if name == PROCESSOR_TEMPLATE:
+            looked = "which processors of transformers read: it was not compared"
+        yield f"{name} {_came(*pair, 'has other bytes')}, {looked}"
 
 
 def _around(ids: Sequence[int] | None, at: int) -> str:

@@ -27,6 +27,7 @@ from tokentape._durable import write_durably
 from tokentape.audit._lock.goldens import LockGolden, goldens_of
 from tokentape.audit._model_files import (
     MAX_LENGTH,
+    PROCESSOR_TEMPLATE,
     TEMPLATES,
     Settings,
     loading_settings,
@@ -55,6 +56,7 @@ _FILES = (
     "tokenizer_config.json",
     "generation_config.json",
     "chat_template.jinja",
+    PROCESSOR_TEMPLATE,
     "additional_chat_templates/tool_use.jinja",
 )
 _PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -293,7 +295,9 @@ def _digests(entries: Iterable[str]) -> Iterator[str]:
     """Yield the first 12 hex digits of each block's SHA-256."""
     rest = iter(entries)
     while block := list(islice(rest, BLOCK)):
-        yield _sha256("\n".join(block))[:12]
+        joined = "\n".join(block)
+        # Pieces that hold line ends could be joined to the same text.
+        yield _sha256(joined if joined.count("\n") < len(block) else json.dumps(block))[:12]
 
 
 def _sha256(text: str) -> str:

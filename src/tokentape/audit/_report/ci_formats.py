@@ -40,21 +40,29 @@ class CiCase:
     """Why it was not checked."""
 
 
-def ci_report(kind: str, tool: str, uri: str, rules: Mapping[str, str], cases: Iterable[CiCase]) -> str:
+def ci_report(
+    kind: str,
+    tool: str,
+    uri: str,
+    rules: Mapping[str, str],
+    cases: Iterable[CiCase],
+    fail_on: Literal["error", "warning"] = "error",
+) -> str:
     """Return cases as `junit`, `sarif` or `github`.
 
-    `uri` is the file or directory that was checked; `rules` have the meaning of each rule.
+    `uri` is the file or directory that was checked; `rules` have the meaning of each rule; `fail_on` is the least that
+    makes a test case of JUnit fail, as it does the command.
     """
     match kind:
         case "junit":
-            return _junit(tool, cases)
+            return _junit(tool, cases, fail_on)
         case "sarif":
             return json.dumps(_sarif(tool, uri, rules, cases))
     return "\n".join(_github(uri, cases))
 
 
-def _junit(tool: str, cases: Iterable[CiCase]) -> str:
-    """Return a test case per case, failed if it has an error, or skipped, with what was found."""
+def _junit(tool: str, cases: Iterable[CiCase], fail_on: str) -> str:
+    """Return a test case per case, failed if it has a finding that fails, or skipped, with what was found."""
     suite = ElementTree.Element("testsuite", name=tool)
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for one in cases:
@@ -68,7 +76,7 @@ def _junit(tool: str, cases: Iterable[CiCase]) -> str:
         lines = [shown(line) for line in one.details or [finding.text for finding in one.findings]]
         many = len(one.findings)
         said = shown(one.summary or f"{many} finding{'s' if many > 1 else ''}")
-        if any(finding.level == "error" for finding in one.findings):
+        if any(finding.level in ("error", fail_on) for finding in one.findings):
             counts["failures"] += 1
             ElementTree.SubElement(case, "failure", message=said, type="tokens").text = "\n".join(lines)
         else:

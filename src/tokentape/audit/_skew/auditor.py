@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from tokentape.audit._model_files import settings_apart
+from tokentape.audit._model_files import CONFIG_FILES, PROCESSOR_TEMPLATE, settings_apart
 from tokentape.audit._skew import battery
 from tokentape.audit._skew.backends import open_backend
 from tokentape.audit._skew.backends.base import Ability, Backend, SkewChat
@@ -259,6 +259,13 @@ class _Run:
                 yield f"the tokenizer's parts in {letter}, {side.facts.kind}: it was compared by inputs alone"
             elif side.facts.loading and (self.a.facts.loading is None or self.b.facts.loading is None):
                 yield f"what transformers makes of the other files in {letter}: for that, name it auto:PATH"
+        own = [side.facts.files.get(PROCESSOR_TEMPLATE) for side in (self.a, self.b)]
+        if own[0] != own[1]:
+            yield f"{PROCESSOR_TEMPLATE}, which differs: processors of transformers read it, and no tokenizer does"
+        lacking = [letter for letter, side in (("A", self.a), ("B", self.b)) if side.facts.configuration is None]
+        if lacking:
+            files = " and ".join(CONFIG_FILES)
+            yield f"stop ids and rows of the embedding: {' and '.join(lacking)} has no {files}, or does not show them"
         if self.a.facts.spec is None and self.b.facts.spec is None:
             yield "the vocabulary: neither side says what its tokens are"
         if not self.tried.get("masks"):

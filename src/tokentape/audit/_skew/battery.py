@@ -63,12 +63,17 @@ _MOST_MERGES = 200
 _MOST_RIVALS = 200
 _AT_ONCE = 24
 _BESIDE = ("{}", " {}", "a{}b", "{} {}", "{}\u0338", "{}1")
+_RARE = {"L": "\ua66e", "M": "\ua66e", "N": "\ua9d1", "Z": "\u1680", "P": "\u2e19", "S": "\u2e19"}
+"""By the first letter of a character's category one of the same kind that no merge joins to what is before it."""
 
 
 def part_texts(a: Backend, b: Backend, differing: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Return texts by group: the spelling of each token, and texts made from the parts that differ."""
     specs = [side.facts.spec for side in (a, b) if side.facts.spec is not None]
-    found = {"vocabulary": tuple(vocabulary_texts(*specs))}
+    spellings = vocabulary_texts(*specs)
+    if len(specs) == 1:  # the merges of the other side are not known
+        spellings |= dict.fromkeys(map(_merged, spellings))
+    found = {"vocabulary": tuple(spellings)}
     parts = set(differing)
     if parts & {"merges", "settings"}:
         found["merges"] = tuple(dict.fromkeys(_merge_texts(*specs)))
@@ -98,6 +103,11 @@ def vocabulary_texts(*specs: Spec) -> dict[str, None]:
         found |= dict.fromkeys(_text(piece, byte_level=byte_level) for _, piece in new)
     found.pop("", None)
     return found
+
+
+def _merged(text: str) -> str:
+    """Return a text that takes merges to encode, where a tokenizer finds a whole word in its vocabulary."""
+    return text + _RARE.get(unicodedata.category(text[-1])[0], "")
 
 
 def _text(piece: str, *, byte_level: bool) -> str:

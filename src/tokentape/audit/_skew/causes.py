@@ -2,12 +2,13 @@
 
 If both tokenizer.json are known, a part of backend B is put into backend A. If that makes B's ids of the text, the part
 is the cause. If only one is known, parts in common use are tried in its place. If neither is known, or nothing helps,
-the text itself is changed and cut. A cause that does not make both sides equal on the text is not named, nor is a part
-in common use that would change texts on which they agree.
+the text itself is changed and cut. A cause that does not make both sides equal on the text is not named, nor, where a
+tokenizer.json is not known, one that would change texts on which they agree.
 """
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -69,7 +70,7 @@ class TextCauses:
                 return around or Cause("unknown", _first_apart(a_ids, b_ids), SAME_FILES, "unknown")
         both = a.spec is not None and b.spec is not None
         found = self._by_exchange(text, b_ids) if both else self._by_trial(text, a_ids, b_ids)
-        return found or _by_input(text, a_ids, b_ids, self._a, self._b)
+        return found or self._by_input(text, a_ids, b_ids)
 
     def _by_exchange(self, text: str, b_ids: list[int]) -> Cause | None:
         a, b = self._a.facts, self._b.facts
@@ -127,11 +128,15 @@ class TextCauses:
         return added_words(self._added[said], a, b) if kind == _ADDED else part_words(name, a, b)
 
     @cached_property
+    def _tried(self) -> list[tuple[str, list[int], list[int]]]:
+        """Some texts of the battery with the ids of A and B."""
+        texts = [text for group in battery.texts().values() for text in group[:4]]
+        return list(zip(texts, self._a.encode(texts), self._b.encode(texts), strict=True))
+
+    @cached_property
     def _agreed(self) -> dict[str, list[int]]:
         """The ids of texts that the backends encode alike: a cause leaves them as they are."""
-        texts = [text for group in battery.texts().values() for text in group[:4]]
-        both = zip(texts, self._a.encode(texts), self._b.encode(texts), strict=True)
-        return {text: ids for text, ids, other in both if ids == other}
+        return {text: ids for text, ids, other in self._tried if ids == other}
 
     def _by_trial(self, text: str, a_ids: list[int], b_ids: list[int]) -> Cause | None:
         """Try parts in common use on the backend with a known tokenizer.json."""
@@ -140,11 +145,45 @@ class TextCauses:
             return None
         self._trials = self._trials or Trials(known.facts.spec)
         one, other = ("B", "A") if gives == "b" else ("A", "B")
+        around = _around_tokens(text, known.facts)
         for kind, what, encoder in self._trials.of(text):
-            if encoder([text])[0] == wanted and encoder(list(self._agreed)) == [*self._agreed.values()]:
+            if kind == "added token" and self._a.encode(around) != self._b.encode(around):
+                continue  # what differs without the token is not due to it
+            if _gives(encoder, [text], [wanted]) and self._keeps_agreed(encoder):
                 fix = _fix(kind, self._a.facts, self._b.facts)
                 return Cause(kind, f"{one} behaves as {other} would with {what}", fix, f"{kind}:{what}", encoder, gives)
         return None
+
+    def _keeps_agreed(self, encoder: Encoder) -> bool:
+        """Return True if a cause leaves the texts alone that the backends encode alike."""
+        return _gives(encoder, [*self._agreed], [*self._agreed.values()])
+
+    def _by_input(self, text: str, a_ids: list[int], b_ids: list[int]) -> Cause:
+        """Return why backends give a text these ids; `unknown`, with the first ids that differ, if nothing shows it."""
+        a, b = self._a, self._b
+        for letter, gives, plain, wanted in (("B", "b", a, b_ids), ("A", "a", b, a_ids)):
+            for kind, what, fix, encoder in _rewritten(text, plain):
+                if _gives(encoder, [text], [wanted]) and self._keeps_agreed(encoder):
+                    return Cause(kind, f"{letter} {what}", fix, f"{letter}:{what}", encoder, gives)
+            side, longer = (b if gives == "b" else a), text * 3
+            most = max(len(ids[1] if gives == "b" else ids[0]) for _, *ids in self._tried)
+            for kind, what, fix, encoder in _cut(text, wanted, a_ids, b_ids, plain, most):
+                if _gives(encoder, [text], [wanted]) and _gives(encoder, [longer], side.encode([longer])):
+                    return Cause(kind, f"{letter} {what}", fix, f"{letter}:{what}", encoder, gives)
+        one, other = _pieces(a, a_ids), _pieces(b, b_ids)
+        if one and one == other:
+            return Cause("vocabulary", "the same tokens have other ids", SAME_FILES, "vocabulary")
+        what = f"the sides give this text other tokens: {_first_apart(a_ids, b_ids)}"
+        if one and "".join(one) == "".join(other):
+            what = f"the sides cut this text into other tokens: {_first_apart(a_ids, b_ids)}"
+        return Cause("unknown", what, SAME_FILES, "unknown")
+
+
+def _around_tokens(text: str, facts: BackendFacts) -> list[str]:
+    """Return the pieces of a text between the added tokens that it spells."""
+    spelled = sorted((token for token in facts.added if token in text), key=len, reverse=True)
+    pieces = re.split("|".join(map(re.escape, spelled)), text) if spelled else ()
+    return [piece for piece in pieces if piece]
 
 
 def _bos_only(a_ids: list[int], b_ids: list[int], a: BackendFacts, b: BackendFacts) -> bool:
@@ -200,28 +239,9 @@ def _fix(kind: Kind, a: BackendFacts, b: BackendFacts) -> str:
     return SAME_FILES if a.kind == b.kind else LOAD_THE_FILE
 
 
-def _by_input(text: str, a_ids: list[int], b_ids: list[int], a: Backend, b: Backend) -> Cause:
-    """Return why two backends give a text these ids; `unknown`, with the first ids that differ, if nothing shows it."""
-    for letter, gives, plain, wanted in (("B", "b", a, b_ids), ("A", "a", b, a_ids)):
-        for kind, what, fix, encoder in _rewritten(text, plain):
-            if _gives(encoder, text, wanted):
-                return Cause(kind, f"{letter} {what}", fix, f"{letter}:{what}", encoder, gives)
-        side, longer = (b if gives == "b" else a), text * 3
-        for kind, what, fix, encoder in _cut(text, wanted, a_ids, b_ids, plain):
-            if _gives(encoder, text, wanted) and _gives(encoder, longer, side.encode([longer])[0]):
-                return Cause(kind, f"{letter} {what}", fix, f"{letter}:{what}", encoder, gives)
-    one, other = _pieces(a, a_ids), _pieces(b, b_ids)
-    if one and one == other:
-        return Cause("vocabulary", "the same tokens have other ids", SAME_FILES, "vocabulary")
-    what = f"the sides give this text other tokens: {_first_apart(a_ids, b_ids)}"
-    if one and "".join(one) == "".join(other):
-        what = f"the sides cut this text into other tokens: {_first_apart(a_ids, b_ids)}"
-    return Cause("unknown", what, SAME_FILES, "unknown")
-
-
-def _gives(encoder: Encoder, text: str, wanted: list[int]) -> bool:
+def _gives(encoder: Encoder, texts: list[str], wanted: list[list[int]]) -> bool:
     try:
-        return encoder([text])[0] == wanted
+        return encoder(texts) == wanted
     except InvalidRequest:
         return False
 
@@ -257,9 +277,12 @@ _CHANGES: tuple[tuple[Kind, str, Callable[[str], str]], ...] = (
 
 
 def _cut(
-    text: str, wanted: list[int], a_ids: list[int], b_ids: list[int], plain: Backend
+    text: str, wanted: list[int], a_ids: list[int], b_ids: list[int], plain: Backend, most: int
 ) -> Iterator[tuple[Kind, str, str, Encoder]]:
-    """Yield cuts: of the ids at a length, and of the text into pieces that are encoded one by one."""
+    """Yield cuts: of the ids at a length, and of the text into pieces that are encoded one by one.
+
+    `most` is how many ids the side that may cut gives another text.
+    """
     kept = len(wanted)
 
     def ids_up_to(texts: Sequence[str]) -> list[list[int]]:
@@ -272,7 +295,7 @@ def _cut(
         pieces = [[one[at : at + size] for at in range(0, len(one), size)] for one in texts]
         return [[i for ids in plain.encode(some) for i in ids] if some else [] for some in pieces]
 
-    if kept and kept < len(b_ids if wanted is a_ids else a_ids):
+    if most <= kept < len(b_ids if wanted is a_ids else a_ids):
         yield "truncation", f"cuts texts to their first {kept} ids", _WHOLE, ids_up_to
         yield "truncation", f"cuts texts to their last {kept} ids", _WHOLE, ids_from
     same = first_difference(a_ids, b_ids)

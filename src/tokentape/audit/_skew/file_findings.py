@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import jinja2
 
-from tokentape.audit._model_files import CONFIG, MAX_LENGTH, ROWS, unlike
+from tokentape.audit._model_files import CONFIG, MAX_LENGTH, ROWS, SAMPLED, unlike
 from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts
 from tokentape.audit._skew.backends.spec import without_marks
 from tokentape.audit._skew.causes import SAME_FILES, TextCauses
@@ -185,7 +185,7 @@ def _configured(a: BackendFacts, b: BackendFacts) -> Iterator[Skew]:
             continue
         ends = key.endswith((" eos_token_id", " stop_strings"))
         are_ids = all(map(_is_number, (*(one or ()), *(other or ()))))
-        if ends or not key.endswith("_token_id") or None not in (one, other) or not are_ids:
+        if ends or key.endswith(SAMPLED) or " forced_" in key or None not in (one, other) or not are_ids:
             cause = f"{key} is {_listed(one)} in A and {_listed(other)} in B" + (
                 ": turns end elsewhere" if ends else ""
             )

@@ -60,7 +60,10 @@ def normalizers() -> dict[str, Any]:
     return {
         "no normalization": None,
         **{form: {"type": form} for form in ("NFC", "NFKC", "NFD", "NFKD")},
-        "removal of white space around a text": {"type": "Strip", "strip_left": True, "strip_right": True},
+        **{
+            f"removal of white space {where} a text": {"type": "Strip", "strip_left": left, "strip_right": right}
+            for where, left, right in (("around", True, True), ("before", True, False), ("after", False, True))
+        },
         "lower case": {"type": "Lowercase"},
     }
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -191,10 +191,19 @@ def _value_lines(row: RowComparison) -> dict[str, str]:
     return said
 
 
-def printed(rows: Iterable[RowComparison], file_format: str, recorded: str, most: int) -> Iterator[str]:
-    """Yield the lines of a format: text, json, junit, sarif or github. `recorded` names the recorded side."""
+def printed(
+    rows: Iterable[RowComparison],
+    file_format: str,
+    recorded: str,
+    most: int,
+    fail_on: Literal["error", "warning"] = "warning",
+) -> Iterator[str]:
+    """Yield the lines of a format: text, json, junit, sarif or github.
+
+    `recorded` names the recorded side, and `fail_on` is the least that fails.
+    """
     if file_format not in ("text", "json"):
-        yield ci_report(file_format, "tokentape compare", recorded, _RULES, map(_ci_case, rows))
+        yield ci_report(file_format, "tokentape compare", recorded, _RULES, map(_ci_case, rows), fail_on)
         return
     total, differing, compared = 0, [], dict.fromkeys(_VALUES, 0)
     for row in rows:

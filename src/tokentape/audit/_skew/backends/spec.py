@@ -19,7 +19,13 @@ from typing import Any
 
 import tokenizers
 
-from tokentape.audit._model_files import loading_settings, max_length, model_configuration, named_templates
+from tokentape.audit._model_files import (
+    PROCESSOR_TEMPLATE,
+    loading_settings,
+    max_length,
+    model_configuration,
+    named_templates,
+)
 from tokentape.audit._skew.backends.base import Ability, Backend, BackendFacts, BackendToken, Rendering, SkewChat
 from tokentape.chat._template import ChatTemplate, plain_message, read_source
 from tokentape.chat._tokenizer_files import from_text, named_special_tokens, read_json
@@ -32,6 +38,7 @@ _READ = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    PROCESSOR_TEMPLATE,
     "config.json",
     "generation_config.json",
     "special_tokens_map.json",
@@ -125,11 +132,17 @@ class SpecBackend(TemplateBackend):
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        """See `Backend`. Raises `InvalidRequest` for text that is not valid Unicode."""
+        """See `Backend`. Raises `InvalidRequest` for text that is not valid Unicode.
+
+        Raises `TokenizerUnusable` for a text that `tokenizers` can't encode, as without a token for unknown pieces.
+        """
         try:
             return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
         except TypeError as error:
             raise InvalidRequest("a text holds a lone surrogate, which is not valid Unicode") from error
+        except Exception as error:  # the library raises nothing narrower
+            name = self.facts.name
+            raise TokenizerUnusable(f"{name}: `tokenizers` loads it, and can't encode text by it: {error}") from error
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=False)
