@@ -1,9 +1,9 @@
-"""Trajectories as Arrow tables and Parquet files: the versioned columns that trainers read.
+"""Write and read trajectories as Arrow tables and Parquet files.
 
-One row per trajectory with the columns of `fields`: those per token, `loss_mask` for example, are equally long. Columns
-`column_NAME` and `payload_NAME` are there if any trajectory has them, null in the other rows. `loss_mask` is boolean:
-it costs a bit per token, and `datasets` hands it out as a bool tensor that multiplies a loss as it stands. The version
-and the names of the provenance codes are in the file's key-value metadata.
+Each trajectory is a row with the columns of `fields`. All per-token columns of a row, such as `loss_mask`, are equally
+long. Columns `column_NAME` and `payload_NAME` exist if any trajectory has them, and are null in the other rows.
+`loss_mask` is boolean: it takes a bit per token, and `datasets` returns it as a bool tensor that can multiply a loss.
+The file's key-value metadata has the version and the names of the provenance codes.
 
 `pyarrow` (extra `parquet`) is imported on first use.
 """
@@ -33,19 +33,19 @@ VERSION_KEY = b"tokentape.schema_version"
 PROVENANCE_KEY = b"tokentape.provenance"
 
 ROW_GROUP_TOKENS = 2**20
-"""A row group is closed once it holds this many tokens: about 10 MB of arrays, so that readers can skip and stream."""
+"""A row group ends after this many tokens, about 10 MB of arrays, so that readers can skip and stream."""
 
 ROW_GROUP_ROWS = 1000
-"""And at the latest after this many trajectories."""
+"""A row group has at most this many trajectories."""
 
 Sink: TypeAlias = str | Path | IO[bytes]
-"""Where to write: a path, or a binary file object."""
+"""A path or a binary file object to write to."""
 
 
 def parquet_library(
     help_text: str = "pip install 'tokentape[parquet]', or use JSON lines (a file named .jsonl)",
 ) -> ModuleType:
-    """Return `pyarrow.parquet`. Raises `UnsupportedParameter` with `help_text`: the command that installs it."""
+    """Return `pyarrow.parquet`. Raises `UnsupportedParameter` if it is missing; `help_text` says how to install it."""
     try:
         import pyarrow.parquet as pq
     except ModuleNotFoundError:
@@ -55,14 +55,14 @@ def parquet_library(
 
 @dataclass(frozen=True, slots=True)
 class ExtraNames:
-    """The columns and payloads of a table that not every table has."""
+    """The names of the columns and payloads that a file has beyond the fields of every file."""
 
     columns: tuple[str, ...] = ()
     payloads: tuple[str, ...] = ()
 
 
 def extra_names(trajectories: Iterable[Trajectory]) -> ExtraNames:
-    """Return the names of all columns and payloads that any of `trajectories` has, sorted."""
+    """Return the sorted names of all columns and payloads that occur in `trajectories`."""
     columns: set[str] = set()
     payloads: set[str] = set()
     for one in trajectories:
@@ -72,7 +72,7 @@ def extra_names(trajectories: Iterable[Trajectory]) -> ExtraNames:
 
 
 def named_only(trajectory: Trajectory, extra: ExtraNames) -> Trajectory:
-    """Return the trajectory with only those columns and payloads that `extra` names."""
+    """Return the trajectory without the columns and payloads that `extra` does not name."""
     return replace(
         trajectory,
         columns={name: values for name, values in trajectory.columns.items() if name in extra.columns},
@@ -82,7 +82,7 @@ def named_only(trajectory: Trajectory, extra: ExtraNames) -> Trajectory:
 
 @cache
 def trajectory_schema(extra: ExtraNames = ExtraNames(), layout: Layout = TRAJECTORIES) -> pa.Schema:
-    """Return the columns, their types and the file metadata. Only `reward` and the extra columns can be null."""
+    """Return the Arrow schema with the file's metadata. Only `reward` and the extra columns can be null."""
     import pyarrow as pa
 
     def many(kind: pa.DataType, nullable: bool = False) -> pa.DataType:
@@ -121,7 +121,7 @@ def trajectories_table(
 ) -> pa.Table:
     """Return a table of `trajectory_schema(extra)` with one row per trajectory, in the given order.
 
-    `extra` names the columns and payloads to write; None stands for all that there are.
+    `extra` names the columns and payloads to write; None writes all of them.
     """
     import pyarrow as pa
 
@@ -140,7 +140,7 @@ def trajectories_table(
 
 
 def _lists(rows: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Return arrays as lists over their flat values: a Python object per token costs fifty times its bytes."""
+    """Return an Arrow list array built from flat values: a Python object per token would take fifty times the bytes."""
     import pyarrow as pa
 
     offsets = np.concatenate([[0], np.cumsum([0 if row is None else len(row) for row in rows])]).astype(np.int32)
@@ -154,9 +154,9 @@ def write_parquet(
 ) -> int:
     """Write a Parquet file, row group by row group, and return the number of trajectories.
 
-    Holds one row group at a time, so `trajectories` may be a generator over any number of sessions. Then `extra` says
-    which columns and payloads to write, for a file's columns are fixed before its first row; from a sequence they are
-    found out. Compressed with Zstandard, with a page index.
+    Only one row group is in memory at a time, so `trajectories` may be a generator over any number of sessions. A
+    generator needs `extra`, because a file's columns are fixed before its first row; for a sequence None collects them.
+    The file is compressed with Zstandard and has a page index.
 
     Raises `InvalidRequest` if a trajectory has a column or payload that `extra` doesn't name.
     """
@@ -164,7 +164,7 @@ def write_parquet(
     if extra is None:
         extra = extra_names(trajectories) if isinstance(trajectories, Sequence) else ExtraNames()
     written = 0
-    # Logprobs don't repeat, so a dictionary wastes room; split into byte streams their high bytes compress.
+    # Logprobs rarely repeat, so a dictionary would waste space. Split into byte streams, their high bytes compress.
     numbers = ("logprobs", COLUMN_PREFIX)
     paths = _column_paths(extra, layout)
     options = {
@@ -184,11 +184,11 @@ def write_parquet(
 def iter_parquet(
     source: str | Path, *, row_group: int | None = None, layout: Layout = TRAJECTORIES, bare: bool = False
 ) -> Iterator[Trajectory]:
-    """Yield what `write_parquet` wrote, or one row group of it, bit for bit; the arrays are read-only.
+    """Yield the trajectories of a file, or of one row group, bit for bit. The arrays are read-only.
 
-    `bare` reads only columns that every file has, and leaves metadata, extra columns and payloads out.
+    With `bare`, only the columns that every file has are read, without metadata, extra columns and payloads.
 
-    Raises `InvalidRequest` for a file without Tokentape's version, or with one that this release doesn't read.
+    Raises `InvalidRequest` if the file names no Tokentape version, or one that this release doesn't read.
     """
     with open_parquet(source) as file:
         metadata = file.schema_arrow.metadata or {}
@@ -207,9 +207,9 @@ def iter_parquet(
 
 
 def read_rows(source: Path, columns: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of any JSON lines (`.jsonl`) or Parquet file as plain values, of Parquet only these columns.
+    """Yield the rows of any JSON lines (`.jsonl`) or Parquet file as dictionaries; of Parquet only `columns` are read.
 
-    Raises `InvalidRequest` for a file of another kind and for a line that is not an object.
+    Raises `InvalidRequest` if the file is neither, or if a line is not a JSON object.
     """
     if source.suffix != ".jsonl":
         with open_parquet(source) as file:
@@ -228,7 +228,7 @@ def read_rows(source: Path, columns: Collection[str]) -> Iterator[dict[str, Any]
 
 
 def open_parquet(source: str | Path) -> pq.ParquetFile:
-    """Return an open Parquet file. Raises `InvalidRequest` for a file of another kind."""
+    """Open a Parquet file. Raises `InvalidRequest` if it is not one."""
     pq = parquet_library()
     from pyarrow import ArrowInvalid
 
@@ -262,7 +262,7 @@ def _check_named(trajectories: Sequence[Trajectory], extra: ExtraNames) -> None:
 
 
 def _column_paths(extra: ExtraNames, layout: Layout) -> list[str]:
-    """Return columns as Parquet addresses them, without those that hold structs."""
+    """Return the paths by which Parquet's options name the columns, without columns of structs."""
     import pyarrow as pa
 
     return [

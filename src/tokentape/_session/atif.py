@@ -1,8 +1,8 @@
-"""Branches as documents of ATIF 1.7, the trajectory format of Harbor: messages as steps, with the ids of each call.
+"""Convert branches to documents of ATIF 1.7, the trajectory format of Harbor: messages as steps, with ids.
 
-A turn's reply is a step of the agent, with `metrics` of what was sampled and from which prompt. A tool's result is an
-observation of the step that called it. Steps of a turn that an earlier document has are marked `is_copied_context`, as
-the format has it for what is not to be trained again.
+A turn's reply is a step of the agent, with the prompt ids, sampled ids and logprobs in its `metrics`. A tool's result
+is an observation of the step that called the tool. Steps of turns that an earlier document contains are marked
+`is_copied_context`, which in ATIF means that they must not be trained again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _SOURCES = {"system": "system", "developer": "system", "user": "user", "assistan
 def atif_document(
     session: Session, setups: Mapping[str, Setup], branch: Trajectory, earlier: Collection[int] = ()
 ) -> dict[str, Any]:
-    """Return the document of a branch, with `session_id` and `trajectory_id`, SESSION/LEAF.
+    """Return the document of a branch. Its `trajectory_id` is SESSION/LEAF.
 
-    `earlier` are the turns that documents of the session have that were written before. The agent's `name` and
-    `version` are the session's metadata `agent` and `agent_version`. The reward, the verdict and the metadata are in
-    `extra`. Raises `InvalidRequest` for a branch with images: the format names files.
+    `earlier` has the turns that earlier documents of the session contain. The agent's `name` and `version` come from
+    the session's metadata, `agent` and `agent_version`. Reward, verdict and metadata are in `extra`. Raises
+    `InvalidRequest` for a branch with images, because ATIF takes images as files.
     """
     if branch.media:
         raise InvalidRequest(f"session {branch.session_id!r} has images, for which ATIF has paths of files", "format")
@@ -64,9 +64,9 @@ def atif_document(
 
 
 def _add(steps: list[dict[str, Any]], message: Message) -> None:
-    """Add a message of a request: a step, or what the last step's call returned."""
+    """Append a message of a request: a tool's result to the step that called the tool, any other as a step."""
     if message["role"] != "tool":
-        # What role it is decides what the format lets it have.
+        # ATIF allows reasoning and tool calls only in steps of the agent.
         said = _said(message) if message["role"] == "assistant" else {"message": _text(message)}
         steps.append({"source": _SOURCES.get(message["role"], "user"), **said})
         return

@@ -1,7 +1,7 @@
-"""The hash chain: a digest per turn that also covers its parent's digest, so a branch vouches for its past.
+"""The hash chain: each turn's digest covers its parent's digest, so a leaf's digest covers the whole branch.
 
-The encoding is part of the file format: a check of a record recomputes it, so it has a version and may not
-change under it. A digest is the hex SHA-256 of the concatenation of fields, each written as its length in bytes
+The encoding is part of the file format and has a version, because `verify` recomputes the digests of a record.
+A digest is the hex SHA-256 of the concatenation of fields, each written as its length in bytes
 (unsigned 64-bit little-endian) followed by the bytes themselves, so no two sequences of fields encode alike.
 
     session   "tokentape session 1", the session id as canonical JSON

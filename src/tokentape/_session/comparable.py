@@ -1,4 +1,4 @@
-"""Whether recorded logprobs can be compared with those that a trainer computes."""
+"""Decide whether recorded logprobs can be compared with the logprobs that a trainer computes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ HELP = {
 
 
 def not_comparable(sampled: TokenDistribution | None, recorded: TokenDistribution | None, supports: bool) -> str | None:
-    """Return what keeps logprobs from being those of `log_softmax(logits / temperature)`, and what helps; None if none.
+    """Return why recorded logprobs are not `log_softmax(logits / temperature)`, and the remedy; None if they are.
 
-    With `supports` the trainer computes them over the ids that truncation kept.
+    With `supports`, the trainer computes its logprobs over the ids that truncation kept.
     """
     if sampled is None or sampled.temperature is None or recorded is None or None in _fields(recorded):
         return f"of a distribution that is not known: {HELP['unknown']}"

@@ -1,8 +1,8 @@
 """The fields of a trajectory in files, one table for Parquet (`arrow`) and JSON lines (`jsonl`).
 
-Besides these a trajectory has, by name, per-token numbers of clients, `column_NAME`, and per-token arrays of engines,
-`payload_NAME`: {dtype, shape, data, known}, so that `np.frombuffer(data, dtype).reshape(shape)` is the array. Fields
-may be added under the same `SCHEMA_VERSION`; one that changes or goes away raises it.
+A trajectory can have more: `column_NAME`, per-token numbers from clients, and `payload_NAME`, per-token arrays from
+engines, as {dtype, shape, data, known}: `np.frombuffer(data, dtype).reshape(shape)` is the array. New fields keep the
+`SCHEMA_VERSION`; a field that changes or is removed raises it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ PAYLOAD_PREFIX = "payload_"
 class FileField:
     name: str
     kind: str | tuple[tuple[str, str], ...]
-    """The Arrow type of the value, or of each entry of a list; of a struct the names and types of its members."""
+    """The Arrow type of the value, or of each entry of a list. For a struct, the names and types of its members."""
     per: str | None = None
-    """`token`, `turn`, `span` or `edge` for lists, None for one value."""
+    """For lists, what has an entry: a `token`, `turn`, `span` or `edge`. None for a single value."""
     array: bool = False
-    """Whether it is a numpy array."""
+    """Whether the attribute is a numpy array."""
     nullable: bool = False
-    """Whether the value, or an entry of the list and a member of it, may be null."""
+    """Whether the value, an entry of the list, or a member of an entry may be null."""
     least: float = -np.inf
     most: float = np.inf
     """Bounds of an array's numbers."""
     write: Callable[[Any], Any] = lambda value: value
-    """From the attribute to plain values."""
+    """Converts the attribute to plain values."""
     read: Callable[[Any], Any] = lambda value: value
-    """From plain values to the attribute."""
+    """Converts plain values to the attribute."""
     absent: Callable[[Mapping[str, Any]], Any] | None = None
-    """The attribute, from the other plain values, in files that were written before there was the field."""
+    """Makes the attribute from the other plain values, for files that are older than the field."""
 
 
 def _read_distributions(values: Iterable[Mapping[str, Any] | None]) -> tuple[TokenDistribution | None, ...]:
@@ -131,12 +131,12 @@ FIELDS = (
 )
 
 DTYPES = {"int32": np.int32, "uint8": np.uint8, "bool": np.bool_, "float": np.float32, "double": np.float64}
-"""Of arrays, by Arrow type."""
+"""The dtypes of arrays, by Arrow type."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a file holds: trajectories, or a class derived from them with more fields and a version of its own."""
+    """The class of the rows in a file: `Trajectory`, or a subclass with more fields and a version of its own."""
 
     record: type[Trajectory]
     more: tuple[FileField, ...] = ()
@@ -145,7 +145,7 @@ class Layout:
 
     @property
     def fields(self) -> tuple[FileField, ...]:
-        """All fields, in the order of columns."""
+        """All fields, in column order."""
         return *FIELDS, *self.more
 
     @property
@@ -154,7 +154,7 @@ class Layout:
         return {"schema_version": SCHEMA_VERSION, **({self.version_name: self.version} if self.version_name else {})}
 
     def check_versions(self, source: str, found: Mapping[str, Any]) -> None:
-        """Raise `InvalidRequest` unless `found`, version by name, is what this release reads."""
+        """Raise `InvalidRequest` unless this release reads the versions in `found`, which are keyed by name."""
         for name, version in self.versions.items():
             if found.get(name) is None:
                 what = "trajectories" if name == "schema_version" else "samples; make some of its trajectories first"
@@ -166,7 +166,7 @@ class Layout:
                 )
 
     def values(self, one: Trajectory) -> dict[str, Any]:
-        """Return plain values by the names of columns; arrays stay arrays."""
+        """Return a trajectory as plain values by column name; arrays stay arrays."""
         return {
             **{field.name: field.write(getattr(one, field.name)) for field in self.fields},
             **{COLUMN_PREFIX + name: values for name, values in sorted(one.columns.items())},
@@ -174,9 +174,9 @@ class Layout:
         }
 
     def made(self, values: Mapping[str, Any]) -> Trajectory:
-        """Undo `values`. A list may stand for an array, base64 for bytes; unknown names are ignored.
+        """Return the trajectory that `values` was called with. Unknown names are ignored.
 
-        Raises `InvalidRequest` for values of other types, lengths or bounds than those of the fields.
+        Arrays may be lists, and bytes base64. Raises `InvalidRequest` for a value with a wrong type, length or range.
         """
         try:
             return self._made(values)

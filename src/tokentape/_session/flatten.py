@@ -37,14 +37,15 @@ def trajectories(
     unread: bool = False,
     edges: Sequence[LineageEdge] | None = None,
 ) -> list[Trajectory]:
-    """One trajectory per leaf, in order of commits. What was given is in order of arrival: the last one counts.
+    """Return one trajectory per leaf, in commit order.
 
-    Over all of them every sampled token has `loss_mask` True exactly once, in the first trajectory that holds it;
-    elsewhere it is context. Turns that no client read are in none, unless `unread`; then the verdict says so.
+    Every sampled token has `loss_mask` True in exactly one of them, the first that holds it; in the others it is
+    context. Turns that no client read are left out unless `unread` is True, and then the verdict says so.
 
-    Columns and payloads belong to turns, so each branch that holds a turn has them. `edges` are those of `lineage`.
+    Rewards, columns, payloads and events are in the order in which they arrived: of several for the same turn the last
+    one is used. Each branch that holds a turn has the turn's columns and payloads. `edges` come from `lineage`.
     """
-    given = _Given(rewards, columns, payloads, events)
+    given = _TurnData(rewards, columns, payloads, events)
     by_turn = {} if edges is None else roles(session, edges)
     edge_of = {edge.turn: edge for edge in edges or ()}
     trained: set[int] = set()
@@ -61,13 +62,13 @@ def trajectories(
 
 
 def trained_turns(session: Session, leaf: int) -> list[Turn]:
-    """The turns whose sampled tokens have `loss_mask` True in the trajectory of `leaf`, root first."""
+    """Return the turns that the trajectory of `leaf` trains: their tokens have `loss_mask` True there. Root first."""
     earlier = {turn.seq for other in session.leaves() if other < leaf for turn in session.path(other)}
     return [turn for turn in session.path(leaf) if turn.seq not in earlier]
 
 
-class _Given:
-    """What others said of a session's turns, by turn."""
+class _TurnData:
+    """Rewards, columns, payloads and bridge checks of a session, by turn."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class _Given:
     ) -> None:
         self.bridges = bridge_states(events)
         self.rewards = {(None, one.leaf) if one.leaf is not None else (one.turn, None): one.value for one in rewards}
-        """By turn and leaf; of a session both are None."""
+        """By (turn, leaf). A reward of the whole session has the key (None, None)."""
         self.columns: dict[int, dict[str, TokenValues]] = {}
         self.payloads: dict[int, dict[str, TurnPayload]] = {}
         for column in columns:
@@ -87,7 +88,7 @@ class _Given:
             self.payloads.setdefault(payload.turn, {})[payload.name] = payload
 
 
-def _flatten(session: Session, path: Sequence[Turn], trained: set[int], given: _Given) -> Trajectory:
+def _flatten(session: Session, path: Sequence[Turn], trained: set[int], given: _TurnData) -> Trajectory:
     sizes = np.array([[len(turn.added_ids), len(turn.completion_ids)] for turn in path], dtype=np.int32)
     ends = np.cumsum(sizes.ravel(), dtype=np.int32).reshape(-1, 2)
     starts = np.concatenate([[0], ends[:-1, 1]])
@@ -119,7 +120,7 @@ def _flatten(session: Session, path: Sequence[Turn], trained: set[int], given: _
         media=tuple(path_media(path)),
         sampled_from=tuple(turn.sampled_from for turn in path),
         logprobs_of=tuple(turn.logprobs_of for turn in path),
-        # Lines of records from before stay as they are: digests of snapshots are made of them.
+        # Older turns keep None: digests of snapshots were computed over lines without finish reasons.
         finish_reasons=tuple(turn.finish_reason if turn.sampled_from else None for turn in path),
     )
 

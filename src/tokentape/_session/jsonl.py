@@ -1,9 +1,9 @@
-"""Trajectories as JSON: an object per trajectory with the fields of `fields`, in JSON lines one per line.
+"""Write and read trajectories as JSON: an object with the fields of `fields`, one per line in JSON lines.
 
-Each object has `schema_version`. `sampled_from`, `logprobs_of` and `finish_reasons` are left out where they are not
-known of any turn. In a line the verdict then does not say so either: lines of older records, and digests over them,
-stay what they were. So do they without `role` and `lineage`, where these were not computed. Numbers keep every bit: a
-float32 logprob is written as the double it equals, NaN as null. The `data` of a payload is base64. The text is ASCII.
+Each object has `schema_version`. So that lines of older records, and digests over them, stay the same, `sampled_from`,
+`logprobs_of` and `finish_reasons` are left out if no turn has them, `role` and `lineage` if they were not computed, and
+the verdict then is the stored one. Numbers keep every bit: a float32 logprob is written as the double it equals, NaN as
+null. The `data` of a payload is base64. The text is ASCII.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokentape.types import Trajectory
 
 
 def trajectory_to_json(trajectory: Trajectory, layout: Layout = TRAJECTORIES) -> dict[str, Any]:
-    """Return the trajectory as plain values, every array a list."""
+    """Return the trajectory as plain values, with lists for arrays."""
     of_turns = ("sampled_from", "logprobs_of", "finish_reasons")
     left_out = {name for name in of_turns if not any(getattr(trajectory, name))}
     if not trajectory.role:
@@ -34,20 +34,20 @@ def trajectory_to_json(trajectory: Trajectory, layout: Layout = TRAJECTORIES) ->
 
 
 def json_line(trajectory: Trajectory, layout: Layout = TRAJECTORIES) -> bytes:
-    """Return the trajectory as its line of JSONL. It has no other spelling: digests are made of lines."""
+    """Return the trajectory as its one canonical line, because digests are computed over lines."""
     known = *trajectory.sampled_from, *trajectory.logprobs_of
     value = trajectory_to_json(trajectory, layout) | {"verdict": verdict_written(trajectory.verdict, known)}
     return canonical_json(value).encode("ascii") + b"\n"
 
 
 def trajectory_from_json(value: Mapping[str, Any], layout: Layout = TRAJECTORIES) -> Trajectory:
-    """Undo `trajectory_to_json`. Raises `InvalidRequest` for another schema version and for what is no trajectory."""
+    """Return the trajectory of an object. Raises `InvalidRequest` if it is none or has another schema version."""
     layout.check_versions("a trajectory", value)
     return layout.made(value)
 
 
 def write_jsonl(trajectories: Iterable[Trajectory], sink: str | Path | IO[bytes], layout: Layout = TRAJECTORIES) -> int:
-    """Write one line per trajectory, as they come, and return how many."""
+    """Write one line per trajectory, without collecting them, and return how many lines there are."""
     if isinstance(sink, str | Path):
         with open(sink, "wb") as file:
             return write_jsonl(trajectories, file, layout)
@@ -66,7 +66,7 @@ def read_jsonl(source: str | Path, layout: Layout = TRAJECTORIES) -> Iterator[Tr
 def read_jsonl_places(
     source: str | Path, layout: Layout = TRAJECTORIES, start: int = 0
 ) -> Iterator[tuple[int, Trajectory]]:
-    """Yield each trajectory with the offset of its line, from the line at offset `start` on. Raises as `read_jsonl`."""
+    """Yield (offset of the line, trajectory), beginning with the line at offset `start`. Raises as `read_jsonl`."""
     with open(source, "rb") as lines:
         lines.seek(start)
         for number, line in enumerate(lines, 1):

@@ -1,7 +1,7 @@
-"""Which branch of a session came from which other turn, and the role of each branch.
+"""Find which turn each branch of a session came from, and the role of each branch.
 
-Nothing here changes a record or a mask: edges are computed when a session is read. What a header says comes first; then
-what the messages say, compared as texts, so that the language of a prompt or a summary does not matter.
+Edges are computed when a session is read; nothing here changes a record or a mask. Headers take precedence. Without
+them, messages are compared as texts, so that the language of a prompt or a summary does not matter.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ROLES = ("main", "subagent", "side_call")
 
 
 def lineage(session: Session, others: Iterable[Recorded] = ()) -> list[LineageEdge]:
-    """Return the edges of the branches of `session`, in order of their first turns; at most one for each.
+    """Return at most one edge per branch of `session`, in the order of the branches' first turns.
 
-    `others` are sessions that headers name as parents.
+    `others` are the sessions that headers name as parents; see `parent_sessions`.
     """
     one_branch = len({turn.parent for turn in session.turns}) == len(session.turns)
     if one_branch and not parent_sessions(session):
@@ -31,13 +31,13 @@ def lineage(session: Session, others: Iterable[Recorded] = ()) -> list[LineageEd
 
 
 def parent_sessions(session: Session) -> set[str]:
-    """Return the ids that headers name as the session of a parent."""
+    """Return the ids of other sessions that headers name as the parent of this one."""
     named = {client_of(turn).get("parent") for turn in session.turns if turn.parent is None}
     return {str(one) for one in named if one} - {session.info.session_id}
 
 
 def roles(session: Session, edges: Iterable[LineageEdge]) -> dict[int, str]:
-    """Return by turn one of `ROLES`. Compactions, retries and edits have the role of the branch they come from."""
+    """Return one of `ROLES` per turn. Compactions, retries and edits keep the role of the branch they come from."""
     by_turn = {edge.turn: edge for edge in edges}
     found: dict[int | None, str] = {}
     for turn in session.turns:

@@ -1,4 +1,4 @@
-"""The branches of a session, and what the rules of `lineage_rules` look up of them, each thing worked out once."""
+"""The branches of a session, with everything that the rules of `lineage_rules` look up, each computed once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tokentape._session.tree import Session
 from tokentape.types import Message, SessionInfo, Turn
 
 CLIENT = "client"
-"""The note of a turn, in `Turn.sampling`, with what the harness's headers said; see `gateway._endpoint`."""
+"""Key in `Turn.sampling` of the fields read from the harness's headers; see `gateway._endpoint`."""
 
 WINDOW = 256
-"""Turns before a branch that its texts are compared with."""
+"""A branch is compared with at most this many turns before it."""
 
 
 class Recorded(Protocol):
-    """A session that headers may name as a parent's."""
+    """A session that headers may name as a parent: in memory or read from a store."""
 
     @property
     def info(self) -> SessionInfo: ...
@@ -31,7 +31,7 @@ class Recorded(Protocol):
 
 
 def client_of(turn: Turn) -> Mapping[str, Any]:
-    """Return what the headers of a turn said."""
+    """Return the fields that the gateway read from the headers of a turn's request."""
     found = turn.sampling.get(CLIENT)
     return found if isinstance(found, dict) else {}
 
@@ -53,7 +53,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _arguments(turn: Turn) -> Iterator[str]:
-    """Yield the strings that a reply gave its tool calls, long enough to be a task."""
+    """Yield the strings in the arguments of a reply's tool calls that are long enough to be a task."""
     for call in turn.reply.get("tool_calls") or ():
         arguments = (call.get("function") or {}).get("arguments")
         try:
@@ -64,7 +64,7 @@ def _arguments(turn: Turn) -> Iterator[str]:
 
 
 class Branch:
-    """The first turn of a branch, with its new messages as texts."""
+    """A branch: its first turn, with the turn's new messages as normalized texts."""
 
     def __init__(self, turn: Turn, texts: Sequence[str], keys: Iterable[bytes], root: Branch | None) -> None:
         self.turn, self.new, self.text = turn, texts, " ".join(texts)
@@ -74,7 +74,7 @@ class Branch:
         system = " ".join(text for role, text in by_role if role in ("system", "developer"))
         self.system: str = root.system if root else system
         self.user: str = root.user if root else next(filter(None, self.users), "")
-        """The first one that says something."""
+        """The first user message of the root that is not empty."""
 
 
 class Branches:
@@ -89,11 +89,11 @@ class Branches:
         self.children: dict[int | None, list[Turn]] = {}
         self.root: list[int] = []
         self.length: dict[int | None, int] = {None: 0}
-        """Messages of the path through a turn, its reply too."""
+        """For each turn, the number of messages on its path, including its reply."""
         self.same: dict[int, Turn] = {}
-        """The newest turn before one that was sent the same."""
+        """For a turn with the same parent, setup and messages as earlier ones, the newest of these."""
         self.by_client: dict[Any, list[Turn]] = {}
-        """By the session that headers name."""
+        """Turns by the harness's own session, which headers name."""
         self.all: dict[int, Branch] = {}
         sent: dict[Any, Turn] = {}
         for turn in self.turns:
@@ -110,21 +110,21 @@ class Branches:
             sent[request] = turn
             self.by_client.setdefault(client_of(turn).get("session"), []).append(turn)
         self.last = list(range(len(self.turns)))
-        """Per turn the newest one of those that continue it."""
+        """For each turn, the newest turn of its subtree."""
         for turn in reversed(self.turns):
             if turn.parent is not None:
                 self.last[turn.parent] = max(self.last[turn.parent], self.last[turn.seq])
         self._arguments: dict[int, list[str]] = {}
-        # Of two texts for each turn that a branch is compared with: those of all might be large.
+        # Two texts for each turn that a branch is compared with. The shingles of all texts might not fit in memory.
         self._shingles = lru_cache(2 * WINDOW)(shingles)
-        # Few: those of whole conversations take megabytes each.
+        # Only two, because the shingles of a whole conversation take megabytes.
         self._of_conversation = lru_cache(2)(shingles)
         self._quoted_in = lru_cache(8)(lambda text: self._replies.found_in(self._of_conversation(text)))
         self.similar = lru_cache(2 * WINDOW)(lambda *texts: similar(*map(self._shingles, texts)))
-        """Whether two texts are about the same."""
+        """Whether two texts are similar; see `similarity.similar`."""
 
     def earlier(self, branch: Branch) -> Iterator[Turn]:
-        """Yield the turns before a branch that are not on its path, newest first."""
+        """Yield the turns before a branch's first one that are not on its path, newest first, within `WINDOW`."""
         first, at = max(branch.turn.seq - WINDOW, 0), branch.turn.parent
         for turn in reversed(self.turns[first : branch.turn.seq]):
             if turn.seq == at:
@@ -133,19 +133,19 @@ class Branches:
                 yield turn
 
     def branch_of(self, seq: int) -> Branch:
-        """Return the root of a turn."""
+        """Return the branch of the root that a turn descends from."""
         return self.all[self.root[seq]]
 
     def single(self, branch: Branch) -> bool:
-        """Return whether nothing continues the first turn of a branch."""
+        """Return whether a branch has only one turn, aborted continuations aside."""
         return not any(one.finish_reason != "abort" for one in self.children.get(branch.turn.seq, ()))
 
     def path_keys(self, seq: int) -> list[bytes]:
-        """Return the keys of the messages of the path through a turn, its reply too."""
+        """Return the message keys of the path to a turn, including its reply."""
         return [key for turn in self.session.path(seq) for key in self.keys[turn.seq]]
 
     def arguments(self, turn: Turn) -> list[str]:
-        """Return the arguments of a turn's calls that may be a task; the turn may be another session's."""
+        """Return the strings in a turn's tool calls that may be a task. The turn may belong to another session."""
         if id(turn) not in self._arguments:
             self._arguments[id(turn)] = list(_arguments(turn))
         return self._arguments[id(turn)]
@@ -164,9 +164,9 @@ class Branches:
 
     @cached_property
     def returned(self) -> Mapping[int, Turn]:
-        """By root the turn of an earlier branch, one that goes on, with a tool's result that has the root's last reply.
+        """For each root, the turn of an earlier branch that got the root's last reply as a tool's result.
 
-        Of several with the same result the last one.
+        If several turns got the same result, the last of them.
         """
         roots = ((one.turn.seq, self.replies[self.last[one.turn.seq]]) for one in self._roots())
         last = {seq: text for seq, text in roots if len(text) >= 12}
@@ -183,14 +183,14 @@ class Branches:
         return {root: turn for root, (_, turn) in found.items()}
 
     def named_in(self, branch: Branch) -> Iterator[Branch]:
-        """Yield the roots with a first message of the user that may be in the new messages of a branch."""
+        """Yield the roots with a first user message that may be quoted in the new messages of a branch."""
         short = (one for one in branch.new if len(one) < 12)
         runs = np.unique(np.concatenate([self._of_conversation(branch.text), *map(shingles, short)]))
         yield from (self.all[seq] for seq in sorted(self._users.found_in(runs)))
 
     @cached_property
     def _users(self) -> TextIndex:
-        """The first messages of the user by root, of roots that the rules can't tell apart the first one."""
+        """The first user message of each root. Of roots that are equal for the rules, only the first is indexed."""
         first: dict[Any, Branch] = {}
         for one in self._roots():
             calls = bool(one.turn.reply.get("tool_calls"))

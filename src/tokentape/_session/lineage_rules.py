@@ -1,4 +1,4 @@
-"""The rules that find where a branch comes from, each a function from a branch to an edge or None."""
+"""The rules that find where a branch comes from. Each takes a branch and returns an edge or None."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tokentape.types import LineageEdge, Message, Turn
 
 _SUBAGENT = frozenset({"subagent", "workflow", "collab_spawn", "review"})
 _SIDE_CALL = frozenset({"compaction", "compact", "auxiliary", "memory_consolidation"})
-"""Values of Claude Code's `x-claude-code-request-class` and of Codex's `x-openai-subagent`."""
+"""Values of Claude Code's header `x-claude-code-request-class` and of Codex's `x-openai-subagent`."""
 
 _AT_ONCE = 0.005
-"""Seconds between turns of one call with several choices; a retry comes after a commit."""
+"""Seconds. Turns closer than this are choices of one call; a retry comes later, because a commit lies between."""
 
 
 def edge(
@@ -26,7 +26,7 @@ def edge(
 
 
 def _retry(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """The messages of an earlier turn again, which was aborted, unread or not parsed."""
+    """Return an edge if the branch repeats the request of a turn that was aborted, unread or not parsed."""
     turn, other = branch.turn, branches.same.get(branch.turn.seq)
     if other is None or turn.created_at - other.created_at < _AT_ONCE:
         return None
@@ -79,7 +79,7 @@ def _by_header(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _window(turn: Turn) -> tuple[str, int]:
-    """Return the thread and the number of a context window."""
+    """Return the thread and the number of a turn's context window, from Codex's header THREAD:NUMBER."""
     thread, _, number = str(client_of(turn).get("window", "")).rpartition(":")
     return thread, int(number) if number.isdecimal() else 0
 
@@ -89,7 +89,10 @@ def _agent(turn: Turn) -> Any:
 
 
 def _spawner(branches: Branches, turns: Iterable[Turn], branch: Branch) -> tuple[int | None, bool]:
-    """Return the turn that spawned a branch, the newest first, and whether a tool call has its task."""
+    """Return the newest of `turns` with a tool call that has the branch's task, and True.
+
+    If no call has the task, return the newest turn (or None) and False.
+    """
     newest = list(islice(turns, WINDOW))
     for one in newest:
         if _has_task(branches.arguments(one), branch):
@@ -107,7 +110,11 @@ def _has_task(arguments: Iterable[str], root: Branch) -> bool:
 
 
 def _subagent(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """A root with a task that a tool call names, one whose last reply is a tool's result, or a handoff."""
+    """Return an edge for a root that another agent started.
+
+    Either a tool call has the root's task, or the root's last reply is the result of a tool call, or the history
+    continues under another system prompt and tools (a handoff).
+    """
     if branch.turn.parent is not None:
         return None
     returned = branches.returned.get(branch.turn.seq)
@@ -131,7 +138,10 @@ def _subagent(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _compaction(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """A shorter history with a summary: the reply of a turn that had the branch, quoted in a message that is new."""
+    """Return an edge for a branch with a shorter history and a new message that quotes a summary of an earlier branch.
+
+    The summary is the reply of a recorded turn that had the earlier branch in its context.
+    """
     turn = branch.turn
     keys = branches.keys[turn.seq]
     sent = zip(turn.messages, keys, branch.new, strict=False)
@@ -158,7 +168,7 @@ def _may_be_summary(branches: Branches, branch: Branch, message: Message, key: b
 
 
 def _summarized(branches: Branches, summary: Turn) -> int | None:
-    """Return the newest turn that a summary is of: its parent, or one with its reply in the summary's messages."""
+    """Return the newest turn that a summary covers: its parent, or a turn with a reply that its prompt contains."""
     if summary.parent is not None:
         return summary.parent
     root = branches.all[summary.seq]
@@ -166,14 +176,17 @@ def _summarized(branches: Branches, summary: Turn) -> int | None:
 
 
 def _has_reply(branches: Branches, root: Branch, turn: Turn) -> bool:
-    """Return whether the messages of a root are, or quote, the reply of a turn."""
+    """Return whether a message of the root equals or quotes the reply of `turn`."""
     if branches.keys[turn.seq][-1] in root.keys:
         return True
     return len(branches.replies[turn.seq]) >= 24 and branches.quoted(turn.seq, root.text)
 
 
 def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """A history with messages of an earlier branch that differs from it before its end; or one that was replaced."""
+    """Return an edge for a branch that changes the history of an earlier one: an edit, or a compaction.
+
+    It is a compaction if a few new messages replace at least three old ones.
+    """
     turn = branch.turn
     sent = branches.keys[turn.seq][:-1]
     places = [at for at, key in enumerate(sent) if branches.reply_keys.get(key, turn.seq) < turn.seq]
@@ -197,7 +210,7 @@ def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _beside(branches: Branches, branch: Branch, first: Turn) -> LineageEdge | None:
-    """A branch beside another one: a side call if the other goes on after it, else an edit."""
+    """Return an edge for a branch with the same parent as `first`: a side call if that branch continues later."""
     turn = branch.turn
     if (first.setup, branches.keys[first.seq][:-1]) == (turn.setup, branches.keys[turn.seq][:-1]):
         return None
@@ -207,7 +220,7 @@ def _beside(branches: Branches, branch: Branch, first: Turn) -> LineageEdge | No
 
 
 def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """One reply under another system prompt or other tools, over the messages of another branch."""
+    """Return an edge for a single turn with messages of another branch under another system prompt or other tools."""
     turn = branch.turn
     if turn.parent is not None or not branches.single(branch):
         return None
@@ -222,7 +235,7 @@ def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
         return None
     for root in branches.named_in(branch):
         longer = not branches.single(root) or (root.turn.reply.get("tool_calls") and not turn.reply.get("tool_calls"))
-        # The first message as it was, beside one that asks something of it.
+        # The root's first message unchanged, beside another message that asks something about it.
         longer = longer or (root.user in branch.new and len(branch.users) > len(root.users))
         named = root.user in (branch.text if len(root.user) >= 12 else branch.new)
         if longer and named and root.system != branch.system and not branches.similar(root.system, branch.system):
@@ -232,7 +245,7 @@ def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _sent_on(branches: Branches, branch: Branch) -> bool:
-    """Return whether another branch was sent the reply of the first turn while it went on."""
+    """Return whether a later turn of another branch got the reply of this branch's first turn in a message."""
     reply = branches.replies[branch.turn.seq]
     return len(reply) >= 12 and any(
         reply in text
@@ -243,7 +256,7 @@ def _sent_on(branches: Branches, branch: Branch) -> bool:
 
 
 def _member(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """Another system prompt, and replies of an earlier branch as messages of the user: agents of a team."""
+    """Return an edge for an agent of a team: another system prompt, and an earlier branch's reply as a user message."""
     if branch.turn.parent is not None:
         return None
     sent = zip(branch.turn.messages, branch.new, strict=True)
@@ -260,7 +273,7 @@ def _member(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 def _similar(branches: Branches, branch: Branch) -> LineageEdge | None:
-    """A first message or a system prompt that was edited, or a summary that no recorded turn wrote."""
+    """Return an edge for a root with an edited system prompt or an edited first user message."""
     turn = branch.turn
     if turn.parent is not None:
         return None
@@ -278,4 +291,4 @@ def _similar(branches: Branches, branch: Branch) -> LineageEdge | None:
 
 
 RULES = (_retry, _by_header, _subagent, _compaction, _edit, _side_call, _member, _similar)
-"""The first one that finds an edge counts."""
+"""In this order; the first rule that returns an edge decides."""

@@ -1,8 +1,8 @@
-"""When two messages are the same message, although they are not the same JSON.
+"""Decide when two messages are the same although their JSON differs.
 
-Harnesses send history back changed in ways that mean nothing: reasoning left out, tool arguments re-serialised, `None`
-for an empty content, a list of text parts for a text, the white space around an assistant's content stripped. Those are
-the same message, and so are messages whose images have the same bytes. Anything else is another message.
+Harnesses send history back with changes that mean nothing: reasoning left out, tool arguments serialized again, `None`
+for empty content, a list of text parts for one text, white space stripped around an assistant's content. Such messages
+are the same, and so are messages with images of the same bytes. All others differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokentape.types import Message
 
 
 def message_key(message: Message) -> bytes:
-    """Digest of what makes a message this message, 32 bytes.
+    """Return a digest of 32 bytes that is equal for messages that are the same.
 
     >>> a = {"role": "assistant", "content": None, "reasoning_content": "hm"}
     >>> message_key(a) == message_key({"role": "assistant", "content": ""})
@@ -40,7 +40,7 @@ def message_key(message: Message) -> bytes:
 
 
 def reasoning_of(message: Message) -> str:
-    """A message's reasoning, under any of the names that it goes by; empty if it has none."""
+    """Return a message's reasoning from any of the three fields that clients use for it; "" if there is none."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         value = message.get(name)
         if isinstance(value, str) and value.strip():
@@ -49,15 +49,15 @@ def reasoning_of(message: Message) -> str:
 
 
 def history_keys(setup: str, messages: Iterable[Message], start: bytes | None = None) -> list[bytes]:
-    """Digest of the setup and the messages up to and including each message, in order.
+    """Return, for each message, a digest of the setup and of all messages up to and including it.
 
-    `start` is such a digest to go on from; then `setup` is in it already.
+    To continue a history, pass its last digest as `start`; `setup` is then ignored, because `start` covers it.
     """
     return chained(setup, map(message_key, messages), start)
 
 
 def chained(setup: str, message_keys: Iterable[bytes], start: bytes | None = None) -> list[bytes]:
-    """Return `history_keys` from the keys of the messages."""
+    """Return what `history_keys` returns, given the messages' keys."""
     key = hashlib.sha256(setup.encode()).digest() if start is None else start
     keys = []
     for message in message_keys:
@@ -72,10 +72,11 @@ def call_ids(message: Message) -> list[Any]:
 
 
 def renamed_calls(messages: Iterable[Message], names: Callable[[int, Message], Sequence[Any]]) -> list[Message]:
-    """Return the messages with other ids for tool calls, and for the results that name them.
+    """Return the messages with new ids for tool calls and for the results that name them.
 
-    `names` returns, for the place and the message of an assistant, the new ids of its calls, in order. A result belongs
-    to the assistant's message before it; one that names no call there, or a call with the id of another, is unchanged.
+    `names(index, message)` returns the new ids of an assistant message's calls, in order. A result answers a call of
+    the last assistant message before it. Results that name no call there stay as they are, and so do calls that share
+    an id with another call of their message.
     """
     renamed: list[Message] = []
     ids: dict[Any, Any] = {}
@@ -97,7 +98,7 @@ def _text(content: Any) -> Any:
         return ""
     if not isinstance(content, list) or not all(map(_is_part, content)):
         return content
-    # Images by their hash, the texts between them joined.
+    # Each image is replaced by its hash, and the texts between images are joined.
     runs: list[str | list[str]] = [""]
     for part in content:
         if part.get("type") == IMAGE:
@@ -127,12 +128,12 @@ def _arguments(arguments: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Whole floats as integers: JavaScript writes 1.0 as 1."""
+    """Return a JSON value with whole floats as integers, because JavaScript writes 1.0 as 1."""
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            # Python writes and reads these as JSON. The encoder would write null, which is something else.
+            # Python's json reads and writes NaN and infinities; msgspec would encode them as null.
             return {"number": str(value)}
         return int(value) if value.is_integer() else value
     if isinstance(value, Mapping):
@@ -146,7 +147,7 @@ def _canonical(value: Any) -> bytes:
     try:
         return _encoder.encode(value)
     except (ValueError, TypeError, OverflowError):
-        # Numbers of any length, and halves of characters.
+        # msgspec takes neither integers beyond 64 bits nor lone surrogates.
         return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -1,4 +1,4 @@
-"""Where the images of recorded turns stand."""
+"""Locate the images of recorded turns among the token ids."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tokentape.types import Codes, MediaSpan, Message, Provenance, Turn
 
 
 def media_spans(messages: Iterable[Message], provenance: Codes, start: int = 0) -> list[MediaSpan]:
-    """The images of `messages` among the ids that were added for them.
+    """Return where the placeholder ids of each image of `messages` are.
 
-    `start` is the offset of the first of these ids in the context. Raises ValueError unless the placeholders are as
-    many as the messages say.
+    `provenance` has the codes of the ids that were added for these messages, and `start` is the offset of the first of
+    them in the context. Raises ValueError unless the number of placeholders is what the messages' images need.
     """
     parts = image_parts(messages)
     places = np.flatnonzero(provenance == Provenance.MEDIA).tolist()
@@ -29,7 +29,7 @@ def media_spans(messages: Iterable[Message], provenance: Codes, start: int = 0) 
 
 
 def path_media(path: Iterable[Turn]) -> list[MediaSpan]:
-    """The images in the context of a root-to-leaf path, in order."""
+    """Return the images in the context of a root-to-leaf path, in order."""
     spans: list[MediaSpan] = []
     start = 0
     for turn in path:

@@ -1,6 +1,6 @@
-"""Arrays that engines return per token, such as routed experts: cut to one turn, and as bytes.
+"""Per-token arrays that engines return, such as routed experts: cut them to one turn, and convert them to bytes.
 
-Rows of unequal length, such as sampling supports, are an array of objects, each `bytes`.
+Rows of unequal length, such as sampling supports, are stored in an object array of `bytes`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from tokentape._supports import number, read_number
 from tokentape.types import TurnPayload
 
 ROW_DTYPES = frozenset({"|O", "|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<f2", "<f4", "<f8"})
-"""What rows may consist of, as numpy spells it for little-endian elements."""
+"""The dtypes that rows may have, as numpy writes them for little-endian elements."""
 
 RAGGED = "ragged 1"
-"""How rows of unequal length are packed: each with its length before it, as a number of `_supports`."""
+"""The dtype recorded for rows of unequal length. Each row is preceded by its length, encoded by `_supports.number`."""
 
 
 def turn_payload(
     session_id: str, turn: int, name: str, context: int, start: int, rows: npt.NDArray[Any]
 ) -> TurnPayload | None:
-    """What of an engine's rows is recorded with a turn: not those of its context, which earlier turns have.
+    """Return the rows of an engine's reply that are recorded with a turn; None if there are none.
 
-    `context` is the length of the parent's context and completion, `start` the offset in prompt + completion of the
-    token that the first row belongs to. Kept is what there is from the last token of the context on (see
-    `TurnPayload.start`); None if that is nothing.
+    Rows of the context are left out, because earlier turns hold them, except for the context's last token (see
+    `TurnPayload.start`). `context` is the number of tokens of the parent's context and completion, `start` the offset
+    in prompt + completion of the token of the first row.
 
     >>> turn_payload("s", 1, "experts", context=4, start=0, rows=np.arange(6, dtype=np.uint8)).rows
     array([3, 4, 5], dtype=uint8)
@@ -40,12 +40,12 @@ def turn_payload(
 
 
 def blank_rows(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return rows that say nothing: zeros, or no bytes."""
+    """Return rows of zeros, or of empty bytes where `dtype` is object."""
     return np.full(shape, b"" if dtype.hasobject else 0, dtype)
 
 
 def narrowest(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same numbers as the smallest integers that hold them all; what are no integers, as they are.
+    """Return integer rows in the smallest dtype that holds them all, and other rows unchanged.
 
     >>> narrowest(np.array([[3, 127]], np.int32)).dtype
     dtype('uint8')
@@ -58,7 +58,7 @@ def narrowest(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def rows_as_bytes(rows: npt.NDArray[Any]) -> tuple[str, bytes]:
-    """The dtype of `rows` as numpy spells it, or `RAGGED`, and their elements, both little-endian."""
+    """Return the dtype of `rows` as numpy writes it (or `RAGGED`) and their bytes, both little-endian."""
     if rows.dtype == object:
         return RAGGED, b"".join(number(len(row)) + row for row in rows)
     little = rows.astype(rows.dtype.newbyteorder("<"), copy=False)

@@ -1,4 +1,4 @@
-"""Compare texts by their runs of characters: no words, so that it works in languages without spaces."""
+"""Compare texts by their runs of 12 characters, which also works in languages without spaces between words."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 Runs = NDArray[np.uint64]
-"""A hash of each run of characters of a normalized text; of a shorter text one."""
+"""The hashes of the runs of characters of a normalized text. A text shorter than a run has one hash."""
 
 _RUN = 12
 """Characters."""
 
 _MOST = 40_000
-"""Characters of a text that are looked at."""
+"""Characters; the rest of a longer text is ignored."""
 
 _FACTORS = np.array([pow(0x9E3779B97F4A7C15, at + 1, 1 << 64) for at in range(_RUN)], np.uint64)
 
 
 def normalized(text: str) -> str:
-    """Return the text with single spaces for white space, and no case."""
+    """Return the text in lower case, with each run of white space replaced by one space."""
     return " ".join(text[:_MOST].split()).casefold()
 
 
 def _runs(text: str) -> Runs:
     codes = np.zeros(max(len(text), _RUN), np.uint64)
-    # No character is 0, so that a short text is not one with characters of that code at its end.
+    # Codes are shifted by one, so that the padding of a short text differs from U+0000.
     codes[: len(text)] = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64) + 1
     runs: Runs = sliding_window_view(codes, _RUN) @ _FACTORS
     return runs
 
 
 def shingles(text: str) -> Runs:
-    """Return all runs of a normalized text, sorted, each once."""
+    """Return the distinct runs of a normalized text, sorted."""
     return np.unique(_runs(text))
 
 
@@ -45,7 +45,7 @@ def start(text: str) -> Runs:
 
 
 def probes(text: str) -> Runs:
-    """Return runs of a normalized text, of a long one about 128. A text with half of them in it quotes the text."""
+    """Return runs at regular distances, about 128 of a long text. A text that has half of them quotes this text."""
     return _runs(text)[:: max(len(text) // 128, 1)].copy()
 
 
@@ -62,7 +62,7 @@ def similar(ours: Runs, theirs: Runs) -> bool:
 
 
 class TextIndex:
-    """Texts by some of their runs, to find those that another text has without a look at each."""
+    """An index of texts by some of their runs, to find the texts that another text quotes."""
 
     def __init__(self, texts: Mapping[int, Runs]) -> None:
         self._numbers: dict[int, list[int]] = {}
@@ -72,6 +72,6 @@ class TextIndex:
         self._runs = np.array(sorted(self._numbers), np.uint64)
 
     def found_in(self, runs: Runs) -> Counter[int]:
-        """Return for each text how many of its runs are among the `shingles` of another, if any."""
+        """Count, for each text, its runs that are among `runs`, the `shingles` of another text."""
         found = _common(self._runs, runs).tolist()
         return Counter(number for run in found for number in self._numbers[run])

@@ -12,7 +12,7 @@ from tokentape._session.matching import call_ids, chained, history_keys, message
 from tokentape.types import Event, Message, SessionInfo, TokenIds, Turn
 
 UNREAD = "unread"
-"""Kind of events: whether the client of a turn left before it had all of the reply. Body: `{"unread": true}`."""
+"""Kind of the events that say whether a turn's client left before it had the whole reply. Body: `{"unread": true}`."""
 
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
 """The context of a turn that has no parent."""
@@ -20,25 +20,25 @@ NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class ContinuationPoint:
-    """Where a request continues a session."""
+    """The turn that a request continues, and the messages that are new."""
 
     parent: Turn | None
-    """The deepest turn whose messages begin the request; None to render from nothing."""
+    """The deepest turn with a history that begins the request; None if the request is rendered from the start."""
     new_messages: tuple[Message, ...]
-    """The request's messages after those of the parent."""
+    """The request's messages after the parent's history."""
     context_ids: TokenIds
     """The parent's context and completion; empty without a parent."""
     key: bytes = b""
-    """Of the history that the request's messages are; see `history_keys`."""
+    """The key of the request's whole history; see `history_keys`."""
     system: bool = False
-    """Whether a message before the new ones is the system's or the developer's."""
+    """Whether the parent's history has a system or developer message."""
 
 
 class LazyMessages(Sequence[Message]):
-    """The messages of a request, which `read` returns and which are read only if something looks at them.
+    """The messages of a request, parsed by `read` on first access.
 
-    `tail` are the last of them. The messages before are a history with this `key` under the setup with this digest, see
-    `history_keys`.
+    `tail` holds the last messages, parsed. `key` is the history key (see `history_keys`) of the messages before them,
+    under the setup with the digest `setup`.
     """
 
     def __init__(
@@ -71,37 +71,37 @@ class LazyMessages(Sequence[Message]):
 
 
 class Session:
-    """A session's turns. Only `add` changes it, and only by appending."""
+    """The tree of a session's turns. Only `add` changes it, and it only appends."""
 
     def __init__(self, info: SessionInfo, turns: Iterable[Turn] = (), events: Iterable[Event] = ()) -> None:
         self.info = info
         self.unread = unread_turns(events)
-        """`seq` of turns that no client read to their end, as far as the gateway knows; see `leaves`."""
+        """`seq` of the turns that are marked as not read to their end by any client; see `leaves`."""
         self.turns: list[Turn] = []
         self._history: list[bytes] = []
-        """Per turn the key of its whole message history, reply included."""
+        """For each turn, the key of its whole message history, reply included."""
         self._system: list[bool] = []
-        """Per turn whether its history has a message of the system's or the developer's."""
+        """For each turn, whether its history has a system or developer message."""
         self._by_history: dict[bytes, int] = {}
         self._by_reply: dict[bytes, int] = {}
         self._same_history: dict[int, int] = {}
-        """The turn before this one with the same history; replies that differ in their reasoning only have the same."""
+        """Links a turn to an earlier one with the same history key. Replies that differ only in reasoning share one."""
         self._same_reply: dict[int, int] = {}
         self._children: dict[int | None, list[int]] = {}
         self._answered: set[tuple[int | None, str, bytes | None]] = set()
-        """Parent, setup and key of the new messages of every turn: a request with the same ones is a sibling."""
+        """(parent, setup, key of the new messages) of every turn. A request with the same three is a sibling."""
         self._numbered_history: list[bytes] = []
-        """As `_history`, calls known by their place instead of their id, of the turns that were indexed so."""
+        """Like `_history`, with the position of each tool call in place of its id; filled by `_number_turns`."""
         self._by_numbered: dict[bytes, list[int]] = {}
         self._by_numbered_reply: dict[bytes, list[int]] = {}
         self._call_ids: set[Any] = set()
-        """Ids of the calls in replies, of the same turns."""
+        """Ids of all tool calls in the replies of the turns in `_numbered_history`."""
         self._last_context: tuple[int, TokenIds] | None = None
         for turn in turns:
             self.add(turn)
 
     def add(self, turn: Turn) -> None:
-        """Append a committed turn. Its `seq` is the next one and its parent is here."""
+        """Append a committed turn. Raises ValueError unless its `seq` is the next one and its parent is in the tree."""
         if turn.seq != len(self.turns) or (turn.parent is not None and turn.parent >= turn.seq):
             raise ValueError(f"turn {turn.seq} (parent {turn.parent}) can't follow {len(self.turns)} turns")
         start = None if turn.parent is None else self._history[turn.parent]
@@ -121,9 +121,9 @@ class Session:
             self._answered.add((turn.parent, turn.setup, [start, *sent][-1]))
 
     def continuation(self, messages: Sequence[Message], setup: str) -> ContinuationPoint:
-        """Find the deepest turn, under the same setup, whose messages are a prefix of `messages`.
+        """Find the deepest turn under the same setup with a history that is a prefix of `messages`.
 
-        Of several with the same messages the one whose reasoning was sent back, else the last one committed.
+        If several turns have the same history, prefer the one with the reasoning that was sent back, then the newest.
         """
         if isinstance(messages, LazyMessages) and messages.setup == setup:
             found = self._after(messages.tail, history_keys(setup, messages.tail, messages.key), None)
@@ -136,10 +136,10 @@ class Session:
     def _after(
         self, messages: Sequence[Message], keys: Sequence[bytes], reasoning: Callable[[int], list[str]] | None
     ) -> ContinuationPoint | None:
-        """Return the deepest turn whose history has one of `keys`, those of the histories through each of `messages`.
+        """Return the deepest turn with one of `keys`, which has the history key after each of `messages`.
 
-        `reasoning` returns that of the first messages. None if there is no turn, or if there are several with the same
-        history and `reasoning` is not known.
+        `reasoning(n)` returns the reasoning of the request's first n messages. Return None if no turn matches, or if
+        several have the same history and `reasoning` is None.
         """
         for end in range(len(keys), 0, -1):
             newest = self._by_history.get(keys[end - 1])
@@ -156,11 +156,11 @@ class Session:
         return None
 
     def with_recorded_ids(self, messages: Sequence[Message], setup: str) -> tuple[Message, ...] | None:
-        """Return the messages with the recorded ids of tool calls, for a harness that gave calls ids of its own.
+        """Return the messages with the recorded ids of tool calls, for a harness that renames calls.
 
-        What has to match instead is which call each result belongs to. None if no turn matches, or if an id that was
-        changed is the id of another call that was sampled in this session: then the harness does not rename. None also
-        if several turns match that differ in their ids.
+        Histories are matched by which result answers which call instead of by ids. Return None if no turn matches, if
+        several match and differ in their ids, or if a changed id belongs to another call of this session: then the
+        harness did not rename the call.
         """
         self._number_turns()
         keys = history_keys(setup, _numbered(messages))
@@ -175,7 +175,7 @@ class Session:
         return None
 
     def _number_turns(self) -> None:
-        """Index the turns that are new by keys in which calls are known by their place."""
+        """Index the turns added since the last call by keys with the position of each tool call in place of its id."""
         for turn in self.turns[len(self._numbered_history) :]:
             start, before = None, 0
             messages: list[Message] = [*turn.messages, turn.reply]
@@ -192,21 +192,21 @@ class Session:
                 self._by_numbered_reply.setdefault(reply, []).append(turn.seq)
 
     def _names_others(self, sent: Message, own: Message) -> bool:
-        """Return whether a call in `sent` has another id than in `own` and that of another call sampled here."""
+        """Return whether a call in `sent` has the id of a different call of this session than the one in `own`."""
         pairs = zip(call_ids(sent), call_ids(own), strict=True)
         return any(one != other and one in self._call_ids for one, other in pairs)
 
     def _renamed(self, messages: Sequence[Message], seq: int) -> tuple[Message, ...] | None:
-        """Return the messages with the ids of the path to `seq`, which they begin with."""
+        """Return the messages with the call ids that the path to `seq` has; None if an id belongs to another call."""
         recorded = [message for turn in self.path(seq) for message in (*turn.messages, turn.reply)]
         if any(self._names_others(sent, own) for sent, own in zip(messages, recorded, strict=False)):
             return None
         return tuple(renamed_calls(messages, lambda at, one: call_ids(recorded[at] if at < len(recorded) else one)))
 
-    def continuation_of_ids(self, prompt_ids: TokenIds, stand_in: Message) -> ContinuationPoint:
-        """Find the deepest turn, under any setup, whose context and completion begin `prompt_ids`.
+    def continuation_of_ids(self, prompt_ids: TokenIds, recorded_as: Message) -> ContinuationPoint:
+        """Find the deepest turn, under any setup, with a context and completion that begin `prompt_ids`.
 
-        `stand_in` takes the place of the messages that such a request does not have.
+        A request with prompt ids has no messages: `recorded_as` is the new message of the returned point.
         """
         deepest: int | None = None
         start, level = 0, self._children.get(None, [])
@@ -215,24 +215,24 @@ class Session:
                 turn = self.turns[seq]
                 end = start + len(turn.added_ids) + len(turn.completion_ids)
                 own = prompt_ids[start:end]
-                # New messages have to follow the turn.
+                # The prompt must have at least one new id after the turn.
                 if end < len(prompt_ids) and np.array_equal(own, np.concatenate([turn.added_ids, turn.completion_ids])):
                     deepest, start, level = seq, end, self._children.get(seq, [])
                     break
             else:
                 break
         parent = None if deepest is None else self.turns[deepest]
-        return ContinuationPoint(parent, (stand_in,), prompt_ids[:start])
+        return ContinuationPoint(parent, (recorded_as,), prompt_ids[:start])
 
     def context_before(self, seq: int) -> TokenIds:
-        """The ids that were sent for turn `seq`, int32 [tokens]."""
+        """Return the ids of the prompt of turn `seq`, int32 [tokens]."""
         turn = self.turns[seq]
         context = NO_IDS if turn.parent is None else self.context_after(turn.parent)
         return np.concatenate([context, turn.added_ids])
 
     def context_after(self, seq: int) -> TokenIds:
-        """The ids of the path from the root through turn `seq`'s completion, int32 [tokens]."""
-        # Read once: a stored session's tree may be read in several threads.
+        """Return the ids from the root through the completion of turn `seq`, int32 [tokens], read-only."""
+        # Read the attribute once: several threads may read the tree of a stored session.
         last = self._last_context or (-1, NO_IDS)
         if last[0] == seq:
             return last[1]
@@ -251,17 +251,17 @@ class Session:
         return ids
 
     def forget_context(self) -> None:
-        """Let go of the ids that `context_after` has put together last; they are put together again when asked for."""
+        """Drop the context that `context_after` cached last, to free its memory."""
         self._last_context = None
 
     def fork_cause(self, parent: int | None, messages: Sequence[Message], setup: str) -> str | None:
-        """Why a turn with this parent would be a fork; None if it continues the session's newest turn.
+        """Return why a turn with this parent forks the session; None if it does not.
 
-        `sibling`: the same messages were answered before. `branched`: an earlier turn is continued another way.
-        `new_setup`: tools or template settings changed. `edited_history`: the messages match no turn from the start.
-        More causes are not the agent's: `template_rewrites`, the template can't append what is asked for;
-        `template_history`, it drops part of earlier turns and was asked to; `other_stop`, the turn before ended with
-        another stop token than the template writes, and such a turn is not to be continued.
+        `sibling`: the same messages were answered before. `branched`: the parent was continued with other messages.
+        `new_setup`: tools or template settings changed. `edited_history`: no turn has the messages that begin the
+        request. The prompt builder has three more causes: `template_rewrites`, the template can't append these
+        messages; `template_history`, `history="template"` dropped part of earlier turns; `other_stop`, the parent ended
+        with another stop token than the template writes, and `stop_mismatch="fork"`.
         """
         if not self._children.get(parent) and (parent is not None or not self._by_history):
             return None
@@ -273,7 +273,7 @@ class Session:
         return "edited_history" if any(turn.setup == setup for turn in self.turns) else "new_setup"
 
     def turn_of_reply(self, message: Message) -> Turn | None:
-        """Return the newest turn with this message as its reply, preferring one with the same reasoning."""
+        """Return the newest turn with this reply; one with the same reasoning comes first. None if there is none."""
         newest = self._by_reply.get(message_key(message))
         if newest is None:
             return None
@@ -283,10 +283,10 @@ class Session:
         return self.turns[next(alike, newest)]
 
     def turn_of_renamed_reply(self, message: Message) -> Turn | None:
-        """Return the turn whose reply is this message but for the ids of its calls.
+        """Return the turn with this reply, where the tool calls may have other ids.
 
-        None if an id is that of another call sampled in this session, or if the replies that fit differ in their ids of
-        tokens.
+        Return None if an id belongs to another call of this session, or if several turns match and their completions
+        differ.
         """
         self._number_turns()
         found = (self.turns[seq] for seq in self._by_numbered_reply.get(message_key(*_numbered([message])), ()))
@@ -297,9 +297,9 @@ class Session:
         return same[-1] if same and alike else None
 
     def _agreement(self, leaf: int, reasoning: Sequence[str]) -> int:
-        """How many replies on the path to `leaf` have the reasoning that was sent in their place.
+        """Count the replies on the path to `leaf` that have the reasoning sent for them.
 
-        `reasoning` is that of each message on the path.
+        `reasoning` has one entry per message of the path.
         """
         agreed, at = 0, len(reasoning)
         for turn in reversed(self.path(leaf)):
@@ -309,24 +309,24 @@ class Session:
         return agreed
 
     def leaves(self, *, unread: bool = False) -> list[int]:
-        """Return `seq` of every turn that nothing continues, aborted ones left out, in order of commits.
+        """Return the `seq` of every turn that no turn continues, in commit order, without aborted turns.
 
-        A turn that no client read is left out too unless `unread`.
+        Turns that no client read are left out too unless `unread` is True.
         """
         out = set[int]() if unread else {seq for seq in self.unread if self.is_unread(seq)}
         kept = [turn.seq for turn in self.turns if turn.finish_reason != "abort" and turn.seq not in out]
         return [seq for seq in kept if out.issuperset(self._children.get(seq, ()))]
 
     def is_unread(self, seq: int) -> bool:
-        """Return whether no client read a turn. One that a later turn continues was read, whatever its mark says."""
+        """Return whether a turn is marked as unread. A turn that a later one continues was read, despite its mark."""
         return seq in self.unread and not self.is_continued(seq)
 
     def is_continued(self, seq: int) -> bool:
-        """Return whether a later turn continues this one; an aborted one does not."""
+        """Return whether a later turn continues this one. Aborted turns don't count."""
         return bool(self._children.get(seq))
 
     def path(self, leaf: int) -> list[Turn]:
-        """The turns from the root to `leaf`."""
+        """Return the turns from the root to `leaf`."""
         turns: list[Turn] = []
         at: int | None = leaf
         while at is not None:
@@ -336,18 +336,18 @@ class Session:
 
 
 def unread_turns(events: Iterable[Event]) -> set[int]:
-    """Return the turns that are marked as unread; the last event of a turn counts."""
+    """Return the turns that are marked as unread, by the last such event of each turn."""
     marks = {one.turn: one.body.get("unread") for one in events if one.kind == UNREAD and one.turn is not None}
     return {turn for turn, unread in marks.items() if unread}
 
 
 def _numbered(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with each call's place in its message in place of its id."""
+    """Return the messages with each tool call's id replaced by the call's position in its message."""
     return renamed_calls(messages, lambda _, message: range(len(call_ids(message))))
 
 
 def _linked(newest: int, before: Mapping[int, int]) -> Iterator[int]:
-    """A turn and those that it is linked to, newest first."""
+    """Yield a turn and the earlier turns that `before` links it to, newest first."""
     at: int | None = newest
     while at is not None:
         yield at

@@ -1,4 +1,4 @@
-"""What a trainer gates a branch on: one word, and for a fork why."""
+"""The verdict of a branch, which trainers filter by: one word, the cause of a fork, and reservations."""
 
 from __future__ import annotations
 
@@ -10,77 +10,81 @@ from tokentape.errors import InvalidRequest
 from tokentape.types import Event, Provenance, TokenDistribution, Turn
 
 VERDICTS = ("exact", "forked", "closed", "captured", "captured with drift")
-"""The words that a verdict begins with."""
+"""A verdict begins with one of these."""
 
-NOT_KNOWN = "logprobs not known"
+MODEL_UNVERIFIED = "model unverified"
+BRIDGE_UNCHECKED = "bridge unchecked"
+BRIDGE_DIFFERS = "bridge differs"
+KEPT_PARTIAL = "kept partial"
+UNREAD_REPLY = "unread"
+OTHER_LOGPROBS = "other logprobs"
 NO_SUPPORTS = "supports not known"
+NOT_KNOWN = "logprobs not known"
 
 RESERVATIONS = (
-    "model unverified",
-    "bridge unchecked",
-    "bridge differs",
-    "kept partial",
-    "unread",
-    "other logprobs",
+    MODEL_UNVERIFIED,
+    BRIDGE_UNCHECKED,
+    BRIDGE_DIFFERS,
+    KEPT_PARTIAL,
+    UNREAD_REPLY,
+    OTHER_LOGPROBS,
     NO_SUPPORTS,
     NOT_KNOWN,
 )
-"""What may follow after a comma: what was not known when a turn of the path was sampled, or found out later; or what
-its logprobs are instead of those that it was sampled with."""
+"""A verdict may add these after a comma: something about a turn of the path is unknown or was found to be wrong, or its
+logprobs are not those of the distribution that it was sampled from."""
 
 BRIDGE_DUE, BRIDGE_SKIPPED, BRIDGE_CHECKED = "bridge_due", "bridge_skipped", "bridge_checked"
-"""Kinds of events: the template's own rendering is to be compared with a turn's bridge; it is not; it was."""
+"""Kinds of events: a turn's bridge will be compared with the template's own rendering, will not be, was."""
 
 
 def bridge_states(events: Iterable[Event]) -> dict[int, str]:
-    """Return by turn what its events leave to say of its bridge: one of `RESERVATIONS`, or nothing."""
+    """Return the reservation of each turn with bridge events: "" if a check found no difference."""
     states: dict[int, str] = {}
     for event in events:
         if event.turn is None:
             continue
         if event.kind in (BRIDGE_DUE, BRIDGE_SKIPPED):
-            states.setdefault(event.turn, RESERVATIONS[1])
+            states.setdefault(event.turn, BRIDGE_UNCHECKED)
         elif event.kind == BRIDGE_CHECKED:
-            found = {"same": "", "differs": RESERVATIONS[2]}.get(event.body.get("outcome", ""), RESERVATIONS[1])
-            states[event.turn] = found
+            outcomes = {"same": "", "differs": BRIDGE_DIFFERS}
+            states[event.turn] = outcomes.get(event.body.get("outcome", ""), BRIDGE_UNCHECKED)
     return states
 
 
 def verdict(path: Sequence[Turn], bridges: Mapping[int, str] | None = None, *, unread: bool = False) -> str:
-    """`forked: WHY` (the last fork), `closed`, or `exact`, of the turns from a root to a leaf.
+    """Return the verdict of a path from a root to a leaf. The ids of every path are exact, whatever the verdict.
 
-    With a context that the server made, `captured` in place of `exact`; `captured with drift` if the path begins where
-    the server made another context than the session had; that verdict comes before all others.
+    The first word:
 
-    Every path is exact in its ids. A fork says that the agent's history did not simply go on; closed, that a turn
-    before the last was ended by us and not by the model. A path that is both is forked.
+    - `captured with drift`: the server rendered the messages, and its prompt did not continue the session's context.
+    - `forked: CAUSE`: the agent's history did not simply continue; the cause of the last fork.
+    - `closed`: a turn before the last did not end with a stop token, and the gateway added one.
+    - `captured`: the server rendered the messages, and each prompt continued the session's context.
+    - `exact`: none of these.
 
-    `, model unverified` follows if a turn was sampled by a server that was not known to serve the folder's model.
+    Reservations that follow after a comma:
 
-    `, kept partial` follows if the engine aborted a turn and it was the reply as it was: its end is no model's.
-
-    `, unread` follows if the client of the last turn left before it had all of the reply.
-
-    With `bridges`, from `bridge_states`: `, bridge unchecked` follows while a bridge of the path was to be compared
-    with the template's own rendering and has not been; `, bridge differs` if one was and is not what the template
-    writes. Nothing follows for turns recorded before there were such checks: nothing is known of them.
-
-    `, other logprobs` follows if the logprobs of a turn are of another distribution than the one that it was sampled
-    from; `, logprobs not known` if that can't be said of a turn, as of every turn recorded before it was written down.
-
-    `, supports not known` follows if they are of a truncated distribution, and which ids it kept is not recorded for
-    each token of a turn: without that no trainer computes them. Nothing follows for turns from before it was noted.
+    - `model unverified`: a turn was sampled by a server that was not known to serve the folder's model.
+    - `bridge unchecked`, `bridge differs` (with `bridges`, from `bridge_states`): a bridge of the path was not yet
+      compared with the template's own rendering, or differs from it. Turns from before these checks have neither.
+    - `kept partial`: the engine aborted a turn, and the partial completion became the reply.
+    - `unread`: the client of the last turn left before it had the whole reply.
+    - `other logprobs`, `logprobs not known`: a turn's logprobs are not of the distribution that it was sampled from, or
+      it is not recorded which distribution they are of.
+    - `supports not known`: the logprobs are of a truncated distribution, and the ids that truncation kept are not
+      recorded for each token, so no trainer can compute these logprobs.
     """
     found = {bridges.get(turn.seq, "") for turn in path} if bridges else set()
     found |= {_of_logprobs(turn.sampled_from, turn.logprobs_of) for turn in path}
     if any(UNVERIFIED in engine.split() for turn in path for engine in _engines(turn)):
-        found.add(RESERVATIONS[0])
+        found.add(MODEL_UNVERIFIED)
     if any(turn.sampling.get("aborted", {}).get("outcome") == "kept" for turn in path):
-        found.add(RESERVATIONS[3])
+        found.add(KEPT_PARTIAL)
     if any(turn.logprobs_of and turn.logprobs_of.truncation and _lacks_supports(turn) for turn in path):
         found.add(NO_SUPPORTS)
     if unread:
-        found.add(RESERVATIONS[4])
+        found.add(UNREAD_REPLY)
     return ", ".join([_verdict(path), *(one for one in RESERVATIONS if one in found)])
 
 
@@ -96,19 +100,19 @@ def _engines(turn: Turn) -> list[str]:
 def _of_logprobs(sampled_from: TokenDistribution | None, logprobs_of: TokenDistribution | None) -> str:
     if sampled_from is None or logprobs_of is None:
         return NOT_KNOWN
-    return {True: "", False: RESERVATIONS[5], None: NOT_KNOWN}[sampled_from.same_as(logprobs_of)]
+    return {True: "", False: OTHER_LOGPROBS, None: NOT_KNOWN}[sampled_from.same_as(logprobs_of)]
 
 
 def verdict_read(verdict: str, distributions: Iterable[TokenDistribution | None]) -> str:
-    """Return a trajectory's verdict as it reads today, given all that is known of the distributions of its turns.
+    """Return a stored verdict as this release words it, given the distributions recorded for its turns.
 
-    What was written before they were recorded does not say so.
+    Verdicts that were stored before distributions were recorded get `logprobs not known`.
     """
     return verdict if any(distributions) or verdict.endswith(NOT_KNOWN) else f"{verdict}, {NOT_KNOWN}"
 
 
 def verdict_written(verdict: str, distributions: Iterable[TokenDistribution | None]) -> str:
-    """Undo `verdict_read`: digests were computed over what was written."""
+    """Return the verdict as it was stored, because digests were computed over that."""
     return verdict if any(distributions) else verdict.removesuffix(f", {NOT_KNOWN}")
 
 
@@ -124,9 +128,9 @@ def _verdict(path: Sequence[Turn]) -> str:
 
 
 def check_verdicts(wanted: Collection[str]) -> None:
-    """Raise `InvalidRequest` for a filter that can match nothing.
+    """Raise `InvalidRequest` unless `wanted` is a filter that can match a verdict.
 
-    Each is one of `VERDICTS`, `forked:WHY` or, beside one of these, one of `RESERVATIONS`.
+    Each entry is one of `VERDICTS`, `forked:CAUSE`, or, beside one of these, one of `RESERVATIONS`.
     """
     if wanted and all(one in RESERVATIONS for one in wanted):
         raise InvalidRequest(f"{', '.join(wanted)} goes with a verdict, such as exact", "verdict")
@@ -139,9 +143,9 @@ def check_verdicts(wanted: Collection[str]) -> None:
 
 
 def wanted_verdict(verdict: str, wanted: Collection[str]) -> bool:
-    """Whether one of the verdicts `wanted` is this one. `forked` matches every fork, `forked:sibling` that cause.
+    """Return whether a verdict passes the filter `wanted`. `forked` matches every fork, `forked:sibling` one cause.
 
-    What follows after a comma has to be wanted too.
+    All reservations of the verdict have to be in the filter too.
 
     >>> wanted_verdict("forked: sibling", ["exact", "forked"])
     True
