@@ -283,6 +283,39 @@ def test_a_word_that_opens_reasoning_opens_none_in_the_midst_of_content(step: in
     assert renderer.tokenizer.decode(added.ids) == "\n<|im_start|>user\nnext\n<|im_start|>assistant"
 
 
+UNENDED_CALLS = """{%- for m in messages -%}
+{%- if m.role != 'assistant' -%}<|im_start|>{{ m.role }}
+{{ m.content + '\n' }}
+{%- else -%}
+{%- if m.reasoning_content -%}<|im_start|>assistant<|fim_prefix|>{{ m.reasoning_content }}<|fim_suffix|>{%- endif -%}
+<|im_start|>assistant
+{{ m.content }}{%- for t in m.tool_calls -%}<tool_call>
+{"name": "{{ t.function.name }}", "arguments": {{ t.function.arguments | tojson }}}
+</tool_call>{%- endfor -%}{{ '\n' }}
+{%- endif -%}
+{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant{%- endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize(
+    ("end", "closing"),
+    [
+        ("}}\n</tool_call>\n", ""),
+        ("}}\n</tool_call>", "\n"),
+        ("}}", "\n</tool_call>\n"),
+        ("}}\n</tool_call><|im_end|>", "\n"),
+    ],
+)
+def test_what_closes_a_call_is_written_once_where_a_header_stands_within_turns(end: str, closing: str) -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(UNENDED_CALLS))
+    written = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1' + end
+    ids = renderer.tokenizer.array(renderer.tokenizer.encode_plain(written))
+    reply = {"role": "assistant", "content": "", "tool_calls": [call(7, {"a": 1})]}
+    added = renderer.bridge(ids, reply, [result(7, "ok")], setup_for(renderer))
+    expected = f"{closing}<|im_start|>tool\nok\n<|im_start|>assistant"
+    assert renderer.tokenizer.decode(added.ids) == expected
+
+
 FRAMED = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {%- if m.role == 'assistant' -%}<|box_start|>{{ m.content }}<|box_end|>{%- else %} {{ m.content }}{%- endif -%}
 <|im_end|>{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant{%- endif -%}"""

@@ -7,11 +7,11 @@ model that stopped by itself has sampled that part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tokentape.chat._assistant_format import AssistantFormat, TurnClose
-from tokentape.chat._call_syntax import common_prefix
+from tokentape.chat._call_syntax import common_prefix, common_suffix
 from tokentape.chat._tokenizer import MARK, Tokenizer
 
 
@@ -42,14 +42,16 @@ def trim_to_turn_end(
     tokenizer: Tokenizer,
     eos_ids: frozenset[int],
     last_id: int | None = None,
+    calls_end: Callable[[], str] = str,
 ) -> TurnSuffix:
     """Cut a suffix at the end of the assistant's turn.
 
     `close` is what the template writes after the same turn at the end of a conversation. What suffix and `close` share
     belongs to the turn. The model stops at the first end-of-sequence id there; without one, at the last special token,
     or the first of several in a row. What comes before it, such as a call's closing bracket, is the model's to write.
-    The next message's header ends a turn only if its token does not stand within turns too. Where it does, only
-    `last_id`, the last id that was sampled, says where the turn ended.
+    The next message's header ends a turn only if its token does not stand within turns too. Where it does, only what
+    was sampled says where the turn ended: `last_id`, the last id, or `calls_end`, the marked text of the last ids of a
+    turn with calls.
     """
     shared = suffix[: common_prefix(suffix, close.last)]
     marks = [(match.start(), tokenizer.control_of_mark(match[0])) for match in MARK.finditer(shared)]
@@ -76,12 +78,24 @@ def trim_to_turn_end(
         return _cut(suffix, header.start(), ends_turn=True)
     if header is not None and header[0] in form.within_turns:
         at = next((at for at, control in reversed(marks) if control.id == last_id), 0)
-        return _cut(suffix, at, ends_turn=at > 0)
+        return _cut(suffix, at or _end_of_sampled(shared, calls_end()), ends_turn=at > 0)
     if header is None or suffix[len(shared) : header.start()].strip():
         # Neither the turn nor the next message is framed by control tokens: all of the suffix is text. What closes a
         # call is the model's to write.
         return _cut(suffix, len(shared.rstrip()), ends_turn=False)
     return _cut(suffix, header.start(), ends_turn=False)
+
+
+def _end_of_sampled(shared: str, sampled: str) -> int:
+    """Return how much of what ends a turn was sampled: up to where it has most in common with the sampled text's end.
+
+    White space says nothing: some tokenizers decode more of it than was encoded.
+    """
+    bare = "".join(sampled.split())
+    ends = [end for end in range(1, len(shared) + 1) if not shared[end - 1].isspace()]
+    common = [(common_suffix("".join(shared[:end].split()), bare), end) for end in ends]
+    length, end = max(common, default=(0, 0))
+    return end if length else 0
 
 
 def _cut(suffix: str, at: int, *, ends_turn: bool) -> TurnSuffix:

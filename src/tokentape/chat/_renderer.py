@@ -34,6 +34,9 @@ from tokentape.types import Codes, Message, Provenance, Setup, TokenIds, Tool, s
 _PROMPT_END = 96
 """Ids at the end of a prompt in which its generation prompt is looked for."""
 
+_TURN_END = 96
+"""Ids at the end of a turn in which what closes its calls is looked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
@@ -240,7 +243,12 @@ class Renderer(TemplateText):
         suffix, codes, close = self._suffix(reply, new_messages, setup, form, history)
         last_id = int(completion_ids[-1]) if len(completion_ids) else None
         eos_ids = self.tokenizer.eos_ids
-        cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids, last_id)
+
+        def calls_end() -> str:
+            last = completion_ids[-_TURN_END:].tolist() if reply.get("tool_calls") else []
+            return read_text(self.tokenizer, last, self.stop_ids(setup))
+
+        cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids, last_id, calls_end)
         encoded = self.tokenizer.encode_after_control(cut.text)
         ids = self.tokenizer.array(encoded.ids)
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
