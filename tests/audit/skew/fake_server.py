@@ -27,7 +27,10 @@ def serving(kind: str, side: Backend, *, echo_offset: int = 0) -> Iterator[str]:
         body = await request.json()
         if "messages" in body:
             return _tokens(_rendered(body))
-        return _tokens(side.encode([body[plain]], special=body.get(added, True))[0])
+        try:
+            return _tokens(side.encode([body[plain]], special=body.get(added, True))[0])
+        except InvalidRequest:
+            return _tokens(None)
 
     async def detokenize(request: Request) -> Response:
         body = await request.json()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.audit.skew.cases import TINY, base, healthy
 from tests.audit.skew.fake_server import serving
 from tokentape.audit._skew.auditor import audit
 from tokentape.audit._skew.backends import open_backend
+from tokentape.audit._skew.backends.base import Backend, BackendFacts
 from tokentape.errors import EngineError, InvalidRequest
 
 
@@ -78,6 +81,28 @@ def test_a_server_that_samples_from_another_prompt_than_it_shows_is_caught() -> 
         report = audit(healthy(TINY), f"vllm:{url}")
     assert [finding.kind for finding in report.findings] == ["server"]
     assert report.findings[0].a.ids[1:] == report.findings[0].b.ids
+
+
+class Cautious(Backend):
+    """Takes no text with a digit, and no conversation."""
+
+    facts = BackendFacts("cautious", "planted", frozenset())
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        if any(char.isdigit() for text in texts for char in text):
+            raise InvalidRequest("a text has a digit")
+        return healthy(TINY).encode(texts, special=special)
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        return healthy(TINY).decode(sequences)
+
+
+def test_texts_that_two_servers_refuse_are_named_as_not_covered() -> None:
+    """Neither gives them ids, which is no agreement."""
+    with serving("vllm", Cautious()) as one, serving("vllm", Cautious()) as other:
+        report = audit(f"vllm:{one}", f"vllm:{other}")
+    assert not report.skewed
+    assert any("texts that both sides refuse, the shortest of" in line for line in report.uncovered)
 
 
 def test_nobody_at_the_address_is_an_error() -> None:

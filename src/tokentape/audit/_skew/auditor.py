@@ -259,6 +259,8 @@ class _Run:
                 yield f"the tokenizer's parts in {letter}, {side.facts.kind}: it was compared by inputs alone"
             elif side.facts.loading and (self.a.facts.loading is None or self.b.facts.loading is None):
                 yield f"what transformers makes of the other files in {letter}: for that, name it auto:PATH"
+        if refused := sorted({*self.a.refused} & {*self.b.refused}, key=len):
+            yield f"{len(refused)} texts that both sides refuse, the shortest of {len(refused[0])} characters"
         own = [side.facts.files.get(PROCESSOR_TEMPLATE) for side in (self.a, self.b)]
         if own[0] != own[1]:
             yield f"{PROCESSOR_TEMPLATE}, which differs: processors of transformers read it, and no tokenizer does"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -92,6 +92,8 @@ class Backend:
     facts: BackendFacts
     reopened_as: str | None = None
     """The name by which another process can open this backend for encoding; None if it can't."""
+    refused: Collection[str] = ()
+    """Texts that it was asked to encode, and refused: they have no ids."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         """Return the ids of each text; with `special`, with the BOS and EOS that the backend puts around it."""

@@ -54,6 +54,7 @@ class ServerBackend(Backend):
         self._http, self._loop = http, loop
         self._kwargs = options.kwargs
         self._texts: dict[tuple[int, ...], str] = {}
+        self.refused: set[str] = set()
         self._kind, self._model = loop.run(introduced(http, None if kind == "server" else kind))
         info = loop.run(_server_info(self._kind, http))
         ids = loop.run(self._asked("a", special=False))
@@ -79,6 +80,7 @@ class ServerBackend(Backend):
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         found = self._loop.run(_all(self._asked(text, special=special) for text in texts))
+        self.refused |= {text for text, ids in zip(texts, found, strict=True) if ids is None}
         return [ids if ids is not None else [] for ids in found]
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
