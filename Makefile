@@ -117,17 +117,36 @@ test-differential: $(STAMP) $(PEERS)/.installed
 		tests/differential tests/session/test_atif.py tests/training/test_exports.py tests/training/test_sft.py \
 		tests/training/test_trainer_paths.py tests/training/test_trainer_live.py
 
-# Agent frameworks, in a separate environment, because they pin their dependencies.
+# Agent frameworks, in environments of their own, because they pin dependencies that others can't use. The first one is
+# that of the tests on the embedded model.
 AGENTS := $(VENV)-agents
+AGENT_PACKAGES := langchain-openai langgraph openai-agents litellm strands-agents "smolagents[openai]" \
+	"pydantic-ai-slim[anthropic,openai]" mini-swe-agent
+MORE_PACKAGES := agno autogen-agentchat "autogen-ext[openai]" inspect-ai
+# Qwen Code needs Node 22.
+NPM_AGENTS := @anthropic-ai/claude-code@2.1.330 @openai/codex@0.169.0 opencode-ai@1.18.33 \
+	@qwen-code/qwen-code@0.24.4 @continuedev/cli@1.5.47 node@22.23.3
 
-$(AGENTS)/.installed:
-	$(PYTHON) -m venv $(AGENTS)
-	$(AGENTS)/bin/pip install --quiet langchain-openai langgraph openai-agents litellm strands-agents \
-		"smolagents[openai]" "pydantic-ai-slim[anthropic,openai]" mini-swe-agent
+$(AGENTS)/.installed $(AGENTS)/more/.installed $(AGENTS)/crewai/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --upgrade "pip>=25.1"
+	$(@D)/bin/pip install --quiet $(PACKAGES)
 	touch $@
 
-test-harnesses: $(STAMP) $(AGENTS)/.installed
-	TOKENTAPE_HARNESS_PYTHON=$(abspath $(AGENTS)/bin/python) $(BIN)/pytest $(LONG) -m harness tests/harness
+$(AGENTS)/.installed: PACKAGES = $(AGENT_PACKAGES)
+$(AGENTS)/more/.installed: PACKAGES = $(MORE_PACKAGES)
+$(AGENTS)/crewai/.installed: PACKAGES = crewai
+
+# Agents for the command line, if npm is there. After a change of their versions they are installed again.
+$(AGENTS)/.npm: Makefile | $(AGENTS)/.installed
+ifneq ($(shell command -v npm),)
+	npm install --silent --no-audit --no-fund --prefix $(AGENTS) $(NPM_AGENTS)
+	touch $@
+endif
+
+test-harnesses: $(STAMP) $(AGENTS)/.installed $(AGENTS)/more/.installed $(AGENTS)/crewai/.installed $(AGENTS)/.npm
+	TOKENTAPE_HARNESS_PYTHON=$(abspath $(AGENTS)/bin/python):$(abspath $(AGENTS)/more/bin/python):$(abspath $(AGENTS)/crewai/bin/python) \
+	TOKENTAPE_CLI_AGENTS=$(abspath $(AGENTS)) $(BIN)/pytest $(LONG) -m harness tests/harness
 
 # Ray is large, so it is installed only for these tests. It runs on this machine only and ends with the tests.
 $(VENV)/.ray: $(STAMP)

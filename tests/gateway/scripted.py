@@ -82,14 +82,7 @@ class ScriptedEngine:
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
         self.asked.append((prompt_ids.tolist(), params))
-        reply = self.replies.pop(0)
-        ids = self._tokenizer.encode_plain(reply)
-        if self.split_next:
-            ids = [
-                *(one for letter in reply[:3] for one in self._tokenizer.encode_plain(letter)),
-                *self._tokenizer.encode_plain(reply[3:]),
-            ]
-            self.split_next = False
+        ids = self.reply_ids(prompt_ids)
         finished = False
         self.called.set()
         try:
@@ -124,6 +117,17 @@ class ScriptedEngine:
         finally:
             if not finished:
                 self.aborted.set()
+
+    def reply_ids(self, prompt_ids: TokenIds) -> list[int]:
+        """Return the ids of the next reply."""
+        reply = self.replies.pop(0)
+        if not self.split_next:
+            return self._tokenizer.encode_plain(reply)
+        self.split_next = False
+        return [
+            *(one for letter in reply[:3] for one in self._tokenizer.encode_plain(letter)),
+            *self._tokenizer.encode_plain(reply[3:]),
+        ]
 
     async def check(self) -> None:
         if self.error is not None and self.fail_after is None:

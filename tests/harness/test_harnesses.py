@@ -62,7 +62,7 @@ def run_agent(name: str, gateway_url: str, store: SqliteStore, task: int, *, str
         "PYTHONWARNINGS": "ignore",
     }
     run = subprocess.run(
-        [os.environ["TOKENTAPE_HARNESS_PYTHON"], str(AGENTS / f"{name}.py")],
+        [os.environ["TOKENTAPE_HARNESS_PYTHON"].split(os.pathsep)[0], str(AGENTS / f"{name}.py")],
         env=environment,
         capture_output=True,
         text=True,

@@ -403,6 +403,13 @@ def edited_first(t: Traffic) -> None:
     t.true(seq, "edit", root, style="first message edited")
 
 
+def left_out_text(t: Traffic) -> None:
+    """CrewAI leaves out what the first reply says beside its call."""
+    first, history = t.call([system(t.text(3)), user(t.text())], reply={**t.read_file(), "content": t.text()})
+    seq, _ = t.call(t.result([*history[:-1], {**history[-1], "content": None}], t.text(2)))
+    t.true(seq, "edit", first, style="text left out")
+
+
 def negatives(t: Traffic) -> None:
     """No edge: tasks that share a system prompt, several choices, samples of one prompt that were all read."""
     prompt, shared = system(t.text(3)), user(t.text())
@@ -445,7 +452,8 @@ STYLES: tuple[Style, ...] = (
         beside,
     ),
     *(claude_compact, codex_compact, opencode_compact, qwen_compact, summary_elsewhere),
-    *(sdk_retry, retried_root, rewound, cleared_results, edited_system, edited_first, negatives, equal_prompts),
+    *(sdk_retry, retried_root, rewound, cleared_results, edited_system, edited_first, left_out_text),
+    *(negatives, equal_prompts),
 )
 
 

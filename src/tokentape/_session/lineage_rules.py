@@ -190,8 +190,10 @@ def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
     turn = branch.turn
     sent = branches.keys[turn.seq][:-1]
     places = [at for at, key in enumerate(sent) if branches.reply_keys.get(key, turn.seq) < turn.seq]
+    if not places and turn.parent is None:
+        return _changed_reply(branches, branch)
     if not places:
-        return None if turn.parent is None else _beside(branches, branch, branches.children[turn.parent][0])
+        return _beside(branches, branch, branches.children[turn.parent][0])
     last = branches.reply_keys[sent[places[-1]]]
     other = branches.branch_of(last)
     changed = other.system != branch.system and not branches.similar(other.system, branch.system)
@@ -207,6 +209,17 @@ def _edit(branches: Branches, branch: Branch) -> LineageEdge | None:
     share = 1 - len(gone) / len(path)
     evidence = f"{share:.0%} of the messages of the branch before, the rest changed"
     return edge("edit", branch, last, evidence, round(0.6 + 0.35 * share, 2))
+
+
+def _changed_reply(branches: Branches, branch: Branch) -> LineageEdge | None:
+    """A history that goes on after the messages of an earlier root, with another reply to them."""
+    sent = branches.keys[branch.turn.seq][:-1]
+    for one in branches.earlier(branch):
+        asked = branches.keys[one.seq][:-1]
+        same = one.parent is None and one.setup == branch.turn.setup and sent[: len(asked)] == asked
+        if same and len(sent) > len(asked) and branch.turn.messages[len(asked)].get("role") == "assistant":
+            return edge("edit", branch, one.seq, "the reply to its first messages was changed", 0.9)
+    return None
 
 
 def _beside(branches: Branches, branch: Branch, first: Turn) -> LineageEdge | None:

@@ -118,6 +118,7 @@ def test_wrong_type_or_range_is_refused_by_name(name: str, value: Any) -> None:
 @pytest.mark.parametrize("value", [None, "yes", True, False])
 def test_continuous_usage_stats_are_no_field_of_chat(value: Any) -> None:
     assert read(stream_options={"continuous_usage_stats": value}) == read()
+    assert read(stream_options={"include_usage": None}).sampling == read().sampling
     schema = msgspec.json.schema(ChatCompletionsBody)
     assert "continuous_usage_stats" not in str(schema)
     assert "include_usage" in str(schema)

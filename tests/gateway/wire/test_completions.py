@@ -28,7 +28,7 @@ from tokentape.gateway._app import create_app
 from tokentape.gateway._events import TurnRequest
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
-from tokentape.gateway._wire.completions import Completions, CompletionsBody
+from tokentape.gateway._wire.completions import Completions, CompletionsBody, CompletionsStreamOptions
 from tokentape.store import SqliteStore
 from tokentape.types import FinishReason, Provenance
 
@@ -287,6 +287,10 @@ def test_null_is_the_same_as_left_out() -> None:
     sent = dict.fromkeys(set(CompletionsBody.__struct_fields__) - {"prompt"})
     one, other = decode(**sent), decode()
     assert (one.sampling, one.n, one.stream, one.ignore_eos) == (other.sampling, other.n, other.stream, False)
+
+
+def test_stream_options_that_are_null_are_left_out() -> None:
+    decode(stream_options=dict.fromkeys(CompletionsStreamOptions.__struct_fields__))
 
 
 def test_prompt_longer_than_the_context_is_refused_by_name(client: OpenAI, engine: SharedEngine) -> None:

@@ -47,7 +47,7 @@ IGNORED = frozenset({"request_id", "service_tier", "spaces_between_special_token
 
 
 class CompletionsStreamOptions(shared.StreamOptions):
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: bool | None = False
 
 
 class CompletionsBody(shared.ChoicesBody, kw_only=True):

@@ -60,7 +60,7 @@ class SamplingFields(Struct, kw_only=True):
 
 
 class StreamOptions(Struct):
-    include_usage: bool = False
+    include_usage: bool | None = False
 
 
 class ChoicesBody(SamplingFields, kw_only=True):
