@@ -83,6 +83,48 @@ def test_a_turn_that_only_a_line_break_ends_is_closed_with_it(completion: str) -
     assert bridged(renderer, completion)[0].startswith(f"{closing}\n<|im_start|>user\nnext\n<|im_start|>")
 
 
+LAST_TURN_DIFFERS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{% if m.tool_calls %}[calls]
+{%- for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}
+{%- if messages[-1] != m %}, "id": "{{ c.id }}"{% endif %}}{% endfor -%}
+[end]{% endif %}{% if m.role != 'assistant' or not loop.last %}<|im_end|>
+{% endif %}{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("marks", [("[calls]", "[end]"), ("<tool_call>", "</tool_call>")])
+@pytest.mark.parametrize("label", ["", ', "id": "call00001"'])
+@pytest.mark.parametrize("end", ["<|im_end|>", ""])
+def test_what_the_template_writes_in_earlier_turns_only_is_not_repeated(
+    end: str, label: str, marks: tuple[str, str]
+) -> None:
+    source = LAST_TURN_DIFFERS.replace("[calls]", marks[0]).replace("[end]", marks[1])
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(source))
+    tokenizer = renderer.tokenizer
+    calling = {"role": "assistant", "content": "", "tool_calls": [call(1, {"a": 1})]}
+    written = f'{marks[0]}{{"name": "add", "arguments": {{"a": 1}}{label}}}{marks[1]}{end}'
+    ids = tokenizer.array(tokenizer.encode_plain(written))
+    bridge = renderer.bridge(ids, calling, [result(1)], setup_for(renderer)).ids
+    closing = "" if end else "<|im_end|>"
+    text = tokenizer.decode(bridge.tolist())
+    assert text == f"{closing}\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n"
+
+
+PLAN_AND_FINAL = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{%- if m.reasoning_content %}<|box_start|>plan<|quad_start|>{{ m.reasoning_content }}<|box_end|><|im_start|>assistant
+{%- endif %}{% if m.role == 'assistant' %}<|box_start|>final{% endif %}<|quad_start|>{{ m.content }}<|im_end|>
+{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant{% endif -%}"""
+
+
+@pytest.mark.usefixtures("source")
+def test_reasoning_that_was_cut_short_is_closed_without_a_header_that_nothing_follows() -> None:
+    renderer = Renderer(load_tokenizer("qwen3"), ChatTemplate(PLAN_AND_FINAL))
+    text, closing = bridged(renderer, "<|box_start|>plan<|quad_start|>a thought")
+    assert text.startswith("<|box_end|><|im_end|><|im_start|>user<|quad_start|>next")
+    assert closing == "<|box_end|><|im_end|>"
+
+
 ENDS_TWICE = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|><|im_end|>
 {% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant

@@ -349,11 +349,27 @@ class Judge:
             if opening and not before.endswith(tuple(opening)):
                 self.counts["not compared: content without what the template opens it with"] += 1
                 return
-            if reply.reasoning_open and _lacks_a_frame(_squeezed(text), _squeezed(expected)):
+            if reply.reasoning_open and self._lacks_only_a_frame(one, said, new, text, expected):
                 self.counts["bridges after truncated reasoning without the frame of an empty content"] += 1
                 return
             kind = "wrong bridge after a truncated reply"
             self._found(kind, one, f"{text!r} instead of {expected!r} after {sampled!r}")
+
+    def _lacks_only_a_frame(
+        self, one: Conversation, said: Message, new: Sequence[Message], text: str, expected: str
+    ) -> bool:
+        """Whether a bridge closes reasoning and ends the turn, but without the frame of an empty content in between.
+
+        How a turn ends is what the template writes after a content that is not empty.
+        """
+        answered = {**said, "content": "say zqanswer"}
+        full = self.reference.render([*one.history, answered, *new], one.tools, generate=True)
+        ended = os.path.commonprefix([full.rpartition("zqanswer")[2][::-1], expected[::-1]])[::-1]
+        close = self.reference.first_control(expected)
+        if close is None:
+            return False
+        closed = expected[: close[0] + len(close[1])]
+        return _squeezed(text) in [_squeezed(closed + ended), *([_squeezed(ended)] if ended.startswith(closed) else [])]
 
     # -- all conversations together ----------------------------------------------------------------------------------
 
@@ -385,13 +401,6 @@ class Judge:
                 if row.strategy != "local" and len(silent) >= ENOUGH and has_shortest(row.name, silent):
                     detail = f"{row.name}: the same tail after {len(asked)} histories; {row.reason}"
                     self._found(f"needless {row.strategy}", same[0], detail)
-
-
-def _lacks_a_frame(text: str, whole: str) -> bool:
-    """Whether the text is the whole without one stretch of it, in which the assistant is named again."""
-    shared = len(os.path.commonprefix([text, whole]))
-    gap = whole[shared : len(whole) - len(text) + shared].lower()
-    return whole.endswith(text[shared:]) and ("assistant" in gap or "model" in gap)
 
 
 def _says_system(history: Sequence[Message]) -> bool:

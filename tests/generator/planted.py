@@ -148,6 +148,22 @@ class DropsNewlineOfTheCut(Product):
         return ids[1:] if self.renderer.tokenizer.decode(ids[:1]) == "\n" else ids
 
 
+def _is_reasoning(reply: Message) -> bool:
+    """Whether a reply was cut short before anything else was said."""
+    return bool(reply.get("reasoning_content")) and not reply.get("content") and not reply.get("tool_calls")
+
+
+class ForgetsPromptAfterReasoning(Product):
+    """Bridges without the generation prompt after reasoning that was cut short."""
+
+    def bridge(self, completion: Sequence[int], reply: Message, *asked: Any) -> list[int]:
+        ids = super().bridge(completion, reply, *asked)
+        prompt = self.renderer.tokenizer.control("<|im_start|>")
+        if not _is_reasoning(reply) or prompt is None:
+            return ids
+        return ids[: len(ids) - 1 - ids[::-1].index(prompt.id)]
+
+
 EXPECTED: Mapping[type[Product], tuple[str, Mapping[str, str]]] = {
     AlwaysLocal: ("false local", {"numbering": "messages"}),
     AlwaysForks: ("needless fork", {}),
@@ -164,6 +180,10 @@ EXPECTED: Mapping[type[Product], tuple[str, Mapping[str, str]]] = {
     StopsAtCalls: ("stop within turn", {}),
     LosesSampledIds: ("splice ids", {}),
     DropsNewlineOfTheCut: ("wrong bridge after a truncated reply", {"end": "none"}),
+    ForgetsPromptAfterReasoning: (
+        "wrong bridge after a truncated reply",
+        {"thinking": "kept", "prompt": "think_open"},
+    ),
     ForgetsNewMessages: ("message lost after a truncated reply", {}),
 }
 """By product, the kind of finding that its fault has to bring about, and the options it shows with."""

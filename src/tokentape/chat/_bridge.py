@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tokentape.chat._assistant_format import AssistantFormat, TurnClose
-from tokentape.chat._call_syntax import common_prefix, common_suffix
+from tokentape.chat._call_syntax import OTHER_VALUE, QUESTION, common_prefix, common_suffix
 from tokentape.chat._tokenizer import MARK, Tokenizer
 
 
@@ -76,13 +76,19 @@ def trim_to_turn_end(
     if header is not None and ends_both and tokenizer.control_of_mark(header[0]).id in eos_ids:
         # The template writes something else before it where the conversation ends.
         return _cut(suffix, header.start(), ends_turn=True)
-    if header is not None and header[0] in form.within_turns:
-        at = next((at for at, control in reversed(marks) if control.id == last_id), 0)
-        return _cut(suffix, at or _end_of_sampled(shared, calls_end()), ends_turn=at > 0)
-    if header is None or suffix[len(shared) : header.start()].strip():
+    within = header is not None and header[0] in form.within_turns
+    sampled = next((at for at, control in reversed(marks) if control.id == last_id), 0) if within else 0
+    if sampled:
+        return _cut(suffix, sampled, ends_turn=True)
+    if within or header is None or suffix[len(shared) : header.start()].strip():
+        end = _end_within(form, tokenizer, eos_ids)
+        if end is not None and end in suffix[len(shared) :]:
+            # The template writes a turn otherwise where the conversation goes on. What it writes then is not repeated.
+            return _cut(suffix, suffix.index(end, len(shared)), ends_turn=False)
         # Neither the turn nor the next message is framed by control tokens: all of the suffix is text. What closes a
         # call is the model's to write.
-        return _cut(suffix, len(shared.rstrip()), ends_turn=False)
+        at = _end_of_sampled(shared, calls_end()) if within else len(shared.rstrip())
+        return _cut(suffix, at, ends_turn=False)
     return _cut(suffix, header.start(), ends_turn=False)
 
 
@@ -96,6 +102,13 @@ def _end_of_sampled(shared: str, sampled: str) -> int:
     common = [(common_suffix("".join(shared[:end].split()), bare), end) for end in ends]
     length, end = max(common, default=(0, 0))
     return end if length else 0
+
+
+def _end_within(form: AssistantFormat, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> str | None:
+    """Return the mark of the end-of-sequence token that ends turns within a conversation, whatever message follows."""
+    before_next = form.content_suffix.partition(QUESTION["content"])[0], form.calls_suffix.partition(OTHER_VALUE)[0]
+    ends = [[m for m in MARK.findall(text) if tokenizer.control_of_mark(m).id in eos_ids] for text in before_next]
+    return ends[0][0] if ends[0] and ends[0][:1] == ends[1][:1] else None
 
 
 def _cut(suffix: str, at: int, *, ends_turn: bool) -> TurnSuffix:

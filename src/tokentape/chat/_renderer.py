@@ -338,7 +338,9 @@ class Renderer(TemplateText):
         _, reply = parser.finish()
         close = ""
         if reply.reasoning_open:
-            close = (form.reasoning.close if form.reasoning is not None else "") + space
+            close = form.reasoning.close if form.reasoning is not None else ""
+            # Its close may open the content's header too, which is not written here.
+            close = close[: len(close) - repeated_end(close, form.header)] + space
         elif not reply.tool_calls:
             close = self._content_left_open(completion_ids, form, reasoned=bool(reply.reasoning)) or space
         elif not read_text(self.tokenizer, completion_ids.tolist()).endswith(space):
