@@ -257,6 +257,26 @@ def test_a_turn_that_is_not_read_back_after_a_result_is_not_called_read_back(mon
     assert (bare["content"].holds, bare["call"].holds) == (True, True)
 
 
+RESULTS_NEED_A_SYSTEM = """{%- for m in messages -%}
+{%- if m.role == 'tool' and messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif -%}
+<|im_start|>{{ m.role }}{{ '!' if loop.first and '/quick' in messages[-1].content }}
+{{ m.content }}
+{%- for t in m.tool_calls or [] -%}<tool_call>{{ t.function | tojson }}</tool_call>{%- endfor -%}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def test_what_a_new_message_changes_is_found_where_no_question_alone_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "tool")
+    for source, append_only in (
+        (RESULTS_NEED_A_SYSTEM, "no"),
+        (RESULTS_NEED_A_SYSTEM.replace("messages[-1].content", "messages[0].content"), "clean text"),
+    ):
+        tool = certify(Renderer(load_tokenizer("qwen3"), ChatTemplate(source))).continuation("tool")
+        assert tool is not None
+        assert (tool.strategy, tool.append_only) == ("contextual", append_only)
+
+
 COUNTED_CALLS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {{ m.content }}{% for t in m.tool_calls or [] %}{{ ('one', 'two', 'three')[loop.index0] -}}
 [[call {{ t.function.name }} {{ t.function.arguments | tojson }}]]{%- endfor -%}<|im_end|>

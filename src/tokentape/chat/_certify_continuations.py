@@ -31,6 +31,7 @@ class Continuations:
         """Try the continuation of this name; see `grammar.continuation_name`."""
         refusal = "no conversation with it was taken"
         tried = 0
+        shortest: tuple[Message, ...] = ()
         strategy: Strategy = "local"
         rewritten: dict[bool, tuple[str, tuple[Message, ...]]] = {}
         ends: dict[str, None] = {}
@@ -44,6 +45,7 @@ class Continuations:
                 refusal = str(error)
                 continue
             tried += 1
+            shortest = shortest or history
             strategy = _worse(strategy, found)
             ends |= dict.fromkeys(self._ends(reply, suffix))
             clean = grammar.is_clean(reply)
@@ -64,7 +66,7 @@ class Continuations:
                 if reason is not None:
                     rewritten.setdefault(True, (reason, (*history, reply, *new)))
         if strategy in ("local", "contextual"):
-            depends, found_rewritten = self._under_words(name)
+            depends, found_rewritten = self._under_words(name, shortest)
             strategy = "contextual" if depends else strategy
             if found_rewritten is not None:
                 rewritten.setdefault(True, found_rewritten)
@@ -109,8 +111,12 @@ class Continuations:
             return "fork", suffix
         return local_or_contextual(lambda: self._suffix(reply, new), suffix), suffix
 
-    def _under_words(self, name: str) -> tuple[bool, tuple[str, tuple[Message, ...]] | None]:
+    def _under_words(
+        self, name: str, shortest: tuple[Message, ...]
+    ) -> tuple[bool, tuple[str, tuple[Message, ...]] | None]:
         """Try histories with words that the template compares with texts, such as `/no_think`.
+
+        `shortest` is the shortest history after which it takes such a turn and such new messages.
 
         Return whether the suffix depends on them, and how such a conversation is rewritten, with the conversation.
         """
@@ -126,7 +132,7 @@ class Continuations:
                     continue
                 try:
                     suffix = self._suffix(reply, new, history)
-                    depends = depends or suffix != self._suffix(reply, new)
+                    depends = depends or local_or_contextual(lambda: self._suffix(reply, new), suffix) != "local"
                     depends = depends or self._suffix(speaking, new, history) != self._suffix(said, new, history)
                     for turn in (reply, thinking) if rewritten is None else ():
                         full = self._marked((*history, turn, *new), generate=True)
@@ -138,11 +144,11 @@ class Continuations:
                     return depends, rewritten
             if rewritten is None:
                 # Said by a new message, they may change what stands before it.
-                later, asked = (*new[:-1], {**new[-1], "content": words}), self._accepted((grammar.QUESTION,))
+                later = (*new[:-1], {**new[-1], "content": words})
                 with contextlib.suppress(TemplateRefused):
-                    full = self._marked((*asked, reply, *later), generate=True)
-                    reason = self._rewrites(asked, reply, full, self._suffix(reply, later, asked))
-                    rewritten = (reason, (*asked, reply, *later)) if reason is not None else None
+                    full = self._marked((*shortest, reply, *later), generate=True)
+                    reason = self._rewrites(shortest, reply, full, self._suffix(reply, later, shortest))
+                    rewritten = (reason, (*shortest, reply, *later)) if reason is not None else None
         return depends, rewritten
 
     def _accepted(self, asked: tuple[Message, ...]) -> tuple[Message, ...]:
