@@ -172,6 +172,35 @@ def test_a_mark_that_could_not_be_written_is_written_with_the_next_reply(served:
     assert served.store.load_session("t").events == ()
 
 
+def test_nothing_is_read_out_while_a_mark_could_not_be_written(served: Served) -> None:
+    served.store.takes_marks = False
+    served.stream("s", 4)
+    session = served.client.session("s")
+    with httpx2.Client(base_url=served.url) as http:
+        assert http.post("/snapshots", json={}).status_code == 503
+        assert http.get("/sessions/s/trajectories").status_code == 503
+        served.store.takes_marks = True
+        taken = http.post("/snapshots", json={}).json()
+    assert session.trajectories() == []
+    assert taken["trajectories"] == 0
+
+
+def test_a_reply_that_a_retry_got_is_not_dropped_with_a_snapshot_that_lacks_it(served: Served) -> None:
+    served.stream("s", 4, **{"Idempotency-Key": "k"})
+    with httpx2.Client(base_url=served.url) as http:
+        taken = http.post("/snapshots", json={}).json()
+        assert taken["trajectories"] == 0
+        served.store.takes_marks = False
+        served.stream("s", None, **{"Idempotency-Key": "k"})
+        confirm = f"/snapshots/{taken['snapshot_id']}/confirm"
+        wanted = {"digest": taken["digest"], "drop_sessions": True}
+        assert http.post(confirm, json=wanted).status_code == 503
+        served.store.takes_marks = True
+        dropped = http.post(confirm, json=wanted).json()
+    assert dropped["kept"] == [{"session_id": "s", "reason": "changed since the snapshot"}]
+    assert len(served.client.session("s").trajectories()) == 1
+
+
 def test_a_retry_that_is_left_after_a_restart_marks_replies_that_no_turn_continues(served: Served) -> None:
     served.stream("continued", None)
     served.stream("continued", None, USER, {"role": "assistant", "content": "hi there you"}, USER)

@@ -327,8 +327,9 @@ class UnreadMarks:
         self._writing: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
         self._due: dict[tuple[str, int], Event] = {}
-        """By session and turn the newest marks that are not recorded. One that the store fails to write is tried again
-        with the next reply, and at the end."""
+        """By session and turn the newest marks that are not recorded. One that the store has refused is tried again
+        with the next reply, before the record is read out, and at the end."""
+        self._refused: set[tuple[str, int]] = set()
 
     def answered(self, line: RequestLog, *, complete: bool) -> None:
         """Note that a client was sent all of a reply, or left before."""
@@ -363,6 +364,12 @@ class UnreadMarks:
         self._start()
         await asyncio.gather(*self._writing)
 
+    async def recorded(self, session_id: str | None = None) -> None:
+        """Return when all marks that are due are recorded. Raises `StoreError` if one (of this session) is refused."""
+        await self.written()
+        if any(session_id in (None, one) for one, _ in self._refused):
+            raise StoreError("which replies were received could not be recorded yet; see to the disk and try again")
+
     def _start(self) -> None:
         if self._due:
             task = asyncio.get_running_loop().create_task(self._write())
@@ -378,11 +385,13 @@ class UnreadMarks:
             await asyncio.gather(*map(self._write_session, by_session.values()))
 
     async def _write_session(self, due: Mapping[tuple[str, int], Event]) -> None:
+        self._refused.difference_update(due)
         try:
             await self._store.write(*due.values())
         except StoreError as error:
             _log.warning("it could not be recorded yet whether a reply was read (%s)", error.code)
             self._due = {**due, **self._due}
+            self._refused.update(due)
         except TokentapeError as error:
             # The session was deleted.
             _log.warning("it could not be recorded whether a reply was read (%s)", error.code)

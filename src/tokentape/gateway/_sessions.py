@@ -99,6 +99,7 @@ def routes(gateway: Gateway) -> list[Route]:
         check_verdicts(wanted or ())
         _, session_id = await addressed(gateway, request)
         await turns.wait_checks([session_id], query_number(request, "wait_checks", range(61)) or 0)
+        await turns.unread.recorded(session_id)
         unread = query_flag(request, "unread")
         found = await asyncio.to_thread(_trajectories, turns.store, session_id, leaf, wanted, unread=unread)
         return await asyncio.to_thread(_written, found, PARQUET in request.headers.get("accept", ""))

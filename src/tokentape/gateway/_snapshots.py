@@ -68,6 +68,7 @@ def routes(gateway: Gateway) -> list[Route]:
         named = None if wanted.session_ids is None else tuple(wanted.session_ids)
         selection = Selection(named, wanted.since, wanted.idle_seconds, wanted.metadata or {})
         await turns.wait_checks(selection.session_ids, wanted.wait_checks)
+        await turns.unread.recorded()
         snapshot = await snapshots.take(selection, caller.owner, caller.sees)
         return json_response(_manifest(snapshot), 201, {"Location": f"/snapshots/{snapshot.snapshot_id}"})
 
@@ -106,6 +107,8 @@ def routes(gateway: Gateway) -> list[Route]:
         return json_response(_summary(await snapshots.snapshot(snapshot_id, caller.sees)))
 
     async def drop(snapshot_id: int, caller: Caller) -> Response:
+        # What a retry has just got is in no snapshot that was taken before.
+        await turns.unread.recorded()
         dropped, kept = await snapshots.drop(snapshot_id, caller.sees, turns.sessions_in_use())
         turns.forget(dropped)
         snapshot = await snapshots.snapshot(snapshot_id, caller.sees)
