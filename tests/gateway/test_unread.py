@@ -201,6 +201,22 @@ def test_a_reply_that_a_retry_got_is_not_dropped_with_a_snapshot_that_lacks_it(s
     assert len(served.client.session("s").trajectories()) == 1
 
 
+def test_a_session_stays_in_memory_until_its_marks_are_written(served: Served) -> None:
+    served.store.takes_marks = False
+    served.stream("s", 4, **{"Idempotency-Key": "k"})
+    opened = served.turns.sessions.in_memory("s")
+    assert opened is not None
+    opened.used_at -= served.turns.limits.idle_seconds + 1
+    served.stream("t", None)
+    # Loaded anew it would not know the mark, which is written later, after the retry has got the reply.
+    served.stream("s", None, **{"Idempotency-Key": "k"})
+    served.store.takes_marks = True
+    served.stream("t", None)
+    until(lambda: not served.turns.unread._writing and not served.turns.unread._due)
+    assert len(served.client.session("s").trajectories()) == 1
+    assert opened.unmarked == set()
+
+
 def test_a_retry_that_is_left_after_a_restart_marks_replies_that_no_turn_continues(served: Served) -> None:
     served.stream("continued", None)
     served.stream("continued", None, USER, {"role": "assistant", "content": "hi there you"}, USER)

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CALLS = 20_000
 
-MUTANTS: dict[str, tuple[str, str, str]] = {
+OWN: dict[str, tuple[str, str, str]] = {
     "a turn is acknowledged before it is durable": (
         "gateway/_recording.py",
         "await self.store.write(*records)",
@@ -68,6 +68,127 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "kept = [turn.seq for turn in self.turns if turn.seq not in out]",
     ),
 }
+
+BLIND: dict[str, tuple[str, str, str]] = {
+    "after a full disk all waiters get the answer of the first": (
+        "store/_commit.py",
+        "return [outcome for call in batch for outcome in self._commit([call])]",
+        "return [*self._commit(batch[:1])] * len(batch)",
+    ),
+    "a drop looks only at turns for what came after the snapshot": (
+        "store/_snapshots.py",
+        "if extent_of(row) != entry.extent:",
+        "if row.turns != entry.extent.turns:",
+    ),
+    "a drop takes what another snapshot holds": (
+        "store/_snapshots.py",
+        "elif holder is not None:",
+        "elif False:",
+    ),
+    "a session that was dropped can be created again": (
+        "store/_writes.py",
+        "                refuse_dropped(connection, record.session_id)\n",
+        "",
+    ),
+    "a new column of a turn deletes those of the other turns": (
+        "store/_writes.py",
+        '    schema.token_columns.c.turn == bindparam("turn"),\n',
+        "",
+    ),
+    "a snapshot lacks the newest reward": (
+        "store/_reads.py",
+        "schema.rewards.c.position <= last.last_reward",
+        "schema.rewards.c.position < last.last_reward",
+    ),
+    "a reward of a path is read as one of its last turn": (
+        "store/_rows.py",
+        'turn, leaf = (None, row.turn) if row.scope == "trajectory" else (row.turn, None)',
+        "turn, leaf = row.turn, None",
+    ),
+    "aborted turns are continued": (
+        "_session/tree.py",
+        '        if turn.finish_reason != "abort":\n            if key in',
+        "        if turn.completion_ids.size:\n            if key in",
+    ),
+    "tokens of two branches are trained twice": (
+        "_session/flatten.py",
+        "trained.update(turn.seq for turn in path)",
+        "trained.add(leaf)",
+    ),
+    "the first mark of a turn counts, not the last": (
+        "_session/tree.py",
+        "for one in events if one.kind == UNREAD",
+        "for one in reversed(list(events)) if one.kind == UNREAD",
+    ),
+    "a column of a path is not written to turns that later branches share": (
+        "_session/flatten.py",
+        "for other in session.leaves() if other < leaf for",
+        "for other in session.leaves() if other != leaf for",
+    ),
+    "of siblings with the same text the newest is continued": (
+        "_session/tree.py",
+        "seq = max(same, key=lambda one: self._agreement(one, sent))",
+        "seq = newest",
+    ),
+    "finished choices of an aborted call are kept as turns": (
+        "gateway/_recording.py",
+        'choice.finish_reason, choice.stop = "abort", None',
+        'choice.finish_reason = choice.finish_reason or "abort"',
+    ),
+    "a call goes on after an abort without the ids before it": (
+        "gateway/_resuming.py",
+        "ids = np.concatenate([ids, np.array(choice.ids, dtype=np.int32)])",
+        "ids = np.concatenate([ids, np.array(choice.ids[choice.part :], dtype=np.int32)])",
+    ),
+    "a call that goes on after an abort may sample all of max_tokens again": (
+        "gateway/_resuming.py",
+        "max_tokens=params.max_tokens - sampled,",
+        "max_tokens=params.max_tokens,",
+    ),
+    "a call keeps the weight version that it began with": (
+        "gateway/_turns.py",
+        "weights_now=lambda: self.gate.weight_version,",
+        "weights_now=lambda now=self.gate.weight_version: now,",
+    ),
+    "values of a path are written to turns from its first new one on": (
+        "gateway/_sessions.py",
+        "for turn, part in zip(path, np.split(values, ends[:-1]), strict=True)\n        if turn.seq in own",
+        "for turn, part in zip([one for one in path if one.seq in own], np.split(values, ends[:-1]), strict=False)",
+    ),
+    "sessions leave the memory with calls in flight": (
+        "gateway/_session_cache.py",
+        "            if not opened.calls and not opened.unmarked and not opened.lock.locked():",
+        "            if True:",
+    ),
+    "an abort ends a call while it is recorded": (
+        "gateway/_in_flight_call.py",
+        "if self._task is not None and not self._committing:",
+        "if self._task is not None:",
+    ),
+    "a drop takes sessions with calls in flight": (
+        "gateway/_snapshots.py",
+        "caller.sees, turns.sessions_in_use())",
+        "caller.sees, ())",
+    ),
+    "a retry gets the first choice only": (
+        "gateway/_recording.py",
+        "turns=tuple(turn.seq for turn in turns),",
+        "turns=(turns[0].seq,),",
+    ),
+    "a key answers another body": (
+        "gateway/_events.py",
+        "if self.key == key and self.body_digest != body_digest:",
+        "if False:",
+    ),
+    "a reply that was left counts as read to its end": (
+        "gateway/_in_flight_call.py",
+        "        finally:\n            self._readers -= 1",
+        "        finally:\n            self._read_to_end = True\n            self._readers -= 1",
+    ),
+}
+"""Chosen from the sources by somebody who had not read the simulator."""
+
+MUTANTS = {**OWN, **BLIND}
 
 
 def found(name: str, calls: int = CALLS) -> tuple[bool, str]:

@@ -27,7 +27,8 @@ def test_nothing_that_was_acknowledged_is_lost_and_nothing_unread_is_trained(pla
     assert [one.faults for one in outcomes] == [[]] * 6
     assert sum(one.calls for one in outcomes) > 100
     # A simulation without faults would find nothing.
-    assert reached.keys() >= {"killed", "client left", "disk full", "engine aborted", "reply lost", "duplicate"}
+    faults = {"killed", "client left", "disk full", "engine aborted", "reply lost", "duplicate"}
+    assert {what for what, count in reached.items() if count} >= faults | {"paused", "snapshot", "dropped", "deleted"}
 
 
 def test_a_seed_plays_the_same_each_time(player: Renderer) -> None:

@@ -1,32 +1,20 @@
-"""A gateway, its engine, its disk and its network in virtual time, and everything that each side saw."""
+"""A gateway's process and its network in virtual time, and everything that each side saw."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from sqlalchemy import Engine, create_engine
-
+from tests.simulator.engine import Sampled, SimulatedEngine, SimulatedQueue
 from tests.simulator.loop import VirtualLoop
 from tokentape.chat._renderer import Renderer
-from tokentape.engines._base import EngineInfo, SampleDelta, SamplingParams
-from tokentape.errors import EngineError, EngineUnavailable, StoreFull
 from tokentape.gateway._app import create_app
 from tokentape.gateway._limits import Limits
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore, StoredSession
-from tokentape.store import _commit as commit_module
-from tokentape.store import _sqlite as sqlite_module
-from tokentape.store._commit import CommitQueue
-from tokentape.types import TokenIds
-
-SAYINGS = ("Yes.", "No, not at all.", "It is 42.", "<think>Well.</think>Fine.", "A long answer, word by word by word.")
 
 
 @dataclass(frozen=True)
@@ -41,6 +29,10 @@ class Faults:
     engine_fails: float
     engine_aborts: float
     disk_full: float
+    disk_fails: float
+    """That a flush fails: the gateway records nothing more until it is started again."""
+    leaves: float
+    """That a client leaves while something is written, often its own turn."""
     kills: int
     """How often the process is killed."""
 
@@ -49,101 +41,28 @@ class Faults:
 class Exchange:
     """One connection with one request, as its server side sees it."""
 
-    session: str
+    path: str
+    key: str | None = None
+    """Its idempotency key."""
     status: int = 0
     sent: list[bytes] = field(default_factory=list)
+    process: object = None
+    """The process that it came to."""
     handed: bool = False
     """The last byte was given to the network while its client was there."""
     over: bool = False
     """The server does nothing more for it."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: bool = False
+    """The network takes nothing more for its client."""
     received: asyncio.Future[tuple[int, bytes] | None] = field(default_factory=asyncio.Future)
     """What the client got; None for a connection that broke."""
 
-
-class SimulatedEngine:
-    """Samples from a few sayings, with pauses, and fails as the seed wants. Notes down all that it sampled."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._tokenizer = world.renderer.tokenizer
-        self.info = EngineInfo(
-            name="simulated",
-            version="1",
-            model="none",
-            vocab_size=self._tokenizer.vocab_size,
-            max_context=1 << 16,
-            logprobs_mode="raw_logprobs",
-            sampling=frozenset({"temperature", "stop_token_ids", "max_tokens"}),
-        )
-
-    async def sample(
-        self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
-    ) -> AsyncGenerator[SampleDelta, None]:
-        world, rng = self._world, self._world.rng
-        ids = world.encode(rng.choice(SAYINGS) + "<|im_end|>")[: params.max_tokens]
-        noted: list[tuple[int, float]] = []
-        world.sampled.append((prompt_ids.tolist(), noted))
-        fails_at = rng.randrange(len(ids)) if rng.random() < world.faults.engine_fails else None
-        aborts_at = rng.randrange(len(ids)) if rng.random() < world.faults.engine_aborts else None
-        await asyncio.sleep(world.loop.delay())
-        for at, token_id in enumerate(ids):
-            if at == fails_at:
-                world.reached["engine failed"] += 1
-                raise rng.choice([EngineUnavailable, EngineError])("the simulated engine failed")
-            last = at == len(ids) - 1
-            stop = token_id if token_id in params.stop_token_ids else None
-            finish = "abort" if at == aborts_at else None if not last else "length" if stop is None else "stop"
-            world.reached["engine aborted"] += finish == "abort"
-            noted.append((token_id, -0.25 - len(world.sampled) % 7))
-            yield SampleDelta((token_id,), (noted[-1][1],), finish, stop if last else None, (), "1")  # type: ignore[arg-type]
-            if finish == "abort":
-                return
-            if not last:
-                await asyncio.sleep(world.loop.delay())
-
-    async def check(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
-
-
-class SimulatedQueue(CommitQueue):
-    """The queue of the store without its thread: a batch is committed some time after its first call came."""
-
-    world: World
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._due = self.dead = False
-        super().__init__(*args, **options)
-        self.world.queue = self
-
-    async def run(self, work: Any, again: Any = None, claims: Any = None) -> None:
-        loop = asyncio.get_running_loop()
-        waiting = asyncio.ensure_future(super().run(work, again, claims))
-        if not self._due:
-            self._due = True
-            loop.call_later(self.world.loop.delay(), self._commit_some)
-        await waiting
-
-    def _commit_some(self) -> None:
-        self._due, batch = False, []
-        while not self._calls.empty():
-            one = self._calls.get()
-            if one is not None and not one.done.cancelled():
-                batch.append(one)
-        if self.dead or not batch:
-            return
-        if self.world.rng.random() < self.world.faults.disk_full:
-            self.world.reached["disk full"] += 1
-            commit_module._answer(batch, [StoreFull("the simulated disk is full")] * len(batch))
-            return
-        self._serve(batch)
-
-    def close(self) -> None:
-        self._commit_some()
-        self._closed = True
+    @property
+    def replies(self) -> list[Found]:
+        """The choices of the reply that was handed over whole."""
+        whole = self.handed and self.status == 200 and self.path.endswith("/chat/completions")
+        return replies_in(b"".join(self.sent)) if whole else []
 
 
 class World:
@@ -152,15 +71,25 @@ class World:
     def __init__(self, loop: VirtualLoop, renderer: Renderer, directory: Path, faults: Faults, reached: Any) -> None:
         self.loop, self.rng, self.renderer = loop, loop.rng, renderer
         self.directory, self.faults, self.reached = directory, faults, reached
-        self.sampled: list[tuple[list[int], list[tuple[int, float]]]] = []
+        self.sampled: list[Sampled] = []
         self.exchanges: list[Exchange] = []
         self.of_clients: set[asyncio.Task[Any]] = set()
         self.forgiven: set[tuple[str, int]] = set()
         """Turns that were recorded, and not handed over, when the process was killed."""
+        self.faulty: list[str] = []
+        """What was found to be wrong on the way."""
         self.trace: list[str] = []
         self.app: Any = None
         self.queue: SimulatedQueue | None = None
-        self._alive = object()
+        self.process = object()
+        """Another one after each start."""
+        self.weights = "w0"
+        self.reports_weights = self.rng.random() < 0.5
+        self.interruptible = self.rng.random() < 0.5
+        self.named: object = None
+        """The process that was told which weights sample now."""
+        self.idle: object = None
+        """The process that has said that its engine is idle, until it is told to go on."""
         SimulatedQueue.world = self
         loop.set_task_factory(self._task)
 
@@ -178,12 +107,13 @@ class World:
         self.trace.append(f"{self.loop.now:.4f} {what}")
 
     async def start(self) -> None:
-        self._alive = object()
+        self.process = object()
         self.store = SqliteStore.open(self.directory, synchronous="NORMAL")
         limits = Limits(
             retry_grace=self.rng.choice([0.0, 0.01, 0.5]), idle_seconds=self.rng.choice([0.02, 1.0, 3600.0])
         )
-        self.turns = Turns(SimulatedEngine(self), self.renderer, self.store, limits=limits)
+        self.engine = SimulatedEngine(self)
+        self.turns = Turns(self.engine, self.renderer, self.store, limits=limits)
         await self.turns.prepare()
         self.app = create_app(self.turns, model_id="m", allowed_hosts=["*"])
         self.note("started")
@@ -194,7 +124,7 @@ class World:
             return
         self.note("killed")
         self.reached["killed"] += 1
-        self.app, self._alive = None, object()
+        self.app, self.process = None, object()
         assert self.queue is not None
         self.queue.dead = True
         for one in asyncio.all_tasks(self.loop):
@@ -209,41 +139,65 @@ class World:
             self.forgiven |= {(stored.info.session_id, turn.seq) for turn in stored.turns} - handed
         self.store.close()
 
+    @property
+    def broken(self) -> bool:
+        """Whether the disk has failed some time ago, so that somebody starts the gateway again."""
+        at = None if self.queue is None or self.app is None else self.queue.broken_at
+        return at is not None and self.loop.now > at + 0.2
+
     async def stop(self) -> dict[str, StoredSession]:
         """Stop the process in good order and return what it has recorded."""
         await self.turns.abort_all()
-        recorded = {stored.info.session_id: stored for stored in self.store.iter_sessions()}
+        recorded = {one.info.session_id: one for one in self.store.iter_sessions(per_token=True)}
         self.app = None
         self.store.close()
         return recorded
 
     async def request(
-        self, method: str, path: str, body: Any, headers: dict[str, str], *, session: str, patience: float
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, patience: float = 30.0
     ) -> tuple[int, bytes] | None:
         """Send a request, and return status and body; None if there was no answer in time, or the connection broke."""
-        exchange = Exchange(session)
-        data = json.dumps(body).encode()
-        self.loop.call_later(self.loop.delay(), self._arrive, exchange, method, path, data, headers)
-        if self.rng.random() < self.faults.duplicate and "idempotency-key" in headers:
+        headers = headers or {}
+        key = headers.get("idempotency-key")
+        exchange = Exchange(path, key)
+        data = b"" if body is None else json.dumps(body).encode()
+        self.loop.call_later(self.loop.delay(), self._arrive, exchange, method, data, headers)
+        if self.rng.random() < self.faults.duplicate and key is not None:
             self.reached["duplicate"] += 1
-            self.loop.call_later(self.loop.delay(), self._arrive, Exchange(session), method, path, data, headers)
+            self.loop.call_later(self.loop.delay(), self._arrive, Exchange(path, key), method, data, headers)
         try:
             return await asyncio.wait_for(exchange.received, patience)
         except TimeoutError:
             self.reached["client left"] += 1
-            self.loop.call_later(self.loop.delay(), exchange.left.set)
+            self.loop.call_later(self.loop.delay(), self._go, exchange)
             return None
+
+    def leave(self) -> None:
+        """Let a client that waits for a reply leave."""
+        calls = (one for one in self.exchanges if one.path.endswith("/chat/completions"))
+        waiting = [one for one in calls if not one.over and not one.left.is_set()]
+        if waiting:
+            self.reached["client left at a write"] += 1
+            one = self.rng.choice(waiting)
+            one.left.set()
+            # What is sent before the gateway can notice is taken by the network.
+            self.loop.call_later(0.0005, self._go, one)
+            self._receive(one, None)
+
+    def _go(self, exchange: Exchange) -> None:
+        exchange.gone = True
+        exchange.left.set()
 
     def handed(self) -> set[tuple[str, int]]:
         """Return the turns of all replies that were handed to the network whole."""
-        return {
-            (one["session_id"], one["turn"])
-            for exchange in self.exchanges
-            if exchange.handed and exchange.status == 200
-            for one, _, _ in replies_in(b"".join(exchange.sent))
-        }
+        return {(one["session_id"], one["turn"]) for exchange in self.exchanges for one, _, _ in exchange.replies}
 
-    def _arrive(self, exchange: Exchange, method: str, path: str, data: bytes, headers: dict[str, str]) -> None:
+    def left(self) -> set[str]:
+        """Return the ids of replies that the last process began to stream, and whose clients left before their end."""
+        streams = (b"".join(one.sent) for one in self.exchanges if one.process is self.process and not one.handed)
+        return {json.loads(one[6:].partition(b"\n\n")[0])["id"] for one in streams if one.startswith(b"data: {")}
+
+    def _arrive(self, exchange: Exchange, method: str, data: bytes, headers: dict[str, str]) -> None:
         if self.rng.random() < self.faults.request_lost:
             self.reached["request lost"] += 1
             return
@@ -251,6 +205,9 @@ class World:
             self._receive(exchange, None)
             return
         self.exchanges.append(exchange)
+        path, _, query = exchange.path.partition("?")
+        if path == "/engine/resume":
+            self.idle = None
         given = {"host": "simulated", "content-type": "application/json", **headers}
         scope = {
             "type": "http",
@@ -261,7 +218,7 @@ class World:
             "path": path,
             "raw_path": path.encode(),
             "root_path": "",
-            "query_string": b"",
+            "query_string": query.encode(),
             "headers": [(name.encode(), value.encode()) for name, value in given.items()],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 2),
@@ -269,7 +226,8 @@ class World:
         self.loop.create_task(self._serve(exchange, scope, data))
 
     async def _serve(self, exchange: Exchange, scope: dict[str, Any], data: bytes) -> None:
-        alive, bodies = self._alive, [data]
+        process, bodies, running = self.process, [data], dict(self.engine.running)
+        exchange.process = process
 
         async def receive() -> dict[str, Any]:
             if bodies:
@@ -278,7 +236,7 @@ class World:
             return {"type": "http.disconnect"}
 
         async def send(message: dict[str, Any]) -> None:
-            if self._alive is not alive or exchange.left.is_set():
+            if self.process is not process or exchange.gone:
                 return
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
@@ -286,6 +244,7 @@ class World:
             exchange.sent.append(message.get("body", b""))
             if not message.get("more_body", False):
                 exchange.handed = True
+                self._said(exchange, running)
                 broken = self.rng.random() < self.faults.reply_lost
                 self.reached["reply lost"] += broken
                 answer = None if broken else (exchange.status, b"".join(exchange.sent))
@@ -298,19 +257,36 @@ class World:
         finally:
             exchange.over = True
 
+    def _said(self, exchange: Exchange, running: dict[object, str]) -> None:
+        """Note what the gateway promises with an answer; `running` are the calls of the engine as its request came."""
+        if exchange.status != 200:
+            return
+        if exchange.path == "/engine/pause" and json.loads(exchange.sent[0])["idle"]:
+            self.reached["paused"] += 1
+            self.idle = self.process
+        elif exchange.path == "/engine/resume" and json.loads(exchange.sent[0])["weight_version"] is not None:
+            self.named = self.process
+        elif exchange.path.endswith("/confirm"):
+            still = {session for call, session in running.items() if call in self.engine.running}
+            dropped = still.intersection(json.loads(exchange.sent[0]).get("dropped", ()))
+            self.faulty += [f"{session} was dropped with a call in flight" for session in sorted(dropped)]
+
     def _receive(self, exchange: Exchange, answer: tuple[int, bytes] | None) -> None:
         if not exchange.received.done():
             exchange.received.set_result(answer)
 
 
-def replies_in(body: bytes) -> list[tuple[dict[str, Any], list[int], list[int]]]:
+Found = tuple[dict[str, Any], list[int], list[int]]
+
+
+def replies_in(body: bytes) -> list[Found]:
     """Return session and turn, the prompt and the sampled ids of each choice of a whole reply; none of a broken one."""
     if not body.startswith(b"data: "):
         reply = json.loads(body)
         return [(one["tokentape"], reply["prompt_token_ids"], one["token_ids"]) for one in reply["choices"]]
     prompt: list[int] = []
     ids: dict[int, list[int]] = {}
-    found = []
+    found = {}
     for line in body.split(b"\n\n"):
         if not line.startswith(b"data: {"):
             continue
@@ -319,33 +295,20 @@ def replies_in(body: bytes) -> list[tuple[dict[str, Any], list[int], list[int]]]
         for one in chunk.get("choices", ()):
             ids.setdefault(one["index"], []).extend(one.get("token_ids") or ())
             if one["finish_reason"]:
-                found.append((one["tokentape"], prompt, ids[one["index"]]))
-    return found if b"data: [DONE]" in body else []
+                found[one["index"]] = one["tokentape"], prompt, ids[one["index"]]
+    return [found[index] for index in sorted(found)] if b"data: [DONE]" in body else []
 
 
-class NoThread:
-    """Stands in for the commit thread."""
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def start(self) -> None:
-        pass
-
-    def join(self) -> None:
-        pass
-
-
-def without_threads(patch: Any) -> None:
-    """Let the store commit in the loop, and compile statements once for all stores; `patch` is a `MonkeyPatch`."""
-    first = create_engine("sqlite://")
-    first.connect().close()
-
-    def same(*address: Any, **options: Any) -> Engine:
-        engine = create_engine(*address, **options)
-        engine.dialect, engine._compiled_cache = first.dialect, first._compiled_cache
-        return engine
-
-    patch.setattr(sqlite_module, "create_engine", same)
-    patch.setattr(commit_module, "threading", SimpleNamespace(Thread=NoThread, Lock=threading.Lock))
-    patch.setattr(sqlite_module, "CommitQueue", SimulatedQueue)
+def messages_in(body: bytes) -> list[dict[str, str]]:
+    """Return content and reasoning of each choice of a whole reply, as a client puts them together."""
+    if not body.startswith(b"data: "):
+        messages = [one["message"] for one in json.loads(body)["choices"]]
+    else:
+        messages = []
+        chunks = [json.loads(line[6:]) for line in body.split(b"\n\n") if line.startswith(b"data: {")]
+        for one in (choice for chunk in chunks for choice in chunk.get("choices", ())):
+            messages += [{} for _ in range(one["index"] + 1 - len(messages))]
+            for name, text in one["delta"].items():
+                if name in ("content", "reasoning_content"):
+                    messages[one["index"]][name] = messages[one["index"]].get(name, "") + (text or "")
+    return [{name: one.get(name) or "" for name in ("content", "reasoning_content")} for one in messages]

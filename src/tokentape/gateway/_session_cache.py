@@ -63,6 +63,8 @@ class OpenSession:
     """Per turn the length of its branch, and the kinds of bridges on it that were drawn to be checked."""
     delivered: set[str] = field(default_factory=set)
     """Ids of those of its newest replies that a client has got."""
+    unmarked: set[int] = field(default_factory=set)
+    """Turns with marks that only the memory has until they are recorded."""
     answers: OrderedDict[str, RecordedReply] = field(default_factory=OrderedDict)
     """The newest, by id, kept for retries."""
 
@@ -296,7 +298,7 @@ class SessionCache:
         most = self._limits.open_sessions
         cutoff = time.monotonic() - self._limits.idle_seconds
         for opened in list(takewhile(lambda one: one.used_at < cutoff, self._open.values())):
-            if not opened.calls and not opened.lock.locked():
+            if not opened.calls and not opened.unmarked and not opened.lock.locked():
                 self.drop(opened)
         if most and sum(one.session.info.owner == owner for one in self._open.values()) >= most:
             oldest = next(one for one in self._open.values() if one.session.info.owner == owner)
@@ -352,6 +354,7 @@ class UnreadMarks:
         marked = opened.session.unread
         turns = () if answer is None else tuple(seq for seq in answer.turns if (seq in marked) != unread)
         marked.symmetric_difference_update(turns)
+        opened.unmarked.update(turns)
         if unread:
             self._metrics.unread.inc(len(turns))
         for seq in turns:
@@ -392,6 +395,10 @@ class UnreadMarks:
             _log.warning("it could not be recorded yet whether a reply was read (%s)", error.code)
             self._due = {**due, **self._due}
             self._refused.update(due)
+            return
         except TokentapeError as error:
             # The session was deleted.
             _log.warning("it could not be recorded whether a reply was read (%s)", error.code)
+        for session_id, seq in due.keys() - self._due.keys():
+            if (opened := self._sessions.in_memory(session_id)) is not None:
+                opened.unmarked.discard(seq)

@@ -1,0 +1,177 @@
+"""What is wrong with a record, given what clients were told and what the engine sampled."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from tests.simulator.engine import Sampled
+from tests.simulator.told import Told
+from tests.simulator.world import World
+from tokentape.store import StoredSession, verify
+from tokentape.types import Turn
+
+Recorded = dict[str, StoredSession]
+_Turns = set[tuple[str, int]]
+
+
+def check(told: Told, recorded: Recorded) -> Iterator[str]:
+    """Yield what is wrong."""
+    # It costs as much as half of the rest, and loading checks the digests too.
+    if told.world.rng.random() < 0.25:
+        yield from (f"verify: {one}" for one in verify(told.world.directory).findings)
+    trajectories = {name: stored.trajectories() for name, stored in recorded.items()}
+    shown = {(name, seq) for name, found in trajectories.items() for one in found for seq in one.turns}
+    yield from _trained(recorded, trajectories)
+    yield from _sampled(told, recorded)
+    yield from _acknowledged(told, recorded, shown)
+    yield from _unread(told.world, recorded, shown)
+    yield from _answers(told, recorded)
+    yield from _given(told, recorded, trajectories)
+
+
+def _trained(recorded: Recorded, trajectories: dict[str, list[Any]]) -> Iterator[str]:
+    """Each sampled token is trained once, and no trajectory is the beginning of another."""
+    for name, found in trajectories.items():
+        turns = {seq for one in found for seq in one.turns}
+        sizes = sum(len(recorded[name].turns[seq].completion_ids) for seq in turns)
+        trained = sum(int(one.loss_mask.sum()) for one in found)
+        if trained != sizes:
+            yield f"{name}: {trained} tokens are trained, and its turns have {sizes}"
+        inner = {seq for one in found for seq in one.turns[:-1]}
+        yield from (f"{name}: leaf {one.leaf} is continued" for one in found if one.leaf in inner)
+
+
+def _sampled(told: Told, recorded: Recorded) -> Iterator[str]:
+    """Each turn is what the engine sampled from its context, and nothing comes back that was deleted."""
+    for name, stored in recorded.items():
+        deleted = [one for one in told.removals if one.session == name and not one.drops and 0 <= one.done < math.inf]
+        since = max((one.sent for one in deleted), default=0.0)
+        # One without tokens was aborted before the engine was asked.
+        for turn in (one for one in stored.turns if len(one.completion_ids)):
+            calls = [one for one in told.world.sampled if _gave(one, context_of(stored, turn.seq), turn)]
+            if not calls:
+                yield f"{name} turn {turn.seq}: not what the engine sampled"
+            elif max(one.began for one in calls) < since:
+                yield f"{name} turn {turn.seq} was sampled before the session was deleted"
+
+
+def _gave(call: Sampled, context: list[int], turn: Turn) -> bool:
+    """Return whether a call of the engine, or the last of several after aborts, gave a completion and its weights."""
+    prompt, completion = call.prompt, turn.completion_ids.tolist()
+    before = len(prompt) - len(context)
+    if before < 0 or prompt[: len(context)] != context or prompt[len(context) :] != completion[:before]:
+        return False
+    tokens = [*zip(completion[before:], turn.logprobs.tolist()[before:], strict=True)]
+    if call.tokens[: len(tokens)] != tokens:
+        return False
+    changes = dict(turn.weight_changes)
+    version, versions = turn.weight_version, []
+    for at in range(len(completion)):
+        version = changes.get(at, version)
+        versions.append(version)
+    pairs = zip(versions[before:], call.weights, strict=False)
+    return all(one == sampled or (one == "unknown" and not known) for one, (sampled, known) in pairs)
+
+
+def _acknowledged(told: Told, recorded: Recorded, shown: _Turns) -> Iterator[str]:
+    """What a client received is there, unless somebody deleted it, or read it out before it was dropped."""
+    read_out = {key: ids for one in told.snapshots if one.confirmed for key, ids in one.turns.items()}
+    for one in told.received:
+        where = f"{one.session} turn {one.turn}"
+        if told.removed(one.session, one.asked, drops=False):
+            continue
+        if one.session not in recorded and told.removed(one.session, drops=True):
+            if read_out.get((one.session, one.turn)) != one.ids:
+                yield f"{where} was acknowledged, and dropped before it was read out"
+            continue
+        turns = recorded[one.session].turns if one.session in recorded else ()
+        if one.turn >= len(turns):
+            yield f"{where} was acknowledged and is lost"
+        elif (
+            turns[one.turn].completion_ids.tolist() != one.ids
+            or context_of(recorded[one.session], one.turn) != one.prompt
+        ):
+            yield f"{where} is not what was acknowledged"
+        elif (one.session, one.turn) not in shown:
+            yield f"{where} was acknowledged and is in no trajectory"
+    for contents in told.snapshots:
+        yield from (f"{name} was dropped and is there again" for name in sorted(contents.dropped & recorded.keys()))
+
+
+def _unread(world: World, recorded: Recorded, shown: _Turns) -> Iterator[str]:
+    """What no client was handed is not trained; a turn that another one continues was read, whatever its mark says."""
+    handed, left = world.handed(), world.left()
+    # A client left while the last process sent it: that one could mark it.
+    could = {
+        (name, seq)
+        for name, stored in recorded.items()
+        for answer in stored.answers
+        if any(answer.reply_id in one for one in left)
+        for seq in answer.turns
+    }
+    read = handed | (world.forgiven - could)
+    for name, stored in recorded.items():
+        for turn in reversed(stored.turns):
+            if (name, turn.seq) in read and turn.parent is not None:
+                read.add((name, turn.parent))
+    unread = shown - read - _continued(recorded)
+    yield from (f"{session} turn {seq} was handed to no client and is trained" for session, seq in sorted(unread))
+
+
+def _answers(told: Told, recorded: Recorded) -> Iterator[str]:
+    """A call with a key has one reply, whatever becomes of its attempts."""
+    for name, stored in recorded.items():
+        keys = Counter(one.key for one in stored.answers if one.key is not None)
+        yield from (f"{name}: {count} answers to one key {key}" for key, count in keys.items() if count > 1)
+    replies: dict[str, dict[tuple[Any, ...], str]] = defaultdict(dict)
+    for exchange in told.world.exchanges:
+        if exchange.key is not None and (found := exchange.replies):
+            which = tuple((about["session_id"], about["turn"], tuple(ids)) for about, _, ids in found)
+            replies[exchange.key][which] = found[0][0]["session_id"]
+    for key, different in replies.items():
+        if len(different) > 1 and not any(map(told.removed, different.values())):
+            yield f"key {key} has {len(different)} replies"
+
+
+def _given(told: Told, recorded: Recorded, trajectories: dict[str, list[Any]]) -> Iterator[str]:
+    """Rewards and columns are those that were given, in the record or in the snapshot that was read out last."""
+    for name, found in trajectories.items():
+        if not told.removed(name):
+            yield from told.faults_of(name, found)
+    for contents in told.snapshots:
+        for name in sorted(contents.dropped):
+            if name not in recorded and not told.removed(name, drops=False):
+                mine = [one for one in contents.trajectories if one.session_id == name]
+                yield from told.faults_of(name, mine)
+
+
+def columns_of_leaves(recorded: Recorded, session: str) -> Iterator[str]:
+    """Yield where column `b` is not what `Judge.give_all` gave: at each trained token its place in that trajectory."""
+    for one in recorded[session].trajectories():
+        values = one.columns.get("b", ())
+        wrong = [at for at, trained in enumerate(one.loss_mask) if trained and values[at] != one.leaf * 4096.0 + at]
+        if wrong:
+            yield f"{session} leaf {one.leaf}: column b is wrong at tokens {wrong[:5]}"
+
+
+def _continued(recorded: Recorded) -> _Turns:
+    """Return the turns that a turn which is no aborted one continues: their client sent what they said."""
+    return {
+        (name, turn.parent)
+        for name, stored in recorded.items()
+        for turn in stored.turns
+        if turn.parent is not None and turn.finish_reason != "abort"
+    }
+
+
+def context_of(stored: StoredSession, seq: int) -> list[int]:
+    """Return a turn's context, walked up by hand."""
+    turn = stored.turns[seq]
+    ids: list[int] = turn.added_ids.tolist()
+    while turn.parent is not None:
+        turn = stored.turns[turn.parent]
+        ids = turn.added_ids.tolist() + turn.completion_ids.tolist() + ids
+    return ids

@@ -1,0 +1,315 @@
+"""The clients of a gateway: agents, and those who judge, train, delete and take data out meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from tests.simulator.told import Contents, Received, Removal, Told, prompt_faults
+from tests.simulator.world import messages_in, replies_in
+
+
+@dataclass
+class Client:
+    """One client. Its calls are sent again until they are answered."""
+
+    told: Told
+    name: str
+
+    def __post_init__(self) -> None:
+        self.world, self.rng = self.told.world, self.told.world.rng
+
+    async def run(self) -> None:
+        raise NotImplementedError
+
+    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Send a request once; return its status, 0 if nothing is known of it, and the body of the answer."""
+        answer = await self.world.request(method, path, body)
+        status, data = (0, b"") if answer is None else answer
+        self.world.note(f"{self.name} {method} {path} {status}")
+        if status == 500:
+            self.told.faults.append(f"status 500: {data.decode()[:200]}")
+        if not status:
+            # Longer than anything of it is under way.
+            await asyncio.sleep(5.0)
+        return status, data
+
+    def unexpected(self, status: int, what: str) -> None:
+        self.told.faults.append(f"{what} was answered with status {status}")
+
+
+class Agent(Client):
+    """One conversation, with calls that are asked again until they are answered or given up."""
+
+    async def run(self) -> None:
+        rng = self.rng
+        messages: list[dict[str, Any]] = [{"role": "user", "content": f"{self.name}?"}]
+        known = [messages]
+        for step in range(rng.randint(1, 14)):
+            if rng.random() < 0.15:
+                both = [self.call(f"{step}{side}", messages) for side in "ab"]
+                replies = (await asyncio.gather(*both))[0]
+            else:
+                replies = await self.call(str(step), messages)
+            if replies is None:
+                if rng.random() < 0.5:
+                    return
+                messages = [*messages[:-1], {"role": "user", "content": f"Once more, {step}."}]
+                continue
+            # Each choice can be continued, now or later.
+            known += [[*messages, reply, {"role": "user", "content": f"And {step}?"}] for reply in replies]
+            messages = rng.choice(known) if rng.random() < 0.15 else known[-rng.randint(1, len(replies))]
+            if rng.random() < 0.1:
+                messages = [messages[0], {"role": "user", "content": f"Anew {step}."}]
+            await asyncio.sleep(self.world.loop.delay())
+
+    @property
+    def base(self) -> str:
+        return f"/sessions/{self.name}"
+
+    async def call(self, step: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """Return the messages of the reply to one call, asked up to five times."""
+        rng, world, told = self.rng, self.world, self.told
+        most, choices, asked = rng.choice([3, 64, 64]), rng.choice([1, 1, 1, 1, 2, 3]), world.loop.now
+        body: dict[str, Any] = {"model": "m", "messages": messages, "return_token_ids": True, "max_tokens": most}
+        body |= {"n": choices} if choices > 1 else {}
+        body |= {"stream": True} if rng.random() < 0.5 else {}
+        key = f"{self.name}-{step}" if rng.random() < 0.6 else None
+        for attempt in range(5):
+            headers = {"x-stainless-retry-count": str(attempt)} | ({} if key is None else {"idempotency-key": key})
+            patience = rng.choice([0.001, 0.01, 0.05]) if rng.random() < world.faults.impatient else 30.0
+            told.calls += 1
+            answer = await world.request("POST", f"{self.base}/v1/chat/completions", body, headers, patience)
+            world.note(f"{self.name} {step} {attempt} {None if answer is None else answer[0]}")
+            status, data = answer or (0, b"")
+            if status == 200 and (found := replies_in(data)):
+                call, now = (self.name, step), world.loop.now
+                received = [
+                    Received(call, one["session_id"], one["turn"], prompt, ids, asked, now, first=not attempt)
+                    for one, prompt, ids in found
+                ]
+                self._check(received, messages, most, choices)
+                if key is not None and rng.random() < 0.1:
+                    await self._reuse(key, body, received[0].session)
+                return [self._message(one) for one in messages_in(data)]
+            if status == 500 or (400 <= status < 500 and not self._is_gone(status, asked)):
+                told.faults.append(f"status {status}: {data.decode()[:200]}")
+            if 400 <= status < 500:
+                return None
+            await asyncio.sleep(rng.choice([0.0, 0.01, 0.5, 3.0]))
+        return None
+
+    def _is_gone(self, status: int, asked: float) -> bool:
+        """Return whether somebody removed the session meanwhile, or had dropped it before."""
+        if any(one.drops and one.done >= 0 and one.session == self.name for one in self.told.removals):
+            return status in (404, 409)
+        return status == 404 and self.told.removed(self.name, asked)
+
+    def _check(self, received: list[Received], messages: list[dict[str, Any]], most: int, choices: int) -> None:
+        """Take a reply in, and compare it with what was asked for."""
+        self.told.received += received
+        if len(received) != choices:
+            self.told.faults.append(f"{self.name}: {choices} choices were asked for, and {len(received)} came")
+        for one in received:
+            wrong = list(prompt_faults(self.world, messages, one.prompt, whole=not self.told.removed(one.session)))
+            if len(one.ids) > most:
+                wrong.append(f"{len(one.ids)} tokens, and at most {most} were asked for")
+            self.told.faults += [f"{one.session} turn {one.turn}: {what}" for what in wrong]
+
+    def _message(self, reply: dict[str, str]) -> dict[str, Any]:
+        """Return the message of a reply as it is sent back: some harnesses leave reasoning out."""
+        sent = {"role": "assistant", "content": reply["content"]}
+        if reply["reasoning_content"] and self.rng.random() < 0.5:
+            sent["reasoning_content"] = reply["reasoning_content"]
+        return sent
+
+    async def _reuse(self, key: str, body: dict[str, Any], session: str) -> None:
+        """Send another body with the key of a call that was answered."""
+        other = {**body, "messages": [*body["messages"], {"role": "user", "content": "Else?"}]}
+        answer = await self.world.request("POST", f"{self.base}/v1/chat/completions", other, {"idempotency-key": key})
+        if answer is not None and answer[0] == 200 and not self.told.removed(session):
+            self.told.faults.append(f"{self.name}: another body got the reply of key {key}")
+
+
+class Stranger(Agent):
+    """Asks the same question again and again, and names no session."""
+
+    base = ""
+
+    def _is_gone(self, status: int, asked: float) -> bool:
+        return status in (404, 409) and any(one.drops for one in self.told.removals)
+
+    async def run(self) -> None:
+        for step in range(self.rng.randint(1, 4)):
+            await self.call(str(step), [{"role": "user", "content": f"{self.name} asks."}])
+            await asyncio.sleep(self.rng.choice([0.0, 0.5]))
+
+
+class Judge(Client):
+    """Gives rewards and values to what agents have received, one after the other."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.number = 0.0
+
+    async def run(self) -> None:
+        for _ in range(self.rng.randint(4, 20)):
+            await asyncio.sleep(self.rng.choice([0.01, 0.1, 0.5]))
+            if self.told.received:
+                await self.give(self.rng.choice(self.told.received))
+
+    async def give(self, one: Received) -> None:
+        """Give something to a turn, its leaf or its session."""
+        told, kind = self.told, self.rng.choice(["session", "leaf", "turn", "column"])
+        self.number += 4096.0
+        told.changes[one.session] += 1
+        seq = None if kind == "session" else one.turn
+        if kind == "column":
+            body = {"turn": seq, "columns": {"a": [self.number + at for at in range(len(one.ids))]}}
+            possible = told.columns.setdefault((one.session, one.turn), {None})
+            status, _ = await self.ask("POST", f"/sessions/{one.session}/columns", body)
+        else:
+            possible = told.rewards.setdefault((one.session, kind, seq), {None})
+            body = {"value": self.number} | ({} if seq is None else {kind: seq})
+            status, _ = await self.ask("POST", f"/sessions/{one.session}/reward", body)
+        told.changes[one.session] += 1
+        if status == 201:
+            possible.clear()
+        if status in (0, 201, 503):
+            possible.add(self.number)
+        elif 400 <= status < 500 and not told.removed(one.session) and (kind != "leaf" or status != 404):
+            self.unexpected(status, f"a {kind} of {one.session} turn {one.turn}")
+
+    async def give_all(self, session: str) -> None:
+        """Give values to all tokens of each leaf, when nothing else happens any more."""
+        status, data = await self.ask("GET", f"/sessions/{session}/trajectories")
+        for one in json.loads(data)["data"] if status == 200 else ():
+            values = [one["leaf"] * 4096.0 + at for at in range(len(one["token_ids"]))]
+            body = {"columns": {"b": values}, "leaf": one["leaf"]}
+            status, _ = await self.ask("POST", f"/sessions/{session}/columns", body)
+            if status != 201:
+                self.unexpected(status, f"a column of {session} leaf {one['leaf']}")
+
+
+class Trainer(Client):
+    """Pauses sampling, changes the weights once nothing is sampled, and lets it go on."""
+
+    async def run(self) -> None:
+        for version in range(1, self.rng.randint(2, 5)):
+            await asyncio.sleep(self.rng.choice([0.01, 0.05, 0.5, 2.0]))
+            wanted = {"mode": self.rng.choice(["wait", "abort"]), "timeout": self.rng.choice([0.0, 0.05, 5.0])}
+            status, data = await self.ask("POST", "/engine/pause", wanted)
+            changed = status == 200 and json.loads(data)["idle"]
+            if changed:
+                self.world.weights = f"w{version}"
+                await asyncio.sleep(self.world.loop.delay())
+            body = {"weight_version": self.world.weights} if changed else {}
+            status = 0
+            while status != 200:
+                status, _ = await self.ask("POST", "/engine/resume", body)
+
+
+class Operator(Client):
+    """Deletes sessions."""
+
+    async def run(self) -> None:
+        for _ in range(self.rng.randint(1, 2)):
+            await asyncio.sleep(self.rng.choice([0.01, 0.1, 0.5, 2.0]))
+            session = self.rng.choice(["s0", "s1", "s2"])
+            removal = Removal(session, self.world.loop.now)
+            self.told.removals.append(removal)
+            status, _ = await self.ask("DELETE", f"/sessions/{session}")
+            if status == 204:
+                removal.done = self.world.loop.now
+                self.world.reached["deleted"] += 1
+            elif status in (404, 409, 507):
+                removal.done = -math.inf
+
+
+class Consumer(Client):
+    """Takes snapshots, reads them out, and has their sessions dropped."""
+
+    async def run(self) -> None:
+        for _ in range(self.rng.randint(2, 6)):
+            await asyncio.sleep(self.rng.choice([0.01, 0.1, 0.5, 3.0]))
+            contents = await self.take()
+            if contents is None:
+                continue
+            await asyncio.sleep(self.rng.choice([0.0, 0.1, 0.5, 3.0]))
+            if self.rng.random() < 0.6:
+                await self.confirm(contents, drop=self.rng.random() < 0.8)
+            elif self.rng.random() < 0.3:
+                await self.ask("DELETE", f"/snapshots/{contents.snapshot_id}")
+                contents.held = False
+
+    async def take(self) -> Contents | None:
+        """Take a snapshot of everything, or of what is new since the last one, and read it."""
+        told = self.told
+        since = told.snapshots[-1] if told.snapshots and self.rng.random() < 0.4 else None
+        before, changes = list(told.received), dict(told.changes)
+        expected = {(one.session, one.turn): told.reward_of(one.session, one.turn) for one in before}
+        status, data = await self.ask("POST", "/snapshots", {} if since is None else {"since": since.snapshot_id})
+        if status != 201:
+            if status not in (0, 400, 503, 507):
+                self.unexpected(status, "a snapshot")
+            return None
+        self.world.reached["snapshot"] += 1
+        # Nothing may be given to a session meanwhile, else it is not known what belongs to it.
+        ended = {session for session, count in told.changes.items() if count % 2 == 0}
+        calm = {one for one in ended if told.changes[one] == changes.get(one) and not told.removed(one)}
+        manifest = json.loads(data)
+        body = await self.read(manifest["snapshot_id"])
+        if body is None:
+            return None
+        sessions = tuple(one["session_id"] for one in manifest["sessions"])
+        contents = Contents(manifest["snapshot_id"], body, sessions, since)
+        if contents.digest != manifest["digest"]:
+            told.faults.append(f"snapshot {contents.snapshot_id} has digest {contents.digest}")
+        told.faults += told.missing_in(contents, before)
+        for one in contents.trajectories:
+            session, leaf = one.session_id, one.leaf
+            if session in calm and one.reward not in expected.get((session, leaf), {one.reward}):
+                told.faults.append(f"snapshot {contents.snapshot_id}: leaf {leaf} of {session} has {one.reward}")
+        told.snapshots.append(contents)
+        return contents
+
+    async def read(self, snapshot_id: int) -> bytes | None:
+        for _ in range(8):
+            status, data = await self.ask("GET", f"/snapshots/{snapshot_id}/trajectories")
+            if status == 200:
+                return data
+            if 400 <= status < 500:
+                self.unexpected(status, f"snapshot {snapshot_id}")
+                return None
+        return None
+
+    async def confirm(self, contents: Contents, *, drop: bool) -> None:
+        """Confirm a snapshot, and have its sessions dropped."""
+        told, removals = self.told, []
+        if drop:
+            removals = [Removal(session, self.world.loop.now, drops=True) for session in contents.sessions]
+            told.removals += removals
+        contents.confirmed, contents.held = True, False
+        body = {"digest": contents.digest, "drop_sessions": drop}
+        status, data = await self.ask("POST", f"/snapshots/{contents.snapshot_id}/confirm", body)
+        if 400 <= status < 500:
+            self.unexpected(status, f"the confirmation of snapshot {contents.snapshot_id}")
+        if status != 200 or not drop:
+            return
+        contents.dropped = frozenset(json.loads(data)["dropped"])
+        self.world.reached["dropped"] += len(contents.dropped)
+        for one in removals:
+            one.done = self.world.loop.now if one.session in contents.dropped else -math.inf
+        for session in sorted(contents.dropped):
+            status, _ = await self.ask("POST", "/sessions", {"session_id": session})
+            if status == 201:
+                told.faults.append(f"{session} was dropped, and its id was used again")
+
+    async def read_again(self) -> None:
+        """Read what is still held: it has to be what it was."""
+        for one in self.told.snapshots:
+            if one.held and await self.read(one.snapshot_id) != one.body:
+                self.told.faults.append(f"snapshot {one.snapshot_id} is not what it was")
