@@ -31,6 +31,11 @@ def test_nothing_that_was_acknowledged_is_lost_and_nothing_unread_is_trained(pla
     assert {what for what, count in reached.items() if count} >= faults | {"paused", "snapshot", "dropped", "deleted"}
 
 
+@pytest.mark.parametrize("seed", [4000497, 4000775])
+def test_a_retry_that_was_left_before_it_was_handled_leaves_the_reply_unread(seed: int, player: Renderer) -> None:
+    assert play(seed, player, Counter()).faults == []
+
+
 def test_a_seed_plays_the_same_each_time(player: Renderer) -> None:
     first, again, other = (play(seed, player, Counter()) for seed in (3, 3, 4))
     assert first.trace == again.trace

@@ -268,6 +268,9 @@ class Endpoint:
             unread.push_async_callback(events.aclose)
             started = await anext(events)
             assert isinstance(started, TurnStarted)
+            if started.replayed:
+                # Nothing may have been awaited: a client that had left before is noticed now, and has not read it.
+                await asyncio.sleep(0)
             line.engine_requests = started.engine_requests
             line.reply_id, line.replayed = started.reply_id, started.replayed
             encoder = decoded.encoder(started)
