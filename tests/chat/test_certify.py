@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from tests.chat.conftest import call, load_renderer, load_tokenizer, result, setup_for
+from tests.chat.conftest import call, load_renderer, load_tokenizer, new_renderer, result, setup_for
 from tests.chat.oracle import by_transformers
 from tokentape.chat import _grammar as grammar
+from tokentape.chat import _template_text as template_text
 from tokentape.chat._certificate import Certificate
 from tokentape.chat._certification import certify
 from tokentape.chat._grammar import continuation_name
@@ -23,6 +24,20 @@ QWEN3 = "qwen3/templates/Qwen3.jinja"
 def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Certify these continuations alone: each takes a tenth of a second."""
     monkeypatch.setattr(grammar, "NAMES", names)
+
+
+def test_how_the_template_ends_one_kind_of_turn_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "tool")
+    asked: list[object] = []
+
+    def counted(render: object, probe: object, *rest: object) -> object:
+        asked.append(probe)
+        return turn_close(render, probe, *rest)  # type: ignore[arg-type]
+
+    turn_close = template_text.turn_close
+    monkeypatch.setattr(template_text, "turn_close", counted)
+    certify(new_renderer("gpt_oss/templates/gpt-oss.jinja"))
+    assert len(asked) == len({repr(probe) for probe in asked}) > 0
 
 
 def test_what_a_template_leaves_out_of_a_turn_is_not_called_read_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,16 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("trl")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "token_paths"))
 
 import torch
-from datasets import Dataset
 from paths import Given
 from run import CORRECTIONS, Batch, loss_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 
 from tokentape.demo import MODEL
 
@@ -43,16 +40,17 @@ def given() -> list[Given]:
     return found
 
 
-class Corrected(GRPOTrainer):  # type: ignore[misc]
-    """`GRPOTrainer` that corrects for the sampler's logprobs without vLLM."""
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        self.use_vllm = False
-        return super()._generate_and_score_completions(inputs)
-
-
 @pytest.mark.parametrize("correction", sorted(CORRECTIONS))
 def test_loss_and_gradient_are_those_of_trl(given: list[Given], correction: str, tmp_path: Path) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+
+    class Corrected(trl.GRPOTrainer):  # type: ignore[misc, name-defined]
+        """`GRPOTrainer` that corrects for the sampler's logprobs without vLLM."""
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            self.use_vllm = False
+            return super()._generate_and_score_completions(inputs)
+
     def rollouts(prompts: list[str], trainer: Corrected) -> dict[str, Any]:
         trainer.use_vllm = correction != "none"
         return {
@@ -67,7 +65,7 @@ def test_loss_and_gradient_are_those_of_trl(given: list[Given], correction: str,
     trainer = Corrected(
         model=AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
         reward_funcs=lambda earned, **_: earned,
-        args=GRPOConfig(
+        args=trl.GRPOConfig(
             output_dir=str(tmp_path),
             per_device_train_batch_size=len(given),
             num_generations=GROUP,
@@ -78,7 +76,7 @@ def test_loss_and_gradient_are_those_of_trl(given: list[Given], correction: str,
             bf16=False,
             **mode,
         ),
-        train_dataset=Dataset.from_dict({"prompt": ["0", "1"]}),
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["0", "1"]}),
         processing_class=AutoTokenizer.from_pretrained(MODEL),
         rollout_func=rollouts,
     )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -61,6 +62,8 @@ _UNTIL_SWEEP = 2**22
 """Characters made, at least, between two looks at what of them is still there."""
 
 _VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
+_MAPPINGS = (dict, MappingProxyType)
+_CONTAINERS: Any = (list, tuple, dict, *_VIEWS)
 _HOLDERS = (Namespace, LoopContext, Cycler, Joiner)
 """What holds values that nothing counts while it is in a list."""
 
@@ -168,7 +171,7 @@ class Usage:
             return 8 * len(value)
         if isinstance(value, _HOLDERS):
             raise jinja2.TemplateError("it puts a namespace, a loop, a cycler or a joiner in a list")
-        if not isinstance(value, (list, tuple, dict, *_VIEWS)):
+        if not isinstance(value, _CONTAINERS):
             return 24
         self.tick()
         weight = self._contents(value.mapping if isinstance(value, _VIEWS) else value)
@@ -176,8 +179,12 @@ class Usage:
         return weight
 
     def _contents(self, value: Any) -> int:
-        weight: int = _OBJECT + 8 * len(value) + sum(map(self._weigh, value))
-        return weight + sum(map(self._weigh, value.values())) if isinstance(value, Mapping) else weight
+        weight: int = _OBJECT + 8 * len(value)
+        for part in (value, value.values()) if isinstance(value, _MAPPINGS) else (value,):
+            for held in part:
+                # Most of what containers hold is text: it is weighed here, without a call.
+                weight += len(held) if type(held) is str else self._weigh(held)
+        return weight
 
     def appended(self, left: list[Any], right: list[Any]) -> list[Any]:
         """Return `left + right`. Its weight follows from theirs: a template may add each message to those before."""

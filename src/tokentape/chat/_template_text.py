@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from tokentape._canonical import digest_of, json_in_order
 from tokentape.chat._assistant_format import AssistantFormat, TurnClose, read_format, turn_close
 from tokentape.chat._bridge import trim_to_turn_end
 from tokentape.chat._call_syntax import CONTENT, KEY, NAME, PROBE_ID, VALUE, CallShape
@@ -40,6 +41,7 @@ class TemplateText:
         self._escaped: dict[str, tuple[list[Any], dict[str, Any]]] = {}
         self._bridging: dict[str, Setup] = {}
         self._literals: dict[tuple[str, ...], TemplateLiterals] = {}
+        self._closes: dict[tuple[str, str], TurnClose] = {}
 
     def format(self, setup: Setup) -> AssistantFormat:
         """Return what the template writes around assistant turns under `setup`."""
@@ -192,7 +194,12 @@ class TemplateText:
         def ask(messages: Sequence[Message], generate: bool) -> str:
             return self._render([*form.question[:-1], *messages], setup, generate=generate)
 
-        return turn_close(ask, probe, VALUE, form.generation_prompt)
+        asked = json_in_order([probe, form.generation_prompt, list(form.question)])
+        key = setup.key, digest_of(asked.encode("ascii"))
+        found = self._closes.get(key)
+        if found is None:
+            found = keep(self._closes, key, turn_close(ask, probe, VALUE, form.generation_prompt))
+        return found
 
     def _bridging_setup(self, setup: Setup) -> Setup:
         """Return the setup to think of a local bridge in.
