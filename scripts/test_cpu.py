@@ -41,7 +41,9 @@ class Run:
 
     def environment(self) -> dict[str, str]:
         """Return an environment in which its own sources come before the installed ones."""
-        return {**os.environ, "PYTHONPATH": str(self.folder / "src")}
+        # Without cached bytecode, a suite that starts many processes would be charged for compiling in each.
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        return {**inherited, "PYTHONPATH": str(self.folder / "src")}
 
     def warm(self) -> None:
         """Compile its files once, so that compiling is not measured."""
