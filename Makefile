@@ -156,7 +156,8 @@ $(VENV)/.ray: $(STAMP)
 test-ray: $(STAMP) $(VENV)/.ray
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG) -m ray tests/ray
 
-# Tests the viewer in a real browser. Needs Chromium (TOKENTAPE_CHROMIUM names it if it is not on the path).
+# Tests the viewer in Chromium and Firefox, those that are there. TOKENTAPE_CHROMIUM and TOKENTAPE_FIREFOX name them if they
+# are not on the path.
 test-browser: $(STAMP)
 	$(BIN)/pytest $(LONG) -m browser tests/viewer
 

@@ -1,15 +1,16 @@
 """Measure the viewer in a browser, for a long trajectory and for a list of many sessions.
 
-    python benchmarks/viewer.py [--tokens 200000] [--sessions 100000] [--chromium PATH]
+    python benchmarks/viewer.py [--tokens 200000] [--turns 500] [--listed 10000] [--sessions 100000] [--chromium PATH]
 
-Writes a session with this many tokens: forty turns of prose in the tiny model's tokens, encoded 300 letters at a time,
-so that there is drift at most seams; every third token is sampled. Serves it as `tokentape view` does, and opens it in
+Writes a session with this many tokens and turns of prose in the tiny model's tokens, encoded 300 letters at a time, so
+that there is drift at most seams; every third token is sampled. Serves it as `tokentape view` does, and opens it in
 Chromium without a graphics card, in a window of 1440 x 900. Reports the server's seconds and bytes per reply, and for
-the page: the time to the first tokens and to the marks of drift, the frame times while scrolling by screens and in
-jumps, and heap and nodes before and after.
+the page: the time to the first tokens, to the marks of drift and to the comparison, the frame times while scrolling by
+screens and in jumps, and heap and nodes before and after. Times of the page are also given in loads of a blank page,
+the median of several before and after: that ratio depends less on what else the machine does.
 
-Then writes many small sessions of three turns, and times pages of the list by sort order and search. Needs playwright
-and Chromium; see `make test-browser`.
+Then opens a list of `--listed` small sessions of three turns and filters it, and times pages of a list of `--sessions`
+by sort order and search, on the server. Needs playwright and Chromium; see `make test-browser`.
 """
 
 from __future__ import annotations
@@ -20,15 +21,21 @@ import dataclasses
 import pydoc_data.topics
 import shutil
 import sqlite3
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import numpy as np
-from playwright.sync_api import CDPSession, sync_playwright
+from playwright.sync_api import CDPSession, Page, sync_playwright
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+from starlette.routing import Route
 
 from tokentape._session.chain import seal
 from tokentape.chat._renderer import Renderer
@@ -44,7 +51,6 @@ from tokentape.viewer._app import create_app, store_viewer
 from tokentape.viewer._source import StoreSource
 
 TEXT = "\n".join(pydoc_data.topics.topics.values())
-TURNS = 40
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 
 SCROLL = """async (step) => {
@@ -54,7 +60,7 @@ SCROLL = """async (step) => {
   pane.scrollTop = 0;
   await frame();
   let last = performance.now();
-  for (let n = 0; n < 400 && pane.scrollTop + pane.clientHeight < pane.scrollHeight - 1; n++) {
+  for (let n = 0; n < 60 && pane.scrollTop + pane.clientHeight < pane.scrollHeight - 1; n++) {
     pane.scrollTop += step || pane.scrollHeight / 60;
     await frame();
     const now = performance.now();
@@ -68,31 +74,88 @@ SCROLL = """async (step) => {
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--tokens", type=int, default=200_000)
+    arguments.add_argument("--turns", type=int, default=500)
+    arguments.add_argument("--listed", type=int, default=10_000)
     arguments.add_argument("--sessions", type=int, default=100_000)
     arguments.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("google-chrome"))
     chosen = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder) / "long"
-        write_long(directory, chosen.tokens)
-        with (
-            SqliteStore.open(directory, read_only=True) as store,
-            running(create_app(store_viewer(store, str(directory)))) as url,
-        ):
-            time_server(url)
-            time_page(url, chosen.chromium)
+        long, listed = Path(folder) / "long", Path(folder) / "listed"
+        write_long(long, chosen.tokens, chosen.turns)
+        write_many(listed, chosen.listed)
+        with served(long) as url, served(listed) as list_url, running(Starlette(routes=[BLANK])) as blank_url:
+            time_server(url, chosen.turns)
+            with sync_playwright() as driver:
+                browser = driver.chromium.launch(executable_path=chosen.chromium, args=ARGUMENTS)
+                page = browser.new_page(viewport={"width": 1440, "height": 900})
+                print(f"page, Chromium {browser.version}")
+                clock = Clock(page, blank_url)
+                time_page(page, url, clock)
+                time_shown_list(page, list_url, chosen.listed, clock)
+                clock.report()
+                browser.close()
         if chosen.sessions:
             time_list(Path(folder) / "many", chosen.sessions)
 
 
-def write_long(directory: Path, tokens: int) -> None:
-    """Return a session of `tokens` tokens."""
+async def blank(request: Request) -> HTMLResponse:
+    """Return a page without anything."""
+    return HTMLResponse("<!doctype html><title>blank</title>", headers={"cache-control": "no-store"})
+
+
+BLANK = Route("/", blank)
+
+
+class Clock:
+    """Times of a page, and how many loads of a blank page they are."""
+
+    def __init__(self, page: Page, blank_url: str) -> None:
+        self._page, self._url = page, blank_url
+        self._times: dict[str, float] = {}
+        self._blanks: list[float] = []
+        self._load_blanks()
+
+    def _load_blanks(self) -> None:
+        for _ in range(10):
+            start = time.perf_counter()
+            self._page.goto(self._url)
+            self._blanks.append(time.perf_counter() - start)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Time what is done meanwhile."""
+        start = time.perf_counter()
+        yield
+        self._times[name] = time.perf_counter() - start
+
+    def report(self) -> None:
+        """Print all times in seconds and in loads of a blank page."""
+        self._load_blanks()
+        one = statistics.median(self._blanks)
+        print(f"times, and in loads of a blank page ({one:.3f} s)")
+        for name, seconds in self._times.items():
+            print(f"  {name:28} {seconds:.2f} s   {seconds / one:.0f}")
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[str]:
+    """Serve a data directory as `tokentape view` does."""
+    with (
+        SqliteStore.open(directory, read_only=True) as store,
+        running(create_app(store_viewer(store, str(directory)))) as url,
+    ):
+        yield url
+
+
+def write_long(directory: Path, tokens: int, turns: int) -> None:
+    """Write a session of `tokens` tokens."""
     renderer = Renderer.load(MODEL)
     pieces = (TEXT[at : at + 300] for at in range(0, len(TEXT), 300))
     ids = [one for piece in pieces for one in renderer.tokenizer.encode_marked(piece).ids]
     ids = np.resize(np.array(ids, np.int32), tokens)
     with SqliteStore.open(directory) as store:
         setup = a_setup()
-        asyncio.run(store.write(SessionInfo("long", time.time()), setup, *turns_of("long", setup, ids)))
+        asyncio.run(store.write(SessionInfo("long", time.time()), setup, *turns_of("long", setup, ids, turns)))
     write_served_model(directory, ServedModel(str(MODEL), renderer.tokenizer.sha256, renderer.fingerprint))
 
 
@@ -100,7 +163,7 @@ def a_setup() -> Setup:
     return Setup((), {}, "2026-01-01", "f")
 
 
-def turns_of(session_id: str, setup: Setup, ids: Any, turns: int = TURNS) -> Iterator[Turn]:
+def turns_of(session_id: str, setup: Setup, ids: Any, turns: int) -> Iterator[Turn]:
     """Return `ids` as turns with two thirds added and the rest sampled."""
     rng = np.random.default_rng(0)
     before: Turn | None = None
@@ -130,14 +193,14 @@ def turns_of(session_id: str, setup: Setup, ids: Any, turns: int = TURNS) -> Ite
         yield before
 
 
-def time_server(url: str) -> None:
+def time_server(url: str, turns: int) -> None:
     print("server, seconds (first time, again) and bytes")
     with httpx2.Client(base_url=f"{url}/view/api/", timeout=120) as http:
         for name, path in (
             ("tree", "sessions/long"),
-            ("arrays", f"sessions/long/leaves/{TURNS - 1}"),
-            ("what is new of them", f"sessions/long/leaves/{TURNS - 1}?from=199000"),
-            ("retokenized", f"sessions/long/leaves/{TURNS - 1}/comparison"),
+            ("arrays", f"sessions/long/leaves/{turns - 1}"),
+            ("what is new of them", f"sessions/long/leaves/{turns - 1}?from=199000"),
+            ("retokenized", f"sessions/long/leaves/{turns - 1}/comparison"),
         ):
             seconds = []
             for _ in range(2):
@@ -152,45 +215,61 @@ def time_server(url: str) -> None:
         print(f"  a poll without news  {(time.perf_counter() - start) / 100:.4f}")
 
 
-def time_page(url: str, chromium: str | None) -> None:
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-        page = browser.new_page(viewport={"width": 1440, "height": 900})
-        session = page.context.new_cdp_session(page)
-        page.goto(f"{url}/view#/sessions")
-        page.wait_for_selector("tbody tr")
-        print(f"page, Chromium {browser.version}")
-        print(f"  list                  {memory(session)}")
-        start = time.perf_counter()
-        page.goto(f"{url}/view#/session/long/view/tokens")
-        page.wait_for_selector(".row [data-i]", timeout=120_000)
-        print(f"  first tokens          {time.perf_counter() - start:.2f} s")
+def time_page(page: Page, url: str, clock: Clock) -> None:
+    session = page.context.new_cdp_session(page)
+    page.goto(f"{url}/view#/sessions")
+    page.wait_for_selector("tbody tr")
+    print(f"  list                  {memory(session)}")
+    page.goto("about:blank")
+    with clock.timed("drift marked"):
+        with clock.timed("first tokens"):
+            page.goto(f"{url}/view#/session/long/view/tokens")
+            page.wait_for_selector(".row [data-i]", timeout=120_000)
         page.wait_for_selector(".driftcount, .tools .dim", timeout=120_000)
-        print(f"  differences marked    {time.perf_counter() - start:.2f} s")
-        print(f"  before scrolling      {memory(session)}")
-        for name, step in (("a screen at a time", 800), ("in 60 leaps", 0)):
-            times = np.array(page.evaluate(SCROLL, step))
-            middle, slow = np.percentile(times, [50, 95])
-            print(
-                f"  scrolled {name:20} {len(times)} frames: {middle:.0f} ms, 95 % within {slow:.0f}, "
-                f"{times.max():.0f} at most"
-            )
-        page.wait_for_timeout(1000)
-        print(f"  after scrolling       {memory(session)}")
-        start = time.perf_counter()
+    print(f"  before scrolling      {memory(session)}")
+    for name, step in (("a screen at a time", 800), ("in 60 leaps", 0)):
+        times = np.array(page.evaluate(SCROLL, step))
+        middle, slow = np.percentile(times, [50, 95])
+        print(
+            f"  scrolled {name:20} {len(times)} frames: {middle:.0f} ms, 95 % within {slow:.0f}, "
+            f"{times.max():.0f} at most"
+        )
+    page.wait_for_timeout(1000)
+    print(f"  after scrolling       {memory(session)}")
+    with clock.timed("to the last token, by a key"):
         page.keyboard.press("End")
         page.wait_for_selector(".row .at")
-        print(f"  to the last token     {time.perf_counter() - start:.2f} s")
-        start = time.perf_counter()
+    with clock.timed("comparison"):
         page.keyboard.press("s")
         page.wait_for_selector(".sides:not(.head)", timeout=120_000)
-        print(f"  side by side          {time.perf_counter() - start:.2f} s, {memory(session)}")
-        browser.close()
+    page.wait_for_timeout(1000)
+    elements = page.evaluate("document.querySelectorAll('*').length")
+    print(f"  comparison            {memory(session)}, {elements:,} of them elements")
+    session.detach()
+
+
+def time_shown_list(page: Page, url: str, sessions: int, clock: Clock) -> None:
+    page.goto("about:blank")
+    with clock.timed(f"list of {sessions:,} sessions"):
+        page.goto(f"{url}/view#/sessions")
+        page.wait_for_selector("tbody tr")
+    with clock.timed("list filtered to one session"):
+        page.locator("#search").fill(f"session-{sessions // 2:06}")
+        page.wait_for_selector("tbody tr:only-child")
+    page.locator("#search").fill("")
+    page.wait_for_selector("tbody tr:nth-child(2)")
+    with clock.timed("list filtered by metadata"):
+        page.locator("#metadata").fill("task=7")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".chip")
+        page.wait_for_selector("tbody tr")
 
 
 def memory(session: CDPSession) -> str:
     """Return the JavaScript heap after a garbage collection, and the number of elements and text nodes."""
-    session.send("HeapProfiler.collectGarbage")
+    # What the first collection frees may have kept nodes.
+    for _ in range(2):
+        session.send("HeapProfiler.collectGarbage")
     used = session.send("Runtime.getHeapUsage")["usedSize"]
     nodes = session.send("Memory.getDOMCounters")["nodes"]
     return f"{used / 1e6:.0f} MB of heap, {nodes:,} nodes"

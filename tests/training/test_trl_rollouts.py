@@ -53,9 +53,13 @@ def test_each_prompt_becomes_one_sequence_in_their_order(client: Client) -> None
     given = GatewayRollouts(client, one_question, metadata={"run": "a"})(["a", "a", "bb", "bb"], trainer())
     assert given["reward"] == [1, 1, 2, 2]
     sessions = [client.session(name) for name in given["session_id"]]
-    assert [one.info().metadata for one in sessions] == [
-        {"run": "a", "step": 7, "mode": "train", "prompt": number} for number in (0, 0, 1, 1)
-    ]
+    told = [one.info().metadata for one in sessions]
+    groups = [one.pop("group") for one in told]
+    assert told == [{"run": "a", "step": 7, "mode": "train", "prompt": number} for number in (0, 0, 1, 1)]
+    # A group is a prompt's sessions of a step, also where another process has the same prompt under another number.
+    assert groups[0] == groups[1] != groups[2] == groups[3]
+    (elsewhere,) = GatewayRollouts(client, one_question)(["bb"], trainer())["session_id"]
+    assert client.session(elsewhere).info().metadata["group"] == groups[2]
     for n, session in enumerate(sessions):
         (path,) = session.trajectories()
         assert given["prompt_ids"][n] + given["completion_ids"][n] == path.token_ids.tolist()
@@ -78,7 +82,7 @@ def test_an_evaluation_counts_its_own_generations(client: Client) -> None:
     evaluating = trainer(model=SimpleNamespace(training=False))
     given = GatewayRollouts(client, one_question)(["a", "b"], evaluating)
     told = [client.session(name).info().metadata for name in given["session_id"]]
-    assert told == [{"step": 7, "mode": "eval", "prompt": 0}, {"step": 7, "mode": "eval", "prompt": 1}]
+    assert [(one["step"], one["mode"], one["prompt"]) for one in told] == [(7, "eval", 0), (7, "eval", 1)]
 
 
 def branching(session: ClientSession, row: Row) -> float:

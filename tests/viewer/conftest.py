@@ -1,10 +1,15 @@
-"""A browser, and sessions of the tiny model to look at in it."""
+"""Browsers, and sessions of the tiny model to look at in them."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import os
+import shlex
 import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +22,7 @@ import pytest
 
 from tests.conftest import SharedEngine
 from tests.records import SETUP, make_turn
+from tests.viewer.firefox import PREFERENCES
 from tests.waiting import PATIENCE
 from tokentape.chat._renderer import Renderer
 from tokentape.client import Client
@@ -30,7 +36,7 @@ from tokentape.store import SqliteStore
 from tokentape.types import Provenance, SessionInfo, Turn
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Page
+    from playwright.sync_api import Browser, BrowserContext, Page, Playwright
 
 SCREENSHOTS = Path("test-output/viewer")
 
@@ -48,6 +54,11 @@ HOSTILE = (
 PARAGRAPH = "The price of pears is 12, and of 漢字 nobody knows 🫠.\n"
 PARAGRAPHS = 2**20 // len(PARAGRAPH.encode())
 
+_STYLE_OF_PICTURES = base64.b64encode(hashlib.sha256(b"body {}").digest()).decode()
+_PROGRAMS = {
+    "chromium": ("chromium", "chromium-browser", "google-chrome"),
+    "firefox": ("firefox-esr", "firefox"),
+}
 _ARGUMENTS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
     *("--disable-sync", "--no-first-run"),
@@ -68,27 +79,56 @@ class Site:
         return f"{self.url}/view#{path}" if path else f"{self.url}/view"
 
 
-@pytest.fixture(scope="module")
-def browser(site: Site) -> Iterator[Browser]:
-    """Chromium; tests that need it are skipped where there is none.
+@pytest.fixture(scope="module", params=["chromium", "firefox"])
+def browser(request: pytest.FixtureRequest, site: Site) -> Iterator[Browser]:
+    """Each browser in turn; tests are skipped in one that is not there.
 
     It comes after the sites and goes before them: while it is there, its driver has the event loop of this thread.
     """
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = os.environ.get("TOKENTAPE_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    name: str = request.param
+    programs = _PROGRAMS[name]
+    variable = f"TOKENTAPE_{name.upper()}"
+    path = os.environ.get(variable) or next(filter(None, map(shutil.which, programs)), None)
     if path is None:
-        pytest.skip(f"needs one of {', '.join(names)} on the path, or TOKENTAPE_CHROMIUM")
+        pytest.skip(f"needs one of {', '.join(programs)} on the path, or {variable}")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=_ARGUMENTS)
+        browser = _firefox(driver, path) if name == "firefox" else _chromium(driver, path)
         yield browser
         browser.close()
 
 
+def _chromium(driver: Playwright, path: str) -> Browser:
+    return driver.chromium.launch(executable_path=path, args=_ARGUMENTS)
+
+
+def _firefox(driver: Playwright, path: str) -> Browser:
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "firefox"
+        command = shlex.join([sys.executable, "-m", "tests.viewer.firefox", path])
+        program.write_text(f'#!/bin/sh\nexec {command} "$@"\n', "utf-8")
+        program.chmod(0o700)
+        return driver.firefox.launch(
+            executable_path=program,
+            channel="moz-firefox",
+            firefox_user_prefs=PREFERENCES,
+            env={**os.environ, "TZ": "UTC", "PYTHONPATH": os.pathsep.join(sys.path)},
+            timeout=1000 * PATIENCE,
+        )
+
+
+def new_context(browser: Browser, width: int, height: int = 900) -> BrowserContext:
+    """Return a context that grants access to the clipboard, in English and UTC: Firefox has them from its start."""
+    chromium = browser.browser_type.name == "chromium"
+    choices: dict[str, Any] = {"locale": "en-US", "timezone_id": "UTC"} if chromium else {}
+    context = browser.new_context(viewport={"width": width, "height": height}, **choices)
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    return context
+
+
 @pytest.fixture
 def context(browser: Browser) -> Iterator[BrowserContext]:
-    with browser.new_context(viewport={"width": 1440, "height": 900}, locale="en-US", timezone_id="UTC") as context:
-        context.grant_permissions(["clipboard-read", "clipboard-write"])
+    with new_context(browser, 1440) as context:
         yield context
 
 
@@ -98,7 +138,7 @@ def page(context: BrowserContext) -> Iterator[Page]:
     page = context.new_page()
     page.set_default_timeout(20_000)
     problems: list[str] = []
-    page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+    page.on("pageerror", lambda error: _note(problems, "error", str(error)))
     page.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
     page.on("console", lambda said: _note(problems, said.type, said.text))
     page.on("request", lambda request: _elsewhere(problems, request.url))
@@ -107,8 +147,9 @@ def page(context: BrowserContext) -> Iterator[Page]:
 
 
 def _note(problems: list[str], kind: str, text: str) -> None:
-    # An answer that says no is told on the page; Chromium logs it besides.
-    if kind in ("error", "warning") and "Failed to load resource" not in text:
+    # An answer that says no is told on the page; Chromium logs it besides. In Firefox, Playwright tries to add a style
+    # before it takes a picture.
+    if kind in ("error", "warning") and "Failed to load resource" not in text and _STYLE_OF_PICTURES not in text:
         problems.append(f"{kind}: {text}")
 
 
@@ -136,11 +177,11 @@ def until(page: Page, expression: str, seconds: float = 20) -> None:
 def shot(request: pytest.FixtureRequest) -> Callable[[Page, str], None]:
     """Keeps a picture of the page as output of the tests."""
     folder = request.config.rootpath / SCREENSHOTS
-    folder.mkdir(parents=True, exist_ok=True)
 
     def shot(page: Page, name: str) -> None:
         page.wait_for_timeout(250)
-        page.screenshot(path=folder / f"{name}.png")
+        assert page.context.browser is not None
+        page.screenshot(path=folder / page.context.browser.browser_type.name / f"{name}.png", caret="initial")
 
     return shot
 

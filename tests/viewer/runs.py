@@ -1,17 +1,8 @@
-"""A run to sum up: drift, forks, aborts, truncation, rewards and a trainer's logprobs over versions of the weights.
-
-    python -m tests.viewer.runs docs/img/run.png
-
-takes the picture of the documentation, of a made-up run of 640 sessions.
-"""
+"""A run to sum up: drift, forks, aborts, truncation, rewards and a trainer's logprobs over versions of the weights."""
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 import sqlite3
-import sys
-import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,13 +11,8 @@ import numpy as np
 
 from tests.records import SETUP, make_turn
 from tokentape.chat._renderer import Renderer
-from tokentape.gateway._serve import running
 from tokentape.store import SqliteStore
 from tokentape.types import Reward, SessionInfo, Turn, TurnColumn
-from tokentape.viewer._app import create_app
-from tokentape.viewer._comparing import RecordReader
-from tokentape.viewer._routes import Viewer
-from tokentape.viewer._source import StoreSource
 
 SESSIONS = 12
 WORDS = ("Let", "me", "look", "up", "what", "pears", "cost", "here")
@@ -82,29 +68,3 @@ def corrupt(directory: Path, session_id: str) -> None:
     """Write other ids over those of a session's turns."""
     with closing(sqlite3.connect(directory / "tokentape.db")) as database, database:
         database.execute("UPDATE turns SET completion_ids = zeroblob(8) WHERE session_id = ?", (session_id,))
-
-
-def take_picture(path: Path) -> None:
-    """Save a picture of the page of a made-up run."""
-    from playwright.sync_api import sync_playwright
-
-    renderer = Renderer.load(Path(__file__).parents[2] / "src/tokentape/demo/model")
-    with tempfile.TemporaryDirectory() as folder, SqliteStore.open(Path(folder)) as store:
-        asyncio.run(record_run(store, renderer, 640, 160, 20))
-        viewer = Viewer(StoreSource(store, "run"), RecordReader(renderer.tokenizer, renderer))
-        with running(create_app(viewer)) as url, sync_playwright() as driver:
-            browser = driver.chromium.launch(
-                executable_path=shutil.which("chromium"), args=["--headless", "--no-sandbox"]
-            )
-            page = browser.new_page(viewport={"width": 1200, "height": 820}, locale="en-US", timezone_id="UTC")
-            page.goto(f"{url}/view#/run")
-            page.get_by_text("640 sessions ·").wait_for(timeout=600_000)
-            # The newest weights have begun no session yet.
-            page.keyboard.press("ArrowLeft")
-            page.keyboard.press("ArrowLeft")
-            page.screenshot(path=path)
-            browser.close()
-
-
-if __name__ == "__main__":
-    take_picture(Path(sys.argv[1]))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.records import SETUP, make_turn
-from tests.viewer.conftest import Site, reopened, until
+from tests.viewer.conftest import Site, new_context, reopened, until
 from tests.viewer.test_browser_run import run_beside
 from tests.viewer.test_browser_tokens import ALL_TOKENS, chosen, facts, recorded
 from tokentape.chat._renderer import Renderer
@@ -148,7 +148,7 @@ def test_the_tree_follows_the_turn_in_view(page: Page, site: Site) -> None:
 
 
 def test_a_narrow_window_has_the_tree_too(browser: Browser, site: Site) -> None:
-    with browser.new_context(viewport={"width": 420, "height": 900}) as context:
+    with new_context(browser, 420) as context:
         page = context.new_page()
         opened(page, site, "/session/forked/leaf/1")
         assert not page.locator(".tree").is_visible()
@@ -256,7 +256,7 @@ def test_only_rows_near_the_view_are_drawn_side_by_side(page: Page, site: Site, 
     page.wait_for_selector(".sides.changed")
     differences = int(page.locator(".driftcount").inner_text().split()[1].replace(",", ""))
     assert differences > 1000
-    assert page.evaluate("document.querySelectorAll('*').length") < 10_000
+    assert page.evaluate("document.querySelectorAll('*').length") < 5_000
     page.keyboard.press("p")
     page.locator(".sides.changed.at").wait_for()
     run_beside(site.store.delete_session("letters"))

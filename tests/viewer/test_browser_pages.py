@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 
-from tests.viewer.conftest import ALICE, OPS, Site, ask, until
+from tests.viewer.conftest import ALICE, HOSTILE, OPS, Site, ask, new_context, reopened, until
 from tokentape._session.arrow import write_parquet
 from tokentape.gateway._serve import running
 from tokentape.types import Trajectory
@@ -377,7 +378,8 @@ def test_signing_in_is_within_reach(page: Page, keyed_site: Site) -> None:
 
 
 def serious(page: Page, axe: Any) -> list[Any]:
-    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+    source = (Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    page.evaluate(f"(() => {{{source}\n}})()")
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     return [
         (one["id"], one["help"], [node["html"][:200] for node in one["nodes"][:3]])
@@ -425,9 +427,67 @@ def test_a_file_is_compared_with_its_text_tokenized_again(page: Page, filed: Pat
 
 
 def test_a_narrow_window_can_be_read(browser: Browser, site: Site, shot: Shot) -> None:
-    with browser.new_context(viewport={"width": 700, "height": 900}) as context:
+    with new_context(browser, 700) as context:
         page = context.new_page()
         page.goto(site.at("/session/shop/token/200"))
         page.wait_for_selector(".row .at")
         shot(page, "narrow")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+WIDTHS = (420, 1000, 1600)
+
+HOSTILE_NAME = "<img src=x onerror=window.hurt=1>"
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_fit_at_each_width(page: Page, site: Site, name: str, shot: Shot) -> None:
+    page.goto(site.at(VIEWS[name]))
+    page.wait_for_selector("td.drift .badge, .row [data-i], .sides, .figure, main > .card")
+    fits(page, name, shot)
+
+
+def fits(page: Page, name: str, shot: Shot) -> None:
+    """Nothing is wider than the window or lies on another part, in pictures of both color schemes."""
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            shot(page, f"{name}-{width}-{scheme}")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate(OVERLAPPING) == []
+
+
+OVERLAPPING = """(() => {
+  const parts = [...document.querySelectorAll(".sessionhead, .tree, .toolbar, .legend, .pane, .inspector, .chart > *")]
+    .map((one) => [one.className || one.tagName, one.getBoundingClientRect()])
+    .filter(([, { width, height }]) => width && height);
+  const over = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+  const pairs = parts.flatMap((one, n) => parts.slice(n + 1).map((other) => [one, other]));
+  return pairs.filter(([[, a], [, b]]) => over(a, b)).map(([[name], [other]]) => [name, other]);
+})()"""
+
+
+CONTROLS = "main button, main summary, main select, main input, main a[href], header button, main .fold, [data-i]"
+
+
+@pytest.mark.parametrize("name", ["list", "hostile", "beside"])
+def test_hostile_texts_stay_texts_whatever_is_clicked(page: Page, site: Site, name: str) -> None:
+    site.http.post("/sessions", json={"session_id": HOSTILE_NAME, "metadata": {HOSTILE_NAME: HOSTILE}})
+    address = {"list": "/sessions", "hostile": "/session/hostile", "beside": "/session/hostile/view/beside"}[name]
+    reopened(page, site.at(address), "tbody tr, .row [data-i], .sides")
+    clicked = 0
+    for n in range(min(40, page.locator(CONTROLS).count())):
+        control = page.locator(CONTROLS).nth(n)
+        # What a click before took away is not there.
+        if control.count() and control.is_visible() and control.is_enabled():
+            control.click(force=True, timeout=5000)
+            clicked += 1
+            assert page.evaluate("[window.hurt, document.querySelectorAll('main img, main script').length]") == [
+                None,
+                0,
+            ]
+        if not page.url.startswith(site.at(address)):
+            reopened(page, site.at(address), "tbody tr, .row [data-i], .sides")
+    assert clicked > 15
+    site.http.delete(f"/sessions/{quote(HOSTILE_NAME, safe='')}")

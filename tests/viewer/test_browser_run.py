@@ -12,7 +12,7 @@ import pytest
 from tests.records import make_turn
 from tests.viewer.conftest import until
 from tests.viewer.runs import SESSIONS, record_run
-from tests.viewer.test_browser_pages import serious
+from tests.viewer.test_browser_pages import fits, serious
 from tokentape.chat._renderer import Renderer
 from tokentape.gateway._serve import running
 from tokentape.store import SqliteStore
@@ -23,7 +23,7 @@ from tokentape.viewer._routes import Viewer
 from tokentape.viewer._source import StoreSource
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 pytestmark = pytest.mark.browser
 
@@ -137,8 +137,6 @@ def test_nothing_of_it_is_out_of_reach(page: Page, site: str, scheme: str) -> No
     assert serious(page, axe) == []
 
 
-def test_a_narrow_window_has_the_run_too(browser: Browser, site: str) -> None:
-    with browser.new_context(viewport={"width": 420, "height": 900}) as context:
-        page = context.new_page()
-        opened(page, site)
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+def test_the_run_fits_at_each_width(page: Page, site: str, shot: Callable[[Page, str], None]) -> None:
+    opened(page, site)
+    fits(page, "run", shot)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tokentape._canonical import canonical_json, digest_of
 from tokentape.client import Client
 from tokentape.engines._distributions import mode_of
 from tokentape.errors import InvalidRequest, TokentapeError
@@ -56,7 +57,8 @@ class GatewayRollouts:
     """Makes TRL's fields of the samples, one per rollout. Another one is for experiments with other ids."""
     stop_rule: StopRule | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Of all sessions. Their own say which `step`, `mode` and `prompt` they are of."""
+    """Of all sessions. Their own say which `step`, `mode`, `prompt` and `group` they are of; a group is the sessions of
+    a step with the same prompt, in whichever process they ran."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """Run an agent per prompt and return TRL's fields."""
@@ -68,7 +70,9 @@ class GatewayRollouts:
         shared = {**self.metadata, "step": trainer.state.global_step, "mode": mode}
 
         def run(number: int) -> Rollout:
-            metadata = {**shared, "prompt": number // generations}
+            of_prompt = digest_of(canonical_json(prompts[number]).encode())
+            group = f"{trainer.state.global_step}-{of_prompt[:8]}"
+            metadata = {**shared, "prompt": number // generations, "group": group}
             row = row_of(prompts[number])
             return run_agent(self.client, self.agent, row, metadata, select=self.select, max_length=self.max_length)
 

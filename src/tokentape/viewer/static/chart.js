@@ -18,9 +18,9 @@ const known = (value) => value !== null && Number.isFinite(value);
  * A card with lines, a point per version; a version without a value leaves a gap.
  * @param {string} title
  * @param {{name?: string, values: (number | null)[], low?: (number | null)[], high?: (number | null)[]}[]} lines
- * @param {{text?: (value: number) => string, about: string, none: string}} options
+ * @param {{versions: string[], text?: (value: number) => string, about: string, none: string}} options
  */
-export function chart(title, lines, { text = real, about, none }) {
+export function chart(title, lines, { versions, text = real, about, none }) {
   const every = lines.flatMap(({ values, low = [], high = [] }) => [...values, ...low, ...high]).filter(known);
   const caption = h("p", { class: "dim about" }, every.length ? about : none);
   if (!every.length) {
@@ -49,7 +49,14 @@ export function chart(title, lines, { text = real, about, none }) {
     { class: "card chart" },
     h("h2", {}, title),
     figure,
-    h("div", { class: "plot" }, image, h("span", { class: "most dim", "aria-hidden": "true" }, text(most)), h("span", { class: "least dim", "aria-hidden": "true" }, text(least))),
+    h(
+      "div",
+      { class: "plot" },
+      image,
+      h("span", { class: "most dim" }, text(most)),
+      h("span", { class: "least dim" }, text(least)),
+      h("div", { class: "ends dim" }, ...[...new Set([versions[0], versions.at(-1)])].map((version, order) => h("span", {}, order ? "" : "weights ", h("bdi", {}, version)))),
+    ),
     caption,
   );
   const show = (at, pinned) => {

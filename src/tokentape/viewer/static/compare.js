@@ -9,8 +9,10 @@ const AROUND = 12;
 /** How many more a click shows. */
 const MORE = 400;
 /** So many rows are drawn together; a line of one is thought to have so many tokens. */
-const ROWS = 24;
+const ROWS = 12;
 const LINE_TOKENS = 12;
+/** Rows within so many pixels of the view are drawn. */
+const NEAR = 200;
 /** Tokens of the other side that the inspector shows. */
 const SHOWN = 60;
 
@@ -81,7 +83,7 @@ export class ComparisonView {
       h("div", { class: "sides head", "aria-hidden": "true" }, h("span", {}, ""), h("h3", {}, "Recorded"), h("h3", {}, sideName(comparison.about.with))),
       rows,
     );
-    this.pane = new Pane(place, (block) => this.#drawn(block), () => "");
+    this.pane = new Pane(place, (block) => this.#drawn(block), () => document.createDocumentFragment(), NEAR);
     for (let n = 0; n < this.rows.length; n += ROWS) {
       const some = this.rows.slice(n, n + ROWS);
       const lines = some.reduce((sum, row) => sum + (row.folded ? 1 : 1 + (row.end - row.start) / LINE_TOKENS), 0);

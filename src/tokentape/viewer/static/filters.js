@@ -18,18 +18,20 @@ export const FILTERS = ["search", "verdict", "metadata", "group_key", "group_val
  * @param {(pair: string) => void} addMetadata
  */
 export function filterForm(wanted, chips, filter, addMetadata) {
-  const field = (name, label, attributes) => [
-    h("label", { for: name }, label),
-    h("input", { id: name, value: wanted[name], spellcheck: "false", oninput: (event) => filter(name, event.target.value), ...attributes }),
-  ];
-  const select = (name, label, options) => [
-    h("label", { for: name }, label),
-    h(
-      "select",
-      { id: name, onchange: (event) => filter(name, event.target.value) },
-      ...[["", "any"], ...options].map(([value, text]) => h("option", { value, selected: value === wanted[name] }, text ?? value)),
-    ),
-  ];
+  // A label stays with its field where lines break.
+  const pair = (name, label, control) => h("span", { class: "pair" }, h("label", { for: name }, label), control);
+  const field = (name, label, attributes) =>
+    pair(name, label, h("input", { id: name, value: wanted[name], spellcheck: "false", oninput: (event) => filter(name, event.target.value), ...attributes }));
+  const select = (name, label, options) =>
+    pair(
+      name,
+      label,
+      h(
+        "select",
+        { id: name, onchange: (event) => filter(name, event.target.value) },
+        ...[["", "any"], ...options].map(([value, text]) => h("option", { value, selected: value === wanted[name] }, text ?? value)),
+      ),
+    );
   const several = (names) => names.map((name) => [name]);
   const added = h("input", {
     id: "metadata",
@@ -47,10 +49,9 @@ export function filterForm(wanted, chips, filter, addMetadata) {
     h(
       "div",
       {},
-      ...field("search", "Search", { type: "search", placeholder: "id or metadata" }),
-      ...select("verdict", "Verdict", several([...VERDICTS, ...RESERVATIONS])),
-      h("label", { for: "metadata" }, "Metadata"),
-      added,
+      field("search", "Search", { type: "search", placeholder: "id or metadata" }),
+      select("verdict", "Verdict", several([...VERDICTS, ...RESERVATIONS])),
+      pair("metadata", "Metadata", added),
       chips,
     ),
     h(
@@ -60,13 +61,13 @@ export function filterForm(wanted, chips, filter, addMetadata) {
       h(
         "div",
         {},
-        ...select("role", "Role", several(ROLES)),
-        ...field("weights", "Weights", { placeholder: "version", class: "short" }),
-        ...select("fork", "Forks", [["any", "with a fork"], ["none", "without"], ...several(Object.keys(CAUSES))]),
-        ...field("reward_min", "Reward from", { type: "number", step: "any", class: "short" }),
-        ...field("reward_max", "to", { type: "number", step: "any", class: "short" }),
-        ...field("from", "Begun from", { type: "date" }),
-        ...field("to", "to", { type: "date" }),
+        select("role", "Role", several(ROLES)),
+        field("weights", "Weights", { placeholder: "version", class: "short" }),
+        select("fork", "Forks", [["any", "with a fork"], ["none", "without"], ...several(Object.keys(CAUSES))]),
+        field("reward_min", "Reward from", { type: "number", step: "any", class: "short" }),
+        field("reward_max", "to", { type: "number", step: "any", class: "short" }),
+        field("from", "Begun from", { type: "date" }),
+        field("to", "to", { type: "date" }),
       ),
     ),
   );

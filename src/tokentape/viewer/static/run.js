@@ -98,16 +98,19 @@ class RunPage {
     for (const one of weights) for (const [why, turns] of Object.entries(one.not_comparable)) unlike.set(why, (unlike.get(why) ?? 0) + turns);
     const notComparable = [...unlike].map(([why, turns]) => `Not comparable: the logprobs of ${counted(turns, "turn")} are ${why}.`).join(" ");
     const mean = of("mean");
-    const spread = (by) => weights.map((one) => (one.mean === null ? null : one.mean + by * one.sd));
+    // No reward lies beyond the least and the greatest.
+    const spread = (by) => weights.map((one) => (one.mean === null ? null : Math.min(one.most, Math.max(one.least, one.mean + by * one.sd))));
+    const versions = of("weights");
+    const figure = (title, lines, options) => chart(title, lines, { versions, ...options });
     this.charts = [
-      chart("Reward", [{ values: mean, low: spread(-1), high: spread(1) }], { about: "Mean of the sessions that these weights began, and one standard deviation.", none: "No session has a reward." }),
-      chart("Sampled tokens per session", [{ values: of("length") }], { about: "Mean of the sessions that these weights began.", none: "No turn is recorded." }),
-      chart("Drift", [{ values: of("drift") }], { text: percent, about: "Sampled tokens that tokenizing their text again would change.", none: "There is no tokenizer to measure it with." }),
-      chart("Importance ratio", [{ name: "mean", values: of("ratio") }, { name: "effective share", values: of("ess") }], { about: `exp(trainer's logprob - recorded logprob) per token, and the effective sample size. ${notComparable}`, none: notComparable || "Annotate turns with a column `trainer_logprobs`." }),
-      chart("Forks per 100 turns", causes.length ? causes.map((cause) => ({ name: cause, values: rate("forks", cause) })) : [{ values: rate("forks") }], { about: "By cause.", none: "No turn is recorded." }),
-      chart("Truncated turns", [{ values: of("truncated") }], { text: percent, about: "Of the turns that were not aborted, those that ended by their token budget.", none: "Why turns ended is not recorded." }),
-      chart("Aborts and resumes per 100 turns", [{ name: "aborted", values: rate("aborts") }, { name: "resumed", values: rate("resumes") }], { about: "Turns that were aborted, and calls that continued one.", none: "Files of trajectories do not have aborted turns." }),
-      chart("Sampled tokens per second", [{ values: of("tokens_per_second") }], { about: "Of all sessions together, since the first turn of these weights could begin.", none: "Turns have no times." }),
+      figure("Reward", [{ values: mean, low: spread(-1), high: spread(1) }], { about: "Mean of the sessions that these weights began, and one standard deviation.", none: "No session has a reward." }),
+      figure("Sampled tokens per session", [{ values: of("length") }], { about: "Mean of the sessions that these weights began.", none: "No turn is recorded." }),
+      figure("Drift", [{ values: of("drift") }], { text: percent, about: "Sampled tokens that tokenizing their text again would change.", none: "There is no tokenizer to measure it with." }),
+      figure("Importance ratio", [{ name: "mean", values: of("ratio") }, { name: "effective share", values: of("ess") }], { about: `exp(trainer's logprob - recorded logprob) per token, and the effective sample size. ${notComparable}`, none: notComparable || "Annotate turns with a column `trainer_logprobs`." }),
+      figure("Forks per 100 turns", causes.length ? causes.map((cause) => ({ name: cause, values: rate("forks", cause) })) : [{ values: rate("forks") }], { about: "By cause.", none: "No turn is recorded." }),
+      figure("Truncated turns", [{ values: of("truncated") }], { text: percent, about: "Of the turns that were not aborted, those that ended by their token budget.", none: "Why turns ended is not recorded." }),
+      figure("Aborts and resumes per 100 turns", [{ name: "aborted", values: rate("aborts") }, { name: "resumed", values: rate("resumes") }], { about: "Turns that were aborted, and calls that continued one.", none: "Files of trajectories do not have aborted turns." }),
+      figure("Sampled tokens per second", [{ values: of("tokens_per_second") }], { about: "Of all sessions together, since the first turn of these weights could begin.", none: "Turns have no times." }),
     ];
     fill(this.parts.charts, ...this.charts.map((one) => one.element), cacheCard(cache));
   }

@@ -135,14 +135,15 @@ export class Pane {
    * @param {HTMLElement} scroller
    * @param {(block: any) => Node} draw
    * @param {(block: any) => Node} plain
+   * @param {number} near blocks within so many pixels of the view are drawn
    */
-  constructor(scroller, draw, plain) {
+  constructor(scroller, draw, plain, near = 1600) {
     this.scroller = scroller;
     this.draw = draw;
     this.plain = plain;
     this.blocks = [];
     this.drawn = new Set();
-    this.observer = new IntersectionObserver((seen) => this.#moved(seen), { root: scroller, rootMargin: "1600px 0px" });
+    this.observer = new IntersectionObserver((seen) => this.#moved(seen), { root: scroller, rootMargin: `${near}px 0px` });
   }
 
   /** Add a block to an element of the pane; blocks are in the order of their tokens. */

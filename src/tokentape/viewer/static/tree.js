@@ -55,6 +55,9 @@ export function drawTree(place, tree, chosen, address) {
         href: address(turn),
         class: `turnline${turn.seq === chosen ? " leaf" : ""}${path.has(turn.seq) ? " onpath" : ""}${aborted ? " aborted" : ""}`,
         "data-turn": turn.seq,
+        // The style sheet draws these two: a session of many turns has few elements per line.
+        "data-mark": aborted ? "✕" : leaf ? "◉" : "○",
+        "data-sizes": `+${count(turn.added_tokens)} ⟶ ${count(turn.sampled_tokens)}`,
         title: [
           `turn ${turn.seq}: ${count(turn.added_tokens)} added, ${count(turn.sampled_tokens)} sampled`,
           turn.finish_reason && `ended by ${turn.abort_cause ? `abort, ${turn.abort_cause}` : turn.finish_reason}`,
@@ -63,9 +66,7 @@ export function drawTree(place, tree, chosen, address) {
           .filter(Boolean)
           .join("\n"),
       },
-      h("span", { class: "node", "aria-hidden": "true" }, aborted ? "✕" : leaf ? "◉" : "○"),
-      h("span", { class: "seq" }, `turn ${turn.seq}`),
-      h("span", { class: "sizes", title: "tokens added, tokens sampled" }, `+${count(turn.added_tokens)} ⟶ ${count(turn.sampled_tokens)}`),
+      aborted ? h("s", {}, `turn ${turn.seq}`) : `turn ${turn.seq}`,
       turn.fork && h("span", { class: "badge fork", title: CAUSES[turn.fork] ?? "" }, `↳ ${turn.fork}`),
       aborted && h("span", { class: "badge bad" }, `aborted: ${turn.abort_cause ?? "unknown"}`),
       turn.finish_reason === "length" && h("span", { class: "badge warn" }, "length"),
