@@ -82,7 +82,8 @@ def test_an_evaluation_counts_its_own_generations(client: Client) -> None:
     evaluating = trainer(model=SimpleNamespace(training=False))
     given = GatewayRollouts(client, one_question)(["a", "b"], evaluating)
     told = [client.session(name).info().metadata for name in given["session_id"]]
-    assert [(one["step"], one["mode"], one["prompt"]) for one in told] == [(7, "eval", 0), (7, "eval", 1)]
+    assert told[0].pop("group") != told[1].pop("group")
+    assert told == [{"step": 7, "mode": "eval", "prompt": 0}, {"step": 7, "mode": "eval", "prompt": 1}]
 
 
 def branching(session: ClientSession, row: Row) -> float:
