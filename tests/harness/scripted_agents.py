@@ -38,9 +38,12 @@ ANSWER = "There are 43 pieces of fruit. 🙂"
 TASK = "Say what these files have in common."
 """What an agent asks a subagent, if it has some."""
 ASIDE = "Counts of several kinds of fruit"
-"""The reply to calls without the question and the tools: titles, summaries, subagents."""
+"""The reply to calls without the question and the tools: titles, subagents, what comes after a summary."""
+SUMMARY = "<summary>\nThe user wants to know how many pieces of fruit there are; sum.txt has the 43.\n</summary>"
+"""The reply to calls that ask for a summary in this tag."""
 
 _CONTROL = re.compile(r"(<\|\w+\|>|</?\w+>)")
+_AGENT_ID = re.compile(r'"agent_id": ?"([\w-]+)"')
 _DEAD_PROXY = "http://127.0.0.1:9"
 """Nothing listens there: what an agent asks of other hosts fails at once."""
 
@@ -61,12 +64,16 @@ class Agent:
     """Texts by path below the home."""
     ignored: frozenset[str] = frozenset()
     """What the gateway accepts from it and does not enforce."""
-    delegate: tuple[str, str] | None = None
-    """The tool that starts a subagent, and its arguments as JSON with `{task}`."""
+    delegate: Sequence[tuple[str, str]] = ()
+    """The calls that start a subagent and wait for it: tools, and arguments with `{task}` and `{agent}`, its id."""
+    later: Sequence[Sequence[str]] = ()
+    """Arguments of further commands in the same session of the agent."""
     roles: Sequence[str] = ("main",)
     """Of each branch."""
     forks: Sequence[str] = ()
     """Why each branch but the first to be answered began."""
+    edges: Set[str] = frozenset()
+    """The kinds of the edges between its branches."""
 
 
 class AgentEngine(ScriptedEngine):
@@ -82,7 +89,9 @@ class AgentEngine(ScriptedEngine):
         prompt = self._tokenizer.decode(prompt_ids)
         rounds = prompt.count("<|im_start|>assistant\n") - 1
         own = self._shows_tool in prompt and QUESTION in prompt and rounds < len(self.replies)
-        ids = self._split(self.replies[rounds] if own else f"{ASIDE}<|im_end|>")
+        started = _AGENT_ID.search(prompt)
+        reply = self.replies[rounds].replace("{agent}", started[1] if started else "") if own else f"{ASIDE}<|im_end|>"
+        ids = self._split(f"{SUMMARY}<|im_end|>" if "<summary>" in prompt else reply)
         self.sampled.append((prompt_ids.tolist(), ids))
         return ids
 
@@ -150,15 +159,19 @@ def run_agent(agent: Agent, renderer: Renderer, scratch: Path, *, pins: Mapping[
         answered = Answered(create_app(Turns(engine, renderer, store, pins=Pins.read(pins or {}, {})), model_id="m"))
         with running(answered) as gateway, Client(gateway) as client:
             url = f"{gateway}/sessions/{SESSION}"
-            run = _run(agent, {"{url}": url, "{base}": f"{url}/v1", "{home}": str(home)}, home, folder)
-            output = run.stdout + run.stderr
-            assert run.returncode == 0, (answered.statuses, output[-4000:])
+            names, output = {"{url}": url, "{base}": f"{url}/v1", "{home}": str(home)}, ""
+            for arguments in (agent.arguments, *agent.later):
+                run = _run(agent, arguments, names, home, folder)
+                output += run.stdout + run.stderr
+                assert run.returncode == 0, (answered.statuses, output[-4000:])
             assert [one.info.session_id for one in store.sessions()] == [SESSION]
             statuses, turns = list(answered.statuses), store.load_session(SESSION).turns
             return AgentRun(output, engine, statuses, answered.ignored, turns, client.session(SESSION).trajectories())
 
 
-def _run(agent: Agent, names: Mapping[str, str], home: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def _run(
+    agent: Agent, arguments: Sequence[str], names: Mapping[str, str], home: Path, folder: Path
+) -> subprocess.CompletedProcess[str]:
     def filled(text: str) -> str:
         for name, value in names.items():
             text = text.replace(name, value)
@@ -167,11 +180,10 @@ def _run(agent: Agent, names: Mapping[str, str], home: Path, folder: Path) -> su
     for path, text in agent.files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(filled(text), "utf-8")
-    program = program_of(agent.arguments[0], agent.package)
+    name, *rest = map(filled, arguments)
+    program = program_of(name, agent.package)
     assert program is not None
-    name, *arguments = map(filled, agent.arguments)
-    if name.endswith(".py"):
-        arguments = [str(Path(__file__).parent / "agents" / name), *arguments]
+    script = [str(Path(__file__).parent / "agents" / name)] if name.endswith(".py") else []
     environment = {
         # Its own Node first: programs of npm begin with `env node`.
         "PATH": os.pathsep.join([str(Path(program).parent), os.environ["PATH"]]),
@@ -183,7 +195,7 @@ def _run(agent: Agent, names: Mapping[str, str], home: Path, folder: Path) -> su
         **{name: filled(value) for name, value in agent.environment.items()},
     }
     return subprocess.run(
-        [program, *arguments],
+        [program, *script, *rest],
         env=environment,
         cwd=folder,
         stdin=subprocess.DEVNULL,
@@ -204,7 +216,7 @@ def _script(agent: Agent, folder: Path) -> list[str]:
 
     reads = "\n".join(call(agent.read, path) for path in FILES)
     return [
-        *([] if agent.delegate is None else [f"I ask a helper.\n{call(agent.delegate)}<|im_end|>"]),
+        *(f"I ask a helper.\n{call(one)}<|im_end|>" for one in agent.delegate),
         f"<think>\nBoth files, then the sum.\n</think>\n\nI read both files — 🍎 and 🍐.\n{reads}<|im_end|>",
         f"{call(agent.write, 'sum.txt')}<|im_end|>",
         f"I check it.\n{call(agent.read, 'sum.txt')}<|im_end|>",
@@ -224,9 +236,12 @@ AGENTS = {
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
         ignored=frozenset({"thinking.display", "output_config.effort", "tools.defer_loading"}),
-        delegate=("Agent", '{"description": "Compare", "prompt": "{task}", "run_in_background": false}'),
-        roles=["main", "subagent"],
-        forks=["new_setup"],
+        delegate=[("Agent", '{"description": "Compare", "prompt": "{task}", "run_in_background": false}')],
+        later=[["claude", "-p", "--continue", words, "--model", "m"] for words in ("/compact", "Is it right?")],
+        # The summary is beside the last reply, which is kept.
+        roles=["main", "subagent", "side_call", "main"],
+        forks=["new_setup", "branched", "edited_history"],
+        edges={"subagent", "side_call", "compaction"},
     ),
     "codex": Agent(
         package="@openai/codex",
@@ -246,6 +261,13 @@ AGENTS = {
             """
         },
         ignored=frozenset({"tools", "reasoning"}),
+        delegate=[
+            ("multi_agent_v1__spawn_agent", '{"message": "{task}"}'),
+            ("multi_agent_v1__wait_agent", '{"targets": ["{agent}"]}'),
+        ],
+        roles=["main", "subagent"],
+        forks=["new_setup"],
+        edges={"subagent"},
     ),
     "opencode": Agent(
         package="opencode-ai",
@@ -266,9 +288,10 @@ AGENTS = {
                 }}
             }"""
         },
-        delegate=("task", '{"description": "Compare", "prompt": "{task}", "subagent_type": "general"}'),
+        delegate=[("task", '{"description": "Compare", "prompt": "{task}", "subagent_type": "general"}')],
         roles=["main", "side_call", "subagent"],
         forks=["new_setup", "new_setup"],
+        edges={"side_call", "subagent"},
     ),
     "qwen": Agent(
         package="@qwen-code/qwen-code",
@@ -276,9 +299,10 @@ AGENTS = {
         read=("read_file", '{"file_path": "{path}"}'),
         write=("write_file", '{"file_path": "{path}", "content": "{text}"}'),
         environment={"OPENAI_BASE_URL": "{base}", "OPENAI_API_KEY": "none", "QWEN_TELEMETRY_ENABLED": "false"},
-        delegate=("agent", '{"description": "Compare", "prompt": "{task}", "run_in_background": false}'),
+        delegate=[("agent", '{"description": "Compare", "prompt": "{task}", "run_in_background": false}')],
         roles=["main", "subagent"],
         forks=["new_setup"],
+        edges={"subagent"},
     ),
     "continue": Agent(
         package="@continuedev/cli",
@@ -321,6 +345,7 @@ _CREWAI: dict[str, Any] = {
     "ignored": frozenset({"tools.strict"}),
     "roles": ["main"] * 3,
     "forks": ["edited_history", "branched"],
+    "edges": {"edit"},
 }
 
 AGENTS |= {

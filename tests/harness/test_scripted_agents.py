@@ -47,6 +47,7 @@ def test_a_session_of_an_agent_is_recorded_exactly(name: str, renderer: Renderer
     assert ANSWER in run.output
     assert [path for path, status in run.statuses if status != 200] == []
     assert run.ignored == agent.ignored
+    assert {edge.kind for branch in run.branches for edge in branch.lineage} == agent.edges
     assert sorted(branch.role for branch in run.branches) == sorted(agent.roles)
     verdicts = ["exact", *(f"forked: {cause}" for cause in agent.forks)]
     assert sorted(branch.verdict for branch in run.branches) == sorted(verdicts)

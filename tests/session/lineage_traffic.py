@@ -132,7 +132,7 @@ class Traffic:
 
     def read_file(self) -> Message:
         """Return a reply that reads a file."""
-        return self.tool_call("Read", file_path=f"/src/{self.rng.getrandbits(24):x}.py")
+        return self.tool_call("Read", file_path=f"/home/me/project/src/{self.rng.getrandbits(24):x}.py")
 
     def true(self, seq: int, kind: str, *parents: int | None, style: str) -> None:
         """Say which edge is true of the branch that begins with a turn."""
@@ -301,6 +301,18 @@ def claude_compact(t: Traffic) -> None:
     t.true(root, "compaction", last, summary, style="Claude Code compaction")
 
 
+def claude_compact_kept(t: Traffic) -> None:
+    """Claude Code 2.1.330, as it was seen: the last reply is kept, and what was read is read again."""
+    last, history = t.begun(t.rng.randint(1, 4))
+    body = t.text(t.rng.randint(4, 12))
+    summary, _ = t.call([*history[:-1], user(t.text(3))], reply=said(body))
+    t.true(summary, "side_call", last - 1, style="Claude Code's summary beside the last reply")
+    read = history[-3]["tool_calls"][0]["function"]["arguments"]
+    again = user(f"Called the Read tool with the following input: {read}\nResult of calling the Read tool: {t.text(2)}")
+    root, _ = t.call([history[0], user(f"{t.text()}\n{body}\n{t.text()}"), history[-1], again, user(t.text())])
+    t.true(root, "compaction", last - 1, summary, style="Claude Code compaction with kept messages")
+
+
 def codex_compact(t: Traffic) -> None:
     """Codex: as Claude Code, but the user's messages are kept before the summary; some with a window id."""
     headers = t.rng.random() < 0.4
@@ -451,7 +463,7 @@ STYLES: tuple[Style, ...] = (
         suggestion,
         beside,
     ),
-    *(claude_compact, codex_compact, opencode_compact, qwen_compact, summary_elsewhere),
+    *(claude_compact, claude_compact_kept, codex_compact, opencode_compact, qwen_compact, summary_elsewhere),
     *(sdk_retry, retried_root, rewound, cleared_results, edited_system, edited_first, left_out_text),
     *(negatives, equal_prompts),
 )

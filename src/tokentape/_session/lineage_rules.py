@@ -229,7 +229,20 @@ def _beside(branches: Branches, branch: Branch, first: Turn) -> LineageEdge | No
         return None
     if branches.single(branch) and branches.last[first.seq] > turn.seq:
         return edge("side_call", branch, turn.parent, "one reply, and the branch beside it goes on", 0.8)
+    if branches.single(branch) and _is_summary(branches, turn):
+        return edge("side_call", branch, turn.parent, "one reply, and the next root quotes it", 0.9)
     return edge("edit", branch, first.seq, "other messages after the same history", 0.9)
+
+
+def _is_summary(branches: Branches, turn: Turn) -> bool:
+    """Return whether the next root quotes the reply of a turn."""
+    roots = (one for one in branches.turns[turn.seq + 1 : turn.seq + WINDOW] if one.parent is None)
+    root = next(roots, None)
+    return (
+        root is not None
+        and len(branches.replies[turn.seq]) >= 40
+        and branches.quoted(turn.seq, branches.all[root.seq].text)
+    )
 
 
 def _side_call(branches: Branches, branch: Branch) -> LineageEdge | None:
@@ -303,5 +316,5 @@ def _similar(branches: Branches, branch: Branch) -> LineageEdge | None:
     return None
 
 
-RULES = (_retry, _by_header, _subagent, _compaction, _edit, _side_call, _member, _similar)
+RULES = (_retry, _by_header, _compaction, _subagent, _edit, _side_call, _member, _similar)
 """In this order; the first rule that returns an edge decides."""
