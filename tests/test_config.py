@@ -106,8 +106,8 @@ def test_unknown_names_are_told_with_the_nearest(file: Path) -> None:
         ('history = "all"', "history: expected one of sampled, template"),
         ("[limits]\nbody_bytes = 1.5", "limits.body_bytes: expected `int`"),
         ("[engine.timeouts]\nconnect = 0", "timeout connect must be a positive number"),
-        ('[engine]\nkind = "vllm"', "belong together"),
-        ('[engine]\nurls = ["http://a"]', "belong together"),
+        ('[engine]\nkind = "vllm"', "add --engine-url"),
+        ('[engine]\nurls = ["http://a"]', "add --engine vllm"),
         ("port =", "can't be read"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from tokentape.engines._http import HttpClient
 from tokentape.engines._identity import served_as
 from tokentape.engines._image_processor import find_image_processor
 from tokentape.engines._remote import RemoteEngine
-from tokentape.errors import EngineError, InvalidRequest
+from tokentape.errors import EngineError, EngineUnavailable, InvalidRequest
 from tokentape.gateway._app import create_app
 from tokentape.gateway._limits import Drain
 from tokentape.gateway._telemetry import OpenTelemetrySpans, Telemetry
@@ -37,6 +38,9 @@ from tokentape.store._served_model import ServedModel
 from tokentape.training._trainers import served_line
 
 _log = logging.getLogger("tokentape.serve")
+
+_WAIT_LOG_SECONDS = 10.0
+_WAIT_TICK_SECONDS = 1.0
 
 Guard: TypeAlias = Callable[[RemoteEngine], Awaitable[GuardedEngine]]
 
@@ -68,6 +72,38 @@ async def _served_names(config: EngineConfig) -> str:
     finally:
         await http.close()
     return f"{config.urls[0]} serves {', '.join(sorted(served.names))}"
+
+
+async def wait_for_engine(config: EngineConfig) -> None:
+    """Return once a server of `config` answers, or after `wait_seconds`: a server that loads refuses connections."""
+    now = asyncio.get_running_loop().time
+    logged_at, end = -math.inf, now() + config.wait_seconds
+    while not await _answers(config) and now() < end:
+        if now() - logged_at >= _WAIT_LOG_SECONDS:
+            logged_at = now()
+            _log.info(
+                "waiting for the engine at %s, which does not answer yet (another %.0f s at most; check the address if "
+                "it is up)",
+                ", ".join(config.urls),
+                end - now(),
+            )
+        await asyncio.sleep(min(_WAIT_TICK_SECONDS, max(0.0, end - now())))
+
+
+async def _answers(config: EngineConfig) -> bool:
+    """Return whether a server answers at all; a refusal is an answer, which `open_engine` reports."""
+    for url in config.urls:
+        http = HttpClient(url, api_key=config.api_key, timeouts=config.timeouts)
+        try:
+            await http.get("/v1/models", stage="connect")
+            return True
+        except EngineUnavailable:
+            continue
+        except (EngineError, InvalidRequest):
+            return True
+        finally:
+            await http.close()
+    return not config.urls
 
 
 def model_name(config: ServeConfig) -> str:
@@ -189,7 +225,7 @@ async def open_configured(
         _log.info("loading the weights from %s", model)
         threads = engine.threads or (1 if model == MODEL else None)
         modes: dict[str, LogprobsMode] = {mode.removesuffix("_logprobs"): mode for mode in get_args(LogprobsMode)}
-        mode = modes[engine.logprobs_mode]
+        mode = modes[engine.logprobs_mode or "processed"]
         return TransformersEngine.open(model, threads=threads, logprobs_mode=mode)
     from tokentape.engines._pool import EnginePool
 
@@ -211,15 +247,18 @@ async def _open_remote(config: EngineConfig, url: str, renderer: Renderer, guard
     from tokentape.engines._opening import open_engine
 
     _log.info("asking %s what it serves, and comparing it with the model folder", url)
-    engine = await open_engine(
-        config.kind,
-        url,
-        vocab_size=renderer.tokenizer.vocab_size,
-        model=config.model,
-        api_key=config.api_key,
-        timeouts=config.timeouts,
-        verify_prompt=config.verify_prompts,
-    )
+    try:
+        engine = await open_engine(
+            config.kind,
+            url,
+            vocab_size=renderer.tokenizer.vocab_size,
+            model=config.model,
+            api_key=config.api_key,
+            timeouts=config.timeouts,
+            verify_prompt=config.verify_prompts,
+        )
+    except EngineUnavailable as error:
+        raise EngineUnavailable(f"{url}: {error}") from None
     return engine if guard is None else await guard(engine)
 
 

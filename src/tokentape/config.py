@@ -59,16 +59,20 @@ class EngineConfig:
     threads: int | None = option(
         None, "CPU threads of the embedded engine. Default: torch's choice; 1 for the tiny model.", least=1
     )
-    logprobs_mode: Literal["raw", "scaled", "processed"] = option(
-        "processed",
+    logprobs_mode: Literal["raw", "scaled", "processed"] | None = option(
+        None,
         "Which log-probabilities the embedded engine reports. processed: those that tokens are sampled with. scaled: "
-        "those before top-p, top-k and min-p. raw: the model's own.",
+        "those before top-p, top-k and min-p. raw: the model's own. A server has an option of its own. Default: "
+        "processed.",
     )
     capture: bool = option(False, "Let the vLLM server render the prompts, and record them and where they drift.")
     verify_prompts: bool = option(
         False,
         "Have vLLM or SGLang return the ids of every prompt and compare them, which costs as much as sending them. "
         "Otherwise only their number is compared.",
+    )
+    wait_seconds: float = option(
+        300.0, "How long to wait at the start until the engine's server answers.", "--engine-wait"
     )
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -163,11 +167,22 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         self.pins()
-        if (self.engine.kind == "transformers") == bool(self.engine.urls):
+        if self.engine.kind == "transformers" and self.engine.urls:
             raise InvalidRequest(
-                f"engine {self.engine.kind!r} with {len(self.engine.urls)} URLs: a server's kind and its URL belong "
-                "together, and the embedded engine has none",
+                f"--engine-url {self.engine.urls[0]} without the kind of its server: add --engine vllm, sglang, "
+                "llamacpp or openai",
                 "engine",
+            )
+        if self.engine.kind != "transformers" and not self.engine.urls:
+            raise InvalidRequest(
+                f"--engine {self.engine.kind} without the address of the server: add --engine-url http://host:port",
+                "engine",
+            )
+        if self.engine.kind != "transformers" and self.engine.logprobs_mode is not None:
+            raise InvalidRequest(
+                f"--logprobs-mode sets what the embedded engine reports; a {self.engine.kind} server decides that "
+                "itself (vllm serve has an option --logprobs-mode of its own); leave it out",
+                "engine.logprobs_mode",
             )
         if self.engine.capture and (self.engine.kind != "vllm" or len(self.engine.urls) != 1):
             raise InvalidRequest("capture takes one vLLM server: --engine vllm and one --engine-url", "engine.capture")

@@ -42,7 +42,7 @@ def test_what_fails_is_named_with_what_to_do_and_exit_code_1(run: Run, model_dir
     done = run("doctor", model_dir, "--data", tmp_path, "--engine", "vllm", "--engine-url", "http://127.0.0.1:9")
     assert done.exit_code == 1
     line, advice = done.stdout.splitlines()[-2:]
-    assert line.startswith("fail  engine: the engine refuses connections")
+    assert line.startswith("fail  engine: http://127.0.0.1:9: the engine refuses connections")
     assert advice.strip() == "Check that it runs, and its address and API key."
 
 

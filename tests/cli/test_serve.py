@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -17,7 +18,9 @@ from tests.engines import fake_vllm
 from tests.engines.stand_in import LanguageModel, StandIn
 from tests.processes import Command
 from tests.waiting import PATIENCE
+from tokentape._opening import wait_for_engine
 from tokentape.chat._renderer import Renderer
+from tokentape.config import EngineConfig
 from tokentape.demo import MODEL
 from tokentape.gateway._serve import running
 from tokentape.store import SqliteStore
@@ -80,18 +83,70 @@ def test_a_vllm_server_can_sample(model_dir: Path, tmp_path: Path) -> None:
 def test_a_vllm_server_that_is_not_there_is_named(run: Run, model_dir: Path, tmp_path: Path) -> None:
     # Port 9 is "discard", which nobody serves.
     engine = ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9"]
-    done = run("serve", model_dir, *engine, "--data", tmp_path, "--port", 0)
+    done = run("serve", model_dir, *engine, "--data", tmp_path, "--port", 0, "--engine-wait", 0)
     assert done.exit_code == 1
     assert done.stderr.count("refuses connections") == 1
-    assert done.stderr.splitlines()[-1].startswith("error: the engine refuses connections")
+    assert done.stderr.splitlines()[-1].startswith("error: http://127.0.0.1:9: the engine refuses connections")
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("engine", [["--engine", "vllm"], ["--engine-url", "http://127.0.0.1:9"]])
-def test_engine_and_its_url_belong_together(run: Run, model_dir: Path, tmp_path: Path, engine: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("engine", "advice"),
+    [
+        (["--engine", "vllm"], "add --engine-url http://host:port"),
+        (["--engine-url", "http://127.0.0.1:9"], "add --engine vllm"),
+        (
+            ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--logprobs-mode", "processed"],
+            "sets what the embedded engine reports",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_with_advice(
+    run: Run, model_dir: Path, tmp_path: Path, engine: list[str], advice: str
+) -> None:
     done = run("serve", model_dir, *engine, "--data", tmp_path)
     assert done.exit_code == 2
-    assert "belong together" in done.stderr
+    assert advice in done.stderr
+
+
+def test_a_server_that_loads_is_waited_for(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def loads() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        config = EngineConfig(kind="vllm", urls=(f"http://127.0.0.1:{port}",))
+        waiting = asyncio.create_task(wait_for_engine(config))
+        await asyncio.wait([waiting], timeout=0.5)
+        assert not waiting.done()
+        # An answer of any kind ends the wait: `open_engine` says what is wrong with it.
+        server = await asyncio.start_server(refuse, "127.0.0.1", port)
+        async with server:
+            await asyncio.wait_for(waiting, PATIENCE)
+
+    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    monkeypatch.setattr("tokentape._opening._WAIT_TICK_SECONDS", 0.01)
+    caplog.set_level("INFO", "tokentape.serve")
+    asyncio.run(loads())
+    assert len(caplog.messages) == 1
+    assert "waiting for the engine at http://127.0.0.1:" in caplog.text
+
+
+def test_a_gateway_is_no_engine(run: Run, model_dir: Path, renderer: Renderer, tmp_path: Path) -> None:
+    with running(StandIn(renderer, owner="tokentape").app) as url:
+        done = run("serve", model_dir, *remote(url), "--data", tmp_path / "data", "--port", 0)
+    assert done.exit_code == 1
+    assert "this is the address of a Tokentape gateway" in done.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_data_that_is_a_file_is_refused(workers: int, run: Run, model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run("serve", model_dir, *remote("http://127.0.0.1:9"), "--data", tmp_path / "file", "--workers", workers)
+    assert done.exit_code == 1
+    assert "it is a file; name a directory" in done.stderr
 
 
 def test_other_machines_are_not_served(run: Run, model_dir: Path, tmp_path: Path) -> None:
@@ -183,8 +238,13 @@ def test_a_hub_name_that_is_not_in_the_cache_comes_with_the_command_to_get_it(
     assert "hf download Qwen/Qwen3-8B\n" in run("serve", "Qwen/Qwen3-8B").stderr
 
 
-def test_a_folder_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_or_empty_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "there is no model folder" in run("serve", tmp_path / "none").stderr
+    monkeypatch.setattr("tokentape.cli.extras.find_spec", lambda name: None)
+    assert "there is no model folder" in run("serve", tmp_path / "none").stderr
+    assert "(found: an empty folder)" in run("serve", tmp_path, *remote("http://127.0.0.1:9")).stderr
 
 
 @pytest.fixture
@@ -239,6 +299,20 @@ def test_a_server_of_another_model_with_the_same_vocabulary_is_refused(
         done = run("serve", cached, *remote(url), "--data", tmp_path / "data", "--port", 0)
     assert done.exit_code != 0
     assert "the server says that it serves m, tokentape/Tiny-4B; the folder is" in done.stderr
+    assert "--unverified-model serves it" in done.stderr
+
+
+def test_a_server_with_other_ids_is_refused_without_a_way_around(
+    run: Run, cached: str, renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = StandIn(renderer, LanguageModel(renderer), root=cached)
+    tokens = server._tokens
+    monkeypatch.setattr(server, "_tokens", lambda body: tokens(body)[::-1])
+    with running(server.app) as url:
+        done = run("serve", cached, *remote(url), "--data", tmp_path / "data", "--port", 0)
+    assert done.exit_code == 1
+    assert "The model folder is not the one that the server serves" in done.stderr
+    assert "--unverified-model" not in done.stderr
 
 
 def test_without_torch_the_way_to_a_server_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

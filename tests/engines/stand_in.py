@@ -116,6 +116,7 @@ class StandIn:
         max_model_len: int = MAX_MODEL_LEN,
         tokenizes: bool = True,
         refuses: bool = True,
+        owner: str = "vllm",
     ) -> None:
         self.renderer = renderer
         self.model = model
@@ -124,6 +125,7 @@ class StandIn:
         self.max_model_len = max_model_len
         self.tokenizes = tokenizes
         self.refuses = refuses
+        self.owner = owner
         self.weight_version: str | None = None
         self.scored = 0
         """How many prompts were scored."""
@@ -140,6 +142,7 @@ class StandIn:
                 return Response()
             case "/v1/models":
                 card = {"id": self.name, "root": self.root, "parent": None, "max_model_len": self.max_model_len}
+                card["owned_by"] = self.owner
                 return JSONResponse({"data": [card]})
             case "/tokenize" if self.tokenizes:
                 return JSONResponse({"tokens": self._tokens(body)})

@@ -46,7 +46,9 @@ def test_it_waits_for_what_is_under_way_and_no_longer() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "force"), [(0.1, False), (3600, True)])
-def test_what_is_still_under_way_is_aborted(seconds: float, force: bool) -> None:
+def test_what_is_still_under_way_is_aborted(seconds: float, force: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tokentape.serve")
+
     async def run() -> None:
         drain = Drain(seconds)
         aborted = asyncio.Event()
@@ -65,6 +67,8 @@ def test_what_is_still_under_way_is_aborted(seconds: float, force: bool) -> None
         assert working.done()
 
     asyncio.run(run())
+    said = "stopping: waiting up to 0.1 s for 1 requests in flight; interrupt again to end them now"
+    assert caplog.messages == ([] if force else [said])
 
 
 def test_a_gateway_that_ends_takes_no_calls_and_says_so(renderer: Renderer, store: SqliteStore) -> None:

@@ -123,7 +123,7 @@ def test_workers_that_served_have_the_time_to_drain_and_are_sent_a_second_interr
 @pytest.mark.slow
 def test_workers_that_can_t_start_end_it_all_and_say_why(model_dir: Path, tmp_path: Path) -> None:
     # Port 9 is "discard", which nobody serves.
-    engine = ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9"]
+    engine = ["--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--engine-wait", "0"]
     command = [sys.executable, "-m", "tokentape", "serve", model_dir, *engine, "--data", tmp_path, "--port", "0"]
     done = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 1

@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +48,11 @@ _SAMPLES = 4
 
 _OTHER_FOLDER = "The model folder is not the one that the server serves, or the server loads its tokenizer wrongly."
 _OLDER_FOLDER = "The model folder is that of another model or of an older revision."
-_UNTRAINED = "The served model is another one, is not trained, or knows nothing but a narrow task."
+_UNTRAINED = (
+    "The served model is another one, is not trained, or knows nothing but a narrow task; --engine-model does not "
+    "override this check."
+)
+_ANYWAY = "If it is the right model: --unverified-model serves it, and every verdict then says `model unverified`."
 
 _SCORED: tuple[Message, ...] = (
     {"role": "user", "content": "What is the capital of France, and what can one see there?"},
@@ -106,9 +110,10 @@ async def serves_model(
     tokenizer = await same_tokenizer(kind, http, info.model, renderer)
     findings = [tokenizer, same_name(await served_as(kind, http), folder, expected)]
     # Some servers crash on an id outside of their vocabulary, so the ids are sent only if the tokenizer is the same.
-    if tokenizer.status != "fail":
-        findings.append(await likely_text(http, info, renderer))
-    return findings
+    if tokenizer.status == "fail":
+        return findings
+    findings.append(await likely_text(http, info, renderer))
+    return [replace(one, advice=f"{one.advice} {_ANYWAY}") if one.status == "fail" else one for one in findings]
 
 
 async def same_tokenizer(kind: str, http: HttpClient, model: str, renderer: Renderer) -> CheckResult:

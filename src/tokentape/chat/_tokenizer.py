@@ -165,7 +165,11 @@ class Tokenizer:
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
-            found = ", ".join(sorted(p.name for p in folder.glob("*"))[:12]) if folder.is_dir() else "no such folder"
+            found = (
+                ", ".join(sorted(p.name for p in folder.glob("*"))[:12]) or "an empty folder"
+                if folder.is_dir()
+                else "no such folder"
+            )
             raise TokenizerUnusable(
                 f"no tokenizer.json in {folder} (found: {found}). Convert the tokenizer once with "
                 "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` and check it with `tokentape audit`."

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tokentape._opening import model_folder
 from tokentape.cli.extras import require
 from tokentape.cli.serving import serve_alone, serve_with_workers
 from tokentape.config import Resolved, resolve, settings
@@ -23,6 +24,7 @@ def serve(**params: Any) -> None:
     """
     config = config_of(params).config
     if config.engine.kind == "transformers":
+        model_folder(config)  # before the libraries: a folder that does not exist is the first thing to correct
         try:
             require("torch", "transformers", extra="hf")
         except TokentapeError as error:

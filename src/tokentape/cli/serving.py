@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tokentape._opening import model_name, open_app, open_renderer, served_model, synchronous
+from tokentape._opening import model_name, open_app, open_renderer, served_model, synchronous, wait_for_engine
 from tokentape.chat._renderer import Renderer
 from tokentape.config import ServeConfig
 from tokentape.errors import InvalidRequest, TokentapeError
@@ -28,7 +28,7 @@ from tokentape.gateway._telemetry import COUNTED_TOGETHER
 from tokentape.gateway._workers import Supervisor, bind_all
 from tokentape.store import Store
 from tokentape.store._location import note_served_model, open_record, shown
-from tokentape.store._lock import DirectoryLock, InterprocessLock
+from tokentape.store._lock import DirectoryLock, InterprocessLock, make_directory
 from tokentape.store._sqlite import SqliteStore
 
 _log = logging.getLogger("tokentape.serve")
@@ -42,6 +42,7 @@ def serve_alone(config: ServeConfig) -> None:
         renderer = open_renderer(config)
         with _port_taken(config), open_record(config.location, synchronous=synchronous(config)) as store:
             asyncio.run(note_served_model(config.location, store, served_model(config, renderer)))
+            asyncio.run(wait_for_engine(config.engine))
             _serve(config, renderer, store, on_ready=lambda url: _announce(config, url))
 
 
@@ -54,7 +55,7 @@ def serve_with_workers(config: ServeConfig) -> None:
         renderer = open_renderer(config)
         inherited = []
         if config.store is None:
-            config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(config.data)
             # The workers hold it too: while one of them is alive, no other gateway opens the directory.
             lock = DirectoryLock(config.data)
             held.callback(lock.release)
@@ -65,6 +66,7 @@ def serve_with_workers(config: ServeConfig) -> None:
             url, listeners = bind_all(config.host, config.port, config.workers, has_keys=bool(config.all_keys()))
         for listener in listeners:
             held.callback(listener.close)
+        asyncio.run(wait_for_engine(config.engine))
         counts = held.enter_context(tempfile.TemporaryDirectory(prefix="tokentape-metrics-"))
         supervisor = Supervisor(
             serve_as_worker,

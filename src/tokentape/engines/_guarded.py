@@ -246,8 +246,7 @@ _WORDS = {"ok": "verified", "unverified": "unverified", "refused": "probably not
 
 
 def _refusal(found: ModelCheck) -> str:
-    anyway = "--unverified-model serves it anyway; verdicts then say `model unverified`."
-    return f"the server seems to serve another model: {found.reason} {anyway}"
+    return f"the server seems to serve another model: {found.reason}"
 
 
 def marked(info: EngineInfo, *, unverified: bool) -> EngineInfo:

@@ -67,8 +67,15 @@ class _ModelInfo(msgspec.Struct):
 
 
 async def served_cards(http: HttpClient) -> list[Card]:
-    """Return what `/v1/models` lists, at least one model. Raises `EngineError` and kinds."""
+    """Return what `/v1/models` lists, at least one model.
+
+    Raises `EngineError` and its kinds, and `InvalidRequest` if the server is a Tokentape gateway.
+    """
     cards = decode(await http.get("/v1/models"), _Cards, "an engine").data
+    if any(card.owned_by == "tokentape" for card in cards):
+        raise InvalidRequest(
+            "this is the address of a Tokentape gateway, not of an engine; name the engine's own address", "engine_url"
+        )
     if not cards:
         raise EngineContractError("the engine lists no model at /v1/models; expected at least one")
     return cards

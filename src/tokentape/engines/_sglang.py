@@ -61,9 +61,9 @@ class SglangEngine(RemoteEngine):
 
     @classmethod
     async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
+        card = (await served_cards(http))[0]
         server = decode(await _first(http, "/server_info", "/get_server_info"), _SglangServer, "SGLang")
         started = decode(await _first(http, "/model_info", "/get_model_info"), _SglangModelInfo, "SGLang")
-        card = (await served_cards(http))[0]
         _refuse_preferred(started.preferred_sampling_params)
         info = EngineInfo(
             name="sglang",

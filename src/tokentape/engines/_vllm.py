@@ -90,8 +90,8 @@ class VllmEngine(RemoteEngine):
 
     @classmethod
     async def _explore(cls, http: HttpClient, vocab_size: int, model: str | None, *, verify_prompt: bool) -> Self:
-        version = decode(await http.get("/version"), _VllmVersion, "vLLM")
         cards = await served_cards(http)
+        version = decode(await http.get("/version"), _VllmVersion, "vLLM")
         card = chosen(cards, model)
         sampling = DISTRIBUTION | {"min_tokens", "cache_salt", "session_id"}
         if await _has_priorities(http):

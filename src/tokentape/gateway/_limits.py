@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sized
@@ -12,6 +13,8 @@ from typing import Literal, TypeAlias
 
 from tokentape._settings import option
 from tokentape.errors import GatewayUnavailable, LimitReached
+
+_log = logging.getLogger("tokentape.serve")
 
 CheckBridges: TypeAlias = Literal["all", "sample", "off"]
 """Which bridges are checked: all; the first of each kind on a branch and a sample of the others; none."""
@@ -156,6 +159,12 @@ class Drain:
     async def finish(self, force: Callable[[], bool]) -> None:
         """Return when no request is in flight; after `seconds`, or when `force`, abort the calls that still are."""
         deadline = asyncio.get_running_loop().time() + self.seconds
+        if self.requests.count and not force():
+            _log.info(
+                "stopping: waiting up to %g s for %d requests in flight; interrupt again to end them now",
+                self.seconds,
+                self.requests.count,
+            )
         while self.requests.count and not force() and asyncio.get_running_loop().time() < deadline:
             await self.requests.idle(_TICK_SECONDS)
         if self.requests.count and self.abort is not None:

@@ -8,10 +8,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokentape.errors import StoreLocked
+from tokentape.errors import StoreError, StoreLocked
 
 LOCK_NAME = "tokentape.lock"
 _FILES = ("tokentape.turn", "tokentape.next")
+
+
+def make_directory(directory: Path) -> None:
+    """Make a data directory unless it exists. Raises `StoreError` if that is impossible."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        found = "it is a file; name a directory" if directory.is_file() else error.strerror
+        raise StoreError(f"{directory} can't be used as a data directory: {found}") from error
 
 
 class DirectoryLock:

@@ -25,7 +25,7 @@ from tokentape.errors import Conflict, NotFound, StoreCorrupt, StoreError, Store
 from tokentape.store import _schema as schema
 from tokentape.store._base import Store
 from tokentape.store._commit import CommitQueue, StoreFailure
-from tokentape.store._lock import LOCK_NAME, DirectoryLock, FilesInUse, InterprocessLock
+from tokentape.store._lock import LOCK_NAME, DirectoryLock, FilesInUse, InterprocessLock, make_directory
 
 _log = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ class SqliteStore(Store):
                 if not path.is_file():
                     raise StoreError(f"{path} does not exist: {directory} is not a data directory")
             else:
+                make_directory(directory)
                 try:
-                    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
                     if writers is None:
                         undo.callback(DirectoryLock(directory).release)
                 except OSError as error:
