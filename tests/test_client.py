@@ -79,7 +79,19 @@ def test_agent_talks_and_the_trainer_gets_arrays(client: tokentape.Client, store
 
 def test_session_of_a_known_id_is_taken_up(client: tokentape.Client) -> None:
     talk(client.session("mine").base_url)
+    statuses: list[int] = []
+    client._http.event_hooks = {"response": [lambda response: statuses.append(response.status_code)]}
     assert len(client.session("mine").info().turns) == 2
+    assert statuses == [200, 200]
+
+
+def test_taking_up_a_session_is_no_failed_request(gateway_url: str) -> None:
+    wanted = {"session_id": "mine", "exist_ok": True}
+    answers = [httpx2.post(f"{gateway_url}/sessions", json=wanted) for _ in range(2)]
+    assert [one.status_code for one in answers] == [201, 200]
+    assert answers[0].json() == answers[1].json()
+    other = httpx2.post(f"{gateway_url}/sessions", json={**wanted, "metadata": {"task": 1}})
+    assert other.status_code == 409
 
 
 def test_metadata_for_a_known_session_is_a_conflict(client: tokentape.Client) -> None:

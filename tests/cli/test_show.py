@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -8,10 +9,11 @@ import pytest
 from rich.cells import cell_len
 
 from tests.cli.conftest import Record, Run
-from tests.records import make_chain
+from tests.records import SETUP, make_chain, make_turn
 from tokentape.chat._renderer import Renderer
+from tokentape.store import SqliteStore
 from tokentape.store._served_model import ServedModel, write_served_model
-from tokentape.types import Provenance
+from tokentape.types import Provenance, SessionInfo
 
 HELLO = [(Provenance.TEMPLATE, "<|im_start|>user\n"), (Provenance.USER, "hello"), (Provenance.SAMPLED, "hi<|im_end|>")]
 
@@ -121,11 +123,50 @@ def test_json_is_the_trajectory(run: Run, data_dir: Path) -> None:
 
 def test_without_a_session_they_are_listed(run: Run, data_dir: Path) -> None:
     assert run("show", data_dir).stdout.splitlines() == [
-        "forked  3 turns, 24 tokens, 12 sampled",
-        "plain  2 turns, 16 tokens, 8 sampled",
+        "forked  3 turns, 24 tokens, 12 sampled: 'exact', 'forked: branched'",
+        "plain  2 turns, 16 tokens, 8 sampled: 'exact'",
     ]
     listed = [json.loads(line) for line in run("show", data_dir, "--json").stdout.splitlines()]
-    assert [(one["session_id"], one["turns"]) for one in listed] == [("forked", 3), ("plain", 2)]
+    assert [(one["session_id"], one["turns"], one["verdicts"]) for one in listed] == [
+        ("forked", 3, {"exact": 1, "forked: branched": 1}),
+        ("plain", 2, {"exact": 1}),
+    ]
+
+
+def test_an_empty_record_and_aborted_turns_are_named(run: Run, tmp_path: Path) -> None:
+    with SqliteStore.open(tmp_path / "data") as store:
+        assert run("show", tmp_path / "data").stderr == "the record has no sessions\n"
+        turn = make_turn("s", 0, finish_reason="abort", stop=None, abort_cause="engine_error")
+        asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, turn))
+    assert run("show", tmp_path / "data").stdout == "s  1 turn (1 aborted), 8 tokens, 4 sampled\n"
+    assert (
+        "has only aborted turns (engine_error), which are in no trajectory"
+        in run("show", tmp_path / "data", "s").stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        (
+            [("user", "question 0"), ("assistant", "answer zero"), ("user", "next")],
+            "messages[1] (assistant) 'answer zero'; the branch of turn 1 has (assistant) 'answer 0'",
+        ),
+        (
+            [("user", "question 0")] * 2,
+            "messages[1] (user) 'question 0'; the branch of turn 1 has (assistant) 'answer 0'",
+        ),
+        ([("system", "Be brief.")], "messages[0] (system) 'Be brief.'; the branch of turn 1 has (user) 'question 0'"),
+    ],
+)
+def test_an_edited_history_is_shown_with_the_first_message_that_differs(
+    run: Run, tmp_path: Path, messages: list[tuple[str, str]], found: str
+) -> None:
+    sent = tuple({"role": role, "content": content} for role, content in messages)
+    fork = make_turn("s", 2, messages=sent, fork="edited_history")
+    with SqliteStore.open(tmp_path / "data") as store:
+        asyncio.run(store.write(SessionInfo("s", 1.0), SETUP, *make_chain("s", 2), fork))
+    assert f"   {found}" in run("show", tmp_path / "data", "s").stdout.splitlines()
 
 
 def test_lanes_say_where_tokens_begin_which_are_trained_and_what_would_drift(

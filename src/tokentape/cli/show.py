@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Annotated
 
 import typer
@@ -32,7 +33,7 @@ def show(
 ) -> None:
     """Show who wrote which tokens of a session.
 
-    Without a session, list the sessions.
+    Without a session, list the sessions with the verdict of each branch.
     """
     with open_source(location) as source:
         store = source.store
@@ -44,7 +45,11 @@ def show(
         edges = lineage_of(store.load_session, stored)
         branches = {one.leaf: one for one in stored.trajectories(unread=True, edges=edges)}
         if not branches:
-            raise NotFound(f"session {session!r} has no turns yet")
+            aborted = [turn for turn in stored.turns if turn.finish_reason == "abort"]
+            if not aborted:
+                raise NotFound(f"session {session!r} has no turns yet")
+            causes = ", ".join(dict.fromkeys(turn.abort_cause or "unknown" for turn in aborted))
+            raise NotFound(f"session {session!r} has only aborted turns ({causes}), which are in no trajectory")
         chosen = branches.get(max(branches) if leaf is None else leaf)
         if chosen is None:
             raise NotFound(f"session {session!r} has no leaf {leaf}; it has {', '.join(map(str, branches))}")
@@ -67,11 +72,20 @@ def _list(store: Store, as_json: bool) -> None:
     after = 0
     while page := store.sessions(after=after):
         for one in page:
+            session_id = one.info.session_id
+            stored = store.load_session(session_id)
+            verdicts = Counter(branch.verdict for branch in stored.trajectories(unread=True))
+            aborted = sum(turn.finish_reason == "abort" for turn in stored.turns)
             counts = {"turns": one.turns, "tokens": one.tokens, "sampled_tokens": one.sampled_tokens}
             if as_json:
-                typer.echo(json.dumps({"session_id": one.info.session_id, **counts, "metadata": one.info.metadata}))
-            else:
-                typer.echo(
-                    f"{one.info.session_id}  {one.turns} turns, {one.tokens} tokens, {one.sampled_tokens} sampled"
-                )
+                more = {"aborted_turns": aborted, "verdicts": verdicts, "metadata": one.info.metadata}
+                typer.echo(json.dumps({"session_id": session_id, **counts, **more}))
+                continue
+            turns = f"{one.turns} turn{'' if one.turns == 1 else 's'}"
+            turns += f" ({aborted} aborted)" if aborted else ""
+            line = f"{session_id}  {turns}, {one.tokens} tokens, {one.sampled_tokens} sampled"
+            listed = [f"{many} x {verdict!r}" if many > 1 else repr(verdict) for verdict, many in verdicts.items()]
+            typer.echo(f"{line}: {', '.join(listed)}" if listed else line)
         after = page[-1].position
+    if not after:
+        typer.echo("the record has no sessions", err=True)

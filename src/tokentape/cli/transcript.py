@@ -23,6 +23,7 @@ from tokentape._session.tree import Session
 from tokentape.audit._report import escape_for_terminal as readable
 from tokentape.audit._tokendiff import ARTIFACTS, Difference, compare, retokenized
 from tokentape.chat._tokenizer import Tokenizer
+from tokentape.cli.edited_message import edited_message
 from tokentape.types import Codes, LineageEdge, Provenance, Trajectory, Turn
 from tokentape.viewer._texts import whole_characters
 
@@ -76,6 +77,8 @@ def transcript(
         for edge in trajectory.lineage:
             if edge.turn == seq:
                 yield Text(_lineage(edge, trajectory.session_id), style="cyan")
+        if session.turns[seq].fork == "edited_history" and (edited := edited_message(session, session.turns[seq])):
+            yield Text(readable(f"   {edited}"), style="cyan")
         for run_start, run_end in _runs(trajectory.provenance[start:end], start):
             ids = trajectory.token_ids[run_start:run_end].tolist()
             code = Provenance(trajectory.provenance[run_start])

@@ -184,7 +184,10 @@ def create_session(
     name = session_id or secrets.token_hex(16)
     named_only = session_id is not None and (metadata, pin, default) == (None, None, None)
     given = {"metadata": metadata, "pin": pin, "default": default}
-    body = {"session_id": name, **{key: dict(value) for key, value in given.items() if value is not None}}
+    body: dict[str, Any] = {"session_id": name}
+    body |= {key: dict(value) for key, value in given.items() if value is not None}
+    if named_only:
+        body["exist_ok"] = True
     return Call(
         "POST",
         "/sessions",

@@ -7,6 +7,7 @@ import io
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -49,6 +50,8 @@ class NewSession(Struct, forbid_unknown_fields=True):
     """Sampling parameters that calls in the session can't change."""
     default: dict[str, Any] | None = None
     """Sampling parameters of calls that name none."""
+    exist_ok: bool = False
+    """Answer with the caller's session of this id and metadata if it exists, instead of a conflict."""
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -70,10 +73,16 @@ def routes(gateway: Gateway) -> list[Route]:
         check_depth(metadata, "metadata")
         if caller.session_id is not None:
             raise Forbidden("a session's own key opens that session and creates none; use an API key")
-        info = await turns.create_session(session_id, metadata, caller.owner)
+        info = None
+        if wanted.exist_ok:
+            with suppress(NotFound):
+                info = (await turns.session(session_id, caller.owner)).info
+        status = 201 if info is None or info.metadata != metadata else 200
+        if info is None or status == 201:
+            info = await turns.create_session(session_id, metadata, caller.owner)
         request_log(request).session_id = session_id
         key = gateway.keys.session_key(caller.owner, session_id)
-        return json_response({**_info(info), "api_key": key}, 201, {"Location": f"/sessions/{session_id}"})
+        return json_response({**_info(info), "api_key": key}, status, {"Location": f"/sessions/{session_id}"})
 
     async def show_all(request: Request) -> Response:
         caller = gateway.caller(request)

@@ -300,7 +300,9 @@ def test_same_seed_same_ids(client: OpenAI) -> None:
 
 def test_sampling_parameters_reach_the_engine(serve: Serve, renderer: Renderer, openai_client: Any) -> None:
     engine = ScriptedEngine(
-        renderer, [ANSWER], sampling=frozenset({"stop_strings", "stop_token_ids", "top_k", "min_p", "seed"})
+        renderer,
+        [ANSWER],
+        sampling=frozenset({"stop_strings", "stop_token_ids", "top_k", "min_p", "seed", "min_tokens"}),
     )
     ask(
         openai_client(serve(engine)),
@@ -308,9 +310,10 @@ def test_sampling_parameters_reach_the_engine(serve: Serve, renderer: Renderer, 
         max_completion_tokens=9,
         seed=-4,
         stop="\n\n",
-        extra_body={"top_k": -1, "min_p": 0.1, "stop_token_ids": [5]},
+        extra_body={"top_k": -1, "min_p": 0.1, "stop_token_ids": [5], "min_tokens": 2},
     )
     params = engine.asked[0][1]
+    assert params.min_tokens == 2
     assert (params.max_tokens, params.seed, params.stop_strings) == (9, -4, ("\n\n",))
     assert (params.top_k, params.min_p) == (0, 0.1)
     assert 5 in params.stop_token_ids

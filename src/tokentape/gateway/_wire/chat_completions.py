@@ -140,7 +140,12 @@ class ChatCompletions(Dialect):
         with_tools = read.tools if read.tool_choice != "none" else ()
         schema = shared.json_schema(read.response_format, "response_format", context, with_tools)
         sampling = shared.sampling_params(
-            read, context, max_tokens=max_tokens, top_logprobs=read.top_logprobs, schema=schema
+            read,
+            context,
+            max_tokens=max_tokens,
+            top_logprobs=read.top_logprobs,
+            min_tokens=read.min_tokens,
+            schema=schema,
         )
         check_depth(read.chat_template_kwargs, "chat_template_kwargs")
         # As the caller wrote them: templates print tools whole, in the order of their keys.

@@ -56,7 +56,6 @@ class CompletionsBody(shared.ChoicesBody, kw_only=True):
     prompt: str | list[Any]
     stream_options: CompletionsStreamOptions | None = None
     max_tokens: Count = 16
-    min_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     logprobs: shared.TopLogprobs | None = None
     echo: bool = False
     best_of: int | None = None

@@ -67,6 +67,7 @@ class ChoicesBody(SamplingFields, kw_only=True):
     """The fields that chat completions and completions share."""
 
     n: Annotated[int, Meta(ge=1, le=16)] = 1
+    min_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     stream_options: StreamOptions | None = None
     response_format: Any = None
     logit_bias: Any = None
