@@ -274,7 +274,7 @@ def test_images_are_numbered_on_where_the_template_numbers_them(serve: Serve, da
         ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "not fetched"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}, "damaged"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "base64"),
-        ({"type": "image_url", "image_url": {"url": data_url(b"<svg/>", "svg+xml")}}, "none of PNG"),
+        ({"type": "image_url", "image_url": {"url": data_url(b"<svg/>", "svg+xml")}}, "unknown format"),
         ({"type": "image_url", "image_url": {"url": data_url(A[:60])}}, "can't be read"),
         ({"type": "image_url", "image_url": {"url": data_url(picture(1, 4000, 2))}}, "can't be processed"),
         ({"type": "image_url", "image_url": {"url": data_url(A), "detail": "low"}}, "detail"),

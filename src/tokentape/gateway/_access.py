@@ -1,7 +1,7 @@
-"""Around every request: its id, its line in the log, its metrics and span, and the answer to an unexpected error.
+"""Middleware for every request: request id, log line, metrics, span, and the answer to an unexpected error.
 
-The line has names and numbers. Of what callers write it holds only the names they give requests and sessions, after
-these have been checked to be names.
+A log line holds names and numbers. The only text from callers in it are request ids and session ids, which are checked
+first.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
 """Paths of health checks: logged at level DEBUG, and not waited for at shutdown."""
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the request in progress, for every line logged meanwhile."""
+"""Id of the request in progress. Every log line written during the request has it."""
 
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
-"""Names by which only programs on this machine reach it."""
+"""Host names that reach a gateway only from its own machine."""
 
 ANY = "*"
 """Allows every host name."""
@@ -61,16 +61,16 @@ class RequestLog:
     engine_requests: tuple[str, ...] = ()
     """Ids of the engine's requests, one per choice."""
     reply_id: str = ""
-    """Of the call that it began or joined."""
+    """Id of the reply that the request began or joined."""
     replayed: bool = False
-    """Whether it got a recorded reply."""
+    """Whether the request got a recorded reply."""
     error: str = ""
-    """Code of the error that ended it."""
+    """Code of the error that ended the request."""
     status: int = 0
-    """Of the response, once it has begun."""
+    """Status of the response; 0 before the response begins."""
 
     async def follow(self, first: TurnEvent, events: AsyncGenerator[TurnEvent]) -> AsyncGenerator[SampleEvent]:
-        """Yield `first` and then `events`; note their turns, and the error if one ends them."""
+        """Yield `first` and then `events`. Add their turns, and an error that ends them, to the log line."""
         async with aclosing(events):
             try:
                 event: TurnEvent | None = first
@@ -92,10 +92,10 @@ def request_log(request: Request) -> RequestLog:
 
 
 class AccessMiddleware:
-    """Names each request, counts and logs it, and answers unexpected exceptions with 500 and no details.
+    """Gives each request an id, counts and logs it, and answers unexpected exceptions with 500 and no details.
 
-    `X-Request-Id` is taken from the request if it is a name of letters, digits and `.-_`, otherwise made up; the
-    response has the same.
+    The id is the request's `X-Request-Id` if it consists of letters, digits and `.-_`, otherwise a random one. The
+    response returns it in the same header.
     """
 
     def __init__(self, app: ASGIApp, routes: Sequence[Route], telemetry: Telemetry, drain: Drain) -> None:
@@ -173,8 +173,8 @@ class AccessMiddleware:
                 self._telemetry.metrics.answered(scope["method"], route, line.status, seconds)
 
     def _template(self, scope: Scope) -> str:
-        """Return the path of the route that takes this request: never the raw path, which callers write."""
-        # The router notes the endpoint that it calls. It notes none for another method, for example.
+        """Return the path template of the request's route, never the raw path, which is text from the caller."""
+        # The router sets `endpoint` when it calls one. It doesn't for a wrong method, for example.
         path = self._paths.get(scope["endpoint"]) if "endpoint" in scope else None
         if path is not None:
             return path
@@ -182,10 +182,10 @@ class AccessMiddleware:
 
 
 class AllowedHosts:
-    """Answers 403 to requests for other hosts, and to those that a browser sends for a page of another host.
+    """Answers 403 to requests with another `Host`, and to requests that a browser sends for a page of another host.
 
-    A page of a stranger can point a name of its own at 127.0.0.1 (DNS rebinding), which its `Host` gives away; or send
-    a request across sites, which its `Origin` gives away. Ports don't count.
+    An attacker's page can reach 127.0.0.1 through a host name of its own (DNS rebinding), which shows in `Host`, or by
+    a cross-site request, which shows in `Origin`. Ports are ignored.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
@@ -197,7 +197,7 @@ class AllowedHosts:
             await self._app(scope, receive, send)
             return
         refusal = Forbidden(
-            "this gateway does not answer to that Host, or for pages of that Origin; name the host in allowed_hosts"
+            "this gateway does not accept the request's Host or Origin; add its host name to allowed_hosts"
         )
         await error_response(refusal)(scope, receive, send)
 

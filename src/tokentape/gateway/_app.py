@@ -49,12 +49,12 @@ def create_app(
     allowed_hosts: Collection[str] | None = None,
     drain: Drain | None = None,
 ) -> Starlette:
-    """Return the gateway over one engine, one renderer and one store.
+    """Return the gateway's ASGI application for one engine, one renderer and one store.
 
-    It owns the engine and the store: both are closed when the application shuts down, after what is being written.
-    `model_id` is the model's name in replies and in /v1/models. Without `keys` whoever reaches the gateway may do
-    everything. `allowed_hosts` are the names that it answers to, see `AllowedHosts`; None stands for any with keys, and
-    for this machine's own names without. Give a `drain` to `serve` as well.
+    The application owns the engine and the store. It closes both at shutdown, after pending writes. `model_id` is the
+    model's name in replies and in /v1/models. Without `keys` every client has full access. `allowed_hosts` are the
+    accepted `Host` names, see `AllowedHosts`. None accepts any host if there are keys, else only this machine's own
+    names. Pass the same `drain` to `serve`.
     """
     keys, drain, telemetry = keys or Keys(), drain or Drain(), turns.telemetry
     if allowed_hosts is None:
@@ -123,7 +123,7 @@ def _routes(gateway: Gateway) -> list[Route]:
         if wanted is None:
             return json_response({"object": "list", "data": [model]})
         if wanted != gateway.model_id:
-            raise NotFound(f"there is no such model; this gateway serves {gateway.model_id!r}")
+            raise NotFound(f"this gateway does not serve that model; it serves {gateway.model_id!r}")
         return json_response(model)
 
     async def healthz(request: Request) -> Response:
@@ -174,13 +174,13 @@ async def _tokentape_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer for starlette: no such path, or not with this method."""
+    """Answer requests that starlette rejects: unknown paths (404) and wrong methods (405)."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        missing = NotFound(f"there is nothing at this path{_nearest(request)}")
+        missing = NotFound(f"the gateway has no such path{_nearest(request)}")
         of_anthropic = "anthropic-version" in request.headers or "/messages" in request.url.path
         return _error_response(request, missing, anthropic=of_anthropic)
-    body = error_body(TokentapeError(f"{error.detail}: {request.method} is not for this path"))
+    body = error_body(TokentapeError(f"{error.detail}: {request.method} is not allowed on this path"))
     body["error"].update(type="invalid_request_error", code="method_not_allowed")
     return json_response(body, error.status_code, error.headers)
 
@@ -191,7 +191,7 @@ def _error_response(request: Request, error: TokentapeError, *, anthropic: bool 
 
 
 def _nearest(request: Request) -> str:
-    """Return a hint at the path that is most like the one of a request; empty if none is."""
+    """Return a hint with the known path most similar to the request's path; empty if none is similar."""
     below = _BELOW_SESSION.fullmatch(request.url.path)
     prefix, path = (SESSION, below[1]) if below is not None else ("", request.url.path)
     known = {route.path for route in request.app.routes if isinstance(route, Route)}
@@ -201,5 +201,5 @@ def _nearest(request: Request) -> str:
 
 
 async def _client_left(request: Request, error: Exception) -> Response:
-    """Answer a client that is gone; access logs call this 499."""
+    """Answer a client that has closed the connection, with 499, the customary status in access logs."""
     return Response(status_code=499)

@@ -1,9 +1,9 @@
-"""Compare bridges with the template's own rendering while the gateway runs.
+"""Compare bridges with the template's own rendering, in the background while the gateway runs.
 
-In the background: the first bridge of each kind on each branch, and a sample of the others, are put into a queue after
-their turns are durable, and a thread renders the real conversations (`chat.bridge_check`). When the queue is full, a
-check is left out and the verdict goes on saying so. What is found is appended to the record as events; a difference
-ends the use of the bridge's strategy for its setup and kind.
+After a turn is durable, its bridge is queued if it is the first of its kind on the branch or drawn for a sample. A
+thread renders the real conversation and compares it with the bridge (`chat.bridge_check`). If the queue is full, the
+check is skipped and the verdict says so. Results are recorded as events. After a difference the bridge's strategy is no
+longer used for that setup and continuation.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ from tokentape.types import Event, Provenance, Setup, Turn
 _log = logging.getLogger("tokentape.gateway")
 
 WAITING = 128
-"""Checks that may wait."""
+"""Largest number of queued checks."""
 
 _CLOSE_SECONDS = 5.0
-"""How long waiting checks continue when the gateway ends. The others are done when their session is loaded."""
+"""How long the thread works on queued checks at shutdown. The rest run when their sessions are loaded again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Turns with the same bridge: the choices of one call."""
+    """One check, for the turns of one call's choices: they share their bridge."""
 
     opened: OpenSession
     turns: Sequence[Turn]
     setup: Setup
     body: Mapping[str, Any]
-    """Of the event that says that it is due."""
+    """Body of the recorded event that announces the check."""
     loop: asyncio.AbstractEventLoop
 
 
 class BridgeChecks:
-    """Samples bridges, checks them in a thread and records the results. Its methods belong to the event loop.
+    """Samples bridges, checks them in a thread and records the results. Call its methods on the event loop.
 
-    `revoke` is called with a setup's digest, a continuation's name and the strategy to go on with.
+    After a difference it calls `revoke` with the setup's digest, the continuation's name and the strategy to use
+    instead.
     """
 
     def __init__(
@@ -72,13 +73,13 @@ class BridgeChecks:
         self._random = random.Random()
 
     def due(self, opened: OpenSession, prompt: Prompt, turns: Sequence[Turn]) -> list[Event]:
-        """Return the events to record with these turns: whether their bridge will be checked."""
+        """Decide whether to check the bridge of new turns. Return the events that record it with the turns."""
         if prompt.bridge is None or prompt.parent is None or turns[0].abort_cause is not None:
             return []
         depth, seen = opened.bridges.get(prompt.parent.seq, _UNSEEN)
         like = _like(prompt.bridge.name, prompt.parent, prompt.added)
         first = like not in seen or self._policy == "all"
-        # One in as many as the branch has turns: what a check costs grows with the branch, what a turn costs does not.
+        # The probability is 1 / (turns on the branch): a check's cost grows with the branch, a turn's does not.
         if not first and (self._policy == "off" or self._random.random() * (depth + 1) >= 1):
             return []
         kind = BRIDGE_SKIPPED if self._policy == "off" or self._thread.full else BRIDGE_DUE
@@ -89,7 +90,7 @@ class BridgeChecks:
         return [Event(opened.session_id, turn.seq, kind, body, turn.created_at) for turn in turns]
 
     def recorded(self, opened: OpenSession, setup: Setup, turns: Sequence[Turn], events: Sequence[Event]) -> None:
-        """Queue the checks of durable turns, with the events that `due` returned for them. Returns at once."""
+        """Queue the check of turns that are now durable; `events` is what `due` returned for them. Doesn't wait."""
         self._follow(opened, turns, events)
         if events and events[0].kind == BRIDGE_DUE:
             self._offer(_Job(opened, turns, setup, events[0].body, asyncio.get_running_loop()))
@@ -99,7 +100,7 @@ class BridgeChecks:
     def loaded(
         self, opened: OpenSession, turns: Sequence[Turn], events: Sequence[Event], setups: Mapping[str, Setup]
     ) -> None:
-        """Take in turns and events read from the store; with `setups`, do the checks that are still due."""
+        """Update `opened` from turns and events loaded from the store. Queue pending checks of turns in `setups`."""
         self._follow(opened, turns, events)
         done = {event.turn for event in events if event.kind == BRIDGE_CHECKED}
         for event in events:
@@ -113,21 +114,21 @@ class BridgeChecks:
                 self._offer(job, again=True)
 
     async def wait(self, session_ids: Sequence[str] | None, seconds: float) -> None:
-        """Return when no check of these sessions, of any if None, is due any more, or after so many seconds."""
+        """Wait, at most `seconds`, until these sessions have no pending checks. None stands for all sessions."""
         until = time.monotonic() + seconds
-        # Other gateways over the same record may be doing them.
+        # Other gateways on the same record may run the checks, so only the store knows.
         while await asyncio.to_thread(self._store.checks_due, session_ids) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_SECONDS)
 
     async def close(self) -> None:
-        """Continue with waiting checks for some seconds, then end. The next gateway does those that are left."""
+        """Work on queued checks for `_CLOSE_SECONDS`, then stop. The next gateway does the remaining checks."""
         await asyncio.to_thread(self._thread.close, _CLOSE_SECONDS)
-        # What the thread has handed over last is taken by now.
+        # Let the callbacks that the thread scheduled last run first.
         await asyncio.sleep(0)
         await asyncio.gather(*self._writing)
 
     def _follow(self, opened: OpenSession, turns: Iterable[Turn], events: Iterable[Event]) -> None:
-        """Note per turn how long its branch is, and which kinds of bridges were drawn on it."""
+        """Store for each turn the length of its branch and the kinds of bridges already drawn on that branch."""
         likes = {
             event.turn: event.body["like"]
             for event in events
@@ -138,15 +139,15 @@ class BridgeChecks:
             opened.bridges[turn.seq] = depth + 1, seen | {likes[turn.seq]} if turn.seq in likes else seen
 
     def _offer(self, job: _Job, *, again: bool = False) -> None:
-        # One that comes after the end stays due: the next gateway checks it.
+        # A check offered after `close` stays pending, so that the next gateway does it.
         if not self._thread.offer(job) and not again and not self._thread.closed:
-            self._found(job, BridgeCheck("unknown", "there was no room in the queue"))
+            self._found(job, BridgeCheck("unknown", "the queue of checks was full"))
 
     def _check(self, job: _Job) -> None:
         try:
             found = _check(self._renderer, job)
         except Exception as error:
-            # Its text may hold what was said.
+            # The exception's text may quote the conversation.
             found = BridgeCheck("unknown", f"the check failed ({type(error).__name__})")
         if not job.loop.is_closed():
             job.loop.call_soon_threadsafe(self._found, job, found)
@@ -164,7 +165,7 @@ class BridgeChecks:
             self._metrics.bridge_revocations.labels(goes_on).inc()
             where = f"session {job.opened.session_id} turn {job.turns[0].seq}, setup {job.setup.digest[:12]}"
             what = f"the {job.body['strategy']} bridge for {job.body['continuation']}"
-            _log.warning("%s is not what the template writes (%s): goes on %s", what, where, goes_on)
+            _log.warning("%s differs from the template's own text (%s); used from now on: %s", what, where, goes_on)
         events = [Event(turn.session_id, turn.seq, BRIDGE_CHECKED, body, time.time()) for turn in job.turns]
         task = asyncio.get_running_loop().create_task(self._note(job.opened, events))
         self._writing.add(task)
@@ -175,17 +176,17 @@ class BridgeChecks:
             if not opened.deleted:
                 await self._store.write(*events)
         except TokentapeError as error:
-            _log.warning("what a check of a bridge found could not be recorded (%s)", error.code)
+            _log.warning("the result of a bridge check could not be recorded (%s)", error.code)
 
 
 _UNSEEN: tuple[int, frozenset[str]] = (0, frozenset())
-"""Of a branch without turns: its length, and the kinds of bridges drawn on it."""
+"""Branch length and kinds of drawn bridges, for a branch without turns."""
 
 _POLL_SECONDS = 0.05
 
 
 def _like(name: str, parent: Turn, added: PromptTokens) -> str:
-    """Return the kind of a bridge: a hash of the continuation, the tools called and how the turn ended."""
+    """Return the kind of a bridge: a hash of the continuation, the called tools and how the parent turn ended."""
     calls = parent.reply.get("tool_calls") or ()
     tools = sorted({str(call["function"]["name"]) for call in calls})
     closed = bool((added.provenance == Provenance.CLOSE).any())

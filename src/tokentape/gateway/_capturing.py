@@ -1,7 +1,7 @@
-"""Capture: a server renders the messages itself, and the prompt that it says it sampled from becomes the context.
+"""Capture: the inference server renders the messages, and the prompt ids that it reports become the turn's context.
 
-Everything else is as usual: retries, parsing from ids, the invariants, the commit. But the context is not made here, so
-it may not continue the session's last turn. Such a turn is a fork: `drift`.
+Retries, parsing from ids, invariants and commits work as for other turns. A prompt that the server renders may not
+continue the session's ids. The turn is then recorded as a fork with the cause `drift`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tokentape.gateway._events import TurnRequest
 from tokentape.types import TokenIds
 
 DRIFT = "drift"
-"""Fork cause of a turn whose prompt, made by the server, does not continue the session's ids."""
+"""Fork cause of a turn if the prompt that the server rendered does not continue the session's ids."""
 
 
 def differs_at(context_ids: TokenIds, prompt_ids: TokenIds) -> int | None:
-    """Return the first token at which `prompt_ids` does not continue `context_ids`, int32 [tokens]; None if it does.
+    """Return the index of the first token where `prompt_ids` stops following `context_ids`, both int32 [tokens].
 
-    A prompt that ends with the context, or within it, differs at its own end.
+    Return None if the prompt is the context and more. A prompt that is the context or its beginning differs at its end.
 
     >>> differs_at(np.array([1, 2, 3]), np.array([1, 9, 3, 4]))
     1
@@ -39,19 +39,19 @@ def differs_at(context_ids: TokenIds, prompt_ids: TokenIds) -> int | None:
 
 
 class ServerRenderedCall:
-    """Calls of a server from one request's messages; `begin` begins the first of them. Samples like an `Engine`."""
+    """Calls of a server that renders one request's messages itself. Call `begin` first, then `sample`."""
 
     def __init__(self, server: ChatServer, request: TurnRequest) -> None:
         self._server = server
         self._request = request
         self._first: ChatCall | None = None
         self.request_id = secrets.token_hex(12)
-        """The first call's."""
+        """Request id of the first call."""
 
     async def begin(self, held: AsyncExitStack, sampling: SamplingParams) -> TokenIds:
-        """Begin the first call, which ends with `held`, and return the server's prompt, int32 [tokens].
+        """Begin the first call and return the server's prompt, int32 [tokens]. Closing `held` ends an unused call.
 
-        Raises `InvalidRequest`, `EngineError` and kinds.
+        Raises `InvalidRequest`, `EngineError` and their subclasses.
         """
         named = self._request.session_id if "session_id" in self._server.info.sampling else None
         self._first = await self._ask(replace(sampling, session_id=named), self.request_id)
@@ -61,7 +61,7 @@ class ServerRenderedCall:
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Yield the deltas of the call that has begun, or else of another one from the same prompt."""
+        """Yield the deltas of the call that `begin` began; when it is used up, those of a new call."""
         call, self._first = self._first, None
         if call is None:
             call = await self._ask(params, request_id)

@@ -20,19 +20,19 @@ from tokentape.types import FinishReason, TokenIds
 
 
 class ReplyReader(Protocol):
-    """Reads one completion, as chat or as plain text."""
+    """Parses one completion, as chat or as plain text, while it is sampled."""
 
     def feed(self, ids: Sequence[int]) -> ReplyDelta:
-        """Take newly sampled ids; return what they add to the reply."""
+        """Parse newly sampled ids. Return what they add to the reply."""
         ...
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
-        """End the completion; return the rest and the whole reply."""
+        """End the completion. Return the text held back until now, and the whole reply."""
         ...
 
 
 Sample: TypeAlias = Callable[..., AsyncGenerator[SampleDelta, None]]
-"""`Engine.sample`, or what takes its place."""
+"""`Engine.sample` or a function with the same signature."""
 
 
 @dataclass(slots=True)
@@ -44,43 +44,43 @@ class Choice:
     prompt_ids: TokenIds
     """The context, int32 [tokens]."""
     stream: bool = False
-    """Whether tokens are wanted as they come."""
+    """Whether the engine should stream tokens."""
     captured: bool = False
-    """The server renders, and can't be asked to continue. The call has passed the gate."""
+    """Whether the server renders: it can't continue a completion, and the call has already passed the gate."""
     weights_now: Callable[[], str | None] = lambda: None
-    """The weight version that samples now, for engines that don't report it."""
+    """Returns the current weight version, for engines that don't report it."""
     call_prefix: str = ""
-    """How the ids begin that are given to tool calls."""
+    """Prefix of the ids that the gateway gives to tool calls."""
     request_id: str = field(default_factory=lambda: secrets.token_hex(12))
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     supports: list[bytes] = field(default_factory=list)
-    """One per id; none at all until one is reported."""
+    """Supports, one per id; an empty list until the engine reports one."""
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
     engines: list[str | None] = field(default_factory=lambda: [None])
-    """The engine of each call that it is made of, if there are several engines."""
+    """For each engine call of this completion the engine that served it; None unless there are several engines."""
     resumes: list[tuple[int, str]] = field(default_factory=list)
-    """Number of tokens at which it was continued after an abort, and the cause of the abort."""
+    """For each resume after an abort: the number of tokens before it, and the cause of the abort."""
     part: int = 0
-    """Number of tokens at which the newest call of the engine began."""
+    """Number of tokens before the newest engine call."""
     lost: bool = False
-    """The newest call was cancelled before anything of it was received."""
+    """Whether the newest call was cancelled before anything was received from it."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """Recorded with the sampling parameters: how it was sampled."""
+    """Facts about the sampling, recorded with the sampling parameters."""
     weight_version: str = "unknown"
-    """Of the first token."""
+    """Weight version of the first token; `weight_changes` has the later ones."""
     weight_changes: list[tuple[int, str]] = field(default_factory=list)
     payloads: tuple[Payload, ...] = ()
     cached_tokens: int | None = None
-    """How many tokens of the prompt the engine had cached, if it says."""
+    """Number of prompt tokens that the engine had cached, if it reports it."""
     reply: Reply | None = None
     rest: ReplyDelta = field(default_factory=ReplyDelta)
     named_calls: int = 0
 
     def append(self, delta: SampleDelta) -> TurnDelta:
-        """Add newly sampled tokens; return them with what they add to the reply."""
+        """Append newly sampled tokens. Return them with what they add to the reply."""
         version = delta.weight_version or self.weights_now()
         if version is not None and delta.token_ids:
             self._weights(len(self.ids), version)
@@ -96,10 +96,10 @@ class Choice:
         if delta.payloads:
             self.payloads = _joined(self.payloads, delta.payloads)
         if not self.part:
-            # Of a call that goes on with this completion, part of the prompt was sampled here.
+            # Only from the first call: the prompts of later ones contain sampled tokens.
             self.cached_tokens = delta.cached_tokens
         if delta.weight_spans:
-            # Spans at the end of a call cover all its tokens, and correct earlier ones.
+            # Spans come at the end of a call, cover all of its tokens and replace earlier reports.
             self.weight_changes = [one for one in self.weight_changes if one[0] < self.part]
             for span in delta.weight_spans:
                 self._weights(self.part + span.start, span.version)
@@ -107,7 +107,7 @@ class Choice:
         return TurnDelta(self.index, delta, self._named(parsed) if parsed.tool_calls else parsed)
 
     def _weights(self, start: int, version: str) -> None:
-        """Note the version that samples from token `start` on."""
+        """Record that `version` sampled the tokens from `start` on."""
         newest = self.weight_changes[-1][1] if self.weight_changes else self.weight_version
         if not start:
             self.weight_version = version
@@ -115,19 +115,22 @@ class Choice:
             self.weight_changes.append((start, version))
 
     def payloads_due(self) -> int | None:
-        """Return the offset in prompt + completion from which payloads are missing; None if none are requested."""
+        """Return the first index in prompt + completion without payloads. Return None if none were requested."""
         due = self.sampling.payloads_from
         return due if due is None else min([one.start + len(one.rows) for one in self.payloads], default=due)
 
     def go_on(self, cause: str | None) -> None:
-        """Begin another engine call for the rest, after one that ended for `cause`; None if it sampled nothing."""
+        """Reset for another engine call that samples the rest.
+
+        `cause` is why the last call was aborted; None if that call sampled nothing, which is not recorded.
+        """
         if cause is not None:
             self.resumes.append((len(self.ids), cause))
             self.engines.append(None)
         self.part, self.finish_reason, self.stop, self.lost = len(self.ids), None, None, False
 
     def end(self) -> None:
-        """Take the tokens so far as the whole completion."""
+        """End the completion after the tokens so far, and parse the reply."""
         rest, reply = self.reader.finish()
         self.rest = self._named(rest) if rest.tool_calls else rest
         self.reply = replace(reply, tool_calls=name_calls(reply.tool_calls, self.request_id, 0, self.call_prefix))
@@ -139,7 +142,7 @@ class Choice:
 
 
 def _joined(payloads: tuple[Payload, ...], more: tuple[Payload, ...]) -> tuple[Payload, ...]:
-    """Return the payloads so far followed by those of the call that continues them."""
+    """Append the payload rows of a continuing call to the rows so far, name by name."""
     before = {one.name: one for one in payloads}
     joined = []
     for one in more:
@@ -149,9 +152,9 @@ def _joined(payloads: tuple[Payload, ...], more: tuple[Payload, ...]) -> tuple[P
 
 
 def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0, prefix: str = "") -> tuple[ToolCall, ...]:
-    """Return calls with an id each: the model's own, else nine letters and digits, which every template accepts.
+    """Give an id to each call that has none from the model: `prefix` and nine hex digits, which every template accepts.
 
-    `prefix` comes before these; see `PromptBuilder.call_prefix`.
+    `request_id` and the call's number, from `start` on, determine the id. For `prefix` see `PromptBuilder.call_prefix`.
     """
     named, number = [], start
     for call in calls:
@@ -164,9 +167,9 @@ def name_calls(calls: Sequence[ToolCall], request_id: str, start: int = 0, prefi
 def sample_choices(
     choices: Sequence[Choice], sample: Callable[[Choice], AsyncGenerator[TurnDelta, None]]
 ) -> AsyncGenerator[TurnDelta, None]:
-    """Sample all `choices`, each by `sample`; yields deltas as they come. One that fails ends them all.
+    """Sample all `choices` concurrently with `sample`. Yield their deltas as they arrive.
 
-    Raises what `sample` raises. Closing the iterator aborts what is still being sampled.
+    If one choice fails, the others are aborted and its error is raised. Closing the iterator aborts all of them.
     """
     return sample(choices[0]) if len(choices) == 1 else _sample_all(choices, sample)
 

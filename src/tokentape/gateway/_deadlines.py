@@ -1,4 +1,4 @@
-"""Limits on how a client sends its request: uvicorn waits for ever (Kludex/uvicorn#157) and takes any header."""
+"""Limits on receiving requests: uvicorn has no receive timeout (Kludex/uvicorn#157) and no limit on header size."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tokentape.errors import HeadersTooLarge
 from tokentape.gateway._http import encode_json, error_body
 
 HEADER_SECONDS = 10.0
-"""From the connection, or the first byte of a later request on it, to the end of the headers."""
+"""Time for the headers, from the connection or from the first byte of a later request on it."""
 
 BODY_SECONDS = 300.0
-"""From there to the end of the body."""
+"""Time for the body, from the end of the headers."""
 
 MAX_HEAD_BYTES = 64 << 10
-"""Of a request's line and headers, and of what follows the last chunk of its body (trailers), to about 16 KiB."""
+"""Limit of a request's line and headers, and also of its trailers. Enforced to within about 16 KiB."""
 
 _PIECE_BYTES = 16 << 10
 
 
 class DeadlineConfig(uvicorn.Config):
-    """uvicorn's configuration, and the deadlines in seconds."""
+    """uvicorn's configuration with two receive timeouts, in seconds."""
 
     def __init__(self, app: Any, *, header_seconds: float, body_seconds: float, **options: Any) -> None:
         super().__init__(app, http=_DeadlineProtocol, **options)
@@ -34,19 +34,19 @@ class DeadlineConfig(uvicorn.Config):
 
 
 class _DeadlineProtocol(HttpToolsProtocol):
-    """Closes a connection that takes too long to send its request, or sends headers without end (431).
+    """Closes connections with requests that arrive too slowly, or with headers that are too large (431).
 
-    What a client sends while an earlier request is being answered may take as long as the answer.
+    While an earlier request on the connection is being answered, the timeouts of the next one don't run.
     """
 
     config: DeadlineConfig
     _deadline: asyncio.TimerHandle | None = None
     _seconds: float | None = None
-    """How long what the client has begun to send may take; None if it has begun nothing."""
+    """Receive timeout of the request that is arriving; None if none is."""
     _earlier: RequestResponseCycle | None = None
     """The request before the one that is being received."""
     _kept = 0
-    """Bytes received since the last head, piece of a body or request was complete: the parser may hold all of them."""
+    """Bytes received since the parser last completed headers, body data or a request: it may buffer all of them."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -64,20 +64,20 @@ class _DeadlineProtocol(HttpToolsProtocol):
                 self._refuse_head()
                 return
         if self._seconds is None and (self.cycle is None or self.cycle.response_complete):
-            # Empty lines before a request begin none, but have ended uvicorn's wait for the next one.
+            # Empty lines begin no request, but they have ended uvicorn's keep-alive timeout.
             self._earlier = self.cycle
             self._allow(self.config.header_seconds)
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. As uvicorn does, but a request that asks for an upgrade keeps its body."""
+        """Feed the parser as uvicorn does, but keep the body of a request that asks for an upgrade."""
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stopped:
             if not self._offers_upgrade():
                 return
-            # Java's client asks for h2c by default. The parser takes what follows the head for the new protocol, so the
-            # request is parsed again as one that does not ask.
+            # Java's client asks for h2c by default. The parser treats everything after the headers as the new protocol,
+            # so the request is parsed again without its `Upgrade` header.
             head = [self.parser.get_method(), b" ", self.url, b" HTTP/1.1\r\n"]
             for name, value in self.headers:
                 if name != b"upgrade":
@@ -88,7 +88,7 @@ class _DeadlineProtocol(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def _offers_upgrade(self) -> bool:
-        """Return whether the request offers another protocol. CONNECT offers none: it asks for a tunnel."""
+        """Return whether the request asks for an upgrade. CONNECT does not: it asks for a tunnel."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _refuse_head(self) -> None:

@@ -1,4 +1,4 @@
-"""What every wire API shares: callers, sessions, retries, clients that leave, replies and streams."""
+"""The endpoint code that all wire APIs share: callers, sessions, retries, disconnects, replies and streams."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tokentape.store import Store
 from tokentape.types import Message
 
 _RETRIED_WITHIN = 900.0
-"""Seconds; clients retry soon."""
+"""Seconds after a call in which a retry without a key is looked for in the record."""
 
 _CLIENT_HEADERS = {
     # Claude Code; the class and `context-compacted` only with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1.
@@ -67,44 +67,44 @@ _CLIENT_HEADERS = {
     # The SDKs of OpenAI and Anthropic.
     b"x-stainless-retry-count": "retry",
 }
-"""Headers of harnesses and routers that say a call's place among others, for `_session.lineage`."""
+"""Headers in which harnesses and routers name a call's session, agent or parent, for `_session.lineage`."""
 
 _Body = TypeVar("_Body", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True)
 class DoneChoice:
-    """One finished choice: what was sampled, delta by delta, and how it was recorded."""
+    """One finished choice: its sampled deltas and its recorded turn."""
 
     done: TurnDone
     sampled: Sequence[SampleDelta]
 
 
 class Encoder(Protocol):
-    """Writes the replies to one request in a dialect."""
+    """Writes the replies to one request in the format of a wire API."""
 
     def whole(self, choices: Sequence[DoneChoice]) -> Any:
-        """Return the reply to a request without `stream`, to be written as JSON."""
+        """Return the JSON value of the reply to a request without `stream`."""
         ...
 
     def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream after the `TurnStarted`. It must read `events` to their end before its last."""
+        """Yield the server-sent events for `events`, which come after `TurnStarted`. Read all before the last yield."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedRequest:
-    """A request as a wire API reads it."""
+    """A request decoded by a wire API."""
 
     turn: TurnRequest
     encoder: Callable[[TurnStarted], Encoder]
     ignored: tuple[str, ...] = ()
-    """Parameters that were accepted but can't be enforced; the header `X-Tokentape-Ignored-Params` names them."""
+    """Accepted parameters that have no effect here; the header `X-Tokentape-Ignored-Params` names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What decoding a body may need to know besides it."""
+    """Facts that a wire API may need to decode a body."""
 
     session_id: str
     engine: EngineInfo
@@ -116,23 +116,23 @@ class RequestContext:
 
 
 class Dialect:
-    """A wire API: how its bodies and replies are written.
+    """A wire API: decodes its request bodies and encodes its replies.
 
-    `model_id` is the model's name in replies, `tokenizer` spells and counts tokens there.
+    `model_id` is the model's name in replies. `tokenizer` spells tokens and counts them in replies.
     """
 
     path: str
-    """Below a base URL, for example `/v1/chat/completions`."""
+    """Path below a base URL, for example `/v1/chat/completions`."""
     summary: str
-    """Its name in the OpenAPI document."""
+    """Name of the API in the OpenAPI document."""
     body: type[Struct]
-    """The fields of its bodies."""
+    """Struct with the fields of a request body."""
     ignored: frozenset[str]
-    """Other fields that are accepted and have no effect."""
+    """Additional fields that are accepted and have no effect."""
     read_messages: Callable[[bytes, RequestContext], tuple[Message, ...]] | None = None
-    """Reads the messages of a body that was accepted.
+    """Reads the messages of an accepted body.
 
-    None where a body has no array `messages`, or where the meaning of a message depends on those before it.
+    None if bodies have no array `messages`, or if the meaning of a message depends on the messages before it.
     """
 
     def __init__(self, model_id: str, tokenizer: Tokenizer) -> None:
@@ -140,11 +140,11 @@ class Dialect:
         self.tokenizer = tokenizer
 
     def session_of(self, body: Any) -> str | None:
-        """Return the session that the body itself names, if this API has such a field and it is used."""
+        """Return the session id in the body; None if the API has no such field or the body doesn't use it."""
         return None
 
     async def decode(self, body: Any, context: RequestContext) -> DecodedRequest:
-        """Read a body, already parsed as JSON. Raises `InvalidRequest` and kinds, naming the parameter."""
+        """Decode a body parsed as JSON. Raises `InvalidRequest` or a subclass that names the parameter."""
         raise NotImplementedError
 
     def error_event(self, error: TokentapeError) -> bytes:
@@ -153,7 +153,7 @@ class Dialect:
 
 
 class AnonymousSessions:
-    """Sessions for calls that name none, such that a retry of a call finds the session of the call."""
+    """Assigns sessions to calls that name no session. A retry gets the same session as the call it repeats."""
 
     def __init__(self, store: Store, most: int = 4096) -> None:
         self._store = store
@@ -161,13 +161,16 @@ class AnonymousSessions:
         self._recent: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     async def session_id(self, owner: str, attempt: Attempt) -> str:
-        """Return the session for a call: with an Idempotency-Key always the same, else a new one unless it retries."""
+        """Return the id of a call's session.
+
+        With an Idempotency-Key it is derived from the key. Without one it is new, unless the call is a retry.
+        """
         if attempt.key is not None:
             return hashlib.sha256(f"{owner}\0{attempt.key}".encode()).hexdigest()[:32]
         call = owner, attempt.body_digest
         recorded = None
         if attempt.retried and call not in self._recent:
-            # The call may have been answered by another gateway, or before a restart.
+            # Another gateway, or this one before a restart, may have answered the call.
             since = time.time() - _RETRIED_WITHIN
             recorded = await asyncio.to_thread(self._store.session_of_call, owner, attempt.body_digest, since)
         if not attempt.retried or call not in self._recent:
@@ -180,7 +183,7 @@ class AnonymousSessions:
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """What the endpoints share."""
+    """State shared by all endpoints."""
 
     turns: Turns
     model_id: str
@@ -189,22 +192,22 @@ class Gateway:
     drain: Drain
 
     def caller(self, request: Request) -> Caller:
-        """Return who sent a request. Raises `Unauthorized`."""
+        """Return the caller that the request's key belongs to. Raises `Unauthorized`."""
         caller = self.keys.caller(request.headers)
         request_log(request).key = caller.owner
         return caller
 
     async def read(self, request: Request, kind: type[_Body], default: _Body | None = None) -> _Body:
-        """Return the request's body as a Struct, `default` if it has none. Raises `InvalidRequest` and `TooLarge`."""
+        """Return the request's body as a Struct; `default` if it is empty. Raises `InvalidRequest` and `TooLarge`."""
         body = await read_json_body(request, self.turns.limits.body_bytes)
         return default if not body and default is not None else read_as(parse_json(body) if body else None, kind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Endpoint:
-    """Answers at a dialect's path, with the session in the path or elsewhere.
+    """Answers the calls of one wire API, at its path and below /sessions/{session_id}.
 
-    An ASGI application of its own: starlette wraps a function in another, which every event would pass.
+    It is an ASGI application because starlette would wrap a function, which slows every stream event.
     """
 
     gateway: Gateway
@@ -221,7 +224,7 @@ class Endpoint:
                 held.enter_context(gateway.turns.calls.track(caller.owner))
                 response = await self._answer(caller, request)
                 if isinstance(response, EventStream):
-                    # Its call is in flight until the last event.
+                    # The call counts as in flight until its last event is sent.
                     response.held = held.pop_all()
             await response(scope, receive, send)
             complete = not isinstance(response, EventStream) or response.complete
@@ -237,7 +240,7 @@ class Endpoint:
         body = RequestBody(data, turns.sessions.prefixes(session_id or "", caller.owner) if lazy else ())
         parsed = parse_json(body.unread)
         count = check_count(parsed, body.prefix.span.count if body.prefix else 0)
-        # Before the digest of the whole body, so that each byte is hashed once.
+        # Take the span before the digest of the whole body, so that each byte is hashed only once.
         span = body.span(count) if lazy else None
         session_id = address(request, caller, self.dialect.session_of(parsed))
         attempt = _attempt(request, self.dialect.path, body, anonymous=session_id is None)
@@ -269,7 +272,7 @@ class Endpoint:
             started = await anext(events)
             assert isinstance(started, TurnStarted)
             if started.replayed:
-                # Nothing may have been awaited: a client that had left before is noticed now, and has not read it.
+                # A replay may not have awaited anything yet. Yield once, so that a client that left is noticed here.
                 await asyncio.sleep(0)
             line.engine_requests = started.engine_requests
             line.reply_id, line.replayed = started.reply_id, started.replayed
@@ -283,7 +286,7 @@ class Endpoint:
                 line.turns += [choice.done.turn.seq for choice in choices]
                 headers["X-Tokentape-Turn"] = ",".join(map(str, line.turns))
                 return Response(encode_json(encoder.whole(choices)), 200, headers, "application/json")
-            # The status waits for the first tokens, so that whatever fails before them has its own status.
+            # Send the status with the first tokens, so that earlier failures get their own status.
             first = await anext(events)
             unread.pop_all()
         return EventStream(encoder.stream(line.follow(first, events)), headers, self.dialect.error_event)
@@ -291,7 +294,7 @@ class Endpoint:
     async def _decode(
         self, body: RequestBody, parsed: Any, span: MessagesSpan | None, context: RequestContext
     ) -> DecodedRequest:
-        """Decode a body. Messages that an earlier body had too are read only if something looks at them."""
+        """Decode a body. Messages known from an earlier body are decoded only when they are accessed."""
         prefix, read = body.prefix, self.dialect.read_messages
         if prefix is not None and read is not None:
             if span is not None:
@@ -302,7 +305,7 @@ class Endpoint:
                     )
                     return replace(decoded, turn=replace(decoded.turn, messages=messages, span=span))
                 except InvalidRequest:
-                    # The error has to count all messages.
+                    # Decode everything, so that the error names the right message index.
                     pass
             parsed, span = parse_json(body.data), None
         decoded = await self.dialect.decode(parsed, context)
@@ -310,10 +313,10 @@ class Endpoint:
 
 
 def address(request: Request, caller: Caller, named: str | None = None) -> str | None:
-    """Return the session that a request names: in its path, body or key, else in the header `X-Session-Id`.
+    """Return the session id from a request's path, body or key, else from the header `X-Session-Id`, else None.
 
-    None if it names none. The header is a hint, since some harnesses send a session id of their own in it; what can't
-    be an id here is ignored. Raises `InvalidRequest` if the path, body or key name that, or different sessions.
+    `named` is the id in the body. A header that is no valid id is ignored, since some harnesses send their own ids in
+    it. Raises `InvalidRequest` if path, body and key name an invalid id or different sessions.
     """
     given = [request.path_params.get("session_id"), named, caller.session_id]
     names = {name for name in given if name is not None}
@@ -332,13 +335,13 @@ def _attempt(request: Request, path: str, body: RequestBody, *, anonymous: bool)
     if key is not None and not 0 < len(key) <= 256:
         raise InvalidRequest("an Idempotency-Key has 1 to 256 characters", "Idempotency-Key")
     count = request.headers.get("x-stainless-retry-count", "0")
-    # A call that names no session is not a retry of one that does.
+    # The `?` keeps a call without a session from matching one that names a session.
     digest = body.digest(f"{path}?" if anonymous else path)
     return Attempt(digest, key, retried=count.isdecimal() and int(count[:9]) > 0)
 
 
 async def _collect(events: AsyncGenerator[TurnEvent]) -> list[DoneChoice]:
-    """Read the events to their end and return all choices, in order."""
+    """Read all events. Return the finished choices, in order of their index."""
     sampled: dict[int, list[SampleDelta]] = {}
     done: list[TurnDone] = []
     async for event in events:
@@ -350,7 +353,9 @@ async def _collect(events: AsyncGenerator[TurnEvent]) -> list[DoneChoice]:
 
 
 def client_headers(headers: Iterable[tuple[bytes, bytes]], session_id: str) -> dict[str, str]:
-    """Return what raw headers say, by names that all harnesses share; without what says nothing beside the session.
+    """Return the values of `_CLIENT_HEADERS` in raw headers, under the names that all harnesses share.
+
+    The session's own id and a retry count of 0 are left out.
 
     >>> client_headers([(b"x-parent-session-id", b"ses_1"), (b"x-stainless-retry-count", b"0")], "ses_2")
     {'parent': 'ses_1'}

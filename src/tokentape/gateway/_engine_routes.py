@@ -1,4 +1,4 @@
-"""The engine as a resource: what it is, and a gate that trainers close while they change the weights."""
+"""Endpoints of the engine: show it, and pause and resume it while a trainer changes the weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ResumeSampling(Struct, forbid_unknown_fields=True):
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    """Return the endpoints under /engine. With keys, pausing and resuming need an admin's."""
+    """Return the endpoints under /engine. If the gateway has keys, pause and resume need an admin key."""
     turns = gateway.turns
 
     def admin_only(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""What wire APIs and `Turns` exchange: a request for a turn, and the events of the call that takes it."""
+"""Types exchanged between wire APIs and `Turns`: requests for turns, and the events of a call."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from tokentape.gateway._prefix import MessagesSpan
 from tokentape.types import Media, Message, TokenIds, Tool, Turn
 
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
-"""Why a reply ended, in replies to clients."""
+"""Finish reason as clients see it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Identifies a call, so that a retry is not taken for a new call."""
+    """Identity of a call, used to recognize retries."""
 
     body_digest: str
     """Hex SHA-256 of path and body."""
     key: str | None = None
-    """The client's Idempotency-Key: two calls with the same one are the same call."""
+    """The client's Idempotency-Key: two calls with the same key are the same call."""
     retried: bool = False
-    """The client says that it sent this before (OpenAI's and Anthropic's do, in `x-stainless-retry-count`)."""
+    """Whether the client marks it as a retry (OpenAI's and Anthropic's SDKs do, in `x-stainless-retry-count`)."""
 
     def repeats(self, key: str | None, body_digest: str) -> bool:
-        """Return whether this is an earlier call again. Raises `IdempotencyMismatch` for a key with another body."""
+        """Return whether this repeats the earlier call with this key and body.
+
+        Raises `IdempotencyMismatch` if the keys are equal and the bodies are not.
+        """
         if self.key is None:
             return self.retried and key is None and self.body_digest == body_digest
         if self.key == key and self.body_digest != body_digest:
@@ -46,51 +49,51 @@ class TurnRequest:
     tools: tuple[Tool, ...]
     template_kwargs: Mapping[str, object]
     sampling: SamplingParams
-    """`max_tokens` 0 means as many as fit; `stop_token_ids` are added to those of the model."""
+    """`max_tokens` 0 means as many as fit. `stop_token_ids` are added to the model's own stop ids."""
     given: frozenset[str] = frozenset()
-    """Which of the parameters in `pins.NAMES` the caller named."""
+    """The parameters of `pins.NAMES` that the caller set."""
     overridden: Overridden = field(default_factory=dict)
-    """Which of these are not in `sampling` as the caller asked; see `Pins`."""
+    """Parameters set by the caller that `Pins` replaced in `sampling`."""
     n: int = 1
     stream: bool = False
     prompt_ids: TokenIds | None = None
-    """A prompt that the caller tokenized, int32 [tokens], in place of messages. The reply is not parsed then."""
+    """A prompt that the caller tokenized, int32 [tokens], instead of messages. Its reply is not parsed."""
     ignore_eos: bool = False
-    """The model's own stop ids don't end the completion."""
+    """Whether sampling continues after the model's own stop ids."""
     media: Mapping[str, Media] = field(default_factory=dict)
-    """Images that came with the messages, by hash."""
+    """Images sent with the messages, by hash."""
     owner: str = ""
-    """Name of the caller's API key. A session belongs to the key that began it."""
+    """Name of the caller's API key. A session belongs to the key that created it."""
     begins_session: bool = True
-    """A session that does not exist is created; not with a session's own key, which would revive a deleted one."""
+    """Whether to create a missing session. False for a session's own key, which could revive a deleted session."""
     client_session: str | None = None
-    """The session id that the harness itself sent in a header, if it is not `session_id`."""
+    """The session id that the harness sent in a header, if it differs from `session_id`."""
     client: Mapping[str, str] = field(default_factory=dict)
-    """What headers say of the call's place among others; see `client_headers`."""
+    """Session, agent and parent that the client's headers name; see `client_headers`."""
     attempt: Attempt | None = None
-    """Without, the call is new."""
+    """None marks a call that repeats no other."""
     span: MessagesSpan | None = None
-    """Where the messages are in the body, so that a later body that begins alike is recognized."""
+    """Position of the messages in the body, to recognize a later body with the same beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnStarted:
-    """The first event of a call: its prompt is ready, nothing is sampled yet."""
+    """First event of a call: the prompt is ready, nothing is sampled yet."""
 
     reply_id: str
-    """Random, 24 hex digits. A retry gets the same."""
+    """Random id, 24 hex digits. A retry gets the same id."""
     created_at: float
     """Unix seconds."""
     prompt_ids: TokenIds
     """The whole prompt, int32 [tokens]."""
     replayed: bool = False
-    """The call was answered before; this is the recorded reply."""
+    """Whether the reply comes from the record, because the call was answered before."""
     engine_requests: tuple[str, ...] = ()
     """Ids of the engine's requests, one per choice."""
     sampling: SamplingParams | None = None
-    """The request's, pins and defaults included."""
+    """The request's sampling parameters after pins and defaults."""
     overridden: Overridden = field(default_factory=dict)
-    """The request's."""
+    """`TurnRequest.overridden`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ class TurnDelta:
 
 @dataclass(frozen=True, slots=True)
 class TurnDone:
-    """A committed turn. `rest` is what was held back of the reply until sampling had ended."""
+    """A committed turn. `rest` is the end of the reply, held back until sampling ended."""
 
     choice: int
     turn: Turn
@@ -112,7 +115,7 @@ class TurnDone:
     rest: ReplyDelta
     finish: Finish
     cached_tokens: int | None = None
-    """How many tokens of the prompt the engine had cached, if it says; not of replies from the record."""
+    """Number of prompt tokens that the engine had cached, if it reports it. None for replies from the record."""
 
 
 SampleEvent: TypeAlias = TurnDelta | TurnDone

@@ -1,4 +1,4 @@
-"""What every endpoint needs of HTTP: bounded bodies, JSON, errors in one shape, event streams, clients that leave."""
+"""HTTP for all endpoints: bounded bodies, JSON, error bodies, event streams, client disconnects."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from starlette.types import Receive, Scope, Send
 from tokentape.errors import InvalidRequest, TokentapeError, TooLarge, WrongContentType
 
 MAX_DEPTH = 64
-"""How deep objects and arrays of a caller's free-form JSON may nest: far below what recursion over them bears."""
+"""Deepest nesting of free-form JSON from callers, far below Python's recursion limit."""
 
 MAX_ENTRIES = 50_000
-"""How many messages, input items, tools, and parts of them a body may have: each costs time, however short it is."""
+"""Limit on the messages, input items, tools and parts in a body: each costs time, however short it is."""
 
 _T = TypeVar("_T")
 
@@ -35,10 +35,9 @@ class ClientLeft(Exception):
 
 
 def parse_json(body: bytes) -> Any:
-    """A body as JSON.
+    """Parse a body as strict JSON.
 
-    Raises `InvalidRequest` for what is not strict JSON: nothing at all, NaN, infinities, lone surrogates, numbers that
-    no double holds.
+    Raises `InvalidRequest` for an empty body, NaN, infinities, lone surrogates and numbers too large for a double.
     """
     if not body:
         raise InvalidRequest("the body is empty; expected JSON")
@@ -53,8 +52,8 @@ def parse_json(body: bytes) -> Any:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the request's body. Raises `TooLarge` once more than `max_bytes` are announced or have come."""
-    too_large = TooLarge(f"the body is larger than the {max_bytes} bytes that this gateway takes")
+    """Return the request's body. Raises `TooLarge` once more than `max_bytes` are announced or received."""
+    too_large = TooLarge(f"the body is larger than the {max_bytes} bytes that this gateway accepts")
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise too_large
@@ -67,10 +66,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body of a JSON request. Raises `WrongContentType`, and `TooLarge` as `read_body`.
+    """Return the body of a JSON request. Raises `WrongContentType` and `TooLarge`.
 
-    A web page of another site can send other types without being asked for permission, but not `application/json`.
-    Programs may leave the type out; browsers, which send an `Origin`, may not.
+    Browsers let a page of another site send other content types without a preflight, but not `application/json`. So
+    the header may be missing only from requests without an `Origin`, which browsers send.
     """
     given = request.headers.get("content-type")
     kind = (given or "").partition(";")[0].strip().lower()
@@ -82,7 +81,7 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
 
 
 def read_as(value: Any, kind: type[_T]) -> _T:
-    """Parsed JSON as the msgspec Struct `kind`. Raises `InvalidRequest` naming the field that is wrong."""
+    """Convert parsed JSON to the msgspec Struct `kind`. Raises `InvalidRequest` with the name of the wrong field."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -90,7 +89,7 @@ def read_as(value: Any, kind: type[_T]) -> _T:
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
-    """Return the error in the caller's terms: `messages[2].content: expected ..., got ...`."""
+    """Return the error as the caller should see it: `messages[2].content: expected ..., got ...`."""
     reason, _, path = str(error).partition(" - at `$")
     if reason.startswith("Invalid enum value"):
         # msgspec quotes the value, which is the caller's text.
@@ -116,10 +115,10 @@ def check_depth(value: Any, param: str) -> None:
 
 
 def check_count(body: Any, before: int = 0) -> int:
-    """Return how many messages and parts of messages there are, with the `before` that earlier requests had.
+    """Count the messages in a body and their parts, plus `before`, the count of the messages left out of `body`.
 
-    Lists in the arguments of calls and in schemas are data, and are not counted. Raises `TooLarge` if messages, system
-    or tools have over `MAX_ENTRIES`.
+    Lists in call arguments and in schemas are not counted. Raises `TooLarge` if messages, input, system or tools have
+    more than `MAX_ENTRIES`.
     """
     counts = {"messages": before, "input": 0, "system": 0, "tools": 0}
     for name in counts:
@@ -137,11 +136,11 @@ def check_count(body: Any, before: int = 0) -> int:
 
 
 _PARTS = ("content", "output", "summary")
-"""Where messages, results and reasoning of the wire APIs have their parts."""
+"""Keys under which messages, results and reasoning hold their parts."""
 
 
 encode_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
-"""A value as JSON. NaN and infinities become null."""
+"""Encodes a value as JSON. NaN and infinities become null."""
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -160,7 +159,7 @@ def error_body(error: TokentapeError) -> dict[str, Any]:
 
 
 def error_headers(error: TokentapeError) -> dict[str, str]:
-    """What a failed request's response says in headers. OpenAI's and Anthropic's clients obey `x-should-retry`."""
+    """Return the headers of an error response. OpenAI's and Anthropic's clients obey `x-should-retry`."""
     headers = {"x-should-retry": "true" if error.retry else "false"}
     if error.retry_after is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after))
@@ -174,7 +173,10 @@ def error_response(error: TokentapeError) -> Response:
 
 
 def unexpected(error: Exception) -> TokentapeError:
-    """Log a bug and return the error to answer with. Neither holds the exception's text, which may quote a prompt."""
+    """Log an unexpected exception. Return the error for the client.
+
+    Neither includes the exception's text, which may quote a prompt.
+    """
     where = "".join(traceback.format_tb(error.__traceback__))
     _log.error("unexpected %s\n%s", type(error).__name__, where)
     return TokentapeError("an unexpected error; the gateway's log says where it happened")
@@ -182,7 +184,7 @@ def unexpected(error: Exception) -> TokentapeError:
 
 @asynccontextmanager
 async def cancelled_if_client_leaves(receive: Receive) -> AsyncIterator[None]:
-    """Cancel what is done in the context if the client leaves, and raise `ClientLeft`. The body was read before."""
+    """Cancel the body of the `with` and raise `ClientLeft` if the client disconnects. Read the request body before."""
     working, left = asyncio.current_task(), False
     assert working is not None
 
@@ -200,7 +202,7 @@ async def cancelled_if_client_leaves(receive: Receive) -> AsyncIterator[None]:
     except BaseException as error:
         failure = error
     watching.cancel()
-    # As in asyncio.timeout: the task may have been cancelled for another reason too.
+    # As in asyncio.timeout: something else may have cancelled the task too.
     if left and working.uncancel() == 0 and isinstance(failure, asyncio.CancelledError):
         raise ClientLeft from None
     if failure is not None:
@@ -208,9 +210,9 @@ async def cancelled_if_client_leaves(receive: Receive) -> AsyncIterator[None]:
 
 
 class EventStream(Response):
-    """Server-sent events. When the client leaves, the generator of events is closed, wherever it is.
+    """A response of server-sent events. When the client leaves, the generator of events is closed.
 
-    An error in the generator becomes a last event, written by `error_event`: the status was sent long before.
+    If the generator raises, `error_event` writes the last event, because the status has already been sent.
     """
 
     media_type = "text/event-stream"
@@ -224,9 +226,9 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self.complete = False
-        """Every event was sent."""
+        """Whether every event was sent."""
         self.held = ExitStack()
-        """Closed at the end of the stream."""
+        """Context managers to exit at the end of the stream."""
         self._events = events
         self._error_event = error_event
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
@@ -249,6 +251,6 @@ class EventStream(Response):
 
 
 def encode_event(value: Any, name: str | None = None) -> bytes:
-    """One server-sent event with `value` as JSON, and a name in dialects that name them."""
+    """Return one server-sent event with `value` as JSON, and with an event name if the wire API uses names."""
     data = b"data: " + encode_json(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data

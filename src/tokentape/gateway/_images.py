@@ -1,7 +1,7 @@
-"""Images of requests: out of data URLs, into the record by their hash, on to the engine.
+"""Images in requests: decode data URLs and refer to the images by hash.
 
-A wire module makes image parts with `image_part`, the URL still in them. `receive` replaces each URL by the hash of the
-bytes and the number of tokens. Nothing is ever fetched: a gateway must not call addresses that callers choose.
+Wire modules make image parts with `image_part`, which keeps the data URL. `receive` replaces the URL with the hash of
+the bytes and the number of tokens. The gateway never fetches a URL, because callers could choose any address.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokentape.errors import InvalidRequest, UnsupportedParameter
 from tokentape.types import Media, Message
 
 MAX_IMAGES = 256
-"""Per request: each is decoded."""
+"""Limit per request, because each image is decoded."""
 
 _KINDS = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 
@@ -26,17 +26,17 @@ MIME_TYPES = (*_KINDS.values(), "image/webp")
 
 
 def image_part(url: Any, where: str, *, detail: str | None = None) -> dict[str, str]:
-    """The part for an image in a data URL; `where` names it in errors, by the parameter first.
+    """Return the message part for an image in a data URL. `where` is its path in the body, for errors.
 
     Raises `UnsupportedParameter` for any other URL and for a `detail` that would change the image.
     """
     param = where.partition("[")[0]
     if not isinstance(url, str) or not url.startswith("data:"):
         raise UnsupportedParameter(
-            f"{where} is not a data URL; images are not fetched here: send the bytes, data:image/png;base64,...", param
+            f"{where} is not a data URL, and URLs are not fetched; send the bytes as data:image/png;base64,...", param
         )
     if detail not in (None, "auto", "high", "original"):
-        raise UnsupportedParameter(f"{where} asks for another detail than auto: images are taken as they are", param)
+        raise UnsupportedParameter(f"{where} has an unsupported detail: images are not resized; use auto", param)
     return {"type": IMAGE, "url": url}
 
 
@@ -45,7 +45,7 @@ def takes(images: bool) -> str:
 
 
 def append_content(content: Any, more: Any) -> Any:
-    """Return content followed by more content, each a text or a list of parts; a text unless there is an image."""
+    """Concatenate two contents, each a string or a list of parts. Return a string if both are, else a list of parts."""
     if isinstance(content, str) and isinstance(more, str):
         return content + more
     parts: list[dict[str, str]] = []
@@ -60,15 +60,16 @@ def append_content(content: Any, more: Any) -> Any:
 def receive(
     messages: Sequence[Message], images: ImageProcessor, load: Callable[[str], Media]
 ) -> tuple[tuple[Message, ...], dict[str, Media]]:
-    """Messages with each image by its hash, and the bytes of those that came with them, by hash.
+    """Replace the image URLs in messages with hashes. Return the messages, and the images that were sent, by hash.
 
-    A recorded message may come back; what was measured with other settings is measured again, its bytes had by `load`.
+    An image part of a recorded message that was processed with other settings is processed again; `load` returns its
+    bytes.
 
-    Raises `InvalidRequest` for what is no image, or too many.
+    Raises `InvalidRequest` for data that is not an image, and for too many images.
     """
     given: dict[str, Media] = {}
     if len(image_parts(messages)) > MAX_IMAGES:
-        raise InvalidRequest(f"the messages hold more than {MAX_IMAGES} images, the most that are taken", "messages")
+        raise InvalidRequest(f"the messages hold more than {MAX_IMAGES} images, the limit; send fewer", "messages")
 
     def received(part: Any) -> Any:
         if not image_parts([{"content": [part]}]):
@@ -91,9 +92,9 @@ def receive(
 
 
 def read_data_url(url: str) -> Media:
-    """The image in a data URL. Its first bytes say its type, whatever the URL says.
+    """Return the image in a data URL. Its first bytes determine its type; the type in the URL is ignored.
 
-    Raises `InvalidRequest` if there is none.
+    Raises `InvalidRequest` if the URL holds no supported image.
     """
     head, comma, body = url.partition(",")
     if not comma or not head.endswith(";base64"):
@@ -105,7 +106,7 @@ def read_data_url(url: str) -> Media:
     webp = "image/webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
     mime = next((kind for start, kind in _KINDS.items() if data.startswith(start)), webp)
     if mime is None:
-        raise InvalidRequest("an image is none of PNG, JPEG, WebP and GIF", "messages")
+        raise InvalidRequest("an image has an unknown format; expected PNG, JPEG, WebP or GIF", "messages")
     return Media(hashlib.sha256(data).hexdigest(), mime, data)
 
 

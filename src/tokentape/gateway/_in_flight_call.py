@@ -1,6 +1,6 @@
-"""Calls in flight, detached from the connections that wait for them.
+"""Calls in flight, independent of the connections that wait for them.
 
-A client that gives up and asks again joins the call that it left, so that one generation serves both. A call without
+A client that disconnects and retries joins the same call, so that one generation serves both requests. A call without
 clients is aborted.
 """
 
@@ -15,10 +15,10 @@ from tokentape.gateway._events import Attempt, TurnDelta, TurnEvent, TurnStarted
 
 
 class InFlightCall:
-    """One call of `turns` choices, its events kept for whoever joins. All methods belong to one event loop.
+    """One call of `turns` choices. It keeps its events for clients that join later. Call its methods on one event loop.
 
-    `grace` is how many seconds a call continues after all clients have left, if nothing of its reply was read: official
-    clients ask again half a second after a timeout. A stream that has begun can't be joined; it is aborted at once.
+    After all clients have left, the call continues for `grace` seconds if no client has read any of its reply: official
+    clients retry half a second after a timeout. A stream that a client has begun to read is aborted at once.
     """
 
     def __init__(self, attempt: Attempt | None, turns: int, *, stream: bool, grace: float) -> None:
@@ -26,7 +26,7 @@ class InFlightCall:
         self.turns = turns
         self.abort_cause = "client_left"
         self.aborted = False
-        """Its work is cancelled, so there is nothing left to join."""
+        """Whether the work is cancelled, so that a retry can't join it."""
         self._stream = stream
         self._grace = grace
         self._events: list[TurnEvent] = []
@@ -40,7 +40,7 @@ class InFlightCall:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, work: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
-        """Run `work`, which publishes its events here. It is cancelled once no client waits for it."""
+        """Start `work`, which calls `publish`. It is cancelled when no client waits for it any more."""
         self._task = asyncio.create_task(work)
         self._task.add_done_callback(lambda _: self._ended(on_end))
 
@@ -53,7 +53,7 @@ class InFlightCall:
             await self._changed.wait()
 
     def begin_commit(self) -> None:
-        """Only recording is left: from here on nothing aborts the call, and a retry finds it."""
+        """Forbid aborts from now on: only recording is left, and a retry will find the reply."""
         self._committing = True
 
     def abort(self, cause: str = "client_left") -> None:
@@ -64,7 +64,7 @@ class InFlightCall:
 
     @property
     def left_reply(self) -> str | None:
-        """The id of the reply if all clients have left before its end; None also if nothing was begun."""
+        """Id of the reply if it has begun and all clients have left before its end, else None."""
         started = self._events[0] if self._events else None
         left = not self._readers and not self._read_to_end
         return started.reply_id if isinstance(started, TurnStarted) and left else None
@@ -74,7 +74,7 @@ class InFlightCall:
             await asyncio.wait([self._task])
 
     async def follow(self) -> AsyncGenerator[TurnEvent, None]:
-        """Every event from the first on, as they come. Raises what the work raised."""
+        """Yield every event, beginning with the first. Raises the error that ended the work."""
         assert self._task is not None
         self._readers += 1
         if self._expiry is not None:
@@ -111,7 +111,7 @@ class InFlightCall:
         on_end()
         self._wake()
         if self._task is not None and not self._task.cancelled():
-            # Fetched once, so that asyncio does not log a failure without a client as never retrieved.
+            # Retrieve the exception, or else asyncio logs a failure that no client was waiting for.
             self._task.exception()
 
     def _wake(self) -> None:

@@ -1,4 +1,4 @@
-"""API keys, keys that open one session only, and ids of sessions."""
+"""API keys, session keys (derived keys for one session), and session ids."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from tokentape.errors import InvalidRequest, Unauthorized
 _NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 _DERIVED = re.compile(r"tts_([0-9a-f]{32})_([A-Za-z0-9-]{0,64})_(.+)")
 _SHORTEST = 16
-# `.` and `..` are not ids: clients and proxies fold them out of a path.
+# `.` and `..` are not ids, because clients and proxies remove them from paths.
 _SESSION_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     owner: str
-    """Name of its key; empty in a gateway without keys."""
+    """Name of the API key; empty in a gateway without keys."""
     admin: bool = False
-    """May see and delete all sessions."""
+    """Whether the key may see and delete all sessions."""
     session_id: str | None = None
-    """The one session that a derived key opens."""
+    """The only session that the key gives access to, if it is a session key."""
 
     @property
     def sees(self) -> str | None:
-        """The owner of the sessions that it may see; None for all."""
+        """Owner of the sessions that the caller may see; None for all sessions."""
         return None if self.admin else self.owner
 
 
 class Keys:
-    """The keys of a gateway, by name. Without any, whoever reaches it may do everything.
+    """The API keys of a gateway, by name. Without keys every client has full access.
 
-    A name may have several keys, separated by spaces, while one replaces another; the first makes new session keys.
-    `admins` are keys that may see every session; they own sessions like any other.
+    To rotate a key, give its name both keys, separated by a space. New session keys are derived from the first one.
+    `admins` are keys that may see every session. They own sessions like other keys.
 
-    Raises `InvalidRequest` for a name that is not made of letters, digits and hyphens, for a key shorter than 16
-    characters, and for one that is given twice.
+    Raises `InvalidRequest` for a name with other characters than letters, digits and hyphens, for a key shorter than
+    16 characters, and for a key or name that occurs twice.
     """
 
     def __init__(self, keys: Mapping[str, str] | None = None, admins: Mapping[str, str] | None = None) -> None:
@@ -64,9 +64,10 @@ class Keys:
         return bool(self._keys)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Return who sent a request with these headers (lower case): `Authorization: Bearer KEY`, or `x-api-key: KEY`.
+        """Return the caller that the key in `headers` (lower-case names) belongs to.
 
-        Raises `Unauthorized` if there is no key or none that is known.
+        The key is in `Authorization: Bearer KEY` or `x-api-key: KEY`. Raises `Unauthorized` if it is missing or
+        unknown.
         """
         scheme, _, token = headers.get("authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
@@ -78,12 +79,12 @@ class Keys:
                 return Caller(name, session_id=session_id)
             raise Unauthorized("this session key is not one of this gateway's")
         if key.startswith("tts_") and not any(key.encode() in own for own in self._keys.values()):
-            raise Unauthorized("this session key is not whole: give all of it, as POST /sessions returned it")
+            raise Unauthorized("this session key is incomplete; send it exactly as POST /sessions returned it")
         if not self._keys:
             return Caller("", admin=True)
         if not key:
             raise Unauthorized("an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
-        # All of them are compared, so that the time taken says nothing.
+        # Compare all keys, so that the time taken reveals nothing.
         given = key.encode()
         found = [name for name, own in self._keys.items() if sum(hmac.compare_digest(given, one) for one in own)]
         if not found:
@@ -91,7 +92,7 @@ class Keys:
         return Caller(found[0], admin=found[0] in self._admins)
 
     def session_key(self, owner: str, session_id: str) -> str:
-        """A key that opens one session: for agents that can be given an API key and nothing else.
+        """Return a session key, which gives access to one session: for agents that only take an API key.
 
         >>> Keys().session_key("", "s1")
         'tts_abfe5d3ec3f7cb8fcdbf3d2dbfcf6ff8__s1'
@@ -103,7 +104,7 @@ class Keys:
 
 
 def session_in_key(key: str) -> str | None:
-    """The session that a derived key is for, whether or not the key is valid; None if it is not derived.
+    """Return the session id in a session key, without checking the key. Return None for other keys.
 
     >>> session_in_key("tts_abfe5d3ec3f7cb8fcdbf3d2dbfcf6ff8__s1")
     's1'

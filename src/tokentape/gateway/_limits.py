@@ -1,4 +1,4 @@
-"""Limits of one gateway, and counters of calls in flight."""
+"""Limits of one gateway, counters of calls in flight, and the drain at shutdown."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tokentape.errors import GatewayUnavailable, LimitReached
 _log = logging.getLogger("tokentape.serve")
 
 CheckBridges: TypeAlias = Literal["all", "sample", "off"]
-"""Which bridges are checked: all; the first of each kind on a branch and a sample of the others; none."""
+"""Bridges to check: `all`; `sample`, the first of each kind on a branch and a sample of the others; `off`, none."""
 
 
 OnAbort: TypeAlias = Literal["resume", "keep", "resample"]
-"""What to do with a completion that the engine aborts: continue it, return it as it is, or answer with an error."""
+"""Handling of a completion that the engine aborts: continue it, return it as it is, or answer with an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a gateway. 0 means no limit, where a count is meant."""
+    """The limits of a gateway. For counts, 0 means no limit."""
 
     body_bytes: int = option(64 * 2**20, "Largest request body, in bytes. Default: 64 MiB.", "--max-body-bytes")
     open_sessions: int = option(
@@ -45,16 +45,16 @@ class Limits:
         3600.0, "Length of the windows of these two limits.", "--limit-window-seconds", least=1
     )
     pause_patience: float = 600.0
-    """Seconds that a call waits while sampling is paused."""
+    """Longest time in seconds that a call waits while sampling is paused."""
     resumes: int = option(
         32, "How often an aborted completion is continued before it is kept as it is.", "--max-resumes"
     )
     retry_grace: float = 2.0
-    """Seconds that a call continues after its client has left, so that a retry can join it. 0: it is aborted."""
+    """Seconds that a call continues after its client has left, so that a retry can join it. 0 aborts it at once."""
 
 
 class InFlightCounter:
-    """Counts what is in flight, and waits until nothing is. For one event loop."""
+    """Counts the calls or requests in flight, and can wait for zero. For one event loop."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -73,16 +73,16 @@ class InFlightCounter:
                 self._idle.set()
 
     async def idle(self, seconds: float) -> bool:
-        """Wait until nothing is in flight; return False if that takes longer."""
+        """Wait at most `seconds` until nothing is in flight. Return whether that happened."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
         return not self.count
 
 
 class CallsPerKey:
-    """Counts the calls of each API key: those in flight, and with their tokens those of the window that is running.
+    """Counts, for each API key, the calls in flight, and the calls and tokens of the current window.
 
-    Windows begin at multiples of their length, in Unix time. All counts are of this process, and begin anew with it.
+    Windows begin at multiples of their length, in Unix time. Counts are per process and start at 0 with it.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -94,7 +94,7 @@ class CallsPerKey:
 
     @contextmanager
     def track(self, owner: str) -> Iterator[None]:
-        """Count a call as long as the context lasts, and in its window. Raises `LimitReached`."""
+        """Count a call as in flight during the context, and in the current window. Raises `LimitReached`."""
         self._begin_window()
         most, per_window = self._limits.calls_per_key, self._limits.calls_per_window
         if most and self._in_flight[owner] >= most:
@@ -111,13 +111,13 @@ class CallsPerKey:
             self._in_flight[owner] -= 1
 
     def spend(self, owner: str, ids: Iterable[Sized]) -> None:
-        """Count the ids of the prompt and of each choice of a call that has ended."""
+        """Add the tokens of a call that has ended: `ids` holds the ids of its prompt and of each choice."""
         self._begin_window()
         self._tokens[owner] += sum(map(len, ids))
 
     def _begin_window(self) -> None:
         now = int(time.time() // self._limits.window_seconds)
-        # A clock that is set back does not begin a new one.
+        # If the clock is set back, the current window continues.
         if now > self._window:
             self._window = now
             self._calls.clear()
@@ -134,30 +134,30 @@ _GRACE_SECONDS = 2.0
 
 
 class Drain:
-    """Waits for the requests in flight once the shutdown has begun.
+    """Drains requests at shutdown: calls in flight may continue for `seconds`.
 
-    `seconds` is how long calls may continue then. The server begins and finishes it; the application counts its
-    requests here and refuses calls from then on. The socket still listens, so that health checks are answered.
+    The server calls `begin` and `finish`. The application counts its requests in `requests` and refuses calls after
+    `begin`. The socket stays open during the drain, so that health checks are answered.
     """
 
     def __init__(self, seconds: float = 30.0) -> None:
         self.seconds = seconds
         self.abort: Callable[[], Awaitable[None]] | None = None
-        """Ends the calls in flight; the application sets it."""
+        """Aborts the calls in flight. The application sets it."""
         self.begun = False
         self.requests = InFlightCounter()
 
     def begin(self) -> None:
-        """Take no more calls. May be called in a signal handler."""
+        """Refuse calls from now on. Can be called in a signal handler."""
         self.begun = True
 
     def refuse(self) -> None:
-        """Raise `GatewayUnavailable` if no more calls are taken."""
+        """Raise `GatewayUnavailable` if the drain has begun."""
         if self.begun:
-            raise GatewayUnavailable("this gateway is shutting down; send the request again, to the next one")
+            raise GatewayUnavailable("this gateway is shutting down; send the request again")
 
     async def finish(self, force: Callable[[], bool]) -> None:
-        """Return when no request is in flight; after `seconds`, or when `force`, abort the calls that still are."""
+        """Wait until no request is in flight. After `seconds`, or when `force()` is true, abort the remaining calls."""
         deadline = asyncio.get_running_loop().time() + self.seconds
         if self.requests.count and not force():
             _log.info(
@@ -169,5 +169,5 @@ class Drain:
             await self.requests.idle(_TICK_SECONDS)
         if self.requests.count and self.abort is not None:
             await self.abort()
-            # For the answers to the calls that were aborted.
+            # Give the aborted calls time to send their answers.
             await self.requests.idle(_GRACE_SECONDS)
