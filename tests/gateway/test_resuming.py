@@ -21,7 +21,7 @@ from tokentape.errors import EngineAborted, EngineError, EngineUnavailable
 from tokentape.gateway._app import create_app
 from tokentape.gateway._events import TurnDelta, TurnDone, TurnRequest
 from tokentape.gateway._limits import Limits, OnAbort
-from tokentape.gateway._resuming import Seam, hindrance, rest
+from tokentape.gateway._resuming import SplitStopFinder, rest_params, resume_obstacle
 from tokentape.gateway._serve import running
 from tokentape.gateway._turns import Turns
 from tokentape.store import SqliteStore
@@ -279,7 +279,7 @@ def test_what_is_asked_for_the_rest(call: Caller, renderer: Renderer, ids: list[
 
 
 def test_every_parameter_is_known_to_go_on_or_not() -> None:
-    # One more is a question for `rest` and `hindrance`: does its effect depend on what was sampled before?
+    # One more is a question for `rest_params` and `resume_obstacle`: does its effect depend on what was sampled before?
     each_token = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "top_logprobs", "supports"}
     server = {"priority", "cache_salt", "session_id", "adapter"}
     carried = {"max_tokens", "min_tokens", "seed", "stop_strings", "payloads_from"}
@@ -304,7 +304,7 @@ def test_under_a_penalty_that_counts_the_completion_alone_it_is_kept(
     assert verdict([kept.turn]) == "exact, kept partial, other logprobs"
     engine = Interrupted(renderer, ids, [5])
     engine.info = replace(engine.info, prompt_penalties=frozenset({name}))
-    assert hindrance(sampling, engine.info) is None
+    assert resume_obstacle(sampling, engine.info) is None
     assert call(engine, sampling).turn.completion_ids.tolist() == ids
 
 
@@ -466,9 +466,9 @@ def test_a_seam_finds_what_a_search_in_the_whole_text_finds() -> None:
     for strings in (["abc"], ["ab", "bca"], ["c"], ["aa"]):
         for text in ("xaabcab", "abcabc", "aaaa", "xbcaab"):
             for cut in range(1, len(text)):
-                seam = Seam(spell, strings, list(text[:cut].encode()), 0)
+                finder = SplitStopFinder(spell, strings, list(text[:cut].encode()), 0)
                 for at in range(cut, len(text)):
-                    found = seam.push(ord(text[at]))
+                    found = finder.push(ord(text[at]))
                     reaching = [one for one in strings if text[: at + 1].endswith(one) and at + 1 - len(one) < cut]
                     if reaching:
                         assert found in reaching or (found is not None and text[: at + 1].endswith(found))
@@ -478,7 +478,7 @@ def test_a_seam_finds_what_a_search_in_the_whole_text_finds() -> None:
 
 def test_the_rest_has_another_seed_at_every_place() -> None:
     params = SamplingParams(max_tokens=100, seed=7)
-    seeds = {rest(params, at).seed for at in range(50)} | {7}
+    seeds = {rest_params(params, at).seed for at in range(50)} | {7}
     assert len(seeds) == 51
     assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
 

@@ -1,7 +1,7 @@
-"""The log of a gateway: one line per event on stderr, as JSON or text, without anything that models or callers wrote.
+"""The log of a gateway: one line per event on stderr, as JSON or text, without text from models or callers.
 
-An exception's own text may quote a prompt, so a line has its type and where it happened. What other libraries log is
-cut to its first line, and only warnings of theirs are shown: asyncio prints exceptions in the lines below.
+For an exception a line has the type and the traceback, but not the exception's text, which may quote a prompt. Of other
+libraries only warnings are logged, cut to their first line: asyncio prints exceptions in the following lines.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _OURS = "tokentape"
 
 @contextmanager
 def logging_to(stream: TextIO | None = None, *, level: Level = "info", form: Format = "auto") -> Iterator[None]:
-    """Within the context this process logs to `stream`, stderr if None, and nowhere else.
+    """Log only to `stream` (stderr if None) during the context.
 
-    `level` is for our own lines; of other libraries warnings are logged.
+    `level` applies to Tokentape's own loggers. Other libraries log from level WARNING.
     """
     stream = stream or sys.stderr
     as_json = form == "json" or (form == "auto" and not stream.isatty())
@@ -41,7 +41,7 @@ def logging_to(stream: TextIO | None = None, *, level: Level = "info", form: For
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
     ours.setLevel(level.upper())
-    # Or else a line that can't be formatted is printed with all of its arguments.
+    # Otherwise logging prints all arguments of a line that it can't format.
     logging.raiseExceptions = False
     try:
         yield
@@ -52,14 +52,14 @@ def logging_to(stream: TextIO | None = None, *, level: Level = "info", form: For
 
 
 class _JsonFormatter(logging.Formatter):
-    """A record as one JSON object: time, level, logger, message, request_id, then the record's own fields."""
+    """Formats a record as one JSON object: time, level, logger, message, request_id, then the record's own fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         return msgspec.json.encode(_line(record)).decode()
 
 
 class _TextFormatter(logging.Formatter):
-    """A record as one line for people; a traceback's frames follow it."""
+    """Formats a record as one line of text, followed by the frames of a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = _line(record)

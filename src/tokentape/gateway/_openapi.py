@@ -1,7 +1,7 @@
-"""Routes that describe themselves, and the OpenAPI document made from them, served at /openapi.json.
+"""Routes with descriptions, and the OpenAPI document generated from them, served at /openapi.json.
 
-Request bodies are described by the Structs that read them. Replies of the wire APIs are what their own documentation
-says; the document gives their media type only.
+Schemas of request bodies come from the Structs that decode them. For replies of the wire APIs the document only has the
+media type: see the documentation of those APIs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JSON = "application/json"
 BINARY = "application/octet-stream"
 
 WHOLE_NUMBER = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
-"""Schema of a query parameter."""
+"""Schema of a query or path parameter."""
 
 _PATH_PARAMETERS = {
     "session_id": {"type": "string", "pattern": r"^(?!\.{1,2}$)[A-Za-z0-9._:-]{1,128}$"},
@@ -52,10 +52,11 @@ class Error(Struct):
 
 
 class ApiRoute(Route):
-    """A route with what the document says of it.
+    """A route and its entry in the OpenAPI document.
 
-    `body` is the Struct that reads the request's body, `more_fields` the fields accepted besides its own, `media` the
-    types of the reply, `query` and `headers` the schemas of parameters. With `binary_body` the body may also be bytes.
+    `body` is the Struct that decodes the request body, `more_fields` are accepted fields that it lacks. `media` lists
+    the reply's media types, `query` maps query parameters to schemas, `headers` names header parameters. With
+    `binary_body` the body may also be bytes.
     """
 
     def __init__(
@@ -89,12 +90,12 @@ class ApiRoute(Route):
 
 
 def also_below_sessions(method: str, path: str, endpoint: Callable[..., Any], summary: str, **more: Any) -> list[Route]:
-    """Return the route at `path` and the same below /sessions/{session_id}, where an agent's base URL may point."""
+    """Return two routes: at `path`, and at `path` below /sessions/{session_id}, which can be an agent's base URL."""
     return [ApiRoute(method, prefix + path, endpoint, summary, **more) for prefix in ("", SESSION)]
 
 
 def document_route(routes: Sequence[BaseRoute]) -> ApiRoute:
-    """Return the endpoint that shows the document of `routes`. It says nothing private, so it takes no key."""
+    """Return the endpoint that shows the document of `routes`. It needs no key, since nothing in it is private."""
 
     @cache
     def written() -> bytes:
@@ -108,7 +109,7 @@ def document_route(routes: Sequence[BaseRoute]) -> ApiRoute:
 
 
 def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
-    """Return the document of those routes that describe themselves, OpenAPI 3.1."""
+    """Return the OpenAPI 3.1 document of the `ApiRoute`s among `routes`."""
     described = [route for route in routes if isinstance(route, ApiRoute)]
     bodies = list(dict.fromkeys(route.body for route in described if route.body is not None))
     references, schemas = msgspec.json.schema_components([*bodies, Error], ref_template="#/components/schemas/{name}")
@@ -119,7 +120,7 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
         if reference is not None:
             schema = schemas[reference["$ref"].rpartition("/")[2]]
             schema["properties"] |= {name: {} for name in sorted(route.more_fields)}
-            # Unknown fields are refused.
+            # The gateway refuses unknown fields.
             schema["additionalProperties"] = False
         paths.setdefault(route.path_format, {})[route.method] = _operation(route, reference)
     return {
@@ -137,7 +138,7 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
                 "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
         },
-        # The empty one: a gateway without keys takes none.
+        # The empty entry stands for a gateway without keys.
         "security": [{}, {"bearer": []}, {"key": []}],
     }
 

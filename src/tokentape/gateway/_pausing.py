@@ -1,8 +1,8 @@
-"""Pause and resume sampling on every gateway over a record, asked of one of them.
+"""Pause and resume sampling on all gateways that share a record, through a request to one of them.
 
-Each gateway polls the record for the newest change of the gate, applies it and acknowledges it. The gateway that paused
-waits until every other one has acknowledged it and has no call in flight. A gateway that can't write its heartbeat
-closes its own gate before the others take it for dead.
+Each gateway polls the record for the newest change of the gate, applies it and acknowledges it. The gateway that got
+the request to pause waits until every other one has acknowledged the change and has no call in flight. A gateway that
+can't write its heartbeat closes its own gate before the others consider it dead.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _log = logging.getLogger("tokentape.gateway")
 TICK_SECONDS = 0.25
 BEAT_SECONDS = 2.0
 ALONE_SECONDS = 8.0
-"""A gateway without a heartbeat for so long lets no call pass."""
+"""Time without writing a heartbeat after which a gateway closes its own gate."""
 DEAD_SECONDS = 12.0
-"""The others don't wait for a gateway without a heartbeat for so long."""
+"""Time without a heartbeat after which the other gateways consider a gateway dead and don't wait for it."""
 
 
 class Gate:
-    """Calls pass while it is open and wait while it is closed, `patience` seconds at most. For one event loop.
+    """Lets calls pass while it is open. While it is closed they wait, at most `patience` seconds. For one event loop.
 
-    A trainer that updates weights closes it, so that rollouts wait instead of failing, and opens it with the new
-    version's name. A version that the engine itself reports takes precedence.
+    A trainer closes it to update weights, so that rollouts wait instead of failing, and opens it with the name of the
+    new version. A version that the engine reports takes precedence.
     """
 
     def __init__(self, patience: float) -> None:
@@ -49,9 +49,9 @@ class Gate:
         self._open.set()
         self._interrupts: dict[object, Callable[[], None]] = {}
         self.calls = InFlightCounter()
-        """Calls that have passed and are not over."""
+        """Counts the calls that have passed and have not ended."""
         self.weight_version: str | None = None
-        """The weights that sample now, if a trainer named them."""
+        """Name of the current weights, if a trainer has given one."""
 
     @property
     def closed(self) -> bool:
@@ -61,16 +61,16 @@ class Gate:
         self._open.clear()
 
     def open(self, weight_version: str | None = None) -> None:
-        """Let calls pass again; `weight_version` names the weights that sample from now on."""
+        """Let calls pass again. `weight_version` is the name of the weights from now on; None keeps the old name."""
         if weight_version is not None:
             self.weight_version = weight_version
         self._open.set()
 
     @asynccontextmanager
     async def passing(self, interrupt: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
-        """Pass, and be in flight as long as the context lasts. `interrupt` is called if the call has to end early.
+        """Wait for the gate, then count as in flight during the context.
 
-        Raises `EngineUnavailable` if the gate stays closed.
+        `interrupt` is called if the call has to end early. Raises `EngineUnavailable` if the gate stays closed.
         """
         await self.opened()
         token = object()
@@ -86,7 +86,7 @@ class Gate:
             interrupt()
 
     async def opened(self) -> None:
-        """Return when the gate is open. Raises `EngineUnavailable` if it stays closed."""
+        """Wait until the gate is open. Raises `EngineUnavailable` if it stays closed."""
         try:
             async with asyncio.timeout(self._patience):
                 while self.closed:
@@ -98,9 +98,9 @@ class Gate:
 
 
 class Pausing:
-    """Closes and opens `gate` together with the gates of the other gateways, where the store is shared.
+    """Closes and opens `gate`, and the gates of all other gateways if the store is shared.
 
-    `interrupt_all` ends the calls of the engine that are in flight here.
+    `interrupt_all` ends this gateway's engine calls in flight.
     """
 
     def __init__(self, gate: Gate, store: Store, interrupt_all: Callable[[], Awaitable[None]]) -> None:
@@ -112,7 +112,10 @@ class Pausing:
         self._alone = False
 
     async def pause(self, *, abort: bool, seconds: float) -> bool:
-        """Let no more calls pass, and wait up to `seconds` for those in flight; return whether none is left."""
+        """Close the gates, and wait up to `seconds` for calls in flight. Return whether none is left.
+
+        With `abort` the calls in flight are interrupted.
+        """
         until = time.monotonic() + seconds
         if self._store.shared:
             await self._store.transact(partial(shared.change_gate, closed=True, abort=abort))
@@ -123,14 +126,14 @@ class Pausing:
         return await self._others_idle(until) and idle if self._store.shared else idle
 
     async def resume(self, weight_version: str | None) -> None:
-        """Let calls pass again; `weight_version` names the weights that sample from now on."""
+        """Open the gates. `weight_version` is the name of the weights from now on; None keeps the old name."""
         if self._store.shared:
             change = partial(shared.change_gate, closed=False, weight_version=weight_version)
             await self._store.transact(change)
         self._gate.open(weight_version)
 
     async def in_flight_elsewhere(self) -> tuple[int, int]:
-        """Return the number of other gateways over the record, and of the calls that they have in flight."""
+        """Return the number of other gateways on the record, and the number of their calls in flight."""
         if not self._store.shared:
             return 0, 0
         others = await self._others()
@@ -138,7 +141,7 @@ class Pausing:
 
     @asynccontextmanager
     async def together(self) -> AsyncIterator[None]:
-        """While this context is open, pause and resume together with all gateways that use the same record."""
+        """Follow the changes of the gate made by other gateways on the record, and send heartbeats, in the context."""
         if not self._store.shared:
             yield
             return
@@ -148,7 +151,7 @@ class Pausing:
         try:
             yield
         finally:
-            # Not cancelled: a read in a thread has to end before the store is closed.
+            # Don't cancel the task: a read in a thread has to end before the store is closed.
             ended.set()
             await looking
             with suppress(StoreError):
@@ -163,7 +166,7 @@ class Pausing:
                 await self._look()
             except StoreError as error:
                 if not self._alone and time.monotonic() - self._beat_at > ALONE_SECONDS:
-                    _log.error("the gateways can't hear of each other (%s): no call passes until they do", error.code)
+                    _log.error("the shared record can't be reached (%s): calls wait until it can be", error.code)
                     self._alone = True
                     self._gate.close()
 
@@ -188,7 +191,7 @@ class Pausing:
             self._own, self._beat_at = own, now
 
     async def _others_idle(self, until: float) -> bool:
-        """Wait until every other gateway has applied the newest change and is idle; False if it takes longer."""
+        """Wait until every other gateway has applied the newest change and is idle. Return False after `until`."""
         newest = (await self._read(shared.gate_state)).position
         seen: dict[str, tuple[int, float]] = {}
         while True:
@@ -198,7 +201,7 @@ class Pausing:
                 beat, since = seen.get(one.gateway_id, (one.beat, now))
                 seen[one.gateway_id] = (one.beat, now if one.beat != beat else since)
                 if now - seen[one.gateway_id][1] > DEAD_SECONDS:
-                    _log.warning("another gateway has not been heard of for %g s: it is taken for dead", DEAD_SECONDS)
+                    _log.warning("another gateway sent no heartbeat for %g s: it is considered dead", DEAD_SECONDS)
                     await self._store.transact(partial(shared.leave, gateway_id=one.gateway_id, beat=one.beat))
                 elif one.heard < newest or one.under_way:
                     busy = True

@@ -1,7 +1,7 @@
-"""Sampling parameters that callers can't change, and those that hold where a caller names none.
+"""Pinned sampling parameters, which callers can't change, and defaults for parameters that callers don't set.
 
-A gateway has some, and a session may add its own when it is created. What a caller asked for in vain is in the header
-`X-Tokentape-Overridden` of the reply and, as `asked`, in the turn's sampling parameters.
+They are set for a gateway, and a session may add more when it is created. If a pin overrides a caller's value, the
+reply's header `X-Tokentape-Overridden` and `asked` in the turn's sampling parameters have that value.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ StopString: TypeAlias = Annotated[str, Meta(min_length=1)]
 Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=16)]
 
 Overridden: TypeAlias = Mapping[str, tuple[Any, Any]]
-"""By parameter what a caller asked for in vain, and what is used."""
+"""Maps parameters to two values: the one that the caller asked for, and the pinned one that was used."""
 
 METADATA = "tokentape_sampling"
-"""Where the metadata of a session hold its pins and defaults: {"pin": {...}, "default": {...}}."""
+"""Key in a session's metadata for its pins and defaults: {"pin": {...}, "default": {...}}."""
 
 _FIELDS = {"stop": "stop_strings"}
-"""Fields of `SamplingParams` that have another name here."""
+"""Maps parameters to fields of `SamplingParams` with another name."""
 
 _IN_BODIES = {"stop_sequences": "stop", "max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens"}
 
@@ -55,28 +55,28 @@ _KINDS: dict[str, Any] = {
     "adapter": Adapter,
 }
 NAMES = tuple(_KINDS)
-"""The parameters that can be pinned: `adapter`, and others by their names in OpenAI's and vLLM's requests."""
+"""Parameters that can be pinned: `adapter`, and others under their names in OpenAI's and vLLM's requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Pinned and default values by parameter, as they are in `SamplingParams`."""
+    """Pinned and default values by parameter, with the types of `SamplingParams`."""
 
     pinned: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, pinned: Mapping[str, Any], defaults: Mapping[str, Any], *, strict: bool = True) -> Self:
-        """Return the pins of JSON objects; with `strict` off a number may be text. Raises `InvalidRequest`."""
+        """Return the pins given as JSON objects. Without `strict` numbers may be strings. Raises `InvalidRequest`."""
         return cls(_read(pinned, "pin", strict=strict), _read(defaults, "default", strict=strict))
 
     def with_session(self, metadata: Mapping[str, Any]) -> Pins:
-        """Return these with those of a session. Raises `InvalidRequest` if one is pinned to something else here."""
+        """Add the pins and defaults in a session's metadata. Raises `InvalidRequest` if it changes a pin."""
         if METADATA not in metadata:
             return self
         found = metadata[METADATA]
         if not isinstance(found, Mapping) or not all(isinstance(found.get(one, {}), Mapping) for one in found):
-            raise InvalidRequest(f"metadata.{METADATA} must be an object of pin and default, objects too", "metadata")
+            raise InvalidRequest(f"metadata.{METADATA} must be an object with the objects pin and default", "metadata")
         own = Pins.read(found.get("pin", {}), found.get("default", {}))
         for name, value in own.pinned.items():
             if self.pinned.get(name, value) != value:
@@ -84,7 +84,7 @@ class Pins:
         return Pins({**self.pinned, **own.pinned}, {**self.defaults, **own.defaults})
 
     def check(self, engine: EngineInfo) -> None:
-        """Raise `UnsupportedParameter` for a value that the engine would ignore."""
+        """Raise `UnsupportedParameter` if the engine would ignore one of the values."""
         plain = SamplingParams(max_tokens=0)
         for name, value in {**self.defaults, **self.pinned}.items():
             one = _FIELDS.get(name, name)
@@ -92,9 +92,9 @@ class Pins:
                 raise UnsupportedParameter(f"the engine {engine.name!r} does not support {name}: don't pin it", name)
 
     def applied(self, sampling: SamplingParams, given: Collection[str]) -> tuple[SamplingParams, Overridden]:
-        """Return how to sample in place of `sampling`, of which the caller gave the parameters `given`.
+        """Apply pins and defaults to `sampling`. The caller has set the parameters `given`.
 
-        Also returns, by parameter, the value that the caller asked for and the pinned one used instead.
+        Return the new parameters, and the caller's values that a pin has overridden.
         """
         used = {**{name: value for name, value in self.defaults.items() if name not in given}, **self.pinned}
         asked = {name: getattr(sampling, _FIELDS.get(name, name)) for name in self.pinned if name in given}
@@ -103,13 +103,13 @@ class Pins:
 
 
 def given_in(body: Mapping[str, Any]) -> frozenset[str]:
-    """Return which of `NAMES` a request's body gives, whatever its API calls them."""
+    """Return the parameters of `NAMES` that a request's body sets, under any wire API's name for them."""
     names = (_IN_BODIES.get(name, name) for name, value in body.items() if value is not None)
     return frozenset(name for name in names if name in NAMES)
 
 
 def header(overridden: Overridden) -> str:
-    """Return what a reply's header says: `temperature=1.0;asked=0.2`, stop strings by their name alone."""
+    """Return the header `X-Tokentape-Overridden`: `temperature=1.0;asked=0.2`. `stop` has no values there."""
     return ", ".join(
         name if name == "stop" else f"{name}={json.dumps(used)};asked={json.dumps(asked)}"
         for name, (asked, used) in overridden.items()
@@ -120,7 +120,7 @@ def _read(values: Mapping[str, Any], kind: str, *, strict: bool) -> Mapping[str,
     found = {}
     for name, value in values.items():
         if name not in _KINDS:
-            raise InvalidRequest(f"{kind} {name!r} is no sampling parameter; expected {', '.join(NAMES)}", kind)
+            raise InvalidRequest(f"{kind} {name!r} can't be set; expected one of {', '.join(NAMES)}", kind)
         try:
             found[name] = msgspec.convert(value, _KINDS[name], strict=strict)
         except msgspec.ValidationError as error:

@@ -1,9 +1,9 @@
-"""Request bodies that begin with the bytes of an earlier one: what was read then is not read again.
+"""Decode only the new messages of a request body that begins like an earlier one.
 
-An agent sends its whole history with every call. Where a body begins with the very bytes of an earlier request of the
-session, up to the end of that one's last message, its messages are the earlier ones and some more, and only those are
-decoded and hashed. A SHA-256 of those bytes, taken on the way to the body's own, says whether it does: nothing of the
-history is kept in memory for that.
+An agent sends its whole history with every call. If a body begins with the same bytes as an earlier request of the
+session, up to the end of that request's last message, then its messages begin with the same messages, and only the
+others are decoded. The SHA-256 of those bytes decides, taken while the whole body is hashed, so that no bytes of
+earlier bodies are kept in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 _WHITE = b" \t\r\n"
-"""What may stand between the parts of JSON."""
+"""JSON's whitespace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +28,31 @@ class MessagesSpan:
     digest: bytes
     """SHA-256 of the first `end` bytes."""
     count: int = 0
-    """Of the messages and their parts; see `check_count`."""
+    """Number of messages and their parts; see `check_count`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrefix:
-    """The beginning of a request that was read before."""
+    """The beginning of an earlier request of the session."""
 
     span: MessagesSpan
     setup: str
-    """Digest of its setup."""
+    """Digest of the request's setup."""
     key: bytes
-    """Of the history that its messages are, see `history_keys`."""
+    """Key of the history formed by its messages, see `history_keys`."""
 
 
 class RequestBody:
-    """A request's body, hashed once, which may begin with one of `prefixes`."""
+    """A request's body, hashed once and compared with `prefixes`, the beginnings of earlier bodies."""
 
     def __init__(self, data: bytes, prefixes: Iterable[ParsedPrefix] = ()) -> None:
         self.data = data
         self._hash = hashlib.sha256()
         self._hashed = 0
         self.prefix: ParsedPrefix | None = None
-        """The longest of the prefixes that it begins with, and goes on from with more messages."""
+        """The longest prefix that the body begins with and continues with more messages."""
         self.unread = data
-        """The body without the messages of the prefix."""
+        """The body without the messages of `prefix`."""
         for one in sorted(prefixes, key=lambda prefix: prefix.span.end):
             end = one.span.end
             comma = self._comma(end) if end < len(data) else None
@@ -65,7 +65,7 @@ class RequestBody:
             messages = memoryview(msgspec.json.decode(unread, type=_Messages).messages)
         except msgspec.DecodeError:
             return None
-        # It is a view of `unread`, so the difference of the addresses is its place.
+        # `messages` is a view of `unread`, so the difference of the addresses is its offset.
         start = _address(messages) - _address(memoryview(unread))
         end = start + len(messages) - 1
         while unread[end - 1] in _WHITE:
@@ -77,7 +77,7 @@ class RequestBody:
         return MessagesSpan(start + 1, end, self._digest(end), count)
 
     def digest(self, path: str) -> str:
-        """Return the hex SHA-256 of the path, a NUL and the SHA-256 of the body: the identity of a call."""
+        """Return the hex SHA-256 of the path, a NUL and the SHA-256 of the body. It identifies a call."""
         return hashlib.sha256(path.encode() + b"\0" + self._digest(len(self.data))).hexdigest()
 
     def _digest(self, end: int) -> bytes:
@@ -88,7 +88,7 @@ class RequestBody:
         return self._hash.copy().digest()
 
     def _comma(self, at: int) -> int | None:
-        """Return the place of the comma that follows the first `at` bytes; None if none does."""
+        """Return the offset of a comma that follows the first `at` bytes, after whitespace; None without one."""
         while at < len(self.data) and self.data[at] in _WHITE:
             at += 1
         return at if self.data[at : at + 1] == b"," else None

@@ -1,4 +1,4 @@
-"""From a request to a prompt: the turn that it continues, the ids appended there, and the sampling parameters."""
+"""Build the prompt of a request: the parent turn, the ids to append to it, and the sampling parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tokentape.gateway._images import receive
 from tokentape.types import Media, Message, Provenance, Setup, TokenIds, Turn
 
 PROMPT: Message = {"role": "prompt"}
-"""Takes the place of the messages of a turn whose prompt the caller tokenized: no chat message is like it."""
+"""The recorded message of a turn if the caller tokenized its prompt. It differs from every chat message."""
 
 CALL_PREFIX = "call_"
 
@@ -46,40 +46,40 @@ def _call_with(call_id: str) -> tuple[Message, ...]:
 
 
 _QUICK = 4096
-"""Characters of new messages that are rendered and tokenized on the event loop."""
+"""Most characters of new messages to render and tokenize on the event loop instead of in a thread."""
 
 _KEPT_KINDS = 1024
 _KEPT_TOKENS = 1 << 23
-"""Tokens of openings that are kept, with 5 bytes each."""
+"""Most tokens in the cache of first prompts, at 5 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
     name: str
-    """Of the continuation; see `grammar.continuation_name`."""
+    """Name of the continuation; see `grammar.continuation_name`."""
     strategy: Strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request made ready for the engine; its choices share it."""
+    """The prompt of a request, shared by its choices."""
 
     setup: Setup
     parent: Turn | None
     messages: tuple[Message, ...]
-    """Those that the parent does not have."""
+    """The new messages, which come after the parent's reply."""
     context_ids: TokenIds
     """The parent's context and completion."""
     added: PromptTokens
     ids: TokenIds
-    """`context_ids` and `added.ids`, int32 [tokens]: what is sent."""
+    """The ids to send: `context_ids` and `added.ids`, int32 [tokens]."""
     fork: str | None
     """Fork cause, if already known before sampling."""
     sampling: SamplingParams
     notes: Mapping[str, object] = field(default_factory=dict)
-    """Recorded with the sampling parameters: how the context came about."""
+    """Facts about the context, recorded with the sampling parameters."""
     bridge: Bridge | None = None
-    """None if nothing was bridged, or an external renderer did it."""
+    """None without a bridge, and for the bridges of an external renderer."""
     media: tuple[PromptMedia, ...] = ()
     """The images of the prompt."""
     new_media: tuple[Media, ...] = ()
@@ -87,7 +87,7 @@ class Prompt:
 
 
 def _kind(setup: Setup, messages: Sequence[Message]) -> tuple[str, ...]:
-    """Return about what a bridge's strategy depends on: the setup and the roles that follow."""
+    """Return the setup's digest and the roles of the new messages, on which a bridge's strategy mostly depends."""
     return (setup.digest, *(message["role"] for message in messages))
 
 
@@ -110,21 +110,21 @@ class PromptBuilder:
         self._renderer, self._engine, self._history = renderer, engine, history
         self._stop_mismatch: StopMismatch = stop_mismatch
         self._load_media = load_media
-        """By session and hash."""
+        """Loads an image by session id and hash."""
 
-        # Kwargs come from clients, who must not fill the memory.
+        # Bounded, because clients choose the kwargs.
         @lru_cache(maxsize=64)
         def certificate(template_kwargs: str) -> Certificate:
             return load_or_certify(renderer, json.loads(template_kwargs))
 
         self._certificate = certificate
-        """By template kwargs, as canonical JSON."""
+        """Returns the certificate for template kwargs, given as canonical JSON."""
         self._bridged: set[tuple[str, ...]] = set()
-        """Kinds of continuations that were bridged locally before, so that another takes a millisecond or two."""
+        """Values of `_kind` that were bridged locally before. Bridging another one takes a millisecond or two."""
         self._openings: LastUsed[str, PromptTokens] = LastUsed(_KEPT_TOKENS, lambda tokens: len(tokens.ids))
-        """First prompts by setup and messages: the sessions of a group begin with the same one."""
+        """Cached first prompts by setup and messages: the sessions of a group have the same first prompt."""
         self._revoked: dict[tuple[str, str], Strategy] = {}
-        """By setup and continuation, the least that is left of what the certificate allows."""
+        """By setup digest and continuation name, the best strategy still allowed after a bridge check failed."""
 
     def certify(self) -> None:
         """Make or load the certificate of requests without template kwargs. Raises `TemplateRefused`."""
@@ -133,28 +133,28 @@ class PromptBuilder:
 
     @cached_property
     def call_prefix(self) -> str:
-        """How ids of tool calls begin: `call_`, which harnesses expect, if the template neither prints nor refuses ids.
+        """Prefix of tool call ids: `call_`, which harnesses expect, or none if the template prints or refuses ids.
 
-        Models see ids that are printed, and some were trained on nine letters and digits alone.
+        Models see printed ids, and some were trained on ids of exactly nine letters and digits.
         """
         plain, prefixed = (_call_with(f"{prefix}000000000") for prefix in ("", CALL_PREFIX))
         return CALL_PREFIX if self.render_alike(plain, prefixed, self._renderer.setup()) else ""
 
     def revoke(self, setup: str, name: str, strategy: Strategy) -> None:
-        """Bridge the continuation with this name under this setup by no other strategy from now on."""
+        """Use `strategy`, or a worse one, for continuation `name` under the setup with digest `setup` from now on."""
         if len(self._revoked) >= _KEPT_KINDS:
             self._revoked.pop(next(iter(self._revoked)))
         self._revoked[setup, name] = _least(strategy, self._revoked.get((setup, name), "local"))
         self._bridged.clear()
 
     def setup(self, session: Session, request: TurnRequest) -> Setup:
-        """Return the tools, template kwargs and date that a request renders with."""
-        # The day the session began, on every turn: templates that print the date must not change overnight.
+        """Return the tools, template kwargs and date to render a request with."""
+        # Always the day on which the session began: templates that print the date must not change overnight.
         date = datetime.fromtimestamp(session.info.created_at, UTC).date().isoformat()
         return self._renderer.setup(request.tools, request.template_kwargs, date)
 
     def receive(self, request: TurnRequest) -> TurnRequest:
-        """Return the request with its images taken out of its messages. Raises `InvalidRequest` for invalid images."""
+        """Move the images of a request from `messages` to `media`. Raises `InvalidRequest` for invalid images."""
         if self._renderer.images is None or not image_parts(request.messages):
             return request
         load = partial(self._load_media, request.session_id)
@@ -162,7 +162,7 @@ class PromptBuilder:
         return replace(request, messages=messages, media=media)
 
     def render_alike(self, one: Sequence[Message], other: Sequence[Message], setup: Setup) -> bool:
-        """Return whether two conversations render to the same text, as far as it can be said."""
+        """Return whether two conversations render to the same text; False if one can't be rendered."""
         try:
             first, second = (self._renderer.render_text(given, setup, generate=True) for given in (one, other))
         except TokentapeError:
@@ -170,11 +170,11 @@ class PromptBuilder:
         return first == second
 
     def is_quick(self, request: TurnRequest, setup: Setup, found: ContinuationPoint) -> bool:
-        """Whether `build` takes a millisecond or two: few new messages after a turn, of a kind bridged before."""
+        """Return whether `build` takes only a millisecond or two: short new messages, of a kind bridged before."""
         new = found.new_messages
         if found.parent is None or request.prompt_ids is not None or self._renderer.images is not None:
             return False
-        # With other policies all of the messages may have to be rendered.
+        # Other policies may have to render the whole conversation.
         usual = self._history == "sampled" and self._stop_mismatch == "keep"
         if not usual or _kind(setup, new) not in self._bridged:
             return False
@@ -185,10 +185,9 @@ class PromptBuilder:
     def build(
         self, request: TurnRequest, session: Session, setup: Setup, found: ContinuationPoint, *, fits: bool = True
     ) -> Prompt:
-        """Return the prompt: bridged where the certificate allows it, else rendered as a new branch.
+        """Build the prompt: bridged if the certificate allows it, else rendered as a new branch.
 
-        `found` is what the request continues. Without `fits` the prompt may be too long to sample from.
-
+        `found` is the point that the request continues from. Without `fits` the prompt may be longer than the context.
         Raises `TemplateRefused`, and `InvalidRequest` if no token fits after the prompt.
         """
         prompt = self._context(request, session, setup, found)
@@ -201,19 +200,19 @@ class PromptBuilder:
         return prompt if self._renderer.images is None or not fits else self._with_media(prompt, request, session)
 
     def _refuse_open_reasoning(self, prompt: Prompt) -> None:
-        """Raise `UnsupportedParameter` if the template begins replies with reasoning, which a schema would rule out."""
+        """Raise `UnsupportedParameter` if the template begins replies with reasoning: a schema would forbid it."""
         _, nothing = self._renderer.parser(prompt.setup, (), prompt.ids).finish()
         if nothing.reasoning_open:
             raise UnsupportedParameter(
-                "the template begins replies with reasoning, and the schema would hold for that; switch reasoning off "
-                "(chat_template_kwargs), or ask for a function call with the schema as its parameters",
+                "the template begins replies with reasoning, and the schema would apply to it; switch reasoning off "
+                "(chat_template_kwargs), or define a function with the schema as its parameters",
                 "response_format",
             )
 
     def captured(
         self, request: TurnRequest, session: Session, setup: Setup, found: ContinuationPoint, prompt_ids: TokenIds
     ) -> Prompt:
-        """Return the prompt that a server has rendered, as what it adds to the session."""
+        """Return the prompt for `prompt_ids`, which the server rendered: a continuation of the session, or a fork."""
         at = None if found.parent is None else differs_at(found.context_ids, prompt_ids)
         fork, notes = None, dict[str, object]()
         if found.parent is not None and at is not None:
@@ -222,7 +221,7 @@ class PromptBuilder:
         ids = prompt_ids[len(found.context_ids) :]
         own: PromptTokens | None
         try:
-            # What we would have added says where each token is from, if the server added the same.
+            # Render it here too: if the ids are the same, their provenance is known.
             if fork:
                 own = self._renderer.render(request.messages, setup)
             else:
@@ -243,7 +242,10 @@ class PromptBuilder:
             return Prompt(setup, parent, new, context_ids, added, ids, None, request.sampling, bridge=bridge)
 
         def fork(cause: str, *, unless_continued: bool = False, replies: Mapping[int, Turn] | None = None) -> Prompt:
-            """Render all messages, with the sampled ids in their places; a new branch unless it continues the turn."""
+            """Render all messages with the sampled ids of replies, as a new branch.
+
+            With `unless_continued` it stays on the branch if the rendering continues the parent's ids.
+            """
             added = self._rendered(session, setup, request.messages, parent, replies)
             length = len(context_ids)
             if unless_continued and np.array_equal(added.ids[:length], context_ids):
@@ -261,7 +263,7 @@ class PromptBuilder:
         if any(message["role"] == "assistant" for message in new):
             replies = self._sampled_replies(session, setup, request.messages)
             if any(at >= len(request.messages) - len(new) for at in replies):
-                # A reply of this session after an edit: a bridge would encode its text, a rendering splices its ids.
+                # The edited history holds a sampled reply: rendering splices its ids, a bridge would encode its text.
                 return fork("edited_history", unless_continued=True, replies=replies)
         bridge = self._bridge(request, found, parent, setup)
         if bridge.strategy == "fork":
@@ -275,7 +277,7 @@ class PromptBuilder:
         return prompt(added, bridge)
 
     def _with_media(self, prompt: Prompt, request: TurnRequest, session: Session) -> Prompt:
-        """Add the images of the whole prompt, some of which may have come with an earlier request."""
+        """Add the images of the whole prompt, those of earlier requests included."""
         assert self._renderer.images is not None
         path = [] if prompt.parent is None else session.path(prompt.parent.seq)
         spans = path_media(path)
@@ -299,14 +301,14 @@ class PromptBuilder:
         parent: Turn | None = None,
         replies: Mapping[int, Turn] | None = None,
     ) -> PromptTokens:
-        """Render from the start, with the exact ids of what this session sampled.
+        """Render all messages, with the sampled ids of this session's replies.
 
-        `parent` is the turn whose messages begin these, if there is one; `replies` are `_sampled_replies`, if known.
+        `parent` is the turn that the messages continue, if any. `replies` is `_sampled_replies`, if already known.
         """
         replies = dict(self._sampled_replies(session, setup, messages) if replies is None else replies)
         at = -1
         for turn in [] if parent is None else session.path(parent.seq):
-            # Two turns may have said the same in other ids; here it is known which one was meant.
+            # Turns with different ids can have the same text; those of the parent's path are the right ones.
             at += len(turn.messages) + 1
             replies[at] = turn
         if not replies:
@@ -317,7 +319,7 @@ class PromptBuilder:
         )
 
     def _opening(self, messages: Sequence[Message], setup: Setup) -> PromptTokens:
-        """Render messages that hold no reply of this session, or take what they rendered to before."""
+        """Render messages without replies of this session, from the cache if they were rendered before."""
         key = digest_of(setup.key.encode(), json_in_order(list(messages)).encode())
         found = self._openings.get(key)
         if found is not None:
@@ -327,10 +329,10 @@ class PromptBuilder:
         return self._openings.put(key, made)
 
     def _sampled_replies(self, session: Session, setup: Setup, messages: Sequence[Message]) -> dict[int, Turn]:
-        """Return by place the turns that sampled replies among the messages.
+        """Map indexes of messages to the turns that sampled them.
 
-        Replies with calls that a harness gave other ids are among them if the messages render to the same text with the
-        ids that were given here.
+        A reply also counts if a harness changed the ids of its tool calls, provided that the messages render to the
+        same text with the recorded ids.
         """
         replies = [(at, message) for at, message in enumerate(messages) if message["role"] == "assistant"]
         found = {at: turn for at, message in replies if (turn := session.turn_of_reply(message))}
@@ -352,15 +354,15 @@ class PromptBuilder:
         return Bridge(name, _least(strategy, self._revoked.get((setup.digest, name), "local")))
 
     def sampling(self, request: TurnRequest, setup: Setup, prompt_length: int) -> SamplingParams:
-        """Return how to sample after a prompt: no more than fits, and not beyond the model's own stop ids.
+        """Return the request's sampling parameters, with `max_tokens` limited to the context and with all stop ids.
 
-        Raises `InvalidRequest` if nothing fits.
+        Raises `ContextTooLong`, an `InvalidRequest`, if no token fits after the prompt.
         """
         most = self._engine.info.max_context
         room = most - prompt_length
         if room < 1:
             raise ContextTooLong(
-                # Harnesses know both phrases, Anthropic's and OpenAI's, and then compact the conversation.
+                # Anthropic's and OpenAI's phrases: harnesses recognize them and compact the conversation.
                 f"prompt is too long: {prompt_length} tokens > {most - 1}, the most that leave room for a reply. "
                 f"This model's maximum context length is {most} tokens",
                 "messages" if request.prompt_ids is None else "prompt",
@@ -375,12 +377,12 @@ class PromptBuilder:
 
 
 def _before(request: TurnRequest, found: ContinuationPoint) -> LazyMessages:
-    """Return the messages before the reply that a request continues, read only if something looks at them."""
+    """Return the messages before the reply that a request continues, decoded only when they are accessed."""
     return LazyMessages(lambda: request.messages[: -len(found.new_messages) - 1])
 
 
 def noting_request(prompt: Prompt, request: TurnRequest) -> Prompt:
-    """Return the prompt with notes of the sampling parameters asked for in vain, and of what headers said."""
+    """Add notes to the prompt: the caller's values that pins have overridden, and the client's headers."""
     asked = {name: value for name, (value, _) in request.overridden.items()}
     notes = {"asked": asked, "client_session": request.client_session, CLIENT: request.client}
     return replace(prompt, notes={**prompt.notes, **{name: note for name, note in notes.items() if note}})

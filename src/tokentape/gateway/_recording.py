@@ -1,4 +1,4 @@
-"""Record a call that has been sampled: its turns are sealed, checked and written, or kept as aborted."""
+"""Record the turns of a sampled or aborted call: build, check, seal and write them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _log = logging.getLogger("tokentape.gateway")
 
 @dataclass(frozen=True, slots=True)
 class Recorder:
-    """Writes turns: first to the store, then, and only then, to the session in memory."""
+    """Writes turns to the store and, only after that, to the session in memory."""
 
     store: Store
     sessions: SessionCache
@@ -56,7 +56,7 @@ class Recorder:
         started: TurnStarted,
         request: TurnRequest,
     ) -> list[TurnDone]:
-        """Record all choices of a call at once. Raises, with nothing committed, if an invariant does not hold."""
+        """Record all choices of a call in one commit. If an invariant does not hold, raise and commit nothing."""
         async with opened.lock:
             while True:
                 if opened.deleted:
@@ -70,7 +70,7 @@ class Recorder:
                 answer = None
                 if request.attempt is not None:
                     tops = tuple(tuple(choice.top_logprobs) for choice in choices)
-                    # What the reply to a retry is made from.
+                    # Replies to retries are made from this.
                     answer = RecordedReply(
                         session_id=opened.session_id,
                         reply_id=started.reply_id,
@@ -80,7 +80,7 @@ class Recorder:
                         created_at=started.created_at,
                         top_logprobs=tops if any(tops) else (),
                     )
-                # A client that leaves now must not tear the record in memory from the one on disk.
+                # Shielded: a client that leaves now must not make memory and disk differ.
                 writing = self._write(opened, prompt, turns, answer, _payloads(prompt, turns, choices))
                 if await asyncio.shield(writing):
                     break
@@ -94,7 +94,7 @@ class Recorder:
     async def commit_aborted(
         self, opened: OpenSession, prompt: Prompt, choices: Sequence[Choice], request: TurnRequest, cause: str
     ) -> None:
-        """Record the tokens of a call that has no answer."""
+        """Record the tokens of an aborted call as aborted turns. `cause` is the reason of the abort."""
         async with opened.lock:
             if not self.store.healthy:
                 return
@@ -120,7 +120,7 @@ class Recorder:
         for choice in choices:
             assert choice.finish_reason is not None
             assert choice.reply is not None
-            # One text for all turns, which are kept in memory.
+            # Interned: many turns in memory share one string.
             engine, *later = (intern(one or str(self.engine.info)) for one in choice.engines)
             reported = {bool(one) for one in choice.supports} or {False}
             pairs = itertools.product((engine, *later), reported)
@@ -154,7 +154,7 @@ class Recorder:
                 weight_changes=tuple(choice.weight_changes),
                 abort_cause=abort_cause,
                 sampled_from=sampled_from(choice.sampling),
-                # A server that came back in another mode between two calls: one name does not fit all.
+                # None if a server restarted in another mode between two calls.
                 logprobs_of=meanings.pop() if len(meanings) == 1 else None,
                 resumes=tuple(
                     Resume(start, cause, None if one == engine else one)
@@ -173,10 +173,10 @@ class Recorder:
         answer: RecordedReply | None,
         payloads: Sequence[TurnPayload] = (),
     ) -> bool:
-        """Write turns with what they need that is not stored yet; then, and only then, add them in memory.
+        """Write turns, with their session and setup if these are not stored yet. Only then add them in memory.
 
-        Return False if another gateway has recorded something of the session first: then that is loaded, nothing is
-        written, and the turns have to be made again after it. They fit, because turns before them never change.
+        Return False if another gateway has recorded turns of the session first. Then its turns are loaded, nothing is
+        written, and the caller has to build the turns again. They stay valid, because earlier turns never change.
         """
         setup = prompt.setup
         records: list[Record] = [*prompt.new_media, *turns, *payloads]
@@ -203,13 +203,13 @@ class Recorder:
             opened.remember(answer)
         if self.checks is not None:
             self.checks.recorded(opened, setup, turns, due)
-        # Last: what fails here must not tear the record in memory from the one on disk.
+        # Last: a failure here must not make memory and disk differ.
         self.telemetry.recorded(turns, len(prompt.ids))
         return True
 
 
 def _payloads(prompt: Prompt, turns: Sequence[Turn], choices: Sequence[Choice]) -> list[TurnPayload]:
-    """Return the engine's payloads per token, cut to what each turn added."""
+    """Return the engine's per-token payloads of each turn, cut to the tokens that the turn added."""
     context, found = len(prompt.context_ids), list[TurnPayload | None]()
     for turn, choice in zip(turns, choices, strict=True):
         session_id, seq = turn.session_id, turn.seq
@@ -229,20 +229,20 @@ _values = attrgetter(*_RECORDED)
 
 @lru_cache(maxsize=256)
 def _recorded_sampling(values: tuple[Any, ...]) -> Mapping[str, Any]:
-    """Return the recorded parameters: one mapping for all turns that were sampled alike."""
+    """Return the parameters to record. Turns with equal parameters share one mapping."""
     named = zip(_RECORDED, values, strict=True)
     return {name: value for name, value in named if value is not None or name not in ("json_schema", "adapter")}
 
 
 def finish_of(turn: Turn, reply: Reply) -> Finish:
-    """Return why a recorded turn ended, as replies to clients say it."""
+    """Return the finish reason that clients get for a recorded turn."""
     if turn.finish_reason == "length":
         return "length"
     return "tool_calls" if reply.calls_for_client else "stop"
 
 
 def reply_message(reply: Reply) -> dict[str, Any]:
-    """Return the assistant message of a reply. Later requests that contain it continue this turn."""
+    """Return the assistant message of a reply. A later request that contains it continues the turn."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
@@ -259,9 +259,9 @@ def function_call(call_id: str | None, name: str, arguments: Any) -> dict[str, A
 def replayed(
     session: Session, answer: RecordedReply, reader_of: Callable[[Turn], ReplyReader], request: TurnRequest
 ) -> list[TurnEvent]:
-    """Return the events of a call that was answered before, each choice in one delta.
+    """Return the events of a recorded call, with one delta per choice.
 
-    `reader_of` returns the reader of a turn's completion, as it was when it was sampled.
+    `reader_of` returns a parser like the one that parsed the turn's completion when it was sampled.
     """
     turns = [session.turns[seq] for seq in answer.turns]
     context = session.context_before(turns[0].seq)
@@ -286,9 +286,9 @@ def replayed(
 
 
 def _read_again(turn: Turn, reader: ReplyReader) -> Reply:
-    """Return a recorded completion's reply, its calls with the ids that the client has.
+    """Return the reply of a recorded turn. Its tool calls have the ids that the client got.
 
-    Where its parser had failed the reply is what was recorded: how far a parser came depends on how the stream was cut.
+    If parsing had failed, return the recorded reply: how far a parser gets depends on the pieces of the stream.
     """
     if problem := turn.sampling.get("parse_problem"):
         message, span = turn.reply, (0, len(turn.completion_ids))

@@ -1,11 +1,10 @@
-"""Completions that continue over several engine calls, if the engine aborts some.
+"""Resume completions that the engine aborts: sample them over several engine calls.
 
-An engine whose weights are changed may end its calls with `abort`. What it sampled until then is the beginning of a
-completion, so the gateway sends it back as context and has the rest sampled. That the rest is drawn from the same
-distribution is not true of every request: `hindrance` says of which it is not, `rest` how each parameter changes.
-
-A call that breaks off without a `finish_reason` is not resumed. What an engine says at the end of a reply (counts,
-prompt, versions of the weights) is what the ids before it are checked with, so ids without it are no turn.
+An engine may end its calls with `abort` when its weights change. The gateway then sends the ids sampled so far as
+context and samples the rest. The rest does not always come from the same distribution: `resume_obstacle` returns the
+parameter that prevents it, `rest_params` the parameters of the next call.
+A call that ends without a `finish_reason` is not resumed: its ids can't be checked, since the data to check them with
+(counts, prompt, weight versions) come at the end of a reply.
 """
 
 from __future__ import annotations
@@ -38,13 +37,11 @@ _PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_pen
 _RETRY_SECONDS = 1.0
 
 
-def hindrance(params: SamplingParams, engine: EngineInfo) -> str | None:
-    """Return the parameter under which the rest of a completion would come from another distribution; None if none is.
+def resume_obstacle(params: SamplingParams, engine: EngineInfo) -> str | None:
+    """Return a parameter that would give the rest of a completion another distribution. Return None without one.
 
-    A schema would begin anew with the rest.
-
-    A penalty counts what is in the completion. What was sampled before an abort is in the prompt of the call that goes
-    on, so it counts only if the engine counts both alike.
+    A schema would begin again with the rest. A penalty counts tokens of the completion, but tokens sampled before an
+    abort are in the prompt of the next call, so the engine has to count prompt and completion alike.
     """
     if params.json_schema is not None:
         return "json_schema"
@@ -52,14 +49,13 @@ def hindrance(params: SamplingParams, engine: EngineInfo) -> str | None:
     return next((name for name in changed if name not in engine.prompt_penalties), None)
 
 
-def rest(params: SamplingParams, sampled: int, payloads_from: int | None = None) -> SamplingParams:
-    """Return the parameters for the rest of a completion of which so many ids were sampled with `params`.
+def rest_params(params: SamplingParams, sampled: int, payloads_from: int | None = None) -> SamplingParams:
+    """Return the parameters to sample the rest of a completion, after `sampled` ids were sampled with `params`.
 
-    `max_tokens` and `min_tokens` are what is left of them. A seed becomes another one that depends on it and on where
-    the rest begins: with the same one an engine would draw the rest with the random numbers that drew the beginning.
-    The other parameters concern each token by itself.
+    `max_tokens` and `min_tokens` decrease by `sampled`. A seed is replaced by a hash of it and `sampled`: with the same
+    seed an engine would use the random numbers of the beginning again. Other parameters don't depend on the position.
 
-    >>> rest(SamplingParams(max_tokens=10, min_tokens=2), 3).max_tokens
+    >>> rest_params(SamplingParams(max_tokens=10, min_tokens=2), 3).max_tokens
     7
     """
     seed = params.seed
@@ -75,11 +71,10 @@ def rest(params: SamplingParams, sampled: int, payloads_from: int | None = None)
     )
 
 
-class Seam:
-    """Finds stop strings that begin before an abort and end after it: the engine sees only what it samples itself.
+class SplitStopFinder:
+    """Finds stop strings that begin before an abort and end after it, which the engine can't find.
 
-    `spell` gives the bytes of an id. `push` takes the ids after the abort one by one and returns the stop string that
-    one completes, as long as one can reach over the seam.
+    `spell` returns the bytes of an id, `sampled` are the ids before the abort. Pass each later id to `push`.
     """
 
     def __init__(
@@ -89,17 +84,17 @@ class Seam:
         self._strings = {string: string.encode() for string in strings}
         self._longest = max(map(len, self._strings.values()), default=1)
         self._count, self._min_tokens = len(sampled), min_tokens
-        # An id has one byte at least.
+        # Each id has at least one byte, so these ids suffice.
         self._text = b"".join(map(spell, sampled[max(len(sampled) - self._longest + 1, 0) :]))
         self._ends = len(self._text) + self._longest - 1
 
     @property
     def passed(self) -> bool:
-        """No stop string that begins before the abort can end after what was pushed."""
+        """Whether no stop string that begins before the abort can end after the ids pushed so far."""
         return not self._strings or len(self._text) >= self._ends
 
     def push(self, token_id: int) -> str | None:
-        """Take the next id; return the stop string that ends in it, of several the one that begins first."""
+        """Append an id. Return the stop string that it completes: of several, the one that begins first."""
         if self.passed:
             return None
         self._count += 1
@@ -117,27 +112,27 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Samples completions, each over as many calls of the engine as it takes.
+    """Samples completions, each with one engine call or, after aborts, several.
 
-    Under the policy `resume` an aborted completion is kept as it is if it was continued `limits.resumes` times already,
-    or if its rest would come from another distribution. Without any token it is sampled again in any case.
+    With `on_abort="resume"` an aborted completion is kept as it is after `limits.resumes` resumes, or if its rest would
+    come from another distribution. A call that was aborted before its first token is always repeated.
     """
 
     engine: Engine
     tokenizer: Tokenizer
     vocab_size: int
-    """Ids at or above it are refused."""
+    """Ids at or above this are refused."""
     gate: Gate
-    """What each call of the engine passes."""
+    """The gate that each engine call has to pass."""
     on_abort: OnAbort
     limits: Limits
     aborts: Counter
-    """Metric: aborts by their outcome, and why."""
+    """Metric: aborts by outcome and reason."""
 
     async def sample(self, choice: Choice) -> AsyncGenerator[TurnDelta, None]:
-        """Sample a completion to its end.
+        """Sample a completion to its end, and yield its deltas.
 
-        Raises `EngineError` and kinds; `EngineAborted` if it was aborted and must be sampled again.
+        Raises `EngineError` or a subclass: `EngineAborted` if the completion was aborted and has to be sampled again.
         """
         aborts = 0
         while True:
@@ -150,22 +145,22 @@ class Sampler:
             if choice.finish_reason != "abort":
                 break
             aborts += 1
-            if not self._goes_on(choice, aborts):
+            if not self._resumes(choice, aborts):
                 break
         choice.end()
 
-    def _goes_on(self, choice: Choice, aborts: int) -> bool:
-        """Return whether to ask the engine again for an aborted completion. If not, the completion ends here."""
+    def _resumes(self, choice: Choice, aborts: int) -> bool:
+        """Return whether to sample the rest of an aborted completion. If not, the completion ends here."""
         cause = "paused" if self.gate.closed else "engine_abort"
         if self._is_over(choice):
             return False
         more = aborts <= self.limits.resumes and not choice.captured
         if more and len(choice.ids) == choice.part:
-            # What an engine that was not streaming had sampled when we left it is lost, and drawn again.
+            # If the cancelled call was not streamed, its tokens are lost and sampled again.
             self._note(choice, "resampled" if choice.lost else "again", cause, "not streamed" if choice.lost else "")
             choice.go_on(None)
             return True
-        why = "on_abort" if self.on_abort != "resume" else self._obstacle(choice, more)
+        why = "on_abort" if self.on_abort != "resume" else self._why_not(choice, more)
         if not choice.ids or self.on_abort == "resample":
             self._note(choice, "resampled", cause, why or "resumes")
             raise EngineAborted("the engine aborted this call before it was finished; send it again", cause)
@@ -178,27 +173,28 @@ class Sampler:
         return True
 
     def _is_over(self, choice: Choice) -> bool:
-        """Whether the last token ends the completion, though the engine came to say so as little as we."""
+        """Set the finish reason if the last token already ends the aborted completion. Return whether it does."""
         sampling, ids = choice.sampling, choice.ids
         if ids and len(ids) > sampling.min_tokens and ids[-1] in sampling.stop_token_ids:
             choice.finish_reason, choice.stop = "stop", ids[-1]
-        elif ids and (stop := self._seam(choice, ids[:-1]).push(ids[-1])):
+        elif ids and (stop := self._stop_finder(choice, ids[:-1]).push(ids[-1])):
             choice.finish_reason, choice.stop = "stop", stop
         elif len(ids) >= sampling.max_tokens:
             choice.finish_reason = "length"
         return choice.finish_reason != "abort"
 
-    def _obstacle(self, choice: Choice, more: bool) -> str:
-        """Return why a completion can't go on; empty if it can."""
+    def _why_not(self, choice: Choice, more: bool) -> str:
+        """Return why a completion can't be resumed; empty if it can. `more` is False after the last allowed resume."""
         if choice.captured:
             return "captured"
-        return (hindrance(choice.sampling, self.engine.info) or "") if more else "resumes"
+        return (resume_obstacle(choice.sampling, self.engine.info) or "") if more else "resumes"
 
-    def _seam(self, choice: Choice, sampled: Sequence[int]) -> Seam:
-        return Seam(self.tokenizer.token_bytes, choice.sampling.stop_strings, sampled, choice.sampling.min_tokens)
+    def _stop_finder(self, choice: Choice, sampled: Sequence[int]) -> SplitStopFinder:
+        sampling = choice.sampling
+        return SplitStopFinder(self.tokenizer.token_bytes, sampling.stop_strings, sampled, sampling.min_tokens)
 
     def _note(self, choice: Choice, outcome: str, cause: str, why: str) -> None:
-        """Count and log the outcome of an abort, and record it unless the completion is just continued."""
+        """Count and log the outcome of an abort. Record it with the turn unless the completion is continued."""
         self.aborts.labels(outcome, why).inc()
         if outcome in ("kept", "resampled"):
             choice.notes["aborted"] = {"cause": cause, "outcome": outcome, "why": why}
@@ -206,7 +202,7 @@ class Sampler:
         _log.log(level, "%s after %d tokens: %s%s", cause, len(choice.ids), outcome, f" ({why})" if why else "")
 
     async def _passing(self, choice: Choice, aborts: int) -> AsyncGenerator[TurnDelta, None]:
-        """Pass the gate and ask the engine; again and again if it refuses to go on with a call that it aborted."""
+        """Pass the gate and call the engine. After an abort, retry while the engine refuses the next call."""
         task = asyncio.current_task()
         assert task is not None
         until = asyncio.get_running_loop().time() + self.limits.pause_patience
@@ -230,34 +226,34 @@ class Sampler:
                 choice.finish_reason, choice.lost = "abort", not choice.stream
                 return
             except EngineUnavailable:
-                # A server that was paused after it had ended its calls may refuse others until it goes on.
+                # A paused server may refuse calls until it is resumed.
                 if not aborts or len(choice.ids) > choice.part or asyncio.get_running_loop().time() > until:
                     raise
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _ask(self, choice: Choice, aborts: int) -> AsyncGenerator[TurnDelta, None]:
         ids, params, stream = choice.prompt_ids, choice.sampling, choice.stream
-        seam = self._seam(choice, choice.ids)
+        finder = self._stop_finder(choice, choice.ids)
         if choice.ids:
             ids = np.concatenate([ids, np.array(choice.ids, dtype=np.int32)])
-            params = rest(params, len(choice.ids), choice.payloads_due())
+            params = rest_params(params, len(choice.ids), choice.payloads_due())
             if params.seed is not None:
                 choice.notes.setdefault("resume_seeds", []).append(params.seed)
-            # After a stop string that the engine does not see, it would go on.
-            stream = stream or not seam.passed
+            # Stream, because the engine would not stop at a stop string that begins before the abort.
+            stream = stream or not finder.passed
         sampled = choice.sample_ids(ids, params, stream=stream, request_id=_request_id(choice, aborts))
         async with aclosing(sampled) as deltas:
             async for delta in deltas:
                 check_ids(delta.token_ids, self.vocab_size)
-                if choice.part and not seam.passed:
-                    delta = _up_to_stop(delta, seam)
+                if choice.part and not finder.passed:
+                    delta = _up_to_stop(delta, finder)
                 event = choice.append(delta)
                 if delta.token_ids or delta.finish_reason != "abort":
                     yield event
                 if choice.finish_reason is not None:
                     break
-        if isinstance(choice.stop, str) and not seam.passed:
-            # The call was left before its end, where the engine is looked at.
+        if isinstance(choice.stop, str) and not finder.passed:
+            # The call was closed before its end, which has the data to check, so check the engine here.
             await self.engine.check()
 
 
@@ -265,10 +261,10 @@ def _request_id(choice: Choice, aborts: int) -> str:
     return f"{choice.request_id}-{aborts}" if aborts else choice.request_id
 
 
-def _up_to_stop(delta: SampleDelta, seam: Seam) -> SampleDelta:
-    """Cut a delta after the token that completes a stop string over the seam, where sampling would have ended."""
+def _up_to_stop(delta: SampleDelta, finder: SplitStopFinder) -> SampleDelta:
+    """Cut a delta after the token that completes a stop string begun before the abort, if it has such a token."""
     for end, token_id in enumerate(delta.token_ids, 1):
-        stop = seam.push(token_id)
+        stop = finder.push(token_id)
         if stop is not None:
             names = ("token_ids", "logprobs", "top_logprobs", "supports")
             kept: dict[str, Any] = {name: getattr(delta, name)[:end] for name in names}

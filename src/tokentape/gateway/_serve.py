@@ -1,4 +1,4 @@
-"""Run the application on a socket: in the foreground for `tokentape serve`, in a thread for trainers and the demo."""
+"""Serve the application on a socket: in the foreground for `tokentape serve`, in a thread for trainers and the demo."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish the requests in flight, shut the application down and return.
 
-    `port` 0 takes a free one. `on_ready` is called with the base URL once requests are answered. `drain`, the one that
-    the application has, says how long calls may go on after the signal; a second SIGINT ends the wait. A connection
-    whose request takes longer to come than `header_seconds` and `body_seconds` is closed. With a `listener`, a bound
-    socket, that one is served, whatever `host` and `port` are.
+    `port` 0 takes a free port. `on_ready` is called with the base URL when the gateway answers requests. `drain` is the
+    application's: it limits how long calls may continue after the signal. A second SIGINT ends the drain. A connection
+    is closed if its request's headers or body take longer than `header_seconds` or `body_seconds` to arrive.
+    `listener`, a bound socket, replaces `host` and `port`.
 
-    Raises `InvalidRequest` for a host that is not this machine alone unless the application `has_keys`: whoever reaches
-    a gateway without keys reads and deletes every session. Raises `OSError` if the port is taken.
+    Raises `InvalidRequest` for a host that other machines can reach, unless the application `has_keys`: every client of
+    a gateway without keys can read and delete every session. Raises `OSError` if the port is taken.
     """
     with listener or bind(host, port, has_keys) as listener:
         ready = None if on_ready is None else lambda: on_ready(url_of(listener))
@@ -51,7 +51,7 @@ def serve(
 
 @contextmanager
 def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Serve in a background thread for as long as the context lasts; gives the base URL.
+    """Serve in a background thread during the context, and give the base URL.
 
     >>> with running(create_app(turns, model_id="tiny")) as base_url:     # doctest: +SKIP
     ...     OpenAI(base_url=f"{base_url}/v1", api_key="none").models.list()
@@ -78,7 +78,7 @@ def running(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> Iterator
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that tells when it is ready, drains, and returns when a signal has stopped it."""
+    """A uvicorn server that reports when it is ready, drains at shutdown, and returns after a signal."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class _Server(uvicorn.Server):
         self._drain = drain
 
     async def _starting(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as the application does; if it does not start, keep why for the caller in place of the log."""
+        """Call the application. If its startup fails, keep the error for the caller instead of logging it."""
         if scope["type"] != "lifespan":
             return await self._app(scope, receive, send)
 
@@ -137,13 +137,13 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        # That is how uvicorn says that the application did not start.
+        # uvicorn exits if the application's startup fails; see `refuse_unstarted`.
         with suppress(SystemExit):
             super().run(sockets)
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        # uvicorn's own raises the signal again at the end, which kills the process before its caller can clean up.
+        # uvicorn's version raises the signal again at the end, which kills the process before callers can clean up.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -167,15 +167,15 @@ def _address(host: str, has_keys: bool) -> tuple[socket.AddressFamily, str]:
         raise InvalidRequest(f"host {host!r} is not an address of this machine; use 127.0.0.1", "host") from None
     if not address.is_loopback and not has_keys:
         raise InvalidRequest(
-            f"host {host!r} is reachable from other machines, and this gateway has no API keys: whoever reaches it "
-            "reads and deletes every session. Give it keys, or use 127.0.0.1.",
+            f"host {host!r} is reachable from other machines, and this gateway has no API keys: every client could "
+            "read and delete every session. Give it keys, or use 127.0.0.1.",
             "host",
         )
     return socket.AF_INET6 if address.version == 6 else socket.AF_INET, str(address)
 
 
 def bind(host: str, port: int, has_keys: bool, *, shared: bool = False) -> socket.socket:
-    """Return a bound socket; if it is `shared`, others of this process may have its port too. Raises as `serve`."""
+    """Return a bound socket. With `shared` other sockets can share its port. Raises like `serve`."""
     family, address = _address(host, has_keys)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

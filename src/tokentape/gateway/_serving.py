@@ -1,4 +1,4 @@
-"""A gateway in this process over an engine that is open here: how trainers and the demo serve their own."""
+"""Serve an engine that is open in this process, for trainers and the demo."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def serving(
     renderer: Renderer | None = None,
     model_id: str = "policy",
 ) -> Iterator[str]:
-    """Serve an engine of this process to agents on this machine for as long as the context lasts; gives the base URL.
+    """Serve an engine to agents on this machine during the context, and give the base URL.
 
     >>> engine = FunctionEngine(sample, vocab_size=151669, max_context=32768)         # doctest: +SKIP
     >>> with serving(engine, "path/to/model") as base_url:                            # doctest: +SKIP
     ...     session = Client(base_url).session()
 
-    `model_dir` has the engine's tokenizer and chat template; a `renderer` of it that is loaded already saves a second
-    load. Sessions are recorded in `directory`, or in a temporary one that is gone afterwards. At the end the engine is
-    closed.
+    `model_dir` holds the engine's tokenizer and chat template. Pass its `renderer` if it is already loaded. Sessions
+    are recorded in `directory`; without one in a temporary directory, which is deleted at the end. The engine is closed
+    at the end.
 
     Raises `TokenizerUnusable` for a folder that can't be served, and `StoreError` for a record that can't be written.
     """
@@ -45,7 +45,7 @@ def serving(
 def serving_record(
     engine: Engine, model_dir: Path | str, directory: Path | str | None, renderer: Renderer, model_id: str = "policy"
 ) -> Iterator[tuple[str, SqliteStore]]:
-    """Serve as `serving` does; gives the base URL and the record, to read."""
+    """Serve like `serving`. Give the base URL and the store, for reading."""
     with ExitStack() as stack:
         record = Path(directory) if directory is not None else Path(stack.enter_context(TemporaryDirectory()))
         store = SqliteStore.open(record)

@@ -1,6 +1,6 @@
-"""The sessions in memory, loaded or begun here, each with a lock, and dropped when they are idle.
+"""The sessions in memory, each with a lock. Idle sessions are dropped and loaded again when they are used.
 
-If other gateways write to the same record, a session in memory is compared with the record before it is used.
+If other gateways write to the same record, a session in memory is compared with the record before each use.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ from tokentape.types import Event, RecordedReply, SessionInfo
 _log = logging.getLogger("tokentape.gateway")
 
 _KEPT_ANSWERS = 64
-"""Per session; a client retries what it asked last."""
+"""Answers kept per session for retries: clients retry their latest calls."""
 
 _CONTEXTS_AT_HAND = 16
-"""Sessions whose ids are kept in one piece besides turn by turn: four bytes more for each token. To put them together
-again with each call takes 5 µs more at 20 turns, 50 µs at 200."""
+"""Sessions with their context also kept as one array, which costs four more bytes per token. Joining the turns' arrays
+in each call would take 5 µs at 20 turns, 50 µs at 200."""
 
 _KEPT_PREFIXES = 4
-"""Per session: calls may come side by side, and subagents take turns."""
+"""Prefixes kept per session: concurrent calls and alternating subagents have different ones."""
 
 
 @dataclass(slots=True)
 class OpenSession:
-    """A session in memory: its turns, and the state that only the gateway needs."""
+    """A session in memory: its turns, and the gateway's own state of it."""
 
     session: Session
     stored: bool
-    """False for one that begins with its first turn: stored together with it."""
+    """False until the first turn, if the session is stored together with it."""
     setups: set[str] = field(default_factory=set)
-    """Digests of setups that the store has."""
+    """Digests of the setups that are in the store."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while turns are committed."""
     calls: list[InFlightCall] = field(default_factory=list)
     used_at: float = 0.0
-    """Seconds of the monotonic clock."""
+    """Time of the last use, in seconds of the monotonic clock."""
     deleted: bool = False
-    """Deleted while calls are still in flight."""
+    """Whether the session was deleted; calls of it may still be in flight."""
     prefixes: deque[ParsedPrefix] = field(default_factory=lambda: deque(maxlen=_KEPT_PREFIXES))
-    """The beginnings of the last requests, newest last: a later one may begin with them."""
+    """The beginnings of the last requests, newest last, compared with later requests."""
     bridges: dict[int, tuple[int, frozenset[str]]] = field(default_factory=dict)
-    """Per turn the length of its branch, and the kinds of bridges on it that were drawn to be checked."""
+    """By turn, the length of its branch and the kinds of bridges on it that were drawn for checks."""
     delivered: set[str] = field(default_factory=set)
-    """Ids of those of its newest replies that a client has got."""
+    """Ids of those replies in `answers` that a client has received."""
     unmarked: set[int] = field(default_factory=set)
-    """Turns with marks that only the memory has until they are recorded."""
+    """Turns with a change of their unread mark that is not in the record yet."""
     answers: OrderedDict[str, RecordedReply] = field(default_factory=OrderedDict)
-    """The newest, by id, kept for retries."""
+    """The newest replies by id, kept for retries."""
 
     @property
     def session_id(self) -> str:
@@ -78,10 +78,10 @@ class OpenSession:
             self.delivered.discard(self.answers.popitem(last=False)[0])
 
     def remember_recorded(self, answers: Iterable[RecordedReply], *, known_since: float) -> None:
-        """Keep answers that were read from the record.
+        """Keep answers loaded from the record, and note which of them a client has received.
 
-        Those recorded after `known_since` (Unix seconds) are marked if no client read them. Earlier ones may have been
-        lost when the gateway ended, unless a later turn continues them.
+        Replies recorded after `known_since` (Unix seconds) count as received unless marked as unread. An earlier reply
+        may have been lost when the gateway ended, so it only counts as received if a later turn continues it.
         """
         for answer in answers:
             self.remember(answer)
@@ -90,17 +90,20 @@ class OpenSession:
                 self.delivered.add(answer.reply_id)
 
     def check_turns(self, more: int, most: int) -> None:
-        """Raise `LimitReached` if, with `more` turns and those under way, there are more than `most`; 0 is no limit."""
+        """Raise `LimitReached` if `more` turns would bring the session over `most`, turns in flight included.
+
+        `most` 0 means no limit.
+        """
         turns, under_way = len(self.session.turns), sum(call.turns for call in self.calls)
         if most and turns + under_way + more > most:
             found = f"session {self.session_id!r} has {turns} turns and {under_way} under way; the limit is {most}"
             if turns + more > most:
                 raise LimitReached(f"{found}; begin another session")
-            # Calls that fail make room.
+            # A call in flight may fail and free its turns.
             raise LimitReached(f"{found}; wait, or begin another session", retry_after=1.0)
 
     def call_in_flight(self, attempt: Attempt) -> InFlightCall | None:
-        """Return the call in flight that this one repeats. Raises as `Attempt.repeats`."""
+        """Return the call in flight that `attempt` repeats. Raises like `Attempt.repeats`."""
         for call in reversed(self.calls):
             known = None if call.aborted else call.attempt
             if known is not None and attempt.repeats(known.key, known.body_digest):
@@ -108,13 +111,13 @@ class OpenSession:
         return None
 
     def answer_to(self, attempt: Attempt) -> RecordedReply | None:
-        """Return the recorded answer to the call that this one repeats. Raises as `Attempt.repeats`."""
+        """Return the recorded answer to the call that `attempt` repeats. Raises like `Attempt.repeats`."""
         answers = reversed(self.answers.values())
         return next((one for one in answers if attempt.repeats(one.key, one.body_digest)), None)
 
 
 class SessionCache:
-    """Sessions by id. An unknown id and another owner's session look the same. For one event loop."""
+    """Sessions by id. Unknown ids and other owners' sessions raise the same error. For one event loop."""
 
     def __init__(
         self,
@@ -124,15 +127,15 @@ class SessionCache:
     ) -> None:
         self._store = store
         self._loaded = loaded
-        """Called with what was read of a session, and whether that is all of it."""
+        """Called with the loaded part of a session, and whether that is the whole session."""
         self._limits = limits
         self._open: OrderedDict[str, OpenSession] = OrderedDict()
-        """Least recently used first."""
+        """Sessions by id, least recently used first."""
         self._loading: dict[str, asyncio.Lock] = {}
         self._at_hand: OrderedDict[str, OpenSession] = OrderedDict()
-        """Those whose whole context may be kept in one piece, least recently used first."""
+        """Sessions that may keep their context as one array, least recently used first."""
         self._known_since = -math.inf if store.shared else time.time()
-        """Replies recorded later are marked if no client read them. Of a shared record other gateways may mark any."""
+        """Unread replies recorded later have a mark. In a shared record other gateways mark them at any time."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -141,9 +144,9 @@ class SessionCache:
         return iter(list(self._open.values()))
 
     async def find(self, session_id: str, owner: str | None) -> OpenSession | None:
-        """Return the session from memory or the store; None if there is none.
+        """Return the session from memory or the store, or None if it does not exist.
 
-        `owner` None may see all. Raises `NotFound` for another owner's session.
+        `owner` None may see all sessions. Raises `NotFound` for another owner's session.
         """
         opened = self._open.get(session_id)
         if opened is not None and self._store.shared:
@@ -168,31 +171,32 @@ class SessionCache:
         return opened.prefixes if opened is not None and opened.session.info.owner == owner else ()
 
     async def get(self, session_id: str, owner: str | None) -> OpenSession:
-        """Return the session. Raises `NotFound` if there is none or it belongs to another owner."""
+        """Return the session. Raises `NotFound` if it does not exist or belongs to another owner."""
         found = await self.find(session_id, owner)
         if found is None:
             raise not_found(session_id)
         return found
 
     async def find_or_begin(self, session_id: str, owner: str, *, begin: bool = True) -> OpenSession:
-        """Return the session, or with `begin` a new one that is stored with its first turn.
+        """Return the session. With `begin`, create a missing one, to be stored with its first turn.
 
-        Raises `NotFound`, `LimitReached`, and `Conflict` for the id of a session that was dropped.
+        Raises `NotFound`, `LimitReached`, and `Conflict` for the id of a dropped session.
         """
-        # One in memory may have been dropped by another gateway.
+        # Another gateway may have dropped a session that is in memory here.
         found = await self.find(session_id, owner) if session_id in self._open else None
         if found is None and begin:
             await self._refuse_dropped(session_id, owner)
-        # No await between a miss and the new session, so that two first turns begin one.
+        # No await between a miss and the new session, so that two first turns create one session.
         found = found or await self.find(session_id, owner) or self._seen(self._open.get(session_id), owner)
         if found is None and not begin:
             raise not_found(session_id)
         return found or self._begin(SessionInfo(session_id, time.time(), {}, owner))
 
     async def catch_up(self, opened: OpenSession) -> bool:
-        """Load what others have recorded of a session; return whether there was anything. Its lock must be held.
+        """Load turns of a session that other gateways have recorded. Return whether there were any.
 
-        A session that others have deleted is dropped here too, also if they have begun it again.
+        The session's lock must be held. If another gateway has deleted the session, drop it here too, even if it exists
+        again.
         """
         session, known = opened.session, len(opened.session.turns)
         state = await asyncio.to_thread(self._store.session_state, opened.session_id, known - 1)
@@ -206,11 +210,11 @@ class SessionCache:
             with suppress(NotFound):
                 newer = await asyncio.to_thread(self._store.load_newer, opened.session_id, tuple(session.turns))
         if newer is None or newer.info.owner != session.info.owner:
-            # Others have deleted it, and perhaps begun one with this id meanwhile.
+            # Another gateway has deleted the session, and perhaps created a new one with its id.
             opened.deleted = True
             self.drop(opened)
             return False
-        # One that was begun here and there at once: there it was stored first.
+        # If two gateways created the session at once, the one that stored it first determines its info.
         session.info, opened.stored = newer.info, True
         for turn in newer.turns:
             session.add(turn)
@@ -228,7 +232,7 @@ class SessionCache:
         if taken:
             raise Conflict(f"session {session_id!r} exists already; use another id or none")
         info = SessionInfo(session_id, time.time(), metadata, owner)
-        # In memory first and locked, so that a turn that comes now does not store it a second time.
+        # In memory first, and locked, so that a concurrent turn does not store the session too.
         opened = self._begin(info)
         try:
             async with opened.lock:
@@ -246,12 +250,12 @@ class SessionCache:
             del self._at_hand[opened.session_id]
 
     def drop_unused(self, opened: OpenSession) -> None:
-        """Forget a session of which nothing is or will be recorded: its calls were refused or have failed."""
+        """Drop a session without records and without calls: its calls were refused or have failed."""
         if not opened.stored and not opened.calls and not opened.lock.locked():
             self.drop(opened)
 
     def _seen(self, opened: OpenSession | None, owner: str | None) -> OpenSession | None:
-        """Return the session if this owner may see it; owner None may see all. Raises `NotFound`."""
+        """Return `opened` as just used. Raises `NotFound` if `owner` may not see it; None may see all sessions."""
         if opened is None:
             return None
         if owner is not None and opened.session.info.owner != owner:
@@ -270,13 +274,13 @@ class SessionCache:
         return self._open.setdefault(session_id, opened)
 
     async def _refuse_dropped(self, session_id: str, owner: str) -> None:
-        """Refuse a session whose first turn the store would refuse, before it is sampled."""
+        """Raise for the id of a dropped session before its turn is sampled: the store would refuse the turn."""
         dropped_of = await asyncio.to_thread(Snapshots(self._store).dropped_of, session_id)
         if dropped_of is None:
             return
         if dropped_of != owner:
             raise not_found(session_id)
-        raise Conflict(f"session {session_id!r} was dropped once its snapshot was confirmed; use another id")
+        raise Conflict(f"session {session_id!r} was dropped after its snapshot was confirmed; use another id")
 
     def _begin(self, info: SessionInfo) -> OpenSession:
         self._make_room(info.owner)
@@ -294,7 +298,7 @@ class SessionCache:
         return opened
 
     def _make_room(self, owner: str) -> None:
-        """Drop idle sessions from memory; they are loaded again when they are used. Raises `LimitReached`."""
+        """Drop idle sessions from memory. Raises `LimitReached` if `owner` still has too many sessions there."""
         most = self._limits.open_sessions
         cutoff = time.monotonic() - self._limits.idle_seconds
         for opened in list(takewhile(lambda one: one.used_at < cutoff, self._open.values())):
@@ -304,22 +308,22 @@ class SessionCache:
             oldest = next(one for one in self._open.values() if one.session.info.owner == owner)
             wait = max(oldest.used_at - cutoff, 1.0)
             raise LimitReached(
-                f"{most} sessions are open, which is the limit; one that idles {self._limits.idle_seconds:g} s "
-                "makes room, or delete one",
+                f"this key has {most} open sessions, which is the limit; delete one, or wait until one has been idle "
+                f"for {self._limits.idle_seconds:g} s",
                 retry_after=wait,
             )
 
 
 def not_found(session_id: str) -> NotFound:
-    """Return the error for an unknown session and for another owner's: always the same."""
+    """Return the error for unknown sessions. Other owners' sessions get the same one."""
     return NotFound(f"there is no session {session_id!r}")
 
 
 class UnreadMarks:
-    """Marks recorded replies that no client has got, so that nothing trains on them unasked. For one event loop.
+    """Marks recorded replies that no client has received, so that they are not trained on by default.
 
-    A client may leave while its reply is committed or sent. What was handed to the network before it left counts as
-    read: HTTP has no receipts. A retry that gets the reply from the record takes the mark back.
+    A client may leave while its reply is committed or sent. A reply that was fully sent before counts as read, since
+    HTTP has no receipts. A retry that gets the reply from the record removes the mark. For one event loop.
     """
 
     def __init__(self, store: Store, sessions: SessionCache, metrics: Metrics) -> None:
@@ -329,12 +333,12 @@ class UnreadMarks:
         self._writing: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
         self._due: dict[tuple[str, int], Event] = {}
-        """By session and turn the newest marks that are not recorded. One that the store has refused is tried again
-        with the next reply, before the record is read out, and at the end."""
+        """Newest unrecorded mark of each session and turn. A failed write is tried again with the next reply, before
+        an export, and at shutdown."""
         self._refused: set[tuple[str, int]] = set()
 
     def answered(self, line: RequestLog, *, complete: bool) -> None:
-        """Note that a client was sent all of a reply, or left before."""
+        """Note that a request with a reply has ended; `complete` says whether all of the reply was sent."""
         opened = self._sessions.in_memory(line.session_id)
         if opened is None:
             return
@@ -342,12 +346,12 @@ class UnreadMarks:
             opened.delivered.add(line.reply_id)
             answer = opened.answers.get(line.reply_id)
             if answer is not None and line.replayed and self._store.shared:
-                # Another gateway may have marked them since they were loaded.
+                # Another gateway may have marked the turns since they were loaded here.
                 opened.session.unread.update(answer.turns)
         self.mark(opened, line.reply_id)
 
     def mark(self, opened: OpenSession, reply_id: str | None) -> None:
-        """Record whether the turns of a reply are unread, if they are recorded and not marked so already."""
+        """Record whether the turns of a reply are unread, if that has changed and the turns are recorded."""
         if reply_id is None:
             return
         answer, unread = opened.answers.get(reply_id), reply_id not in opened.delivered
@@ -363,15 +367,15 @@ class UnreadMarks:
         self._start()
 
     async def written(self) -> None:
-        """Return when all marks are in the record, or were tried once more."""
+        """Wait until every pending mark is recorded or has failed once more."""
         self._start()
         await asyncio.gather(*self._writing)
 
     async def recorded(self, session_id: str | None = None) -> None:
-        """Return when all marks that are due are recorded. Raises `StoreError` if one (of this session) is refused."""
+        """Wait until all marks are recorded. Raises `StoreError` if a mark, of `session_id` if given, can't be."""
         await self.written()
         if any(session_id in (None, one) for one, _ in self._refused):
-            raise StoreError("which replies were received could not be recorded yet; see to the disk and try again")
+            raise StoreError("could not record which replies were received; check the database's disk and try again")
 
     def _start(self) -> None:
         if self._due:
@@ -392,13 +396,13 @@ class UnreadMarks:
         try:
             await self._store.write(*due.values())
         except StoreError as error:
-            _log.warning("it could not be recorded yet whether a reply was read (%s)", error.code)
+            _log.warning("could not record yet whether a reply was read (%s)", error.code)
             self._due = {**due, **self._due}
             self._refused.update(due)
             return
         except TokentapeError as error:
             # The session was deleted.
-            _log.warning("it could not be recorded whether a reply was read (%s)", error.code)
+            _log.warning("could not record whether a reply was read (%s)", error.code)
         for session_id, seq in due.keys() - self._due.keys():
             if (opened := self._sessions.in_memory(session_id)) is not None:
                 opened.unmarked.discard(seq)

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from tests.gateway.scripted import ScriptedEngine
 from tests.gateway.wire.test_client_defaults import USER, Served
 from tokentape.chat._renderer import Renderer
-from tokentape.gateway._resuming import hindrance
+from tokentape.gateway._resuming import resume_obstacle
 from tokentape.store import SqliteStore
 from tokentape.types import TokenDistribution
 
@@ -152,5 +152,5 @@ def test_a_reply_that_follows_a_schema_is_not_resumed(served: Served) -> None:
     served.chat(response_format={"type": "json_object"})
     served.chat()
     (_, held), (_, free) = served.engine.asked
-    assert hindrance(held, served.engine.info) == "json_schema"
-    assert hindrance(free, served.engine.info) is None
+    assert resume_obstacle(held, served.engine.info) == "json_schema"
+    assert resume_obstacle(free, served.engine.info) is None
