@@ -58,24 +58,64 @@ ADVICE = {
 """What to do about each error. A class that is missing here fails the script."""
 
 VERDICTS = {
-    "exact": "Every context continues the one before. Train it.",
-    "forked": "A turn could not continue its parent's ids and began a branch; the cause is below. Ids are exact.",
-    "closed": "A turn before the last was ended by Tokentape, for example at `max_tokens`, and not by the model.",
-    "captured": "The server rendered the prompts (`--capture`), and each continued the one before.",
-    "captured with drift": "As `captured`, and the server's prompt was another than the session's context.",
+    "exact": ("Every context continues the one before.", "Yes."),
+    "forked": (
+        "A turn could not continue its parent's ids and began a branch; the cause is below. Ids are exact.",
+        "Yes: a token that several branches share is trained once. Each branch is one more sample with its own context. "
+        "If many turns fork, look at the cause first; a [stop rule](../how-to/train-live.md#stop-rule-and-trackers) can "
+        "halt the run.",
+    ),
+    "closed": (
+        "A turn before the last was ended by Tokentape, for example at `max_tokens`, and not by the model.",
+        "Yes: the closing tokens are context and have no loss. The model never sampled an end there, so raise "
+        "`max_tokens` if this is frequent.",
+    ),
+    "captured": (
+        "The server rendered the prompts (`--capture`), and each continued the one before.",
+        "Yes, as `exact`.",
+    ),
+    "captured with drift": (
+        "As `captured`, and the server's prompt was another than the session's context.",
+        "Yes, as a fork: the ids of each branch are those that the server sampled from, with a history that was "
+        "tokenized again.",
+    ),
 }
 
 RESERVATIONS = {
-    "model unverified": "A turn was sampled by a server that was not known to serve the folder's model.",
-    "bridge unchecked": "A bridge was not yet compared with the template's own rendering.",
-    "bridge differs": "A bridge is not what the template writes. The sampled ids are still exact.",
-    "kept partial": "The engine aborted a turn, and what was sampled until then is the reply.",
-    "unread": "The client of the last turn left before it had all of the reply. Excluded unless you pass `--unread`.",
-    "other logprobs": "The recorded logprobs are of another distribution than the tokens were sampled from.",
-    "logprobs not known": "It is not known which distribution the logprobs are of. Exports refuse them.",
+    "model unverified": (
+        "A turn was sampled by a server that was not known to serve the folder's model.",
+        "If you know that it is the model. Otherwise the ids may mean other text; `tokentape doctor` says what is not "
+        "known. `--verdict 'exact,model unverified'` exports it.",
+    ),
+    "bridge unchecked": (
+        "A bridge was not yet compared with the template's own rendering.",
+        "Yes for most uses. `--wait-checks` waits for the checks; `--check-bridges all` checks every bridge.",
+    ),
+    "bridge differs": (
+        "A bridge is not what the template writes. The sampled ids are still exact.",
+        "It trains replies to a context that the template never writes. Leave it out unless it is rare.",
+    ),
+    "kept partial": (
+        "The engine aborted a turn, and what was sampled until then is the reply.",
+        "Yes; the reward is for a reply that was cut short.",
+    ),
+    "unread": (
+        "The client of the last turn left before it had all of the reply. Excluded unless you pass `--unread`.",
+        "No: no agent acted on it, so a reward says nothing about it.",
+    ),
+    "other logprobs": (
+        "The recorded logprobs are of another distribution than the tokens were sampled from.",
+        "If your trainer computes that distribution; exports refuse it otherwise "
+        "([table](../how-to/train.md#what-the-recorded-logprobs-are-of)). Losses without recorded logprobs can use it.",
+    ),
+    "logprobs not known": (
+        "It is not known which distribution the logprobs are of.",
+        "Exports refuse them; supervised fine-tuning can use the ids.",
+    ),
     "supports not known": (
-        "Truncated sampling, and it is not recorded which ids were kept: trainers refuse it. Record them from now on "
-        "with `--supports 4096` ([how](../how-to/replay-truncation.md)), or sample without top-p, top-k and min-p."
+        "Truncated sampling, and it is not recorded which ids were kept.",
+        "Trainers refuse it. Record them from now on with `--supports 4096` ([how](../how-to/replay-truncation.md)), "
+        "or sample without top-p, top-k and min-p.",
     ),
 }
 
@@ -165,13 +205,16 @@ def verdicts() -> Iterator[str]:
     yield from _head("Verdicts")
     yield "The verdict of a branch is a word, for a fork with its cause, and then reservations: `exact`,"
     yield "`forked: sibling`, `exact, model unverified`. A trainer that takes `exact` alone takes no branch with a"
-    yield "reservation. `tokentape export --verdict` and `KeepVerdicts` select by them."
+    yield "reservation. `tokentape export --verdict` and `KeepVerdicts` select by them: write a reservation beside the"
+    yield "word to take it too, `--verdict 'exact,model unverified'`. `tokentape show STORE` lists the verdicts of all"
+    yield "sessions, `tokentape show STORE SESSION` shows for each fork where it comes from and which message differs."
     yield ""
-    yield from _table(("word", "meaning"), [(f"`{one}`", VERDICTS[one]) for one in verdict.VERDICTS])
+    yield from _table(("word", "meaning", "train it?"), [(f"`{one}`", *VERDICTS[one]) for one in verdict.VERDICTS])
     yield ""
     yield from _table(("cause of a fork", "meaning"), [(f"`{name}`", text) for name, text in _causes()])
     yield ""
-    yield from _table(("reservation", "meaning"), [(f"`{one}`", RESERVATIONS[one]) for one in verdict.RESERVATIONS])
+    reservations = [(f"`{one}`", *RESERVATIONS[one]) for one in verdict.RESERVATIONS]
+    yield from _table(("reservation", "meaning", "train it?"), reservations)
 
 
 def _causes() -> Iterator[tuple[str, str]]:

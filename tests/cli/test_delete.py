@@ -28,7 +28,8 @@ def data(tmp_path: Path) -> Path:
             ("other", 1.0, {"user": "77"}),
             ("young", 4e9, {}),
         ):
-            asyncio.run(store.write(SessionInfo(name, at, metadata), SETUP, *make_chain(name, 2, created_at=at)))
+            info = SessionInfo(name, at, metadata, "alice" if name == "other" else "")
+            asyncio.run(store.write(info, SETUP, *make_chain(name, 2, created_at=at)))
     return tmp_path / "data"
 
 
@@ -48,6 +49,9 @@ def names(directory: Path) -> list[str]:
         (["--where", "nothing=null"], []),
         (["--older-than", "30d"], ["number", "text", "other"]),
         (["--older-than", "0s", "--where", "user=77"], ["other"]),
+        (["--owner", "alice"], ["other"]),
+        (["--owner", "alice", "--where", "user=7"], []),
+        (["--owner", ""], ["number", "text", "young"]),
     ],
 )
 def test_sessions_are_deleted_if_all_conditions_apply(

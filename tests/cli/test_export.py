@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cli.conftest import Run
-from tests.records import bits
+from tests.records import UNCHANGED, bits, make_turn
 from tokentape._session.arrow import ExtraNames
 from tokentape._session.files import read_trajectories
 from tokentape._session.flatten import trajectories
@@ -19,7 +20,7 @@ from tokentape._session.lineage import lineage
 from tokentape._session.tree import Session
 from tokentape._session.verdict import BRIDGE_CHECKED, BRIDGE_DUE
 from tokentape.store import SqliteStore
-from tokentape.types import Event, Trajectory, TurnColumn, TurnPayload
+from tokentape.types import Event, SessionInfo, Trajectory, TurnColumn, TurnPayload
 
 
 @pytest.fixture
@@ -102,6 +103,42 @@ def test_what_a_filter_of_verdicts_left_out_is_named(run: Run, data_dir: Path, t
     assert "left out by --verdict: 1 x 'forked: branched'" in done.stderr
     report = json.loads(run("export", data_dir, "-o", tmp_path / "t.jsonl", "--verdict", "exact", "--json").stdout)
     assert report["other_verdicts"]["forked: branched"] == 1
+
+
+def test_an_export_of_nothing_names_the_filter_that_takes_what_was_left_out(
+    run: Run, data_dir: Path, tmp_path: Path
+) -> None:
+    with SqliteStore.open(data_dir) as store:
+        turn = make_turn("doubtful", 0, engine="fake 1.0 raw_logprobs model-unverified")
+        asyncio.run(store.write(SessionInfo("doubtful", 3.0), turn))
+    given = "export", data_dir, "-o", tmp_path / "t.jsonl", "--session", "doubtful"
+    done = run(*given, "--verdict", "exact")
+    assert done.exit_code == 3
+    assert "left out by --verdict: 1 x 'exact, model unverified'" in done.stderr
+    assert "to export these: --verdict 'exact,model unverified'" in done.stderr
+    assert run(*given, "--verdict", "exact,model unverified").exit_code == 0
+    assert len(list(read_jsonl(tmp_path / "t.jsonl"))) == 1
+
+
+def test_sessions_that_a_trainer_refuses_can_be_left_out(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    truncated = replace(UNCHANGED, truncation=True)
+    with SqliteStore.open(data_dir) as store:
+        turn = make_turn("cut", 0, sampled_from=truncated, logprobs_of=truncated)
+        asyncio.run(store.write(SessionInfo("cut", 3.0), turn))
+    given = "export", data_dir, "-o", tmp_path / "t.jsonl", "--format", "slime"
+    done = run(*given)
+    assert done.exit_code == 1
+    assert "session 'cut'" in done.stderr
+    assert "--skip-refused" in done.stderr
+    assert not (tmp_path / "t.jsonl").exists()
+    done = run(*given, "--skip-refused")
+    assert done.exit_code == 0
+    assert "left out by --skip-refused: session 'cut'" in done.stderr
+    assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 3
+    counts = json.loads(run(*given, "--skip-refused", "--json").stdout)
+    assert (counts["trajectories"], list(counts["refused"])) == (3, ["cut"])
+    done = run("export", data_dir, "-o", tmp_path / "t.parquet", "--skip-refused")
+    assert (done.exit_code, "--skip-refused is for" in done.stderr) == (1, True)
 
 
 def test_only_the_sessions_asked_for(run: Run, data_dir: Path, tmp_path: Path) -> None:

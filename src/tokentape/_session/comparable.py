@@ -6,10 +6,11 @@ from tokentape._supports import SUPPORTS, is_known
 from tokentape.types import TokenDistribution, Trajectory
 
 HELP = {
-    "raw": "record those that tokens are sampled with (vllm serve --logprobs-mode processed_logprobs, tokentape serve "
-    "--logprobs-mode processed), or sample at temperature 1",
-    "truncated": "sample with top_p 1, top_k 0 and min_p 0, or record those before truncation (tokentape serve "
-    "--logprobs-mode scaled), or, for a trainer that takes them, the ids that it keeps (--supports)",
+    "raw": "record those that tokens are sampled with (vllm serve --logprobs-mode processed_logprobs; the embedded "
+    "engine: tokentape serve --logprobs-mode processed), or sample at temperature 1",
+    "truncated": "sample with top_p 1, top_k 0 and min_p 0, or, for a trainer that takes them, record the ids that "
+    "truncation keeps (tokentape serve --supports 4096), or record those before truncation (at temperature 1: vllm "
+    "serve --logprobs-mode raw_logprobs; the embedded engine: tokentape serve --logprobs-mode scaled)",
     "penalties": "sample without presence, frequency and repetition penalties and without min_tokens",
     "grammar": "sample without a grammar",
     "greedy": "sample at a temperature above 0",

@@ -24,6 +24,9 @@ def delete(
     where: Annotated[
         list[str] | None, option("Only sessions with this value in their metadata; may be repeated.", "KEY=VALUE")
     ] = None,
+    owner: Annotated[
+        str | None, option("Only sessions that the API key of this name created; '' for sessions without keys.", "NAME")
+    ] = None,
     older_than: Annotated[
         str | None, option("Only sessions with no turn for this long: 30d, 12h, 90m, 0s.", "AGE")
     ] = None,
@@ -36,8 +39,10 @@ def delete(
 
     Copies in archives, backups and exports stay. Exits with 1 if a session was kept because a snapshot holds it.
     """
-    if not where and older_than is None:
-        raise typer.BadParameter("nothing says which sessions; give --where KEY=VALUE, --older-than AGE or both.")
+    if not where and older_than is None and owner is None:
+        raise typer.BadParameter(
+            "nothing says which sessions; give --where KEY=VALUE, --owner NAME or --older-than AGE."
+        )
     wanted = [*map(_condition, where or ())]
     newest = None if older_than is None else time.time() - age(older_than, "--older-than")
     kept: dict[str, str] = {}
@@ -45,7 +50,7 @@ def delete(
     with ExitStack() as held:
         record = held.enter_context(open_record(store, read_only=url is not None or not yes))
         client = None if url is None else held.enter_context(Client(url, api_key=api_key, max_retries=0))
-        selected = list(_selected(record, wanted, newest))
+        selected = list(_selected(record, wanted, newest, owner))
         for session_id in selected if yes else ():
             try:
                 if client is None:
@@ -73,10 +78,12 @@ def _condition(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _selected(record: Store, wanted: Sequence[tuple[str, str]], newest: float | None) -> Iterator[str]:
-    """Yield the ids of the sessions with these metadata, and with no turn after `newest`."""
+def _selected(
+    record: Store, wanted: Sequence[tuple[str, str]], newest: float | None, owner: str | None
+) -> Iterator[str]:
+    """Yield the ids of the sessions with these metadata, of this owner, and with no turn after `newest`."""
     after = 0
-    while page := record.sessions(limit=1000, after=after):
+    while page := record.sessions(limit=1000, after=after, owner=owner):
         for one in page:
             metadata: Mapping[str, Any] = one.info.metadata
             # A text as it is, anything else as JSON: a user may be "7" or 7.

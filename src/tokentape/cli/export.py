@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Literal, TypeAlias
 
 import typer
@@ -25,7 +26,7 @@ from tokentape.store import Store, StoredSession, open_record
 from tokentape.store._exporting import ExportCounts, exported
 from tokentape.store._location import refuse_output
 from tokentape.training._samples import assemble
-from tokentape.training._trainer_rows import trainer_rows, write_trainer_rows
+from tokentape.training._trainer_rows import accepted, trainer_rows, write_trainer_rows
 
 Trainer: TypeAlias = Literal[
     "verl", "slime", "miles", "skyrl", "nemo-rl", "prime-rl", "tinker", "agent-lightning", "trl"
@@ -50,7 +51,12 @@ def export(
     ] = None,
     session: Annotated[list[str] | None, option("Only this session; may be given several times.", "ID")] = None,
     verdict: Annotated[
-        str | None, option("Only these verdicts: exact, forked, forked:WHY, closed, captured; commas between.", "LIST")
+        str | None,
+        option(
+            "Only these verdicts: exact, forked, forked:WHY, closed, captured; commas between. Branches with a "
+            "reservation only if it is listed too: 'exact,model unverified'.",
+            "LIST",
+        ),
     ] = None,
     wait_checks: Annotated[
         bool,
@@ -60,6 +66,9 @@ def export(
     roles: Annotated[
         str | None, option("Only branches with these roles: main, subagent, side_call; commas between.", "LIST")
     ] = None,
+    skip_refused: Annotated[
+        bool, flag("For a trainer: leave out the sessions that its format refuses, and say which and why.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write trajectories to a file for a trainer.
@@ -73,6 +82,8 @@ def export(
     """
     if group is not None and file_format in (None, "parquet", "jsonl", "atif"):
         raise InvalidRequest("--group is for the format of a trainer", "group")
+    if skip_refused and file_format in (None, "parquet", "jsonl", "atif"):
+        raise InvalidRequest("--skip-refused is for the format of a trainer", "skip_refused")
     if file_format is None:
         file_format = "jsonl" if output.suffix == ".jsonl" else "parquet"
     wanted = None if verdict is None else [one.strip() for one in verdict.split(",")]
@@ -80,6 +91,7 @@ def export(
     wanted_roles = None if roles is None else [one.strip() for one in roles.split(",")]
     check_roles(wanted_roles or ())
     counts = ExportCounts()
+    refused: dict[str, str] = {}
     refuse_output(output)
     with open_record(location, read_only=True) as store, working("exporting") as status:
         now: StoredSession | None = None
@@ -114,17 +126,27 @@ def export(
             elif file_format == "parquet":
                 write_parquet(found, file, extra)
             else:
-                made = assemble(found, group=group)
-                write_trainer_rows(trainer_rows(file_format, made.samples), file, parquet=output.suffix == ".parquet")
+                samples = assemble(found, group=group).samples
+                if skip_refused:
+                    samples, refused = accepted(file_format, samples)
+                try:
+                    rows = trainer_rows(file_format, samples)
+                except InvalidRequest as error:
+                    if error.param == "samples" and not skip_refused:
+                        advice = "--skip-refused leaves out the sessions that the format refuses, and counts them"
+                        raise InvalidRequest(f"{error}. {advice}", error.param) from None
+                    raise
+                write_trainer_rows(rows, file, parquet=output.suffix == ".parquet")
                 counts = ExportCounts(
                     counts.sessions,
-                    made.report.samples,
-                    made.report.tokens,
-                    made.report.trained_tokens,
+                    len(samples),
+                    sum(len(one.token_ids) for one in samples),
+                    sum(int(one.loss_mask.sum()) for one in samples),
                     counts.other_verdicts,
                 )
     if as_json:
-        typer.echo(json.dumps({"file": str(output), "format": file_format, **asdict(counts)}))
+        left_out = {"refused": refused} if skip_refused else {}
+        typer.echo(json.dumps({"file": str(output), "format": file_format, **asdict(counts), **left_out}))
     else:
         typer.echo(
             f"{output}: sessions {counts.sessions}, trajectories {counts.trajectories}, tokens {counts.tokens}, "
@@ -133,10 +155,25 @@ def export(
         )
         for other, many in counts.other_verdicts.items():
             typer.echo(f"left out by --verdict: {many} x {other!r}", err=True)
+        for session_id, why in list(refused.items())[:_SHOWN]:
+            typer.echo(f"left out by --skip-refused: session {session_id!r}: {why}", err=True)
+        if len(refused) > _SHOWN:
+            typer.echo(f"left out by --skip-refused: {len(refused) - _SHOWN} more (--json lists all)", err=True)
+    if counts.other_verdicts and not counts.trajectories:
+        typer.echo(f"to export these: --verdict {quote(_filter_for(counts.other_verdicts))}", err=True)
     end(False, counts.trajectories, "trajectory; the file is empty")
 
 
 _PATIENCE = 60.0
+
+_SHOWN = 5
+"""Refused sessions that are printed."""
+
+
+def _filter_for(verdicts: Iterable[str]) -> str:
+    """Return the value of --verdict that takes all of these verdicts."""
+    parts = [part for verdict in verdicts for part in verdict.replace(": ", ":").split(", ")]
+    return ",".join(dict.fromkeys(parts))
 
 
 def _wait(store: Store, wanted: Sequence[str] | None) -> int:

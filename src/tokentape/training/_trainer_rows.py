@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import IO, Any
 
 from tokentape._session.arrow import parquet_library
@@ -52,6 +53,21 @@ def trainer_rows(trainer: str, samples: Sequence[Sample]) -> list[dict[str, Any]
         case "agent-lightning":
             return [triplet for one in samples for triplet in exports.agent_lightning_triplets(one)]
     raise InvalidRequest(f"there are no rows for {trainer!r}", "trainer")
+
+
+def accepted(trainer: str, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, str]]:
+    """Return the samples of the sessions that the export takes, and why it refuses each other session, by its id."""
+    taken: list[Sample] = []
+    refused: dict[str, str] = {}
+    for session_id, of_session in groupby(samples, lambda one: one.session_id):
+        own = list(of_session)
+        try:
+            trainer_rows(trainer, own)
+        except InvalidRequest as error:
+            refused[session_id] = str(error)
+        else:
+            taken += own
+    return taken, refused
 
 
 def write_trainer_rows(rows: Iterable[dict[str, Any]], file: IO[bytes], *, parquet: bool = False) -> None:
