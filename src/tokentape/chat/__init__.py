@@ -1,4 +1,4 @@
-"""One model's messages <-> token ids: render, bridge and parse, all read off its own chat template.
+"""Convert one model's messages to token ids and back: render, bridge and parse with its own chat template.
 
     renderer = Renderer.load("path/to/model")
     setup = renderer.setup(tools, date="2026-01-01")
@@ -8,7 +8,8 @@
     _, reply = parser.finish()                                      # content, reasoning, tool calls
     more = renderer.bridge(sampled_ids, message, new_messages, setup)  # ids to append for new messages
 
-`certify` tries the template on a grammar of conversations and returns a `Certificate` of what holds.
+`certify` renders a grammar of conversations with the template and returns a `Certificate`: which bridges are exact,
+which messages are parsed back, and what the template drops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Added tokens of a tokenizer.json: the ids that the library gives them, and which of them are control tokens."""
+"""Read the added tokens of a tokenizer.json: their ids in `tokenizers`, and which of them are control tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 _SPACE = "\u2581"
-"""What SentencePiece vocabularies write a space with."""
+"""The character that stands for a space in SentencePiece vocabularies."""
 
 _BARS = (("<|", "|>"), ("<\uff5c", "\uff5c>"))
-"""Spellings that are kept for control tokens, with the full-width form that DeepSeek uses."""
+"""Beginnings and ends that mark a token as control, with the full-width form that DeepSeek uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,31 +19,31 @@ class AddedToken:
     """One entry of `added_tokens`."""
 
     id: int
-    """The id that `tokenizers` gives it, which may differ from the declared one."""
+    """The id in `tokenizers`, which may differ from `declared_id`."""
     declared_id: int
     content: str
     special: bool
     normalized: bool
     single_word: bool
     strips: bool
-    """It takes white space next to it, or matches only beside certain characters."""
+    """Any of the flags `lstrip`, `rstrip` and `single_word`: the token's match depends on the characters around it."""
 
     @property
     def is_space(self) -> bool:
-        """Whether it is nothing but white space."""
+        """Whether the token is only white space."""
         return not self.content.replace(_SPACE, " ").strip()
 
     @property
     def is_words(self) -> bool:
-        """Whether it is made of letters, digits and white space only, as ordinary text is."""
+        """Whether the token has only letters, digits and white space, as ordinary text has."""
         return all(char.isalnum() or char.isspace() or char == _SPACE for char in self.content)
 
 
 def read_added_tokens(spec: Mapping[str, Any]) -> tuple[AddedToken, ...]:
-    """Return the added tokens of a tokenizer.json with the ids that `tokenizers` 0.21 to 0.23 gives them.
+    """Return the added tokens of a parsed tokenizer.json, with their ids in `tokenizers` 0.21 to 0.23.
 
-    The library ignores a declared id: a token that is in the model's vocabulary keeps its id there, and any other one
-    takes the next free id. A token listed twice counts once.
+    The library ignores declared ids: a token in the model's vocabulary keeps its id there, and any other token gets the
+    next free id. Of a token listed twice, the first entry is used.
     """
     vocab = spec["model"]["vocab"]
     ids = vocab if isinstance(vocab, Mapping) else {entry[0]: n for n, entry in enumerate(vocab)}
@@ -69,9 +69,10 @@ def read_added_tokens(spec: Mapping[str, Any]) -> tuple[AddedToken, ...]:
 
 
 def is_control(token: AddedToken, named: str, named_ids: frozenset[int]) -> bool:
-    """Return whether text must never become this token.
+    """Return whether the token is a control token, which callers' text must never become.
 
-    `named` holds the texts that name control tokens: chat templates and the strings of configurations.
+    `named` holds the chat templates and the strings of configurations, and `named_ids` the ids that configurations
+    name: a token that occurs in either is a control token.
     """
     if token.special:
         return True
@@ -82,9 +83,9 @@ def is_control(token: AddedToken, named: str, named_ids: frozenset[int]) -> bool
 
 
 def config_values(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a configuration at any depth, each with its key.
+    """Yield (key, value) for each value of a configuration that is no object or list, at any depth.
 
-    The list of all added tokens that some configurations repeat is left out.
+    `added_tokens_decoder` is left out: some configurations repeat all added tokens there.
     """
     if isinstance(config, Mapping):
         for name, value in config.items():
@@ -98,7 +99,7 @@ def config_values(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def any_of(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
-    """Return an expression for any of these tokens, the longest first, as `tokenizers` finds them."""
+    """Return a regular expression that matches any of these tokens, the longest first as in `tokenizers`."""
     longest_first = sorted(tokens, key=lambda token: len(token.content), reverse=True)
     found = (
         rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)

@@ -1,9 +1,9 @@
-"""Compare a bridge with what the template writes of the real conversation, after the bridge was used.
+"""Compare a bridge that was used with the template's rendering of the real conversation.
 
 A local bridge is computed after a made-up question, because a certificate says that the history does not matter. Here
-the whole conversation is rendered, with the reply that the model gave. Its text from the end of the sampled turn to the
-generation prompt must be the bridge's. Nothing before that is compared: dropped thinking, JSON spacing and ids
-that the tokenizer would not choose differ legitimately.
+the whole conversation is rendered, with the model's reply. The rendered text from the end of the sampled turn to the
+end of the generation prompt must equal the bridge's text. The text before it is not compared: there the template may
+drop thinking or space JSON in another way, and the model may sample ids that the tokenizer would not choose.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _SHOWN = 60
 @dataclass(frozen=True, slots=True)
 class BridgeCheck:
     outcome: Literal["same", "differs", "unknown"]
-    """`unknown`: there was nothing to compare with."""
+    """`unknown`: the template does not render the conversation."""
     detail: str = ""
-    """Why it is unknown, or which difference is no fault."""
+    """With `unknown`: the reason. With `same`: a difference that is not an error."""
     expected: str = ""
-    """With `differs`: the end of what the template writes and the bridge does not, control tokens spelled."""
+    """With `differs`: the end of the template's text that the bridge lacks, control tokens spelled out."""
     found: str = ""
-    """With `differs`: the end of what the bridge has in place of it."""
+    """With `differs`: the end of the bridge's text in the place of `expected`."""
     contextual: bool = False
-    """With `differs`: a bridge computed from the real conversation is what the template writes."""
+    """With `differs`: a bridge computed from the real conversation equals the template's text."""
 
 
 def check_bridge(
@@ -51,20 +51,21 @@ def check_bridge(
     completion_ids: TokenIds,
     added: PromptTokens,
 ) -> BridgeCheck:
-    """Compare `added`, which follows a turn of `completion_ids`, with the template's own rendering.
+    """Compare the bridge `added` with the template's rendering of `history`, `reply` and `new_messages`.
 
-    `history` are the messages before `reply`, as recorded.
+    `history` has the recorded messages before `reply`, and `completion_ids` the sampled ids that `reply` was parsed
+    from.
     """
-    history, reply = [*map(_typed, history)], _typed(reply)
+    history, reply = [*map(_with_argument_objects, history)], _with_argument_objects(reply)
     try:
-        real = _Real(renderer, setup, history, reply, new_messages)
+        real = _RealRendering(renderer, setup, history, reply, new_messages)
         found = real.compare(completion_ids, added)
-        why = real.takes_no_content_beside_calls(added) if found.outcome == "differs" else ""
+        why = real.separates_content_and_calls(added) if found.outcome == "differs" else ""
         if why:
-            # What was sampled is in the context already: the policy is to go on as after the calls alone.
-            said = {key: value for key, value in reply.items() if key not in ("content", "reasoning_content")}
-            silent = _Real(renderer, setup, history, {**said, "content": None}, new_messages)
-            if silent.compare(completion_ids, added).outcome == "same":
+            # The sampled content is in the context already: the bridge is then the one that follows the calls alone.
+            calling = {key: value for key, value in reply.items() if key not in ("content", "reasoning_content")}
+            calls_only = _RealRendering(renderer, setup, history, {**calling, "content": None}, new_messages)
+            if calls_only.compare(completion_ids, added).outcome == "same":
                 return BridgeCheck("same", why)
     except TokentapeError as error:
         return BridgeCheck("unknown", f"the template does not render the conversation ({type(error).__name__})")
@@ -78,8 +79,8 @@ def check_bridge(
     return BridgeCheck("differs", "", found.expected, found.found, contextual)
 
 
-class _Real:
-    """The template's rendering of a real conversation. Raises `TemplateRefused` if there is none."""
+class _RealRendering:
+    """The template's rendering of a real conversation. Raises `TemplateRefused` if the template refuses it."""
 
     def __init__(
         self, renderer: Renderer, setup: Setup, history: Sequence[Message], reply: Message, new: Sequence[Message]
@@ -91,7 +92,7 @@ class _Real:
         try:
             text = renderer.render_text([*history, reply, *new], setup, generate=True)
         except TemplateRefused:
-            # Some take a reply without content only as empty text.
+            # Some templates accept a reply without content only if its content is an empty string.
             self._history = [*map(_with_content, history)]
             self._reply = reply = _with_content(reply)
             text = renderer.render_text([*self._history, reply, *new], setup, generate=True)
@@ -101,14 +102,14 @@ class _Real:
         self._suffix = self._after_reply(new, generate=True)
 
     def compare(self, completion_ids: TokenIds, added: PromptTokens) -> BridgeCheck:
-        """Say whether the rendering ends with the turn's end and then the bridge."""
+        """Return `same` if the rendering ends with the end of the sampled turn and then the bridge, else `differs`."""
         closed = int(np.argmax(np.append(added.provenance != Provenance.CLOSE, True)))
         ended = self._read(np.concatenate([completion_ids, added.ids[:closed]]))
         bridge = self._once(self._read(added.ids[closed:]))
         whole = self._before(self._text, bridge)
         left = self._before(self._suffix, bridge)
         if whole is not None and left is None:
-            # The sentinel changes what follows it: of the turn only its last control token is compared.
+            # The template writes another suffix after a sentinel: only the turn's last control token is compared.
             marks = list(MARK.finditer(whole))
             left = whole[marks[-1].start() :] if marks and self._stops_at(marks[-1][0]) else ""
         if whole is not None and left is not None and self._ends_turn(left, ended, bridge):
@@ -119,8 +120,8 @@ class _Real:
         expected, found = (spell(one[: len(one) - shared])[-_SHOWN:] for one in (text, bridge))
         return BridgeCheck("differs", expected=expected, found=found)
 
-    def takes_no_content_beside_calls(self, added: PromptTokens) -> str:
-        """Say what the template does of content and calls of one turn, if not both stand in the turn; else empty."""
+    def separates_content_and_calls(self, added: PromptTokens) -> str:
+        """Describe how the template treats a turn with content and calls if it does not keep both there, else empty."""
         content = self._reply.get("content")
         said = content.strip() if isinstance(content, str) and self._reply.get("tool_calls") else ""
         if said and not self._suffix:
@@ -130,9 +131,11 @@ class _Real:
         return ""
 
     def _ends_turn(self, left: str, ended: str, bridge: str) -> bool:
-        """Say whether what the template writes between the reply and the bridge is how the sampled turn ended.
+        """Return whether the sampled turn ended as the template ends it.
 
-        The first piece is the model's own text, such as a call's closing brackets in its own spacing.
+        `left` is the template's text between the reply's last text and the bridge. It begins with text that the model
+        writes, such as the closing brackets of a call, in the template's spacing. `ended` is the text of the sampled
+        ids and of the ids that closed the turn.
         """
         marks, sampled = MARK.findall(left), MARK.findall(ended)
         stopped = bool(sampled) and self._stops_at(sampled[-1])
@@ -145,18 +148,18 @@ class _Real:
         if stopped:
             if MARK.split(left)[-1] != MARK.split(ended)[-1]:
                 return False
-            # Another stop token than the template's stands for it: the policy is to keep what was sampled. It does not
-            # stand for the next message's header, which is all there is where the template ends no turns.
+            # The sampled stop token is kept in place of the template's. It does not replace the next message's header,
+            # which alone follows a turn if the template has no token for the end of a turn.
             if marks[-1] != sampled[-1] and not MARK.search(self._after_reply([], generate=False)):
                 return False
             if marks[:-1] == sampled[-len(marks) : -1]:
                 return True
         elif not self._reply.get("tool_calls") or any(map(self._stops_at, marks)):
-            # A turn that was cut short is closed by the bridge; only the end of a call is the model's to write.
+            # The bridge closes a truncated turn; only the end of a call is left to the model.
             return False
-        # The model wrote its call another way, or not to its end. The template itself writes it like this.
+        # The model wrote its call in another way, or not to its end. Compare with the close that the template writes.
         close = self._after_reply([], generate=False)
-        # `left` may be text as its ids read.
+        # `left` may be normalized, see `_before`.
         shared = left[: max(common_prefix(left, one) for one in (close, self._normal(close)))]
         ended_before = any(map(self._stops_at, MARK.findall(shared)))
         return shared == left or (left[len(shared) :] == marks[-1] and not ended_before)
@@ -165,7 +168,7 @@ class _Real:
         return self._renderer.tokenizer.control_of_mark(mark).id in self._renderer.stop_ids(self._setup)
 
     def _after_reply(self, new: Sequence[Message], *, generate: bool) -> str:
-        """Return what the template writes after the last text of the reply; empty if a sentinel there does not show."""
+        """Return the template's text after the reply's last text; empty if a sentinel put there is not rendered."""
         try:
             shown = self._renderer.render_text([*self._history, self._edged, *new], self._setup, generate=generate)
         except TokentapeError:
@@ -173,9 +176,9 @@ class _Real:
         return self._once(shown.partition(self._sentinel)[2])
 
     def _before(self, text: str, bridge: str) -> str | None:
-        """Return the text before the bridge that ends it; None if it does not end with the bridge."""
+        """Return `text` without the bridge at its end; None if it does not end with the bridge."""
         if not text.endswith(bridge):
-            # Tokenizers may normalize what they encode: read the end of the text as its ids read, from a mark on.
+            # Tokenizers may normalize text: replace the end of the text, from a mark on, by its encoded and read form.
             most = max(len(text) - 2 * len(bridge) - _SHOWN, 0)
             start = max((match.start() for match in MARK.finditer(text, 0, most)), default=0)
             text = text[:start] + self._normal(text[start:])
@@ -189,14 +192,14 @@ class _Real:
         return read_text(self._renderer.tokenizer, ids.tolist())
 
     def _once(self, text: str) -> str:
-        """Return the text with each run of image placeholders as one: the template writes one for each image."""
+        """Return the text with each run of image placeholders as one, as the template writes one for each image."""
         images = self._renderer.images
         control = None if images is None else self._renderer.tokenizer.control_by_id(images.placeholder_id)
         return text if control is None else re.sub(f"(?:{control.mark})+", control.mark, text)
 
 
-def _typed(message: Message) -> Message:
-    """Return the message with the arguments of its calls as objects, as requests have them."""
+def _with_argument_objects(message: Message) -> Message:
+    """Return the message with the arguments of its calls parsed from JSON text to objects, as in requests."""
     calls = [dict(call) for call in message.get("tool_calls") or ()]
     for call in calls:
         arguments = call["function"].get("arguments")
@@ -215,7 +218,10 @@ def _with_content(message: Message) -> Message:
 
 
 def _with_sentinel(reply: Message, sentinel: str) -> Message:
-    """Return the reply with a word at the end of the last text that it holds: an argument's, else the content."""
+    """Return the reply with the sentinel after its content, or as a further argument of its last call.
+
+    A reply with a last call without arguments is returned without the sentinel.
+    """
     calls: list[dict[str, Any]] = list(reply.get("tool_calls") or ())
     if not calls:
         return {**reply, "content": (reply.get("content") or "") + sentinel}

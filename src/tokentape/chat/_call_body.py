@@ -1,7 +1,7 @@
-"""Reads the text between the delimiters of one tool call, while it is still being written.
+"""Read the text between the delimiters of one tool call while the model writes it.
 
-One reader per style of `CallSyntax`. A reader is given the same text again and again as it grows and goes on where it
-stopped, so that the whole costs no more than reading it once.
+There is one reader per style of `CallSyntax`. Each call of `read` gets the whole text so far and continues where the
+last call stopped, so that a body that arrives in pieces costs no more than one that arrives at once.
 """
 
 from __future__ import annotations
@@ -37,46 +37,46 @@ from tokentape.types import Tool
 
 _NAME_CHARACTER = r"""[^\s<>{}()\[\]"'`,;=\ud800-\udfff]"""
 _LONGEST_HEAD = 600
-"""Characters from the opening delimiter to a call's arguments, or from that of an argument to its value, at most."""
+"""At most this many characters from a call's opening delimiter to its arguments, or from an argument's to its value."""
 JSON_PUNCTUATION = "{}[],:"
 _ARGUMENT_KEYS = ("arguments", "parameters")
-"""What models call the arguments in JSON, whatever their template does."""
+"""Keys that models write for the arguments in JSON, even if their template writes another key."""
 _OTHER_FIELDS = ("id", "type", "function", "index")
 """Fields of a call in the OpenAI API other than its name and arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallBody:
-    """A complete call without its closing delimiter, which begins at `end` or is missing."""
+    """A complete call without its closing delimiter, which begins at `end` if it is not missing."""
 
     end: int
     name: str
     arguments: str
     valid: bool
-    """The arguments are a JSON object."""
+    """Whether the arguments are a JSON object."""
     id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """No call, whatever follows: `at` is where that shows."""
+    """The body is no call, whatever text follows. The error was found at position `at`."""
 
     at: int
     no_json: bool = False
-    """An object ends there, as far as its brackets tell, but it is not JSON."""
+    """Whether an object with balanced brackets ends at `at` that is not valid JSON."""
 
 
 class BodyReader(Protocol):
     def read(self, text: str, *, over: bool) -> CallBody | Broken | None:
-        """Return the call, once it is complete in `text`; None as long as it may become so.
+        """Return the call if it is complete in `text`, `Broken` if it can't become one, None if more text is needed.
 
-        `over`: the model has ended its turn here, so that nothing that follows is needed to know the end of the call.
+        With `over` the model has ended its turn, so a call ends at the end of the text at the latest.
         """
         ...
 
 
 def body_reader(syntax: CallSyntax, tools: Mapping[str, Tool], text: str, start: int) -> BodyReader | None:
-    """Return the reader for the body that begins at `start`; None if there is too little text to choose it."""
+    """Return a reader for the body that begins at `start`; None if no text has arrived there yet."""
     start = skip_space(text, start)
     if start == len(text):
         return None
@@ -88,18 +88,15 @@ def body_reader(syntax: CallSyntax, tools: Mapping[str, Tool], text: str, start:
 
 
 def breaks(syntax: CallSyntax) -> str:
-    """Return a regular expression for what can't stand in JSON outside of its strings.
-
-    Control tokens, the call's close.
-    """
+    """Return a regular expression for control tokens and the call's close, which JSON can't contain outside strings."""
     closing = [piece for piece in pieces(syntax.close) if not set(piece) <= set(JSON_PUNCTUATION)]
     return f"{MARK.pattern}|{any_of(closing)}"
 
 
 def object_arguments(raw: str) -> tuple[str, bool]:
-    """Return arguments as JSON text, and whether they are an object.
+    """Return the arguments as JSON text, and whether they are an object.
 
-    They may be missing, null, or written out as a string.
+    Missing arguments and null become `{}`, and a JSON string is replaced by the JSON text that it contains.
     """
     core = raw.strip()
     if core in ("", "null", '""'):
@@ -139,7 +136,7 @@ class _JsonBody:
         function = value.get("function")
         call_id = value.get("id")
         if isinstance(function, dict):
-            # As the OpenAI API writes a call.
+            # This is the form of the OpenAI API.
             value, fields = function, dict(members(fields["function"]))
         name = value.get(self._syntax.name_key) if self._syntax.name_key in value else function
         if not self._syntax.name_key and len(fields) == 1:
@@ -152,7 +149,7 @@ class _JsonBody:
         keys = (self._syntax.arguments_key, *_ARGUMENT_KEYS)
         written = next((fields[key] for key in keys if key in fields), None)
         if written is None and not fields.keys() <= {self._syntax.name_key, *_OTHER_FIELDS}:
-            # Its arguments stand somewhere else: without them it would be another call.
+            # The arguments are under an unknown key: return the whole object rather than a call without arguments.
             return CallBody(end, name, text[start:end], valid=False, id=call_id)
         arguments, valid = object_arguments(written or "")
         return CallBody(end, name, arguments, valid, call_id)
@@ -194,7 +191,7 @@ class _NamedBody:
         name: str = head["name"]
         if not self._syntax.name_is_id:
             return CallBody(end, name, arguments, valid, head["front"] or head["id"])
-        # Of an id such as `functions.add:0` the name is the longest known one that stands in it.
+        # The name is the longest known tool name within the id, such as `add` in `functions.add:0`.
         found = [tool for tool in self._tools if re.search(rf"(?<!\w){re.escape(tool)}(?!\w)", name)]
         return CallBody(end, max(found, key=len, default=name), arguments, valid, name)
 
@@ -240,14 +237,14 @@ class _TaggedBody:
         self._start = start
         self._name = ""
         self._named = False
-        """All of the name has arrived, since an argument has begun."""
+        """Whether the name is complete, because an argument has begun."""
         self._arguments: list[tuple[str, str]] = []
         self._at = start
         """Where the next argument or the end of the call is expected."""
         self._key: re.Match[str] | None = None
-        """The key whose value is being read."""
+        """The match of the key before the value that is being read."""
         self._seek = start
-        """Where to look for the end of that value."""
+        """Where to continue the search for the end of that value."""
 
     def read(self, text: str, *, over: bool) -> CallBody | Broken | None:
         tags = self._tags
@@ -280,12 +277,15 @@ class _TaggedBody:
             self._key = None
 
     def _name_may_end(self, text: str, at: int) -> bool:
-        """Return whether the name may end before `at`: in `f:3><para` it is `f` if an argument follows."""
+        """Return whether the name may end before `at`: in `f:3><para` the name is `f` if an argument follows."""
         inner = (n for n in range(self._start + 1, at) if not text[n].isspace())
         return not self._named and any(may_grow(text, n, self._tags.after_name) for n in inner)
 
     def _read_value(self, text: str, key: re.Match[str], *, over: bool) -> bool:
-        """Take the value up to the first closing delimiter that an argument or the end of the call follows."""
+        """Add the value that ends at the first closing delimiter before an argument or the call's end, if it arrived.
+
+        Return whether the value was added.
+        """
         tags = self._tags
         closing = tags.value_close(key["key"])
         while found := closing.search(text, self._seek):
@@ -302,7 +302,7 @@ class _TaggedBody:
         return False
 
     def _value(self, key: re.Match[str], raw: str) -> str:
-        """Return the JSON text of a value, without the white space that the template writes around it."""
+        """Return the JSON text of the raw value, without the white space that the template writes around values."""
         syntax = self._syntax
         before = len(syntax.key_close) - len(syntax.key_close.rstrip())
         after = len(syntax.value_close) - len(syntax.value_close.lstrip())
@@ -322,7 +322,7 @@ class _TaggedBody:
     def _body(self) -> CallBody | Broken:
         if not self._arguments and self._name not in self._tools:
             return Broken(self._at)
-        # Models write an empty parameter where there is none.
+        # Models write a parameter with an empty key and value for a call without arguments.
         pairs = [
             f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in self._arguments if key or value != '""'
         ]
@@ -331,16 +331,16 @@ class _TaggedBody:
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """Expressions for a syntax with tagged arguments."""
+    """Regular expressions for a syntax with tagged arguments."""
 
     head: re.Pattern[str]
     key_open: re.Pattern[str]
     key: re.Pattern[str]
     end: re.Pattern[str]
     expected: tuple[str, ...]
-    """Delimiters that may stand between arguments or after them."""
+    """Delimiters that may follow the name or an argument."""
     after_name: tuple[str, ...]
-    """What closes a name, with each delimiter that may follow."""
+    """The delimiter after a name, joined with each delimiter that may follow it."""
     closing: str
 
     def value_close(self, key: str) -> re.Pattern[str]:
@@ -356,7 +356,7 @@ def _tags(syntax: CallSyntax) -> _Tags:
     if not MARK.match(first):
         ends.append(MARK.pattern)
     json_key = rf"|{pattern(syntax.json_key_close)}" if syntax.json_key_close else ""
-    # A key may begin like what ends the call: `<` and `</call>`.
+    # A key's opening delimiter may also begin the call's close: `<` and `</call>`.
     not_key = f"(?!{close})" if close else ""
     expected = (syntax.key_open, syntax.close, syntax.section_close, syntax.open)
     return _Tags(
@@ -373,7 +373,7 @@ def _tags(syntax: CallSyntax) -> _Tags:
 
 
 def _name(syntax: CallSyntax, following: Sequence[str]) -> str:
-    """Return an expression for a name: up to what the template closes names with, if one of these follows that."""
+    """Return an expression for a name that ends before `name_close`, if one of the expressions `following` is next."""
     if not pieces(syntax.name_close) or MARK.match(syntax.name_close.strip()):
         return f"{_NAME_CHARACTER}{{1,256}}"
     call_id = [r"[\w.:-]"] if syntax.id_close else []
@@ -383,9 +383,10 @@ def _name(syntax: CallSyntax, following: Sequence[str]) -> str:
 
 @lru_cache(64)
 def _named(syntax: CallSyntax) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return expressions for all before the arguments, and for what ends it: the arguments, or the end of the call.
+    """Return an expression for a call's text before its arguments, and one for the text that ends it.
 
-    The arguments may be an object, an object written out as a string, null or missing.
+    The head ends at the arguments or at the end of the call: arguments may be an object, a string of JSON, null or
+    missing.
     """
     after = [syntax.close, syntax.separator, syntax.section_close]
     ends = [piece for text in after for piece in pieces(text)]
@@ -396,10 +397,10 @@ def _named(syntax: CallSyntax) -> tuple[re.Pattern[str], re.Pattern[str]]:
     named = rf"(?:{any_of([syntax.name_close, syntax.id_close])}|{other_mark}|```(?:json)?)"
     id_close = any_of([syntax.id_close]) if syntax.id_close.strip() or not syntax.id_close else ""
     call_id = rf"(?:(?P<id>\w[\w.:-]{{0,255}})\s*(?:{id_close}|{other_mark})\s*)?"
-    # The arguments are not looked at: to the expression, the text ends where they begin.
+    # The head is matched against the text before the arguments only.
     name = _name(syntax, [])
     if ANY in syntax.name_close:
-        # What counts the calls looks like part of a name, or like an id.
+        # The number of a call looks like part of a name, or like an id.
         name, call_id = rf"{name}?(?!\w)", "(?P<id>(?!))?"
     front = (
         rf"(?:(?P<front>[\w.:-]{{1,256}})\s*{pattern(syntax.name_open)}\s*)?"

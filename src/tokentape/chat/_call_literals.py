@@ -1,7 +1,7 @@
-"""Reads calls whose arguments are written like literals in a program: `f(a="b", n=[1, None])`, `f{a:<q>b<q>,n:1}`.
+"""Read calls with arguments written like literals in a program: `f(a="b", n=[1, None])`, `f{a:<q>b<q>,n:1}`.
 
-What template and model write differs in quotes, in the words for true and nothing, and in commas. All of them are
-taken: Python's, JSON's, and the quotes and separators that the template writes.
+Models write other quotes, commas and words for true and null than their templates. The forms of Python and of JSON are
+accepted, and the quotes and separators of the template.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEEPEST = 100
 
 
 class LiteralError(ValueError):
-    """A text that is no arguments in this notation."""
+    """The text is not a list of arguments in this notation."""
 
 
 _COMMA = re.compile(r"[\s,]*")
@@ -38,22 +38,22 @@ _COMMA = re.compile(r"[\s,]*")
 
 @dataclass(frozen=True, slots=True)
 class _Notation:
-    """What a template writes around values, as expressions."""
+    """The delimiters around values, as strings and regular expressions."""
 
     quote: str
     key_close: str
     between: re.Pattern[str]
-    """White space and separators of arguments. A comma is always one."""
+    """White space and separators of arguments. A comma is always a separator."""
     next_argument: re.Pattern[str]
-    """What ends a value without quotes: a separator and the next key, or a separator and nothing."""
+    """Ends a value without quotes: a separator, then the next key or the end of the text."""
     after_string: re.Pattern[str]
-    """What follows a quote that closes a string."""
+    """Follows a quote that closes a string."""
     may_follow: re.Pattern[str]
-    """The beginning of that, to the end of what has arrived."""
+    """Matches the end of the text if it may be the beginning of `after_string`."""
     before_value: tuple[str, ...]
 
     def begins_value(self, text: str, at: int) -> bool:
-        """Return whether a value begins at `at`: an apostrophe within a word opens no string."""
+        """Return whether a value may begin at `at`. A quote elsewhere, such as an apostrophe, opens no string."""
         return text[max(0, at - 100) : at].rstrip().endswith(self.before_value)
 
 
@@ -61,7 +61,7 @@ class _Notation:
 def _notation(syntax: CallSyntax) -> _Notation:
     key_close = syntax.key_close.strip()
     separator = syntax.argument_separator.strip()
-    # If white space alone separates arguments, a key has to follow it.
+    # If only white space separates arguments, a key must follow it.
     any_key = _KEY.pattern.replace("?P<key>", "?:")
     key = rf"{any_key}{re.escape(key_close)}"
     before_key = re.escape(separator) or rf"\s(?={key})"
@@ -80,7 +80,7 @@ def _notation(syntax: CallSyntax) -> _Notation:
 
 
 class LiteralEnd:
-    """Finds the bracket that closes the one at `start`; looks at each character once, but for unclosed strings."""
+    """Finds the bracket that closes the bracket at `start`. Characters are read once, except in unclosed strings."""
 
     def __init__(self, start: int, syntax: CallSyntax) -> None:
         quote = syntax.quote
@@ -88,18 +88,18 @@ class LiteralEnd:
         self.end: int | None = None
         """Position after the closing bracket."""
         self.broken_at: int | None = None
-        """The position of a control token that is no quote."""
+        """The position of a control token that is not the quote."""
         self._quote = quote
         self._notation = _notation(syntax)
         self._at = start
         self._depth = 0
         self._string_at: int | None = None
-        """Where the open string began."""
+        """Where the open string begins."""
         own = f"{re.escape(quote)}|" if quote else ""
         self._outside = re.compile(rf"""{own}["'()\[\]{{}}]|(?P<break>{MARK.pattern})""")
 
     def find(self, text: str, *, over: bool) -> None:
-        """Go on with what has arrived of `text`; `over`: no more will."""
+        """Continue in `text`, the whole text so far, and set `end` or `broken_at`. With `over` the text is complete."""
         while self.end is None and self.broken_at is None:
             if self._string_at is not None:
                 end, self._at = _string_end(text, self._string_at, self._notation, self._at, over=over)
@@ -123,18 +123,21 @@ class LiteralEnd:
 
 
 def read_head(syntax: CallSyntax, text: str, start: int) -> tuple[str, int] | None:
-    """Return the name at `start` and the position of the bracket after it; None if there is none yet."""
+    """Return the name at `start` and the position of the bracket after it; None if they are not there."""
     head = re.compile(rf"(?P<name>{_NAME})\s*{pattern(syntax.name_close)}").match(text, start)
     return (head["name"], head.end() - 1) if head else None
 
 
 def may_be_head(text: str, start: int) -> bool:
-    """Return whether the text after `start` may be the beginning of a name and its bracket."""
+    """Return whether `text[start:]` may be the beginning of a name that its bracket follows."""
     return re.fullmatch(rf"(?:{_NAME})?\s*", text[start : start + 300]) is not None and len(text) < start + 300
 
 
 def arguments_json(syntax: CallSyntax, tool: Tool | None, text: str) -> str:
-    """Return the JSON text of the arguments between the outer brackets. Raises `LiteralError` for what is none."""
+    """Return the arguments in `text`, which stands between the outer brackets, as a JSON object.
+
+    Raises `LiteralError` if `text` is not a list of arguments.
+    """
     return "{" + ", ".join(_arguments(syntax, tool, text)) + "}"
 
 
@@ -209,7 +212,7 @@ def _key(text: str, at: int, notation: _Notation) -> tuple[str, int]:
 
 
 def _quote_at(text: str, at: int, quote: str) -> str:
-    """Return the quote at `at`; empty if there is none."""
+    """Return the quote that stands at `at`; empty if there is none."""
     if quote and text.startswith(quote, at):
         return quote
     return text[at] if text[at : at + 1] in ("'", '"') else ""
@@ -226,10 +229,11 @@ def _string(text: str, at: int, notation: _Notation) -> tuple[str, int]:
 
 
 def _string_end(text: str, start: int, notation: _Notation, seek: int, *, over: bool) -> tuple[int | None, int]:
-    """Return the position after the string that begins at `start`, looked for from `seek` on.
+    """Return the position after the string that begins at `start`, and where to continue the search for its end.
 
-    None if it is not closed, or not surely so unless the text is `over`; then also where to look on. A quote that
-    neither a separator nor a bracket follows is part of the string: not every template escapes them.
+    The search begins at `seek`. The first value is None if the string is not closed, or if later text may show that it
+    is not closed and the text is not `over`. A quote that is not followed by a separator or bracket is part of the
+    string, because not every template escapes quotes.
     """
     own = _quote_at(text, start, notation.quote)
     at = max(seek, start + len(own))
@@ -258,11 +262,11 @@ def _unescaped(raw: str) -> str:
 
 
 def _skip(text: str, at: int, between: re.Pattern[str]) -> int:
-    """Return the position after white space and separators."""
+    """Return the position after the separators at `at`."""
     found = between.match(text, at)
     return found.end() if found else at
 
 
 def needs_known_tool(syntax: CallSyntax) -> bool:
-    """Return whether only a tool that was offered makes a call: no control token stands before what looks like one."""
+    """Return whether a call must name an offered tool, because no control token opens calls in this syntax."""
     return not MARK.search(syntax.section_open + syntax.open)

@@ -1,7 +1,7 @@
-"""Finds the tool calls of a completion by the delimiters that the template writes, while it is still being written.
+"""Find the tool calls of a completion by the template's delimiters, while the model writes them.
 
-Tolerant where that is unambiguous: white space may vary, pieces of delimiters may be missing or doubled if the call
-itself is complete. The result never depends on how the text was cut into pieces.
+Delimiters may have other white space than in the template, and pieces of them may be missing or doubled if the call
+itself is complete. The result does not depend on how the text arrived in pieces.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ _LONGEST_DELIMITER = 300
 
 @dataclass(frozen=True, slots=True)
 class ReadCall:
-    """A call found in a text. `end` is the position after it and its closing delimiter."""
+    """A call found in a text, or with `name` None a text that only begins like one.
+
+    `end` is the position after it, closing delimiter included.
+    """
 
     end: int
     name: str | None
-    """None where no tool is named: then it was no call."""
+    """None if the text up to `end` is no call."""
     arguments: str = ""
     status: CallStatus = "unclosed"
     id: str | None = None
@@ -42,30 +45,30 @@ class CallReader:
         self._tools = tools
         whole, one = pieces(syntax.section_open + syntax.open), pieces(syntax.open)
         self.bare = not whole and syntax.style == "json"
-        """Calls have no delimiters: a JSON object that names a tool is one."""
+        """Whether calls have no delimiters: a JSON object that names a tool is a call."""
         self.begins_lines = self.bare and not syntax.within_lines
-        """Such a call is one only where a line begins."""
+        """Whether such an object is a call only at the beginning of a line."""
         begins = tuple(dict.fromkeys([*whole[:1], *one[:1]]))
         marked = tuple(piece for piece in begins if MARK.match(piece))
         self.triggers = marked or begins
-        """What a call may begin with: nothing that could be quoted where there is a control token for it."""
+        """Pieces that a call may begin with. If some are control tokens, only those: text can quote the others."""
         again = any_of(begins)
-        # Not any number: these are matched anew with every token as long as they may go on.
+        # The number has a limit because the expressions are matched again with every token that may extend them.
         some = "{0,8}"
         self._opening = re.compile(
             rf"(?:{SPACE}({MARK.pattern})){some}" if self.bare else rf"(?:{SPACE}({again})){some}{optional(whole)}"
         )
         self._next = re.compile(re.escape(one[0]) if one else r"\{")
         self._headed = syntax.style == "literal" and not one
-        """A call begins with its name."""
+        """Whether a call begins with its name."""
         self._knows_names = syntax.style == "literal" and needs_known_tool(syntax)
         self._closing = re.compile(optional([syntax.close]))
         close = pieces(syntax.close)
         self._last = tuple(piece for piece in close[-1:] if close.count(piece) == 1)
-        """What nothing of the closing delimiter follows."""
+        """The last piece of the closing delimiter, if it occurs once there: the delimiter ends after it."""
         self._spare = re.compile("" if syntax.style in ("tagged", "literal") else rf"(?:\s*\}}){some}")
         self._counts = syntax.separator.strip().isdecimal()
-        """A number that counts the calls stands before each."""
+        """Whether a number that counts the calls stands before each of them."""
         ends = [syntax.close, "" if self._counts else syntax.separator, syntax.section_close]
         between = [pattern(text) for text in ends if pieces(text)]
         between += [re.escape(piece) for text in ends for piece in pieces(text) if piece not in begins]
@@ -81,9 +84,9 @@ class CallReader:
         self._body: BodyReader | None = None
 
     def fresh(self, tools: Mapping[str, Tool]) -> CallReader:
-        """Return a reader of the same syntax that has read nothing yet.
+        """Return a reader of the same syntax for another completion.
 
-        Making expressions costs more than reading a call.
+        The regular expressions are shared, because making them costs more than reading a call.
         """
         reader = copy(self)
         reader._tools = tools
@@ -92,17 +95,17 @@ class CallReader:
         return reader
 
     def read(self, text: str, at: int, *, final: bool, ended: bool, within_reasoning: bool) -> ReadCall | None:
-        """Return the call that begins at `at`; None if more text may complete it, or end it.
+        """Return the call that begins at `at`; None if more text may complete or end it.
 
-        `final`: no more text will come. `ended`: because the model has ended its turn. `within_reasoning`: only a call
-        that is beyond doubt is one.
+        With `final` the text is complete, with `ended` because the model has ended its turn. With `within_reasoning`
+        only a well-formed call is returned as one.
         """
         over = final and ended
         if self._body is None:
             opening = self._opening.match(text, at)
             start = skip_space(text, opening.end() if opening else at)
             opens = [self._syntax.section_open + self._syntax.open, self._syntax.open]
-            # What looks like the whole of one delimiter may be the beginning of another.
+            # One delimiter may be the beginning of another.
             begins = (opening.start(1) if opening and opening[1] else at, start)
             if not final and any(may_grow(text, begin, opens) for begin in begins):
                 return None
@@ -120,9 +123,9 @@ class CallReader:
         return call
 
     def skip_between(self, text: str, at: int, *, final: bool) -> tuple[int, bool] | None:
-        """Return the position after what may stand between two calls at `at`, and whether another call begins there.
+        """Return the position after the text that may separate two calls at `at`, and whether a call begins there.
 
-        None if that is not certain yet.
+        Return None if more text may change the answer.
         """
         found = self._between.match(text, at)
         start, at = at, skip_space(text, found.end() if found else at)
@@ -133,7 +136,7 @@ class CallReader:
         number = re.compile(r"\d{1,9}").match(text, at) if self._counts else None
         if not final and number and may_grow(text, number.end(), [syntax.open]):
             return None
-        # What is a piece of a closing delimiter may begin an opening one: `[#` of `[#</calls>` and `[#<call>`.
+        # A piece of a closing delimiter may also begin an opening one: `[#` of `[#</calls>` and `[#<call>`.
         if not final and any(may_grow(text, n, [syntax.open]) for n in range(start, at) if not text[n].isspace()):
             return None
         if self._headed:
@@ -143,8 +146,11 @@ class CallReader:
         return at, self._next.match(text, at) is not None
 
     def _closed(self, text: str, body: CallBody, *, final: bool) -> ReadCall | None:
-        """Return a complete call, with its closing delimiter or as much of it as there is."""
-        # Models write a brace too many, or only some pieces of the closing delimiter.
+        """Return the call of a complete body; it ends after the pieces of its closing delimiter that were written.
+
+        Return None if more text may complete the delimiter.
+        """
+        # Models write too many braces, or only some pieces of the closing delimiter.
         spare = self._spare.match(text, body.end)
         at = spare.end() if spare else body.end
         found = self._closing.match(text, at)
@@ -166,10 +172,10 @@ class CallReader:
     def _broken(
         self, text: str, broken: Broken | None, *, final: bool, over: bool, within_reasoning: bool
     ) -> ReadCall | None:
-        """Return what began like a call and is none: up to its closing delimiter, the next call or the end of the turn.
+        """Return a malformed call, up to its closing delimiter, the next call or the end of the turn.
 
-        If the model ended its turn after it, it made the call, if badly; if it was cut off, it did not make it. Where
-        no tool is named it is only the opening delimiter that is no call; what follows has to be read again.
+        Its status is `bad_arguments`, or `unclosed` if the completion was cut off within it. If it names no tool, only
+        its opening delimiter is returned, as no call, and the text after that is read again.
         """
         end = self._start
         if self.bare:
@@ -206,7 +212,7 @@ class CallReader:
         return ReadCall(end, name, arguments, "bad_arguments" if found or over else "unclosed")
 
     def _guess(self, raw: str) -> tuple[str | None, str]:
-        """Return name and raw arguments of a call that is not well-formed."""
+        """Return the name and the raw arguments of a malformed call, as far as they are found."""
         syntax = self._syntax
         if syntax.style == "json" or raw.startswith("{"):
             keys = "|".join(map(re.escape, (syntax.arguments_key, "arguments", "parameters")))
@@ -216,13 +222,13 @@ class CallReader:
         ends = [*pieces(syntax.name_close), *pieces(syntax.key_open)]
         end = re.escape(ends[0]) if ends else r"(?!\S)"
         found = re.match(rf"\s*([\w.:/-]{{1,256}})\s*{end}(.*)", raw, re.DOTALL)
-        # Where only white space follows a name, any word could be one.
+        # If only white space follows names in this syntax, any word could be a name: only known names are taken.
         if found is None or not (ends or found[1] in self._tools):
             return None, ""
         return found[1], found[2].strip()
 
     def _whole(self, raw: str, name: str, arguments: str) -> str:
-        """Return the arguments, or all of JSON that is not well-formed and has other words before them."""
+        """Return the arguments of a malformed call, or all of `raw` if it is JSON with other words before them."""
         if self._syntax.style != "json" and not raw.startswith("{"):
             return arguments
         before = raw[: raw.rindex(arguments)] if arguments else raw
@@ -232,6 +238,6 @@ class CallReader:
 
 
 def _is_within(syntax: CallSyntax, piece: str) -> bool:
-    """Return whether a piece of a delimiter also occurs within calls, so that it can't end one."""
+    """Return whether a piece of a closing delimiter also occurs within calls, and so does not show where one ends."""
     within = (*pieces(syntax.name_close), *pieces(syntax.key_open), *pieces(syntax.value_close))
     return set(piece) <= set(JSON_PUNCTUATION) or any(inner.startswith(piece) for inner in within)

@@ -1,4 +1,4 @@
-"""How a template writes tool calls, found out by rendering calls made of sentinels.
+"""Read off how a template writes tool calls, by rendering calls made of sentinels.
 
 All texts are marked text (see `tokenizer`).
 """
@@ -26,30 +26,30 @@ EARLIER: tuple[Message, ...] = (
     {"role": "user", "content": SENTINELS[10] * 2},
     {"role": "assistant", "content": SENTINELS[11] * 2},
 )
-"""What is said before the question where a template refuses a question alone."""
+"""An exchange to put before the question if a template refuses a question alone."""
 _ID = SENTINELS[9] * 2
-"""Placeholder for every call's id in the syntax that is read off."""
+"""Replaces the ids of calls in renderings, so that delimiters with an id are the same for each call."""
 
 PROBE_ID, OTHER_PROBE_ID = "call00000", "call00001"
-"""Nine letters and digits: what the strictest template takes."""
+"""Nine letters and digits, which the strictest template accepts."""
 
 Render = Callable[[Sequence[Message], bool], str]
-"""Messages and add_generation_prompt to marked text."""
+"""Renders (messages, add_generation_prompt) to marked text."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """How a tool-calling message has to be passed so that this template renders it."""
+    """The form of a tool-calling message that this template renders with its calls."""
 
     arguments: str
-    """`object` or `text`: JSON written out."""
+    """`object` if the template takes arguments as a JSON object, `text` if it takes them as JSON text."""
     content: str
-    """Beside calls: `text`, `none` (None if empty) or `missing` (no such key if empty)."""
+    """How empty content is passed beside calls: `text` as "", `none` as None, `missing` without the key."""
     name_is_id: bool = False
-    """The template shows a call's id in place of its name."""
+    """Whether the template writes a call's id in place of its name."""
 
     def message(self, content: str, calls: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
-        """Return an assistant message with (id, name, arguments) calls in this shape."""
+        """Return an assistant message in this shape. Each of `calls` is (id, name, arguments)."""
         made = [
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
             for call_id, name, arguments in calls
@@ -57,11 +57,11 @@ class CallShape:
         return self.reshape({"role": "assistant", "content": content, "tool_calls": made})
 
     def probe(self, name: str, arguments: Any, call_id: str = PROBE_ID) -> tuple[str, str, Any]:
-        """Return a call to ask with, for `message`: its name is where the template shows a name."""
+        """Return a call for `message`. Its name is also its id if the template writes the id as the name."""
         return (name, name, arguments) if self.name_is_id else (call_id, name, arguments)
 
     def reshape(self, message: Message) -> dict[str, Any]:
-        """Return a caller's tool-calling message in this shape; without it the template would lose the calls."""
+        """Return a caller's tool-calling message in this shape; in another one the template may drop the calls."""
         reshaped = dict(message)
         if not reshaped.get("content"):
             if self.content == "text":
@@ -77,7 +77,7 @@ class CallShape:
         return reshaped
 
     def shape(self, arguments: Any) -> Any:
-        """Return arguments as this template takes them."""
+        """Return the arguments in the form that this template takes: unchanged, or as JSON text."""
         if self.arguments == "text" and not isinstance(arguments, str):
             return json.dumps(arguments, ensure_ascii=False)
         return arguments
@@ -103,7 +103,7 @@ class CallSyntax:
     `literal`: CALL is NAME `name_close` KEY `key_close` VALUE `argument_separator` ... and the bracket that closes what
     `name_close` opens; VALUE is a literal as in a program, text between quotes or between `quote`.
 
-    `ANY` in a delimiter is a word that is not always the same.
+    `ANY` in a delimiter stands for a word that varies.
     """
 
     style: Literal["json", "named", "tagged", "literal"]
@@ -116,34 +116,34 @@ class CallSyntax:
     arguments_key: str = "arguments"
     name_close: str = ""
     name_open: str = ""
-    """If the call's id comes before the name (`named` only): ID `name_open` NAME."""
+    """Set if the call's id comes before the name (`named` only): ID `name_open` NAME."""
     id_close: str = ""
-    """If the call's id comes after the name (`named` only): NAME `name_close` ID `id_close` ARGUMENTS."""
+    """Set if the call's id comes after the name (`named` only): NAME `name_close` ID `id_close` ARGUMENTS."""
     name_is_id: bool = False
-    """The template writes the call's id where the name is expected; a model writes the name into the id."""
+    """Whether the template writes the call's id in place of the name; models then write an id that has the name."""
     key_open: str = ""
     key_close: str = ""
     json_key_close: str = ""
-    """`key_close` of values that are not text, where the template distinguishes them; their VALUE is JSON. The
-    same as `key_close` where all values are JSON, text in quotes."""
+    """The `key_close` before a value that is JSON and not text, if the template writes another one there. Equals
+    `key_close` if all values are JSON, so that text is in quotes. Empty if the template does not distinguish them."""
     value_close: str = ""
     text_open: str = ""
-    """Where the template writes something around text that could be taken for its tags (`tagged` only), as XML's
-    `<![CDATA[`: what stands before it, within `key_close` and `value_close`."""
+    """The delimiter before text that looks like tags, such as XML's `<![CDATA[` (`tagged` only). It stands between
+    `key_close` and the text; `text_close` stands between the text and `value_close`."""
     text_close: str = ""
     quote: str = ""
     argument_separator: str = ""
     """`literal` only."""
     space_before: int = 0
-    """Characters of white space that the template puts between content and the first call."""
+    """Number of white-space characters that the template writes between content and the first call."""
     between: str = ""
-    """The text between the last value of a call and the name of the next; empty if a turn has one call."""
+    """The text between the last value of a call and the name of the next; empty if a turn can have only one call."""
     within_lines: bool = False
-    """A call without delimiters may stand directly after content, not only where a line begins."""
+    """Whether a call without delimiters may stand directly after content, not only at the beginning of a line."""
 
 
 def find_shape(render: Render) -> CallShape | None:
-    """Return the first shape in which name, key and value of a call all reach the rendered text."""
+    """Return the first shape in which the name, key and value of a call are all rendered; None if there is none."""
     for shape in _SHAPES:
         try:
             text = render([QUESTION, shape.message("", [shape.probe(NAME, {KEY: VALUE})])], False)
@@ -155,9 +155,9 @@ def find_shape(render: Render) -> CallShape | None:
 
 
 def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | None:
-    """Read the syntax off renderings with one call, with two arguments and with two calls.
+    """Return the syntax of calls, read off renderings with one call, with two arguments and with two calls.
 
-    `prompt` is the rendering up to the generation prompt. None if the syntax is of no known style.
+    `prompt` is the rendering of the question with the generation prompt. Return None if the syntax has no known style.
     """
     first = shape.probe(NAME, {KEY: VALUE})
     second = shape.probe(OTHER_NAME, {OTHER_KEY: OTHER_VALUE}, OTHER_PROBE_ID)
@@ -170,9 +170,9 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
     if syntax is not None and syntax.style == "tagged":
         syntax = _split_arguments(syntax, region(shape.probe(NAME, {KEY: VALUE, OTHER_KEY: OTHER_VALUE})))
         if syntax is not None:
-            syntax = _tell_json_values(syntax, region(shape.probe(NAME, {KEY: _NUMBER})))
+            syntax = _with_json_values(syntax, region(shape.probe(NAME, {KEY: _NUMBER})))
             if syntax.key_open.strip():
-                syntax = _tell_quoted_text(syntax, region(shape.probe(NAME, {KEY: _LIKE_TAGS})))
+                syntax = _with_quoted_text(syntax, region(shape.probe(NAME, {KEY: _LIKE_TAGS})))
             else:
                 syntax = _as_literal(syntax)
     if syntax is None:
@@ -182,11 +182,11 @@ def read_calls(render: Render, prompt: str, shape: CallShape) -> CallSyntax | No
         two = region(first, second)
         if all(sentinel in two for sentinel in (NAME, VALUE, OTHER_NAME, OTHER_VALUE)):
             syntax = _split_section(syntax, two)
-            syntax = _tell_ordinal(syntax, two)
+            syntax = _with_ordinal(syntax, two)
             syntax = replace(syntax, between=two[two.index(VALUE) + len(VALUE) : two.index(OTHER_NAME)])
     with contextlib.suppress(TemplateRefused):
-        spoken = render([QUESTION, shape.message(CONTENT, [first])], False)
-        after = spoken[spoken.rindex(CONTENT) + len(CONTENT) :] if CONTENT in spoken else ""
+        text = render([QUESTION, shape.message(CONTENT, [first])], False)
+        after = text[text.rindex(CONTENT) + len(CONTENT) :] if CONTENT in text else ""
         space = len(after) - len(after.lstrip())
         syntax = replace(syntax, space_before=space, within_lines=after.startswith("{"))
     call_open, found, name_open = syntax.open.partition(_ID)
@@ -206,7 +206,7 @@ def common_suffix(a: str, b: str) -> int:
 
 
 def _read_one_call(region: str) -> CallSyntax | None:
-    """Return the syntax of the only call in `region`, with `open` and `close` reaching to the region's ends."""
+    """Return the syntax of the only call in `region`; its `open` and `close` are all text before and after the call."""
     name, key, value = region.index(NAME), region.index(KEY), region.index(VALUE)
     arguments = _json_around(region, key, {KEY: VALUE})
     if arguments is None:
@@ -242,7 +242,7 @@ def _read_one_call(region: str) -> CallSyntax | None:
 
 
 def _split_arguments(syntax: CallSyntax, region: str) -> CallSyntax | None:
-    """Tell what frames each argument from what frames all of them, by a rendering with two arguments."""
+    """Separate the delimiters of each argument from those of the call. `region` has a call with two arguments."""
     name, key, value = region.index(NAME), region.index(KEY), region.index(VALUE)
     other_value = region.find(OTHER_VALUE)
     other_key = region.rfind(OTHER_KEY, 0, max(other_value, 0))
@@ -265,8 +265,8 @@ def _split_arguments(syntax: CallSyntax, region: str) -> CallSyntax | None:
     )
 
 
-def _tell_json_values(syntax: CallSyntax, region: str) -> CallSyntax:
-    """Note how the template announces a value that is not text, if it does so in another way."""
+def _with_json_values(syntax: CallSyntax, region: str) -> CallSyntax:
+    """Set `json_key_close` if the template writes values that are not text with other delimiters than text."""
     key, value = region.find(KEY), region.find(str(_NUMBER))
     if key < 0 or value < key:
         return syntax
@@ -274,13 +274,13 @@ def _tell_json_values(syntax: CallSyntax, region: str) -> CallSyntax:
     if key_close == syntax.key_close:
         return syntax
     if syntax.key_open.strip() and f'{key_close}"' == syntax.key_close and syntax.value_close.startswith('"'):
-        # The quotes are the value's: text is written as JSON too.
+        # The quotes belong to the value: text is written as JSON too.
         return replace(syntax, key_close=key_close, json_key_close=key_close, value_close=syntax.value_close[1:])
     return replace(syntax, json_key_close=_either(key_close, syntax.key_close))
 
 
-def _tell_quoted_text(syntax: CallSyntax, region: str) -> CallSyntax:
-    """Note what the template writes around text that looks like tags, if it does."""
+def _with_quoted_text(syntax: CallSyntax, region: str) -> CallSyntax:
+    """Set `text_open` and `text_close` if the template writes such delimiters around text that looks like tags."""
     start, at = region.find(KEY), region.find(_LIKE_TAGS)
     if start < 0 or at < start:
         return syntax
@@ -292,7 +292,7 @@ def _tell_quoted_text(syntax: CallSyntax, region: str) -> CallSyntax:
 
 
 def _as_literal(syntax: CallSyntax) -> CallSyntax | None:
-    """Return the syntax of arguments with nothing but a comma between them; None if no brackets hold them."""
+    """Return a `tagged` syntax without `key_open` as a `literal` one; None if no brackets enclose its arguments."""
     bracket = _BRACKETS.get(syntax.name_close.rstrip()[-1:])
     if bracket is None or not syntax.close.startswith(bracket):
         return None
@@ -310,7 +310,7 @@ _BRACKETS = {"(": ")", "{": "}", "[": "]"}
 
 
 def _either(one: str, other: str) -> str:
-    """Return a delimiter that matches both: `ANY` for the word in which they differ, or just `one`."""
+    """Return a delimiter that matches both, with `ANY` for the word that differs; `one` if they differ in more."""
     start, end = common_prefix(one, other), common_suffix(one, other)
     words = [text[start : len(text) - end] for text in (one, other)]
     if not all(re.fullmatch(r"\w+", word) for word in words):
@@ -318,15 +318,15 @@ def _either(one: str, other: str) -> str:
     return one[:start] + ANY + one[len(one) - end :]
 
 
-def _tell_ordinal(syntax: CallSyntax, region: str) -> CallSyntax:
-    """Note what counts the calls after their names, if anything does."""
+def _with_ordinal(syntax: CallSyntax, region: str) -> CallSyntax:
+    """Put `ANY` into `name_close` where it numbers the calls, if it does. `region` has two calls."""
     close = syntax.name_close
     first, second = (region[region.index(name) + len(name) :][: len(close)] for name in (NAME, OTHER_NAME))
     return syntax if first == second or first != close else replace(syntax, name_close=_either(close, second))
 
 
 def _split_section(syntax: CallSyntax, region: str) -> CallSyntax:
-    """Tell what frames each call from what frames all of them, by a rendering with two calls."""
+    """Separate the delimiters of each call from those of the section of calls. `region` has two calls."""
     first = _call_bounds(region, NAME, KEY, VALUE, syntax)
     second = _call_bounds(region, OTHER_NAME, OTHER_KEY, OTHER_VALUE, syntax)
     if first is None or second is None:
@@ -348,10 +348,7 @@ def _split_section(syntax: CallSyntax, region: str) -> CallSyntax:
 
 
 def _shared_tag(one: str, other: str) -> str:
-    """Return the end of a tag with which two delimiters begin because it comes before both.
-
-    `>` of `><b>` and `></a>`.
-    """
+    """Return the end of an earlier tag that both delimiters begin with, such as `>` of `><b>` and `></a>`."""
     shared, end, _ = one[: common_prefix(one, other)].partition(">")
     return shared + end if end and "<" not in shared else ""
 
@@ -368,7 +365,7 @@ def _call_bounds(region: str, name: str, key: str, value: str, syntax: CallSynta
 
 
 def _json_around(region: str, inside: int, expected: Any) -> tuple[int, int] | None:
-    """Return the bounds of the JSON object equal to `expected` in which position `inside` lies."""
+    """Return the bounds of the JSON object around position `inside`; None if it does not equal `expected`."""
     at = region.rfind("{", 0, inside)
     if at < 0:
         return None
@@ -380,7 +377,7 @@ def _json_around(region: str, inside: int, expected: Any) -> tuple[int, int] | N
 
 
 def _enclosing_object(region: str, start: int, end: int) -> tuple[int, int] | None:
-    """Return the bounds of the smallest JSON object that holds region[start:end] and more."""
+    """Return the bounds of the smallest JSON object that contains region[start:end] and more; None if there is none."""
     at = region.rfind("{", 0, start)
     while at >= 0:
         try:

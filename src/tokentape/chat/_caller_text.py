@@ -1,10 +1,10 @@
 """Escape callers' text before a template renders it, and find it in the rendering.
 
 A template mixes its own control tokens with strings from users, tools and systems. Before rendering, the first
-character of every control token that a caller's string spells is replaced by a placeholder, a lone surrogate. Whatever
-spells a control token after rendering was written by the template, and placeholders turn back into characters. A second
-rendering has edge markers, other surrogates, in place of each string's outer characters. It tells which caller each
-character came from; ids never depend on it.
+character of every control token that a caller's string spells is replaced by a placeholder, a lone surrogate. So every
+control token spelled in the rendering was written by the template; then the placeholders are turned back into their
+characters. A second rendering has edge markers, other surrogates, in place of the first and last character of each
+string. It shows which caller each character came from; ids never depend on it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokentape.types import Codes, Message, Provenance
 _PLACEHOLDERS = range(0xDB80, 0xDBA0)
 _EDGES = range(0xDBA0, 0xDBC0)
 SENTINELS = tuple(map(chr, range(0xDBC0, 0xDC00)))
-"""Characters that stand for a string while a template is being asked what it writes around it."""
+"""Characters of the strings that are rendered to read off what a template writes around them."""
 
 _PLACEHOLDER = re.compile(f"[{chr(_PLACEHOLDERS.start)}-{chr(_PLACEHOLDERS.stop - 1)}]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -55,7 +55,7 @@ class Escaper:
         self._longest = max(map(len, contents), default=0)
 
     def escape(self, text: str) -> str:
-        """Return `text` with no control token in it, nor half of one at an end that a neighbor could complete.
+        """Return `text` without control tokens, and without parts of one at its ends that other text could complete.
 
         Raises `InvalidRequest` for a lone surrogate.
         """
@@ -71,7 +71,7 @@ class Escaper:
     def escape_all(self, value: Any) -> Any:
         """Return a copy of messages or tools with every string escaped.
 
-        Keys, roles and types are compared by templates, so only whole control tokens are escaped in them.
+        In keys, roles and types only whole control tokens are escaped, because templates compare them.
         """
         if isinstance(value, str):
             return self.escape(value)
@@ -99,17 +99,17 @@ class Escaper:
         return _PLACEHOLDER.sub(lambda match: self._character_of[match[0]], text)
 
     def marked(self, rendered: str) -> str:
-        """Return the marked text of what a template rendered from escaped strings."""
+        """Return the marked text of a rendering of escaped strings."""
         return self.unescape(self._tokenizer.mark_controls(rendered))
 
 
 def provenance_of_role(role: str) -> Provenance:
-    """Return the provenance of the texts of a message of this role."""
+    """Return the provenance of texts in messages of this role."""
     return _PROVENANCE_OF_ROLE.get(role, Provenance.USER)
 
 
 def with_edges(message: Message) -> dict[str, Any]:
-    """Return the message with the outer characters of its texts replaced by edges that name its role."""
+    """Return the message with the first and last character of each text replaced by edge markers of its role."""
     code = provenance_of_role(message.get("role", ""))
     edged = dict(message)
     for key in ("content", "reasoning_content", "thinking", "reasoning"):
@@ -125,12 +125,10 @@ def with_edges(message: Message) -> dict[str, Any]:
 
 
 def provenance_of_characters(edged: str, length: int) -> Codes:
-    """Return the provenance per character of an edged rendering in which marks count as one.
+    """Return the provenance of each character of a rendering with edge markers; a mark counts as one character.
 
-    All template if it does not fit.
-
-    It does not fit where a template looks into a text's outer characters: then the edged rendering has another
-    length than the one that gave the ids, `length`.
+    `length` is the length of the rendering that gives the ids. If this one is of another length, because the template
+    looks at the first or last characters of texts, all characters get TEMPLATE.
     """
     text = MARK.sub("\0", edged)
     codes = np.full(length, Provenance.TEMPLATE, dtype=np.uint8)
@@ -142,14 +140,14 @@ def provenance_of_characters(edged: str, length: int) -> Codes:
 
 
 def edges_found(edged: str) -> int:
-    """Return how many texts of callers other than the assistant can be seen in an edged rendering."""
+    """Count the texts of callers in a rendering with edge markers, without the assistant's."""
     return sum(len(pattern.findall(edged)) for code, pattern in _EDGED.items() if code != Provenance.ASSISTANT)
 
 
 def provenance_of_tokens(codes: Codes, spans: npt.NDArray[np.int64]) -> Codes:
-    """Return the provenance per token, given the characters it covers.
+    """Return the provenance of each token, given that of the characters and the character span of each token.
 
-    The caller's if any of them is, else the template's.
+    A token that covers characters of a caller and of the template gets the caller's provenance.
     """
     out = np.full(len(spans), Provenance.TEMPLATE, dtype=np.uint8)
     starts = spans[:, 0]

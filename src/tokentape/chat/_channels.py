@@ -1,11 +1,11 @@
-"""Completions in channels: a header that says what a part is, a mark, the part, a mark.
+"""Parse completions in channels. Each part has a header that names its kind, a mark, its text, and a mark.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f json<|message|>{...}
 
-Found where a template frames reasoning and content alike, by the same two control tokens with a word between them.
-The generation prompt leaves a header open. Within a header a call's recipient may stand before or after the channel's
-name: templates and models differ in that. Words where a header may stand that the template never writes in one are
-content: a model that just speaks.
+A template has channels if it frames reasoning and content alike, by the same two control tokens with a word between
+them. The generation prompt leaves a header open. In a header, the recipient of a call may stand before or after the
+name of the channel: templates and models differ there. If words stand in the place of a header that the template never
+writes in headers, the model left out the header, and they are content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokentape.types import Tool
 
 
 class ChannelScanner:
-    """Scans a completion part by part."""
+    """Splits a completion into reasoning, content and calls, part by part."""
 
     def __init__(
         self, tokenizer: Tokenizer, reader: Reader, parts: ReplyParts, channels: Channels, tools: Mapping[str, Tool]
@@ -34,7 +34,7 @@ class ChannelScanner:
         self._tools = tools
         self._header_at = 0
         self._seek = 0
-        """Where the end of the open header or call is looked for."""
+        """Where to continue the search for the end of the open header or call."""
         self._region: str = "header"
         self._name = ""
         prefix, _, place = channels.call_open.partition("=")
@@ -46,11 +46,11 @@ class ChannelScanner:
 
     @property
     def reasoning_open(self) -> bool:
-        """The text so far ends inside reasoning."""
+        """Whether the text so far ends inside reasoning."""
         return self._region == "reasoning" and not self._reader.stopped
 
     def scan(self, *, final: bool) -> None:
-        """Read what the reader has; `final`: no more will come."""
+        """Parse the text that the reader has; with `final` it is complete."""
         while self._step_header(final=final) if self._region == "header" else self._step_part(final=final):
             pass
         if self._region in ("content", "reasoning"):
@@ -63,11 +63,11 @@ class ChannelScanner:
         if end is None and not final:
             return False
         if end is None or end[0] == channels.part_close:
-            # No header at all: the model just spoke.
+            # The model wrote text without a header.
             said = reader.take(end.start() if end else len(reader.text))
             for n, text in enumerate(MARK.split(said)):
-                if n == 0 or not self._names(text, cut_off=end is None):
-                    self._say("content", text)
+                if n == 0 or not self._is_header(text, cut_off=end is None):
+                    self._add_text("content", text)
             if end is not None:
                 reader.take(end.end())
             return end is not None
@@ -77,12 +77,12 @@ class ChannelScanner:
         for n, text in enumerate(named):
             found = self._recipient.search(text)
             before, after = (text[: found.start()], text[found.end() :]) if found else (text, "")
-            # A channel may have a name that the template never writes.
-            named_so = 0 < n == len(named) - 1 and self._type_at_most(before)
-            unknown = ["" if named_so or self._names(before) else before]
-            unknown.append("" if self._type_at_most(after) else after)
+            # The model may name a channel that the template never writes.
+            other_channel = 0 < n == len(named) - 1 and self._is_type_or_less(before)
+            unknown = ["" if other_channel or self._is_header(before) else before]
+            unknown.append("" if self._is_type_or_less(after) else after)
             for words in filter(None, unknown):
-                self._say("content", words)
+                self._add_text("content", words)
                 self._parts.interrupt()
                 named[n] = named[n].replace(words, " ")
         header = " ".join(named)
@@ -105,7 +105,7 @@ class ChannelScanner:
             raw = self._tokenizer.spell_marks(reader.take(end))
             self._add_call(raw, end, ended=found is not None or reader.ended)
         else:
-            self._say(self._region, reader.take(end))
+            self._add_text(self._region, reader.take(end))
         if found is None:
             return False
         self._parts.interrupt()
@@ -114,23 +114,23 @@ class ChannelScanner:
             reader.take(found.end())
         return True
 
-    def _names(self, text: str, *, cut_off: bool = False) -> bool:
-        """Return whether a text is what a header is made of: known words, a recipient with a type after it.
+    def _is_header(self, text: str, *, cut_off: bool = False) -> bool:
+        """Return whether a text has only known words of headers, and a recipient with at most a type after it.
 
-        `cut_off`: or the beginning of one.
+        With `cut_off`, its last word may be the beginning of a known word.
         """
         found = self._recipient.search(text)
         if found is not None:
-            return self._type_at_most(text[found.end() :]) and self._names(text[: found.start()])
+            return self._is_type_or_less(text[found.end() :]) and self._is_header(text[: found.start()])
         *before, last = text.split() or [""]
         whole = self._words.issuperset(before) and (not last or last in self._words)
         return whole or (cut_off and any(word.startswith(last) for word in self._words))
 
-    def _type_at_most(self, after: str) -> bool:
-        """Return whether this is no more than known words and one other: a type after a recipient, say."""
+    def _is_type_or_less(self, after: str) -> bool:
+        """Return whether a text has at most one word that is unknown, such as the type after a recipient."""
         return len([word for word in after.split() if word not in self._words]) <= 1
 
-    def _say(self, region: str, text: str) -> None:
+    def _add_text(self, region: str, text: str) -> None:
         self._parts.add("reasoning" if region == "reasoning" else "content", self._tokenizer.spell_marks(text))
 
     def _add_call(self, raw: str, end: int, *, ended: bool) -> None:
@@ -138,7 +138,7 @@ class ChannelScanner:
         status: CallStatus = "ok" if self._name in self._tools else "unknown_tool"
         if not ended and not (valid and raw.strip()):
             status = "unclosed"
-            self._say("content", self._reader.text[self._header_at : end])
+            self._add_text("content", self._reader.text[self._header_at : end])
         elif not valid:
             status = "bad_arguments"
         span = self._reader.tokens(self._header_at, end)

@@ -1,4 +1,4 @@
-"""Constants that a chat template compares with messages: words that switch something in it, and numbers."""
+"""Find the constants that a chat template compares with messages: words such as `/no_think`, and numbers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterator, Mapping
 from jinja2 import nodes
 
 _MOST = 32
-"""Constants that are tried; a template with more is one that was made to cost time."""
+"""At most this many constants are tried: a template with more was made to cost time."""
 
 _LONGEST = 200
 _HIGHEST = 64
-"""Numbers that are tried; nothing counts so many messages but to cost time."""
+"""Higher numbers are not tried: a template that counts more messages was made to cost time."""
 
 _METHODS = ("startswith", "endswith", "find", "rfind", "index", "count", "split", "rsplit", "partition", "rpartition")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NOT_TEXT = ("role", "type", "name", "format", "arguments")
-"""Keys of messages and schemas that hold no text of a caller."""
+"""Keys of messages and schemas with values that are not callers' text."""
 
 
 def compared_strings(template: nodes.Template) -> tuple[str, ...]:
-    """Return the constants that a template compares with other values, or passes to a method that looks for them.
+    """Return the strings that a template compares with other values, or passes to a search method such as `find`.
 
-    A constant that was assigned to a variable first counts where the variable is compared. Roles and types are left
-    out: no text of a message is compared with those.
+    A string that was first assigned to a variable is found where the variable is compared. Comparisons with roles,
+    types and names are left out, because no text of a message takes part in them.
     """
     assigned = {
         one.target.name: one.node
@@ -45,7 +45,7 @@ def compared_strings(template: nodes.Template) -> tuple[str, ...]:
 
 
 def highest_compared(template: nodes.Template) -> int:
-    """Return the highest number that a template compares something with, such as how many messages there are; or 0."""
+    """Return the highest number in a template's comparisons, such as a number of messages; 0 if there is none."""
     compared = (one for compare in template.find_all(nodes.Compare) for one in compare.find_all(nodes.Const))
     return max((one.value for one in compared if type(one.value) is int and one.value <= _HIGHEST), default=0)
 
@@ -61,7 +61,7 @@ def _strings(node: nodes.Node, assigned: Mapping[str, nodes.Expr]) -> Iterator[s
 
 
 def _holds_no_text(node: nodes.Node) -> bool:
-    """Return whether it is a role, a type or a name: `message.role`, `message["role"]`."""
+    """Return whether the expression is a role, a type or a name: `message.role`, `message["role"]`."""
     while isinstance(node, nodes.Filter) and node.node is not None:
         node = node.node
     if isinstance(node, nodes.Getattr):

@@ -1,4 +1,4 @@
-"""Delimiters as models write them: the pieces of what a template writes, with more, less or no white space between."""
+"""Find a template's delimiters in completions, with any white space between their pieces, as models write them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ANY = SENTINELS[-1]
 _BETWEEN_PIECES = re.compile(rf"({MARK.pattern})|\s+|(?<=>)(?=<)")
 
 SPACE = r"\s{0,1000}"
-"""White space around a delimiter. There is a limit because what is looked for after it is looked for again with every
-token; whole completions have the same limit, or their reply would be another one."""
+"""White space around a delimiter. It has a limit because the search after it is repeated with every token. The limit
+also holds for whole completions, so that streaming and parsing at once give the same reply."""
 
 _SPACE = re.compile(SPACE)
 
 
 @lru_cache(1024)
 def pieces(delimiter: str) -> tuple[str, ...]:
-    """Return what a delimiter is made of: control tokens, tags, words.
+    """Split a delimiter into its control tokens, tags and words.
 
     >>> pieces("</function>\\n</call>")
     ('</function>', '</call>')
@@ -32,26 +32,26 @@ def pieces(delimiter: str) -> tuple[str, ...]:
 
 
 def pattern(delimiter: str) -> str:
-    """Return a regular expression for all pieces of a delimiter in their order."""
+    """Return a regular expression that matches all pieces of a delimiter in their order."""
     return SPACE.join(map(_escaped, pieces(delimiter)))
 
 
 def optional(delimiters: Iterable[str]) -> str:
-    """Return a regular expression for the pieces of these delimiters in their order, of which any may be missing."""
+    """Return a regular expression that matches the pieces of these delimiters in their order; any may be missing."""
     found = [piece for delimiter in delimiters for piece in pieces(delimiter)]
     return "".join(rf"(?:{SPACE}{_whole(piece)})?" for piece in found)
 
 
 def any_of(delimiters: Iterable[str]) -> str:
-    """Return a regular expression for one piece of any of these delimiters; what never matches where there are none."""
+    """Return a regular expression that matches one piece of any of these delimiters, or nothing if there are none."""
     found = {piece: None for delimiter in delimiters for piece in pieces(delimiter)}
     return "|".join(_whole(piece) for piece in sorted(found, key=len, reverse=True)) or "(?!)"
 
 
 def may_grow(text: str, at: int, delimiters: Iterable[str]) -> bool:
-    """Return whether the text from `at` to the end is the beginning of a delimiter, or white space before one.
+    """Return whether `text[at:]` may be the beginning of a delimiter, which may lack its first pieces.
 
-    The delimiter's first pieces may be missing.
+    White space before the delimiter counts as its beginning.
     """
     return any(
         _is_beginning(text, at, found[n:]) for found in map(pieces, delimiters) for n in range(max(len(found), 1))
@@ -59,7 +59,7 @@ def may_grow(text: str, at: int, delimiters: Iterable[str]) -> bool:
 
 
 def first_of(text: str, start: int, delimiters: Sequence[str]) -> tuple[int, str] | None:
-    """Return the leftmost delimiter at or after `start`, the longest of those that begin there."""
+    """Return (position, delimiter) of the leftmost delimiter at or after `start`; of several there, the longest."""
     best: tuple[int, str] | None = None
     for delimiter in delimiters:
         at = text.find(delimiter, start)
@@ -69,7 +69,7 @@ def first_of(text: str, start: int, delimiters: Sequence[str]) -> tuple[int, str
 
 
 def held_back(text: str, start: int, delimiters: tuple[str, ...]) -> int:
-    """Return how many characters at the end may still grow into a delimiter."""
+    """Return how many characters at the end of `text[start:]` may be the beginning of a delimiter."""
     if text[-1:] not in before_ends(delimiters):
         return 0
     most = 0
@@ -83,18 +83,18 @@ def held_back(text: str, start: int, delimiters: tuple[str, ...]) -> int:
 
 @lru_cache(1024)
 def before_ends(delimiters: tuple[str, ...]) -> frozenset[str]:
-    """Return all characters of delimiters but their last: those that the beginning of one may end with."""
+    """Return the characters that an incomplete delimiter may end with: all but the last of each delimiter."""
     return frozenset("".join(delimiter[:-1] for delimiter in delimiters))
 
 
 def skip_space(text: str, at: int) -> int:
-    """Return the position of the first character at or after `at` that is no white space, or 1000 characters on."""
+    """Return the position after the white space at `at`, at most 1000 characters of it."""
     space = _SPACE.match(text, at)
     return space.end() if space else at
 
 
 def _whole(piece: str) -> str:
-    """Return a piece that ends like a word ends there: `function` is none in `function_name`."""
+    """Return an expression for a piece; a word must end where the piece ends, unlike `function` in `function_name`."""
     return _escaped(piece) + (r"(?!\w)" if re.match(r"\w", piece[-1]) else "")
 
 
@@ -118,7 +118,7 @@ def _is_beginning(text: str, at: int, expected: Sequence[str]) -> bool:
 
 
 def _is_part(text: str, piece: str) -> bool:
-    """Return whether `text` is the beginning of a piece that holds `ANY`."""
+    """Return whether `text` may be the beginning of a piece that contains `ANY`."""
     before, _, after = piece.partition(ANY)
     if not text.startswith(before):
         return before.startswith(text)

@@ -1,6 +1,6 @@
-"""A folder of small files that save time: certificates and proofs, made once per machine.
+"""Cache certificates and proofs in a folder of small files, so that each is made once per machine.
 
-What cannot be read is made again, and what cannot be written is not kept.
+A file that cannot be read is made again. If the folder cannot be written, nothing is cached.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 _MOST = 512
-"""Files kept. Template kwargs come from clients, who must not fill the disk."""
+"""At most this many files are kept. Template kwargs come from clients, who must not fill the disk."""
 
 _log = logging.getLogger("tokentape.chat")
 
 
 def cache_directory(kind: str) -> Path:
-    """Return `$TOKENTAPE_CACHE/KIND`, else `tokentape/KIND` in the user's cache directory of this system."""
+    """Return the folder `$TOKENTAPE_CACHE/KIND`, by default `tokentape/KIND` in the user's cache folder."""
     chosen = os.environ.get("TOKENTAPE_CACHE")
     return (Path(chosen) if chosen else _user_cache() / "tokentape") / kind
 
 
 def keep(path: Path, text: str) -> None:
-    """Write a small file of the cache; log once, and go on, where the cache cannot be written."""
+    """Write a file of the cache. If that fails, log a warning once per folder and reason."""
     try:
         _write(path, text)
     except OSError as error:
@@ -36,7 +36,7 @@ def _user_cache() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches"
     name, fallback = ("LOCALAPPDATA", "AppData/Local") if sys.platform == "win32" else ("XDG_CACHE_HOME", ".cache")
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says that relative paths are ignored.
     found = os.environ.get(name, "")
     return Path(found) if os.path.isabs(found) else Path.home() / fallback
 
@@ -58,4 +58,4 @@ def _write(path: Path, text: str) -> None:
 
 @cache
 def _tell_unwritable(folder: Path, reason: str) -> None:
-    _log.warning("the cache is not written: %s: %s. Name another place with TOKENTAPE_CACHE.", folder, reason)
+    _log.warning("the cache is not written: %s: %s. Set TOKENTAPE_CACHE to a writable folder.", folder, reason)

@@ -1,7 +1,7 @@
-"""A renderer object of the `renderers` library, or of that shape, in place of what is read off a template.
+"""Render, bridge and parse with an object of the `renderers` library, or one with the same methods.
 
-It decides how messages become ids. It may not break the one promise that training depends on: a bridge leaves what came
-before as it was. That is checked on every bridge.
+The object decides how messages become ids. Training depends on bridges that keep the ids of the context, so each of
+its bridges is checked for that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tokentape.types import Message, Provenance, Setup, TokenIds, Tool
 
 
 class RendererObject(Protocol):
-    """What is used of a renderer object, as in `renderers` 0.1.12. Nothing of that library is imported."""
+    """The methods that a renderer object needs, as in `renderers` 0.1.12. That library is not imported."""
 
     def render_ids(
         self, messages: list[dict[str, Any]], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
@@ -42,7 +42,10 @@ class RendererObject(Protocol):
         *,
         tools: list[Any] | None = None,
     ) -> Any:
-        """Return the ids of prompt, completion and new messages, or an object with `token_ids`; None: no bridge."""
+        """Return the ids of prompt, completion and new messages, or an object with `token_ids`.
+
+        Return None if there is no bridge for these messages.
+        """
         ...
 
     def parse_response(self, token_ids: list[int]) -> Any:
@@ -53,7 +56,7 @@ class RendererObject(Protocol):
 class ExternalRenderer(Renderer):
     """A `Renderer` that renders, bridges and parses with the object given as `Overrides.renderer`.
 
-    Provenance is TEMPLATE throughout: the object does not say who wrote a token. Images are refused.
+    All tokens have the provenance TEMPLATE, because the object does not say who wrote them. Images are refused.
     """
 
     is_external = True
@@ -94,8 +97,8 @@ class ExternalRenderer(Renderer):
     ) -> PromptTokens:
         """Return the ids to append to `context_ids`, which end with `completion_ids`.
 
-        Raises `TemplateRefused` if there is no bridge for these messages, and `InvariantViolation` if the one given
-        would change the context.
+        Raises `TemplateRefused` if the object has no bridge for these messages, and `InvariantViolation` if its bridge
+        changes the ids of the context or if `context_ids` is None.
         """
         _refuse_images(new_messages)
         if context_ids is None:
@@ -122,7 +125,7 @@ class ExternalRenderer(Renderer):
         return _added(ids[len(context_ids) :])
 
     def parse(self, completion: Completion) -> Reply:
-        """Return the reply that the object reads in a completion."""
+        """Return the reply that the object parses from a completion."""
         parsed = self._object.parse_response(list(completion.ids))
         known = {tool["function"]["name"] for tool in completion.setup.tools}
         return Reply(
@@ -133,10 +136,10 @@ class ExternalRenderer(Renderer):
         )
 
     def continuation(self, setup: Setup, name: str) -> Continuation:
-        """Try the bridges for one kind of new messages, by ids alone since that is all the object shows.
+        """Try the object's bridges for one kind of new messages, see `grammar.conversations`, and compare the ids.
 
-        The strategy is `fork` where it has no bridge for some conversation that it renders, `refused` where a bridge
-        would change what came before.
+        The strategy is `fork` if the object has no bridge for some conversation that it renders, and `refused` if a
+        bridge changes the ids of the context or if no conversation is rendered.
         """
         strategy: Strategy = "local"
         refusal = "no conversation with it was taken"
@@ -154,7 +157,7 @@ class ExternalRenderer(Renderer):
             except TemplateRefused as error:
                 strategy, added = "fork", None
                 rewritten = rewritten or (str(error), whole)
-            except Exception as error:  # the object may raise anything for messages that it does not take
+            except Exception as error:  # the object may raise any exception for messages that it does not take
                 refusal = f"the overriding renderer failed with {type(error).__name__}"
                 continue
             tried += 1
@@ -167,12 +170,15 @@ class ExternalRenderer(Renderer):
         return Continuation(name, strategy, "no", tried, *rewritten)
 
     def _completion(self, setup: Setup, history: Sequence[Message], reply: Message) -> TokenIds:
-        """Return a turn's ids as they follow its own prompt, else those of the bare content; up to a stop token."""
+        """Return the ids that the object renders for `reply` after its prompt, up to the first stop token.
+
+        If the rendering does not begin with the prompt, return the ids of the content and a stop token.
+        """
         prompt_ids = self.render(history, setup).ids.tolist()
-        spoken = list(self._object.render_ids(_plain([*history, reply]), tools=_tools(setup)))
+        rendered = list(self._object.render_ids(_plain([*history, reply]), tools=_tools(setup)))
         stop_ids = self.stop_ids(setup)
-        if spoken[: len(prompt_ids)] == prompt_ids:
-            turn = spoken[len(prompt_ids) :]
+        if rendered[: len(prompt_ids)] == prompt_ids:
+            turn = rendered[len(prompt_ids) :]
         else:
             turn = [*self.tokenizer.encode_after_control(reply.get("content") or "").ids, *sorted(stop_ids)[:1]]
         stops = [at for at, token_id in enumerate(turn) if token_id in stop_ids]
@@ -187,7 +193,10 @@ class ExternalRenderer(Renderer):
 
 
 def call_of(name: Any, arguments: Any, known: set[str], span: tuple[int, int], call_id: Any = None) -> ToolCall:
-    """Return a call as another parser found it, its arguments an object or the JSON text of one."""
+    """Return a `ToolCall` for a call that another parser found. `arguments` is an object or its JSON text.
+
+    `known` has the names of the tools, and `span` the range of completion tokens.
+    """
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
     status: CallStatus = "ok" if name in known else "unknown_tool"
     try:
