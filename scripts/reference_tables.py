@@ -61,9 +61,9 @@ VERDICTS = {
     "exact": ("Every context continues the one before.", "Yes."),
     "forked": (
         "A turn could not continue its parent's ids and began a branch; the cause is below. Ids are exact.",
-        "Yes: a token that several branches share is trained once. Each branch is one more sample with its own context. "
-        "If many turns fork, look at the cause first; a [stop rule](../how-to/train-live.md#stop-rule-and-trackers) can "
-        "halt the run.",
+        "Yes: a token that several branches share is trained once. Each branch is one more sample with its own "
+        "context. If many turns fork, look at the cause first; a "
+        "[stop rule](../how-to/train-live.md#stop-rule-and-trackers) can halt the run.",
     ),
     "closed": (
         "A turn before the last was ended by Tokentape, for example at `max_tokens`, and not by the model.",
