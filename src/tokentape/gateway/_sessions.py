@@ -1,4 +1,4 @@
-"""Sessions as resources: create, list, look at, delete, take their trajectories out, give them rewards and columns."""
+"""Endpoints of sessions: create, list, show, delete, export trajectories, add rewards and columns."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class NewSession(Struct, forbid_unknown_fields=True):
     pin: dict[str, Any] | None = None
     """Sampling parameters that calls in the session can't change."""
     default: dict[str, Any] | None = None
-    """Sampling parameters of calls that name none."""
+    """Sampling parameters for calls that don't set them."""
     exist_ok: bool = False
     """Answer with the caller's session of this id and metadata if it exists, instead of a conflict."""
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    """Return the endpoints under /sessions, except the wire APIs of a session.
+    """Return the endpoints under /sessions, except a session's wire APIs.
 
-    What they show is read from the record, not from the memory of this process: it is durable. A session belongs to
-    the key that made it; to other keys it does not exist. An admin key sees all.
+    They read from the record and not from this process's memory, so all they show is durable. A session is visible only
+    to the key that created it and to admin keys.
     """
     turns = gateway.turns
 
@@ -116,7 +116,7 @@ def routes(gateway: Gateway) -> list[Route]:
     async def show_media(request: Request) -> Response:
         _, session_id = await addressed(gateway, request)
         found = await asyncio.to_thread(turns.store.load_media, session_id, request.path_params["sha256"])
-        # A caller's bytes: to be saved, not to be shown as a page of this origin.
+        # The bytes come from a caller: browsers should save them and not show them as a page of this origin.
         headers = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
         return Response(found.data, media_type=found.mime, headers=headers)
 
@@ -145,19 +145,19 @@ def routes(gateway: Gateway) -> list[Route]:
 
 
 async def addressed(gateway: Gateway, request: Request) -> tuple[Caller, str]:
-    """Return the caller and the session in the path. Raises `NotFound` unless the caller may see it."""
+    """Return the caller and the session id in the path. Raises `NotFound` unless the caller may see the session."""
     caller = gateway.caller(request)
     session_id: str = request.path_params["session_id"]
     if not may_be_session_id(session_id) or caller.session_id not in (None, session_id):
         raise not_found(session_id)
-    # The owner first, before anything is said of the session.
+    # Check the owner before anything else of the session can be observed.
     await gateway.turns.session(session_id, caller.sees)
     request_log(request).session_id = session_id
     return caller, session_id
 
 
 def query_flag(request: Request, name: str) -> bool:
-    """Whether query parameter `name` is `true`. Raises `InvalidRequest` if it is neither that nor `false`."""
+    """Return whether query parameter `name` is `true`. Raises `InvalidRequest` if it is neither `true` nor `false`."""
     text = request.query_params.get(name, "false")
     if text not in ("true", "false"):
         raise InvalidRequest(f"{name} must be true or false", name)
@@ -165,11 +165,11 @@ def query_flag(request: Request, name: str) -> bool:
 
 
 def query_number(request: Request, name: str, allowed: range) -> int | None:
-    """Return query parameter `name` as a whole number. Raises `InvalidRequest` if it is none or not allowed."""
+    """Return query parameter `name` as an integer, None if it is missing. Raises `InvalidRequest`."""
     text = request.query_params.get(name)
     if text is None:
         return None
-    # Nineteen digits hold every allowed number; int() of very many raises.
+    # Every allowed number has at most 19 digits, and int() raises for very long strings.
     if not re.fullmatch("[0-9]{1,19}", text) or int(text) not in allowed:
         raise InvalidRequest(f"{name} must be a whole number from {allowed[0]} to {allowed[-1]}", name)
     return int(text)
@@ -266,14 +266,14 @@ def _written(found: list[Trajectory], parquet: bool) -> Response:
 
 
 MAX_COLUMNS = 64
-"""Names of columns per session."""
+"""Most columns of a session."""
 
 _NAME = re.compile("[a-z][a-z0-9_]{0,63}")
 _Seq = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class NewReward(Struct, forbid_unknown_fields=True):
-    """The body of a reward: for a turn, for the path to a leaf, or else for the session."""
+    """The body of a reward: for a turn, for the path to a leaf, or without both for the session."""
 
     value: float
     turn: _Seq | None = None
@@ -281,7 +281,7 @@ class NewReward(Struct, forbid_unknown_fields=True):
 
 
 class NewColumns(Struct, forbid_unknown_fields=True):
-    """The body of columns: values by name, for one turn or for the path to a leaf."""
+    """The body of columns: values by column name, for one turn or for the path to a leaf."""
 
     columns: dict[str, list[float]]
     turn: _Seq | None = None
@@ -295,8 +295,8 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
     async def current(session_id: str) -> Session:
         session = await turns.session(session_id)
         if turns.store.shared:
-            # Another gateway may have marked turns as unread, or taken that back, which moves leaves. The session in
-            # memory keeps its own marks: they may not be recorded yet.
+            # Another gateway may have set or removed unread marks, which changes the leaves. Use a copy: the session in
+            # memory keeps its own marks, since they may not be recorded yet.
             session = copy(session)
             session.unread = unread_turns(await asyncio.to_thread(turns.store.events, session_id, UNREAD))
         return session
@@ -338,30 +338,31 @@ def feedback_routes(gateway: Gateway) -> list[Route]:
 
 
 async def _read_columns(gateway: Gateway, request: Request) -> tuple[int | None, int | None, Mapping[str, TokenValues]]:
-    """Return the turn or leaf that is meant, and its values by name."""
+    """Read a request's columns. Return the turn or None, the leaf or None, and the values by column name."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == BINARY:
         name = request.query_params.get("name")
         if name is None:
             raise InvalidRequest("a binary body holds one column; give its name as a query parameter", "name")
         body = await read_body(request, gateway.turns.limits.body_bytes)
         if len(body) % 4:
-            raise InvalidRequest(f"the body has {len(body)} bytes, which is no whole number of float32 values")
+            raise InvalidRequest(f"the body has {len(body)} bytes; expected a multiple of 4, the size of a float32")
         values = {name: np.frombuffer(body, "<f4").astype(np.float32, copy=False)}
         turn, leaf = query_number(request, "turn", range(2**63)), query_number(request, "leaf", range(2**63))
     else:
         wanted = await gateway.read(request, NewColumns)
-        # A double that no float32 holds becomes infinite, and is refused below.
+        # A double that is too large for float32 becomes infinite and is refused below.
         with np.errstate(over="ignore"):
             values = {name: np.array(numbers, np.float32) for name, numbers in wanted.columns.items()}
         turn, leaf = wanted.turn, wanted.leaf
     if (turn is None) == (leaf is None):
-        raise InvalidRequest("say either which turn the values are for, or which leaf's whole path", "turn")
+        raise InvalidRequest("columns need either a turn or a leaf; give one of the two", "turn")
     if not values:
-        raise InvalidRequest("there are no columns", "columns")
+        raise InvalidRequest("columns is empty; give at least one column", "columns")
     for name, numbers in values.items():
         if not _NAME.fullmatch(name):
             raise InvalidRequest(
-                "a column's name begins with a small letter and has up to 64 small letters, digits and underscores",
+                "a column's name must begin with a lower-case letter and have up to 64 lower-case letters, digits and "
+                "underscores",
                 "columns",
             )
         if not np.isfinite(numbers).all():
@@ -381,7 +382,7 @@ def _records(
         if len(values) not in (sampled, everything):
             raise InvalidRequest(
                 f"column {name} has {len(values)} values; turn {seq} has {sampled} sampled tokens, "
-                f"{everything} with those added before them",
+                f"{everything} with the tokens added before them; give one value for each",
                 "columns",
             )
         return [TurnColumn(session_id, seq, name, values, now)]
@@ -393,7 +394,7 @@ def _records(
         raise InvalidRequest(
             f"column {name} has {len(values)} values; the trajectory of leaf {leaf} has {ends[-1]} tokens", "columns"
         )
-    # A turn that an earlier branch trains keeps the values of that branch: they are what its loss is made of.
+    # A turn that is trained on an earlier branch keeps the values of that branch, because its loss uses them.
     own = {turn.seq for turn in trained_turns(session, leaf)}
     return [
         TurnColumn(session_id, turn.seq, name, part, now)
@@ -407,12 +408,12 @@ def _turn(session: Session, seq: int) -> Turn:
         raise NotFound(f"session {session.info.session_id!r} has no turn {seq}; it has {len(session.turns)} turns")
     turn = session.turns[seq]
     if turn.finish_reason == "abort":
-        raise InvalidRequest(f"turn {seq} was aborted: it is part of no trajectory", "turn")
+        raise InvalidRequest(f"turn {seq} was aborted, so no trajectory contains it; name another turn", "turn")
     return turn
 
 
 def _check_leaf(session: Session, leaf: int) -> None:
-    # With an unread turn at the end of a branch, the default trajectories end before it.
+    # If the last turn of a branch is unread, the branch's default trajectory ends before it.
     if leaf not in {*session.leaves(), *session.leaves(unread=True)}:
         raise NotFound(
             f"session {session.info.session_id!r} has no leaf {leaf}; GET the session to see its leaves, "

@@ -1,4 +1,4 @@
-"""Snapshots as resources: freeze sessions, read them out, confirm that they are safe, and only then drop them."""
+"""Endpoints of snapshots: freeze sessions, export them, confirm that the export is safe, and only then drop them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHUNK = 1 << 20
 
 
 class NewSnapshot(Struct, forbid_unknown_fields=True):
-    """The body of a new snapshot: the sessions that match all given fields."""
+    """The body of a new snapshot. It selects the sessions that match all given fields."""
 
     session_ids: list[str] | None = None
     since: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
@@ -49,8 +49,7 @@ class Confirmation(Struct, forbid_unknown_fields=True):
 def routes(gateway: Gateway) -> list[Route]:
     """Return the endpoints under /snapshots.
 
-    A snapshot belongs to the API key that took it; to other keys it does not exist, except to admin keys. A session's
-    own key takes none.
+    A snapshot is visible only to the API key that took it and to admin keys. A session's own key can't take snapshots.
     """
     turns = gateway.turns
     snapshots = Snapshots(turns.store)
@@ -82,7 +81,7 @@ def routes(gateway: Gateway) -> list[Route]:
     async def show_trajectories(request: Request) -> Response:
         snapshot = await snapshots.snapshot(_id(request), asking(request).sees)
         if snapshot.state == "released" or snapshot.contents is None:
-            raise Conflict(f"snapshot {snapshot.snapshot_id} was released: its contents are no longer kept")
+            raise Conflict(f"snapshot {snapshot.snapshot_id} was released, so its contents are gone; take a new one")
         headers = {"X-Tokentape-Digest": str(snapshot.digest)}
         if PARQUET not in request.headers.get("accept", ""):
             lines = map(json_line, snapshots.trajectories(snapshot.snapshot_id))
@@ -107,7 +106,7 @@ def routes(gateway: Gateway) -> list[Route]:
         return json_response(_summary(await snapshots.snapshot(snapshot_id, caller.sees)))
 
     async def drop(snapshot_id: int, caller: Caller) -> Response:
-        # What a retry has just got is in no snapshot that was taken before.
+        # Sessions with a reply that a retry has just received must be kept: the snapshot lacks that reply.
         await turns.unread.recorded()
         dropped, kept = await snapshots.drop(snapshot_id, caller.sees, turns.sessions_in_use())
         turns.forget(dropped)
@@ -130,7 +129,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
 def _id(request: Request) -> int:
     text: str = request.path_params["snapshot_id"]
-    # Eighteen digits hold every id that there can be; int() of very many raises.
+    # Every id has at most 18 digits, and int() raises for very long strings.
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise NotFound(f"there is no snapshot {text[:40]!r}; a snapshot's id is a number")
     return int(text)
@@ -151,7 +150,7 @@ def _manifest(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _parquet(snapshots: Snapshots, snapshot_id: int, extra: ExtraNames) -> IO[bytes]:
-    """Return the contents as a file without a name: nothing is held in memory or has to be cleaned up."""
+    """Write the snapshot's trajectories to an unnamed temporary file, which needs little memory and no cleanup."""
     with ExitStack() as undo:
         file = undo.enter_context(tempfile.TemporaryFile())
         write_parquet(snapshots.trajectories(snapshot_id), file, extra)

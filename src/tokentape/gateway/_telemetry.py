@@ -1,7 +1,7 @@
-"""Metrics, spans and live drift. None of them names a session or a caller, or holds what a caller wrote.
+"""Metrics, spans and live drift. None of them contains session ids, names of callers or text from callers.
 
-The workers of one gateway count together: in files in a directory that PROMETHEUS_MULTIPROC_DIR names, which the
-library looks for when it is imported.
+The workers of one gateway share their metrics through files in the directory PROMETHEUS_MULTIPROC_DIR, a variable that
+prometheus_client reads when it is imported.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tokentape.gateway")
 
 Stage: TypeAlias = Literal["prepare", "engine", "commit"]
-"""A part of a call that is timed by itself."""
+"""A part of a call with its own timing."""
 
 Attribute: TypeAlias = str | int | float | bool
 
 WAITING = 256
-"""Completions that may wait to be measured."""
+"""Most completions in the queue of `LiveDrift`."""
 
 COUNTED_TOGETHER = "PROMETHEUS_MULTIPROC_DIR"
 
 _Merged: TypeAlias = Literal["livesum", "livemin", "livemax"]
-"""What a gauge of all living workers is."""
+"""How prometheus_client merges a gauge over living workers."""
 
 _NOTE_SECONDS = 1.0
 
@@ -55,9 +55,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Telemetry:
-    """Metrics, and spans if there are `spans`. One for each gateway.
+    """The metrics of one gateway, its spans if `spans` is given, and live drift if `tokenizer` is given.
 
-    The drift of a fraction `drift_share` of the completions is measured, with this `tokenizer`.
+    `drift_share` is the fraction of completions to measure drift on.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Telemetry:
                 raise
 
     def recorded(self, turns: Sequence[Turn], prompt_tokens: int) -> None:
-        """Count the turns of a call, now durable, each sampled from a context of `prompt_tokens`."""
+        """Count the turns of a call after their commit. Each was sampled from `prompt_tokens` tokens of context."""
         metrics = self.metrics
         for turn in turns:
             metrics.prompt_tokens.inc(prompt_tokens)
@@ -109,7 +109,7 @@ class Telemetry:
                 metrics.parse_problems.inc()
             if turn.fork is not None:
                 metrics.forks.labels(turn.fork).inc()
-            # The verdict of this turn alone: going through the whole path on every turn would cost too much.
+            # Only this turn's effect on the verdict: computing the whole path's verdict on each turn costs too much.
             self._verdict(re.sub(": [^,]*", "", verdict([turn]))).inc()
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Telemetry:
 
 
 class Metrics:
-    """The metrics of one gateway, in a registry of its own: two gateways in a process don't mix."""
+    """The metrics of one gateway, in their own registry, so that two gateways in a process stay separate."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -191,7 +191,7 @@ class Metrics:
         request_seconds.observe(seconds)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """All metrics in the text format that an `Accept` header asks for, and its content type."""
+        """Return all metrics in the text format that the `Accept` header asks for, and its content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self.whole()), content_type
 
@@ -204,7 +204,7 @@ class Metrics:
         return registry
 
     def follow(self, gauge: Gauge, value: Callable[[], float]) -> None:
-        """Let `gauge` show what `value` returns when metrics are read."""
+        """Make `gauge` show the result of `value()` whenever metrics are read."""
         if self._together:
             self._followed.append((gauge, value))
         else:
@@ -212,7 +212,7 @@ class Metrics:
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Update the gauges now and then as long as the context lasts, if another process reads them."""
+        """Update the followed gauges regularly during the context, if other processes can read them."""
 
         async def note() -> None:
             while self._together:
@@ -243,10 +243,10 @@ class Metrics:
 
 
 class OpenTelemetrySpans:
-    """Opens spans with OpenTelemetry's API, from `provider` or else from the provider that the process has set.
+    """Opens spans with OpenTelemetry's API, from `provider` or else from the process's provider.
 
-    The SDK decides who exports them: run the gateway under `opentelemetry-instrument`, or set a provider first. Without
-    a provider the spans are dropped.
+    To export spans, run the gateway under `opentelemetry-instrument` or set a provider first. Without a provider they
+    are dropped.
 
     Raises `InvalidRequest` if `opentelemetry-api` is not installed.
     """
@@ -260,9 +260,9 @@ class OpenTelemetrySpans:
 
     @contextmanager
     def request(self, headers: Mapping[str, str]) -> Iterator[dict[str, Attribute]]:
-        """Open a server span, below the one that the headers name (`traceparent`).
+        """Open a server span as a child of the span in the headers (`traceparent`).
 
-        The values put into the dict become its attributes; `http.route` becomes its name.
+        Values put into the yielded dict become its attributes; `http.route` also becomes part of its name.
         """
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind
@@ -281,7 +281,7 @@ class OpenTelemetrySpans:
     def stage(self, name: str) -> Iterator[None]:
         from opentelemetry.trace import Status, StatusCode
 
-        # An exception's own text may quote a prompt: a span gets its type only.
+        # Record only the exception's type, because its text may quote a prompt.
         with self._tracer.start_as_current_span(name, record_exception=False, set_status_on_exception=False) as span:
             try:
                 yield
@@ -291,24 +291,24 @@ class OpenTelemetrySpans:
 
 
 class LiveDrift:
-    """Drift while serving: a `share` of the completions is decoded and re-tokenized, and the changes are counted.
+    """Measures drift while serving: decodes and re-tokenizes a fraction `share` of completions, and counts changes.
 
-    In the background: no call waits for it. Completions that there is no room for are counted as dropped. Text is
-    encoded as the renderer encodes it, with control tokens kept apart from letters that spell one, so that no second
-    tokenizer is held in memory.
+    It runs in a background thread, and no call waits for it. If its queue is full, completions are counted as dropped.
+    Text is encoded as the renderer encodes it, with control tokens separate from text that spells them, so that no
+    second tokenizer is kept in memory.
     """
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics, share: float) -> None:
         self._metrics = metrics
         self._share = share
         self._thread = BackgroundThread("tokentape-drift", self._try, WAITING)
-        # Made in the thread: it takes a while.
+        # Created in the thread, because it is slow.
         self._retokenizer = cache(lambda: Retokenizer(tokenizer, apart=True))
-        # Which completions are drawn need not be secret.
+        # The draws need not be secret.
         self._random = random.Random()
 
     def offer(self, completion_ids: TokenIds) -> None:
-        """Queue these to be measured if they are drawn. Returns at once."""
+        """Draw whether to measure this completion, and queue it if so. Doesn't wait."""
         drawn = self._random.random() < self._share and len(completion_ids)
         if drawn and not self._thread.offer(completion_ids):
             self._metrics.drift_dropped.inc()
@@ -320,7 +320,7 @@ class LiveDrift:
         try:
             self._measure(self._retokenizer(), ids)
         except Exception as error:
-            # Its text may hold what was sampled.
+            # The exception's text may quote the completion.
             _log.warning("drift of a completion could not be measured: %s", type(error).__name__)
 
     def _measure(self, retokenizer: Retokenizer, ids: TokenIds) -> None:
@@ -344,7 +344,7 @@ _Item = TypeVar("_Item")
 
 
 class BackgroundThread(Generic[_Item]):
-    """Does `work` on one item after the other, in a thread that begins with the first; `most` may wait."""
+    """Calls `work` on each item in a thread, which starts with the first item. At most `most` items are queued."""
 
     def __init__(self, name: str, work: Callable[[_Item], None], most: int) -> None:
         self._name = name
@@ -358,7 +358,7 @@ class BackgroundThread(Generic[_Item]):
         return self._waiting.full()
 
     def offer(self, item: _Item) -> bool:
-        """Queue an item; return False, and do nothing with it, if there is no room or this is closed."""
+        """Queue an item. Return False, without queueing it, if the queue is full or this is closed."""
         if self.closed:
             return False
         if self._thread is None:
@@ -371,7 +371,7 @@ class BackgroundThread(Generic[_Item]):
         return True
 
     def close(self, seconds: float = threading.TIMEOUT_MAX) -> None:
-        """Return when what waits is done; after so many seconds the rest is left out."""
+        """Stop after the queued items. Skip those not begun within `seconds`."""
         self.closed = True
         if self._thread is not None:
             hurry = threading.Timer(seconds, lambda: setattr(self, "_over", True))

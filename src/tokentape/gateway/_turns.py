@@ -45,29 +45,22 @@ _log = logging.getLogger("tokentape.gateway")
 
 
 class Turns:
-    """Takes turns in sessions, and is the only writer of records. All methods belong to one event loop.
+    """Samples and records the turns of sessions. It is the only writer of records. Call its methods on one event loop.
 
     `history` says what stays in context of earlier turns: `sampled`, everything that was sampled; or `template`, what
     the template keeps (it may drop old reasoning at a new user message), to train what a stateless server serves. With
     `template` a turn starts a new branch if the template rewrites its history.
-
-    `stop_mismatch` says what to do when a turn ended with a different stop token than the template renders: `keep` the
+    `stop_mismatch` says what to do if a turn ended with another stop token than the template renders: `keep` the
     sampled token and the branch; or `fork` a new branch with the template's token (docs/decisions/0006). It has no
-    effect with `capture`, where the server renders.
-
-    With `payloads`, what an engine returns per token besides the logprob (routed experts) is requested and recorded
-    if the engine supports it. With `supports`, so are the ids that truncation kept, where they are at most so many.
-
-    `on_abort` says what to do with a completion that the engine aborts, for example for new weights; see `Sampling`.
-
-    `pins` are sampling parameters that hold whatever callers ask for, and defaults.
-
+    effect with `capture`.
+    With `payloads`, the engine's per-token data besides logprobs (routed experts) are requested and recorded if the
+    engine supports them. `supports` is the largest support to record: the ids that truncation keeps at a token.
+    `on_abort` says what to do with a completion that the engine aborts, for example for new weights; see `Sampler`.
+    `pins` are sampling parameters that callers can't change, and defaults.
     `check_bridges` says which bridges are compared with the template's own rendering while the gateway runs; see
-    `BridgeChecks`. With None no bridge is checked, and verdicts don't mention it.
-
-    With `capture`, which is the engine again, the server renders the messages; see `ServerRenderedCall`.
-
-    Where a method takes an `owner`, it is the name of the caller's API key, and None for a key that may see everything.
+    `BridgeChecks`. None checks no bridge, and then verdicts don't mention checks.
+    With `capture`, which must be the engine, the server renders the messages; see `ServerRenderedCall`.
+    The `owner` that methods take is the name of the caller's API key, or None for a key that may see everything.
     """
 
     def __init__(
@@ -90,7 +83,7 @@ class Turns:
         self.engine = engine
         self.renderer = renderer
         self.takes_images = "image" in engine.info.media and renderer.images is not None
-        """Whether messages may hold images: the engine takes them, and an image processor counts their tokens."""
+        """Whether messages can have images: the engine supports them, and an image processor counts their tokens."""
         self.vocab_size = min(engine.info.vocab_size, renderer.tokenizer.vocab_size)
         """Ids at or above this are neither sent nor accepted."""
         self.store = store
@@ -132,22 +125,22 @@ class Turns:
     async def prepare(self) -> None:
         """Make or load the certificate of requests without template kwargs, so that no request waits for it.
 
-        Raises `TemplateRefused` if the template renders not even a question and an answer.
+        Raises `TemplateRefused` if the template can't render a question and an answer.
         """
         await asyncio.to_thread(self._prompts.certify)
 
     async def wait_checks(self, session_ids: Sequence[str] | None, seconds: float) -> None:
-        """Wait until no bridge of these sessions (None: of any) is due to be checked, or so many seconds."""
+        """Wait, at most `seconds`, for the pending bridge checks of these sessions. None stands for all sessions."""
         if self.checks is not None and seconds:
             await self.checks.wait(session_ids, seconds)
 
     def _loaded(self, opened: OpenSession, stored: StoredSession, whole: bool) -> None:
         if self.checks is not None:
-            # Of a session that others go on with, they do the checks.
+            # For turns that another gateway has added, that gateway does the checks.
             self.checks.loaded(opened, stored.turns, stored.events, stored.setups if whole else {})
 
     async def abort_all(self, cause: str = "shutdown") -> None:
-        """End every call in flight and record its tokens as aborted, because of `cause`."""
+        """Abort every call in flight, and record its tokens as aborted turns with this `cause`."""
         calls = [call for opened in self.sessions for call in opened.calls]
         for call in calls:
             call.abort(cause)
@@ -156,7 +149,7 @@ class Turns:
         await self.unread.written()
 
     async def _interrupt_all(self) -> None:
-        """End every call of the engine, for new weights. Completions that can be resumed wait until the gate opens."""
+        """Interrupt every engine call, for new weights. Completions that can be resumed wait until the gate opens."""
         if self._capture is not None or self._on_abort == "resample":
             await self.abort_all("paused")
         else:
@@ -167,7 +160,7 @@ class Turns:
         return len(self.sessions)
 
     async def create_session(self, session_id: str, metadata: Mapping[str, Any], owner: str = "") -> SessionInfo:
-        """Create a session. Raises `Conflict` if there is one with this id, `LimitReached`, and as `Pins`."""
+        """Create a session. Raises `Conflict` if the id is taken, `LimitReached`, and like `Pins.with_session`."""
         self.pins.with_session(metadata).check(self.engine.info)
         return await self.sessions.create(session_id, metadata, owner)
 
@@ -177,7 +170,7 @@ class Turns:
     async def delete_session(self, session_id: str, owner: str | None = None, *, force: bool = False) -> None:
         """Delete a session and its record.
 
-        Raises `NotFound`, and unless `force` is given `Conflict` if an unconfirmed snapshot holds it.
+        Raises `NotFound`. Without `force` it raises `Conflict` if an unconfirmed snapshot contains the session.
         """
         opened = await self.sessions.get(session_id, owner)
         async with opened.lock:
@@ -192,7 +185,7 @@ class Turns:
         return {opened.session_id for opened in self.sessions if opened.calls or opened.lock.locked()}
 
     def forget(self, session_ids: Iterable[str]) -> None:
-        """Forget sessions that were dropped from the record; tokens still sampled for them are not recorded."""
+        """Remove sessions from memory that were dropped from the record. Their calls in flight are not recorded."""
         gone = set(session_ids)
         for opened in self.sessions:
             if opened.session_id in gone:
@@ -200,7 +193,7 @@ class Turns:
                 self.sessions.drop(opened)
 
     async def conversation(self, session_id: str, reply_id: str, owner: str | None = None) -> tuple[Message, ...]:
-        """Return the messages up to and including the first choice of a reply. Raises `NotFound`."""
+        """Return the conversation up to a reply, with the reply's first choice as its end. Raises `NotFound`."""
         opened = await self.sessions.get(session_id, owner)
         answer = opened.answers.get(reply_id)
         if answer is None:
@@ -212,7 +205,7 @@ class Turns:
         return tuple(message for turn in path for message in (*turn.messages, turn.reply))
 
     async def count_context(self, request: TurnRequest, owner: str) -> int:
-        """Return how many tokens the context of a turn would have, even if it is too long; nothing is recorded.
+        """Count the tokens of the context that a turn would have, even if it is too long. Nothing is recorded.
 
         Raises `TemplateRefused`, and `NotFound` for a session of another key.
         """
@@ -226,20 +219,21 @@ class Turns:
         return len(prompt.ids)
 
     async def begin(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """Return the events of a call of `n` turns, once it is in flight: to be read at once, or to be closed.
+        """Start a call of `n` turns, and return an iterator of its events. Read it at once, or close it.
 
-        They are a `TurnStarted`, deltas as they come, and a `TurnDone` for each turn.
+        The events are a `TurnStarted`, deltas as they arrive, and a `TurnDone` for each turn.
 
-        A session that does not exist is created, if the request may. A call that repeats another (see `Attempt`) joins
-        it, or is answered from the record. Closing the iterator leaves the call; when all clients have left it, it is
-        aborted, after `Limits.retry_grace` seconds if nothing of its reply was read, and what was sampled is recorded
-        as an aborted turn, outside of every trajectory.
+        A missing session is created if `request.begins_session`. A call that repeats another (see `Attempt`) joins it,
+        or is answered from the record. Closing the iterator leaves the call. A call that all clients have left is
+        aborted, after `Limits.retry_grace` seconds if none has read any of its reply. Its tokens are then recorded as
+        an aborted turn, which is in no trajectory.
 
-        Raises `EngineError`, `TemplateRefused`, `InvalidRequest`, `NotFound`, `LimitReached`, `StoreError` and kinds.
+        Raises `EngineError`, `TemplateRefused`, `InvalidRequest`, `NotFound`, `LimitReached`, `StoreError` and their
+        subclasses.
         """
         opened = await self.sessions.find_or_begin(request.session_id, request.owner, begin=request.begins_session)
         try:
-            # Awaits nothing up to the start of the call: a repetition must find it.
+            # Don't await anything before the call has started, so that a retry finds it.
             return self._join_or_start(opened, request)
         finally:
             self.sessions.drop_unused(opened)
@@ -271,7 +265,7 @@ class Turns:
         self.sessions.drop_unused(opened)
 
     async def _run_call(self, call: InFlightCall, opened: OpenSession, request: TurnRequest) -> None:
-        """Build the prompt of a call, sample its choices and record them, publishing the events."""
+        """Build the prompt of a call, sample its choices, record them, and publish the events."""
         with self.telemetry.call():
             session = opened.session
             setup = self._prompts.setup(session, request)
@@ -287,7 +281,7 @@ class Turns:
                 sample: Sample = self.engine.sample
                 captured = None
                 if self._capture is not None and request.prompt_ids is None:
-                    # The server says what it samples from when it samples, so the gate comes first.
+                    # Pass the gate first: the server reports its prompt only when it begins to sample.
                     await held.enter_async_context(self.gate.passing())
                     captured = ServerRenderedCall(self._capture, request)
                     prompt_ids = await captured.begin(held, self._prompts.sampling(request, setup, 0))
@@ -295,7 +289,7 @@ class Turns:
                     sample = captured.sample
                 else:
                     with self.telemetry.stage("prepare"):
-                        # A thread costs more than a quick one, and waits for its turn.
+                        # A quick build costs less than starting and awaiting a thread.
                         quick = self._prompts.is_quick(request, setup, found)
                         build = partial(self._prompts.build, request, session, setup, found)
                         prompt = build() if quick else await asyncio.to_thread(build)
@@ -305,17 +299,17 @@ class Turns:
                 choices = [self._choice(index, prompt, request, sample) for index in range(request.n)]
                 if captured is not None:
                     choices[0].request_id = captured.request_id
-                # Also of a call that its clients have left.
+                # Count the tokens even if all clients have left the call.
                 held.callback(lambda: self.calls.spend(request.owner, [prompt.ids, *(one.ids for one in choices)]))
                 await self._sample(call, opened, request, prompt, choices, held)
 
     async def _continued(
         self, request: TurnRequest, session: Session, setup: Setup
     ) -> tuple[TurnRequest, ContinuationPoint]:
-        """Return what a request continues, and the request with the ids of tool calls that the session recorded.
+        """Find the point of the session that a request continues. Return it and the request.
 
-        Some harnesses give calls other ids. These are changed back only where the whole conversation renders to the
-        same text with either ids, so that the model is never shown another id than the caller sent.
+        If a harness has changed the ids of tool calls, the returned request has the recorded ids. This is done only if
+        the conversation renders to the same text with both, so that the model never sees an id the caller didn't send.
         """
         found = session.continuation(request.messages, setup.digest)
         if self._capture is not None or all(message["role"] != "assistant" for message in found.new_messages):
@@ -358,7 +352,7 @@ class Turns:
                             self.telemetry.metrics.first_token.observe(time.perf_counter() - asked_at)
                             asked_at = None
                         call.publish(delta)
-            # A turn is published only once it is durable, and made durable only if a client is there to get it.
+            # A turn is published only after it is durable, and committed only while a client waits for it.
             await call.wait_for_reader()
             call.begin_commit()
         except asyncio.CancelledError:
@@ -387,7 +381,7 @@ class Turns:
         if "session_id" in self.engine.info.sampling:
             own["session_id"] = request.session_id
         if self._payloads:
-            # The parent's last id was never an input before: its row comes with this call.
+            # The parent's last id has not been an input before, so its row comes with this call.
             own["payloads_from"] = max(len(prompt.context_ids) - 1, 0)
         if self._supports and truncates(sampling):
             own["supports"] = self._supports
@@ -414,7 +408,7 @@ class Turns:
         return self.renderer.parser(setup, stops, context_ids)
 
     def _reader_again(self, session: Session, request: TurnRequest, turn: Turn) -> ReplyReader:
-        """Return the reader of a recorded completion, as it was when it was sampled."""
+        """Return a new reader for a recorded completion, equal to the one that it was parsed with."""
         setup, stop_ids = self._prompts.setup(session, request), turn.sampling["stop_token_ids"]
         return self._reader(request, setup, stop_ids, session.context_before(turn.seq))
 

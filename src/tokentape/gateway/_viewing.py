@@ -1,4 +1,4 @@
-"""The viewer of a gateway's own record, mounted under the gateway's keys."""
+"""The viewer of a gateway's own record, protected by the gateway's keys."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _DESCRIBED: dict[str, dict[str, Any]] = {
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    """Return the page at /view and its data. The page says nothing private and takes no key; all data does.
+    """Return the routes of the page at /view and of its data. The page needs no key, since only data are private.
 
-    A key sees its own sessions, a session's key that session, an admin key everything and the metrics.
+    A key sees its own sessions, a session key its session, an admin key all sessions and the metrics.
     """
     turns = gateway.turns
 
@@ -65,7 +65,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
 
 def _values(metrics: Metrics) -> dict[str, Any]:
-    """Return the values of counters and gauges, and sums and counts of histograms; names as in /metrics."""
+    """Return the values of counters and gauges and the sums and counts of histograms, by their names in /metrics."""
     return {
         sample.name: [
             {"labels": other.labels, "value": other.value} for other in family.samples if other.name == sample.name

@@ -1,7 +1,7 @@
-"""Several processes that serve at one port: started together, restarted when they die, drained and stopped together.
+"""Serve one port with several worker processes: start, restart, drain and stop them.
 
-Each worker has a socket of its own, bound to the one port, so that the kernel distributes connections among them. Why
-this is not uvicorn's supervisor: docs/decisions/0020.
+Each worker has its own socket on the shared port, so that the kernel distributes connections among them.
+docs/decisions/0020 says why uvicorn's supervisor is not used.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _log = logging.getLogger("tokentape.workers")
 
 _START_SECONDS = 120.0
 _KILL_SECONDS = 15.0
-"""Added to the time that calls have to end: how long a worker may take to exit."""
+"""Time for a worker to exit, in addition to the drain's seconds."""
 _PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds before a worker that died is restarted, longer the more often it dies before it is ready."""
+"""Seconds before a dead worker is restarted, by the number of times in a row that it died before it was ready."""
 _TICK_SECONDS = 0.2
 
 _spawn = get_context("spawn")
 
 Serve: TypeAlias = Callable[[Any, socket.socket, Callable[[], None]], None]
-"""Serves settings on a socket, calls back once it answers requests, and returns after SIGTERM."""
+"""Function that serves with settings on a socket, calls the callback when it is ready, and returns after SIGTERM."""
 
 
 @dataclass
@@ -61,10 +61,10 @@ class _Descriptor:
 
 
 class Supervisor:
-    """Runs workers until a signal ends them all. For the main thread of a process that does nothing else.
+    """Runs one worker process per listener until a signal. Use it in the main thread of a process of its own.
 
-    Every worker calls `serve` with `settings`, inherits the descriptors `inherited` and has `environment` added to its
-    environment. `on_end` is called with the pid of each worker that has ended.
+    Each worker calls `serve` with `settings`, inherits the file descriptors `inherited` and gets the additional
+    variables `environment`. `on_end` is called with the pid of each worker that has ended.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class Supervisor:
         self._serve, self._settings, self._drain_seconds = serve, settings, drain_seconds
         self._workers = [_Worker(number, one) for number, one in enumerate(listeners)]
         self._inherited = [_Descriptor(fd) for fd in inherited]
-        # The working directory is not where a worker's modules come from.
+        # Keep workers from importing modules from the working directory.
         self._environment = {"PYTHONSAFEPATH": "1", **(environment or {})}
         self._on_end = on_end
         self._signals: list[int] = []
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Start the workers, call `on_ready` when all of them answer, and return when they have ended.
+        """Start the workers, call `on_ready` when all of them answer, and return after a signal has ended them.
 
-        Raises `TokentapeError` if a worker can't start at the beginning; all are ended then.
+        Raises `TokentapeError` if a worker fails to start, after it has ended all of them.
         """
         handlers = {one: signal.signal(one, self._note) for one in (signal.SIGINT, signal.SIGTERM)}
         ready = False
@@ -110,7 +110,7 @@ class Supervisor:
         self._signals.append(number)
 
     def _all_ready(self) -> bool:
-        """Wait until all workers answer; return False if a signal came first."""
+        """Wait until all workers answer. Return False if a signal arrives first."""
         deadline = time.monotonic() + _START_SECONDS
         while not all(worker.answers.value for worker in self._workers):
             time.sleep(_TICK_SECONDS)
@@ -121,7 +121,7 @@ class Supervisor:
         return True
 
     def _keep(self) -> None:
-        """Restart workers that die, until a signal."""
+        """Restart workers that die, until a signal arrives."""
         while not self._signals:
             for worker in self._workers:
                 if worker.process is None and time.monotonic() >= worker.start_at:
@@ -138,12 +138,12 @@ class Supervisor:
             time.sleep(_TICK_SECONDS)
 
     def _end(self, *, drain: bool) -> None:
-        """Let the workers finish; kill those that do not.
+        """End the workers with SIGTERM, and kill those that take too long.
 
-        Without `drain` there are no calls to wait for: a worker has less time, and none after another signal.
+        Without `drain` they get no time for calls in flight, and another signal kills them at once.
         """
         for worker in self._workers:
-            # Without this copy a worker's socket closes as soon as the worker has finished.
+            # Close this process's copy, so that a socket closes when its worker ends.
             worker.listener.close()
         self._send(signal.SIGTERM)
         deadline = time.monotonic() + _KILL_SECONDS + (self._drain_seconds if drain else 0.0)
@@ -168,7 +168,7 @@ class Supervisor:
         worker.answers = _spawn.RawValue("b", 0)
         arguments = (self._serve, self._settings, worker.listener, worker.answers, self._inherited)
         worker.process = _spawn.Process(target=_work, args=arguments, name=f"tokentape-worker-{worker.number}")
-        # A terminal's Ctrl-C is for the supervisor alone; the worker's server sets a handler of its own.
+        # Only the supervisor handles Ctrl-C in a terminal. The worker's server sets its own handler.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             worker.process.start()
@@ -186,7 +186,7 @@ class Supervisor:
 
 
 def _work(serve: Serve, settings: Any, listener: socket.socket, answers: Any, _: list[_Descriptor]) -> None:
-    """Run one worker, in its own process, until SIGTERM or until its supervisor is gone."""
+    """Run one worker in its own process until SIGTERM or until the supervisor process ends."""
     os.setpgrp()
     supervisor = parent_process()
     assert supervisor is not None
@@ -200,11 +200,11 @@ def _work(serve: Serve, settings: Any, listener: socket.socket, answers: Any, _:
 
 
 def bind_all(host: str, port: int, count: int, *, has_keys: bool) -> tuple[str, list[socket.socket]]:
-    """Return the base URL, and a socket for each of `count` workers, all on one port; 0 takes a free one.
+    """Return the base URL, and `count` sockets on the same port. `port` 0 takes a free port.
 
-    Raises as `serve`, and `OSError` if anything else has the port.
+    Raises like `serve`, and `OSError` if anything else uses the port.
     """
-    # Another gateway's sockets would share the port with these. A socket that shares with none finds that out.
+    # Shared sockets could also share the port with another gateway. An unshared socket on it fails in that case.
     with bind(host, port, has_keys) as alone:
         alone.listen(1)
         port = alone.getsockname()[1]

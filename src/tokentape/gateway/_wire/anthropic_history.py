@@ -1,20 +1,19 @@
-"""Anthropic's messages as the messages that sessions and templates take: blocks in, text, reasoning and calls out.
+"""Convert Anthropic's messages, made of blocks, to chat messages with text, reasoning and tool calls.
 
-A reply that comes back is recognized, so what is written of a reply and what is read here fit each other:
+Replies are encoded such that decoding them gives the recorded message again, so that sessions recognize them:
 
-- Text blocks are one text, joined as they are: system blocks, those of a user, those between an assistant's calls.
-  Those of a `tool_result` are joined by line breaks: tools return them as items.
-- Several assistant messages in a row are one turn, as the protocol says. Several user messages stay several.
-- A later system message stays one where the template renders it. Where it does not, it is a user's text in
-  `<system-reminder>`, as Claude Code writes such itself, in one message with the user's text before it.
-- Images, for models that take them, stand between texts where they stood.
-- Each `tool_result` is a message of its own; text before or after it is a user's message. Templates know no failed
-  results, so one with `is_error` begins with `Error: `, unless its first word says so already.
-- A call with arguments that are not a JSON object is sent as `{"unparsed_arguments": TEXT}`, since `input` must be one.
-- Ids of calls that the protocol does not allow are sent as `toolu_x` and their base64.
-- `thinking` is reasoning. Signatures are not looked at, and `redacted_thinking` holds nothing to read.
-- A system block that begins with `x-anthropic-billing-header:` is left out. Claude Code
-  writes it for servers, not models.
+- Adjacent text blocks are concatenated: system blocks, blocks of a user, blocks between an assistant's calls. Text
+  blocks in a `tool_result` are joined with line breaks, because tools return them as items.
+- Consecutive assistant messages become one, as the protocol says. Consecutive user messages stay separate.
+- A system message after the first user message stays one if the template renders it. Otherwise its text is added to
+  the user's message before it, in `<system-reminder>` tags as Claude Code itself writes them.
+- Images keep their positions between texts, if the model supports them.
+- Each `tool_result` becomes a message; text before or after it becomes a user's message. Templates have no failed
+  results, so a result with `is_error` is prefixed with `Error: `, unless it already begins with such a word.
+- Arguments that are no JSON object are sent as `{"unparsed_arguments": TEXT}`, since `input` must be an object.
+- Call ids that the protocol does not allow are sent as `toolu_x` and their base64.
+- `thinking` is reasoning. Signatures and `redacted_thinking` are ignored.
+- A system block that begins with `x-anthropic-billing-header:` is left out: Claude Code writes it for servers.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 class ImageSource(Struct):
-    """Where an image is."""
+    """The source of an image."""
 
     type: str
     media_type: str = ""
@@ -51,7 +50,7 @@ class ImageSource(Struct):
 
 
 class Part(Struct):
-    """A block inside a block, or one of the system prompt."""
+    """A block inside a `tool_result`, or a block of the system prompt."""
 
     type: str
     text: str | None = None
@@ -59,7 +58,7 @@ class Part(Struct):
 
 
 class Block(Struct):
-    """A block of a message, whatever its type: the fields of those that are served."""
+    """A block of a message, with the fields of all supported types."""
 
     type: str
     text: str | None = None
@@ -74,7 +73,7 @@ class Block(Struct):
 
 
 BLOCK_FIELDS = frozenset(Block.__struct_fields__) | {"cache_control", "citations", "data", "signature"}
-"""Fields of blocks that are read, or that clients send back as they got them and that change nothing."""
+"""Known fields of blocks: those in `Block`, and others that clients send back and that have no effect."""
 
 
 class AnthropicMessage(Struct):
@@ -85,7 +84,7 @@ class AnthropicMessage(Struct):
 
 
 def takes_later_system(template: ChatTemplate) -> bool:
-    """Whether a template renders system messages after the user's. Some refuse them, some leave them out."""
+    """Return whether a template renders system messages after a user's. Some templates refuse or omit them."""
     asked = [{"role": "user", "content": "question"}, {"role": "system", "content": _ASKED}]
     names = {"bos_token": "", "eos_token": ""}
     try:
@@ -99,9 +98,9 @@ def takes_later_system(template: ChatTemplate) -> bool:
 def read_messages(
     system: str | Sequence[Part], messages: Sequence[AnthropicMessage], later_system: bool, takes_images: bool = False
 ) -> tuple[Message, ...]:
-    """The conversation as sessions and templates take it; `later_system` is what `takes_later_system` says.
+    """Convert a request's messages to chat messages. `later_system` is the result of `takes_later_system`.
 
-    Raises `UnsupportedParameter` for blocks that are not served, and `InvalidRequest` for blocks that lack a field.
+    Raises `UnsupportedParameter` for unsupported blocks, and `InvalidRequest` for blocks that lack a field.
     """
     if not isinstance(system, str):
         parts = [part for part in system if not (part.text or "").startswith(_BILLING)]
@@ -128,7 +127,7 @@ def read_messages(
 
 
 def tool_use(call_id: str, name: str, arguments: str) -> tuple[dict[str, Any], str]:
-    """A call as a block without its input, and the input as JSON text."""
+    """Return a call's `tool_use` block without `input`, and the input as JSON text."""
     return {"type": "tool_use", "id": _sent_id(call_id), "name": name}, _input(arguments)
 
 
@@ -170,7 +169,7 @@ def _user(blocks: Sequence[Block], where: str, takes_images: bool) -> list[dict[
 
 
 def _result(parts: Sequence[Part], where: str, takes_images: bool) -> Any:
-    """What a tool returned: items joined by line breaks, images between them."""
+    """Return the content of a tool result: adjacent texts joined with line breaks, images in their places."""
     content: Any = ""
     for at, part in enumerate(parts):
         if takes_images and part.type == "image":
@@ -185,7 +184,7 @@ def _image(block: Part | Block, where: str) -> dict[str, str]:
     source = block.source
     if source is None or source.type != "base64":
         raise UnsupportedParameter(
-            f"{where} is an image that is not sent along; images are not fetched here: use a source of type base64",
+            f"{where} is an image without its bytes, and URLs are not fetched; use a source of type base64",
             "messages",
         )
     return image_part(f"data:{source.media_type};base64,{source.data}", where)
@@ -246,7 +245,7 @@ def _arguments(value: Any, where: str) -> dict[str, Any] | str:
 
 
 def _input(arguments: str) -> str:
-    """Return arguments unchanged, if they are an object: reading and writing them again would change numbers."""
+    """Return a call's `input` as JSON text. An object's text stays unchanged, since re-encoding could alter numbers."""
     try:
         value = msgspec.json.decode(arguments)
     except (ValueError, RecursionError):

@@ -1,25 +1,24 @@
-"""Anthropic's Messages: request bodies to turns, and counting their tokens.
+"""Anthropic's Messages API: decode request bodies to turns, and count their tokens.
 
 The protocol is https://docs.anthropic.com/en/api/messages as the `anthropic` package and Claude Code speak it, with the
 extensions `seed`, `chat_template_kwargs`, `return_token_ids` (the reply has `prompt_token_ids` and `token_ids`) and
 `logprobs` (the reply has `logprobs`, one number per sampled id). In streams the prompt's ids are in `message_start`,
-the rest in `message_delta`. What is not known here is refused by name, never ignored, apart from the fields of
-`IGNORED`.
+the rest in `message_delta`. Unknown fields are refused with their name, except the fields in `IGNORED`.
 
-Choices where the protocol leaves some:
+Choices that the protocol leaves open:
 
 - Any `model` is accepted; replies name the model that is served.
-- `tool_choice` of `any` or a tool, `disable_parallel_tool_use`, an effort, a thinking budget, edits of the context and
-  other requests to the model or the server are accepted but not enforced; the reply's header
-  `X-Tokentape-Ignored-Params` names it.
-- `tool_choice` `none` takes the tools out of the prompt, as in chat completions.
-- `thinking` `disabled` becomes the template kwarg `enable_thinking: false` where the template reads that. Everything
-  else about thinking is left to the template: a kwarg that came and went would fork the session.
-- The caller can't begin the reply: a request that ends with an assistant message is refused, as newer models do.
-- Tools that Anthropic's servers run, or whose schema only its models know, are refused.
-- Signatures of thinking blocks are this gateway's own and prove nothing; the session knows what was sampled.
-- A reply that ended where the context ends, before `max_tokens`, has the stop reason `model_context_window_exceeded`.
-- The reply says which turn it was recorded as: `tokentape: {session_id, turn}`, in streams in `message_delta`.
+- `tool_choice` of `any` or a tool, `disable_parallel_tool_use`, an effort, a thinking budget, context edits and other
+  requests to the model or the server are accepted but not enforced. The reply's header `X-Tokentape-Ignored-Params`
+  names them.
+- `tool_choice` `none` removes the tools from the prompt, as in chat completions.
+- `thinking` `disabled` becomes the template kwarg `enable_thinking: false` if the template uses that. Other settings of
+  `thinking` set no kwarg: a kwarg that changes between requests would fork the session.
+- A request that ends with an assistant message (prefill) is refused, as newer models do.
+- Tools that run on Anthropic's servers, or with a schema that only its models know, are refused.
+- Thinking blocks get signatures from this gateway, which prove nothing: the session has the sampled ids.
+- A reply that ends because the context is full has the stop reason `model_context_window_exceeded`.
+- A reply names its recorded turn: `tokentape: {session_id, turn}`, in streams in `message_delta`.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ IGNORED = frozenset(
 """Fields that are accepted and have no effect: none of them changes what is sampled."""
 
 UNSERVED = frozenset({"container", "mcp_servers", "output_format", "thread"})
-"""Fields that are refused unless they are empty: what they ask for is done by Anthropic's servers."""
+"""Fields that are refused unless they are empty, because only Anthropic's servers implement them."""
 
 
 class AnthropicTool(Struct):
@@ -88,7 +87,7 @@ class AnthropicTool(Struct):
 
 
 _TOOL_FIELDS = frozenset(AnthropicTool.__struct_fields__) | {"cache_control"}
-"""Fields of tools that are read, or that change nothing that is sampled."""
+"""Known fields of tools: those in `AnthropicTool`, and `cache_control`, which has no effect."""
 
 
 _MESSAGE_FIELDS = frozenset(AnthropicMessage.__struct_fields__)
@@ -146,11 +145,11 @@ class MessagesBody(Struct, kw_only=True):
 
 
 _API_NAMES = {"stop_strings": "stop_sequences"}
-"""Where a field of `SamplingParams` has another name in requests."""
+"""Fields of `SamplingParams` with another name in requests."""
 
 
 class AnthropicMessages(Dialect):
-    """The dialect. `template` says what the model takes."""
+    """Anthropic's Messages API for a model with this `template`."""
 
     path = "/v1/messages"
     summary = "Anthropic's Messages"
@@ -217,7 +216,7 @@ class AnthropicMessages(Dialect):
             "thinking": thinking and thinking.type == "disabled" and not self._switches_thinking,
             "thinking.budget_tokens": thinking and thinking.budget_tokens,
             "thinking.display": thinking and thinking.display not in (None, "summarized"),
-            # Nothing that was sampled is ever taken out of the context: keeping all thinking is what happens.
+            # Sampled tokens always stay in the context, so only `keep: all` for thinking is honored.
             "context_management": any(
                 edit.keep != "all" or not edit.type.startswith("clear_thinking") for edit in edits or ()
             ),
@@ -246,7 +245,7 @@ def count_routes(gateway: Gateway, dialect: AnthropicMessages) -> list[Route]:
 
 
 def _read(body: Any) -> MessagesBody:
-    """A body's fields, those that are null left out."""
+    """Decode a body and check its tool choice. Fields with null count as missing."""
     empty = {name for name in UNSERVED if isinstance(body, dict) and not body.get(name)}
     read, _ = shared.read_fields(body, MessagesBody, IGNORED | empty, "messages")
     if read.tool_choice.type in ("any", "tool"):

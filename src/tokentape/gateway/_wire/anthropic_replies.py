@@ -1,4 +1,4 @@
-"""Anthropic's replies: content blocks, whole and streamed, and errors."""
+"""Encode replies and errors of Anthropic's Messages API, whole and streamed."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _ERROR_TYPES = {
 
 
 def error_body(error: TokentapeError) -> dict[str, Any]:
-    """An error in the shape that Anthropic's clients read; `details.error_code` names its cause."""
+    """Return an error body for Anthropic's clients. `details.error_code` is the gateway's error code."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     details: dict[str, Any] = {"error_code": error.code}
     if isinstance(error, InvalidRequest):
         details["param"] = error.param
         if error.param == "thread":
-            # At this code the client's tool runner goes on without a thread, sending the whole conversation.
+            # With this code the client's tool runner continues without a thread and sends the whole conversation.
             details["error_code"] = "thread_unsupported_request"
     return {"type": "error", "error": {"type": kind, "message": str(error), "details": details}}
 
@@ -68,7 +68,7 @@ class AnthropicEncoder:
         return {**self._head, "content": content, **self._stop(done), **self._end(done)}
 
     async def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream: blocks as they grow, and when all is recorded how it ended."""
+        """Yield the events of a stream: blocks while they grow, and the stop reason after the commit."""
         blocks = _OpenBlock(self._signature)
         done: TurnDone | None = None
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
@@ -87,14 +87,14 @@ class AnthropicEncoder:
 
     def _stop(self, done: TurnDone) -> dict[str, Any]:
         turn, stop = done.turn, {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}[done.finish]
-        # The context's end may be nearer than what the request allowed.
+        # The context can be full before `max_tokens`.
         if done.finish == "length" and len(turn.completion_ids) < (self._body.max_tokens or 0):
             stop = "model_context_window_exceeded"
         string = turn.stop if done.finish == "stop" and isinstance(turn.stop, str) else None
         return {"stop_reason": stop if string is None else "stop_sequence", "stop_sequence": string}
 
     def _usage(self, done: TurnDone | None = None) -> dict[str, Any]:
-        # Cached tokens are not among the input's in this API. They are known at the end.
+        # In this API `input_tokens` excludes cached tokens, which are only known at the end.
         cached = 0 if done is None else done.cached_tokens or 0
         written: dict[str, Any] = {
             "input_tokens": len(self._prompt_ids) - cached,
@@ -117,7 +117,7 @@ class AnthropicEncoder:
 
 
 class _OpenBlock:
-    """The open block of a stream. It ends where another kind begins."""
+    """The open block of a stream. It ends when a block of another kind begins."""
 
     def __init__(self, signature: str) -> None:
         self._signature = signature

@@ -1,26 +1,26 @@
-"""OpenAI's chat completions: request bodies to turns, turns to replies, streamed and not.
+"""OpenAI's chat completions: decode request bodies to turns, and encode replies, streamed and not.
 
 The protocol is https://platform.openai.com/docs/api-reference/chat as the `openai` package speaks it, with the
 extensions that vLLM made common: `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `chat_template_kwargs` and
-`return_token_ids`. What is not known here is refused by name, never ignored, apart from the fields of `IGNORED`.
+`return_token_ids`. Unknown fields are refused with their name, except the fields in `IGNORED`.
 
-Choices where the protocol leaves some:
+Choices that the protocol leaves open:
 
 - Any `model` is accepted; replies name the model that is served.
 - `tool_choice: "required"` or a function, `parallel_tool_calls: false`, `reasoning_effort`, `verbosity` and a tool's
-  `strict` are accepted but not enforced; the reply's header `X-Tokentape-Ignored-Params` names them, and fields of
-  messages that are not known.
-- `response_format` is passed on to engines that can follow a schema, and refused otherwise and beside tools.
-- Reasoning is in `reasoning_content` and `reasoning`: vLLM calls it by either, depending on the version.
-- The caller can't begin the reply: `continue_final_message` and a message's `prefix` are refused.
-- `developer` messages are system messages: most templates know no developer.
-- `tool_choice: "none"` takes the tools out of the prompt: a model can't call what it does not see. Against a turn with
-  tools that is another setup, so the session forks.
+  `strict` are accepted but not enforced. The reply's header `X-Tokentape-Ignored-Params` names them, and unknown fields
+  of messages.
+- `response_format` is passed on to engines that support schemas. It is refused for other engines and with tools.
+- Reasoning is in `reasoning_content` and `reasoning`: versions of vLLM use one or the other.
+- `continue_final_message` and a message's `prefix` (prefill) are refused.
+- `developer` messages become system messages: most templates have no developer role.
+- `tool_choice: "none"` removes the tools from the prompt, so that the model can't call them. The setup then differs
+  from that of a turn with tools, so the session forks.
 - Without `max_tokens` a reply may fill the context.
 - `logprobs` has one entry per sampled id, the stop token included.
 - With `n` > 1 and a seed, choice i samples with seed + i.
-- Every choice says which turn it was recorded as: `tokentape: {session_id, turn}`, in streams in the finish chunk. It
-  leaves after the turns of all choices are durable.
+- Every choice names its recorded turn: `tokentape: {session_id, turn}`, in streams in the finish chunk, which is sent
+  after the turns of all choices are durable.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class ChatCompletions(Dialect):
             schema=schema,
         )
         check_depth(read.chat_template_kwargs, "chat_template_kwargs")
-        # As the caller wrote them: templates print tools whole, in the order of their keys.
+        # Keep tools as the caller wrote them: templates print them with all keys, in their order.
         given_tools = given.get("tools", [])
         check_depth(given_tools, "tools")
         tools = () if read.tool_choice == "none" else tuple(map(_shown, given_tools))
@@ -169,20 +169,20 @@ class ChatCompletions(Dialect):
 
 
 def _read(body: Any) -> tuple[ChatCompletionsBody, dict[str, Any]]:
-    """A body's fields, and the body without those that are null."""
+    """Return a decoded body, and the JSON body without fields that are null."""
     read, given = shared.read_fields(body, ChatCompletionsBody, IGNORED, "messages")
     _refuse_unserved(read)
     return read, given
 
 
 def _shown(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as the model is shown it: `strict` asks something of the server and is no part of the tool."""
+    """Return a tool for the prompt: without `strict`, which is a request to the server."""
     function = {name: value for name, value in tool["function"].items() if name != "strict"}
     return {**tool, "function": function}
 
 
 def _ignored_params(body: ChatCompletionsBody, given: dict[str, Any]) -> tuple[str, ...]:
-    """Return what is asked of the model that no engine is made to enforce, and fields of messages with no effect."""
+    """Return the names of parameters that are accepted but not enforced, and of message fields with no effect."""
     names = []
     if body.tool_choice not in ("auto", "none"):
         names.append("tool_choice")
@@ -212,7 +212,7 @@ def _messages(body: ChatCompletionsBody, context: RequestContext) -> tuple[Messa
 
 
 def _message(index: int, message: ChatMessage, takes_images: bool) -> dict[str, Any]:
-    """A message as sessions and templates take it: no empty fields, tool arguments as objects."""
+    """Convert a message of a request to a chat message: without empty fields, with tool arguments as objects."""
     for unserved in ("function_call", "audio", "refusal"):
         if getattr(message, unserved) is not None:
             raise UnsupportedParameter(f"messages[{index}].{unserved} is not supported", "messages")
@@ -229,12 +229,12 @@ def _message(index: int, message: ChatMessage, takes_images: bool) -> dict[str, 
     for call in message.tool_calls or ():
         call.function.arguments = shared.tool_arguments(call.function.arguments, "messages")
     if message.reasoning == message.reasoning_content:
-        # Replies have both.
+        # Replies have both `reasoning` and `reasoning_content`.
         message.reasoning = None
     message.prefix = None
     plain: dict[str, Any] = msgspec.to_builtins(message)
     if message.role == "developer":
-        # As in Responses: most templates know no developer.
+        # As in Responses: most templates have no developer role.
         plain["role"] = "system"
     for at, image in images.items():
         plain["content"][at] = image
@@ -242,7 +242,7 @@ def _message(index: int, message: ChatMessage, takes_images: bool) -> dict[str, 
 
 
 def _with_both_names(message: Message) -> Message:
-    """Return a message or delta with its reasoning under both names that clients read: vLLM's newer one is shorter."""
+    """Return a message or delta with reasoning also under `reasoning`, the name in newer versions of vLLM."""
     reasoning = message.get("reasoning_content")
     return message if reasoning is None else {**message, "reasoning": reasoning}
 
@@ -317,7 +317,7 @@ class _ChatEncoder(shared.ChoicesEncoder[ChatCompletionsBody]):
         return self._chunk({**_NOTHING, "index": choice, "delta": delta}, **more)
 
     def _text(self, choice: int, field: str, text: str) -> bytes:
-        """Return a chunk of nothing but text, as nearly all are: around the text it is always the same."""
+        """Return a chunk with only text. Nearly all chunks are such, so their constant parts are encoded once."""
         where = choice, field
         if where not in self._before_text:
             self._before_text[where] = self._delta(choice, {field: ""}).removesuffix(_AFTER_TEXT)

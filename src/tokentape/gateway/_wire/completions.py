@@ -1,16 +1,17 @@
-"""OpenAI's completions, for callers that make their own prompts: text or token ids in, text or token ids out.
+"""OpenAI's completions, for callers that build their own prompts: text or token ids in, text or token ids out.
 
 The protocol is https://platform.openai.com/docs/api-reference/completions as the `openai` package speaks it, with the
-extensions of vLLM, so that a client that expects its contract works against us. What is not known is refused by name.
+extensions of vLLM, so that vLLM's clients work. Unknown fields are refused with their name.
 
-Choices where the protocol leaves some:
+Choices that the protocol leaves open:
 
-- One prompt per call. Several texts or several lists of ids are refused: they would be turns of one session at once.
-- A prompt of ids is sent as it is. A turn whose context and completion begin it is continued, a chat's turn too.
-- A prompt of text is the caller's own rendering: control tokens that it spells are control tokens, and the tokenizer's
-  special tokens are put around it unless `add_special_tokens` is false, as vLLM does.
-- Nothing is parsed: the reply is text. Special tokens, the stop token and stop strings are left out of it. With both
-  `skip_special_tokens: false` and `include_stop_str_in_output: true` all of them are in it.
+- One prompt per call. Several texts or lists of ids are refused: they would be concurrent turns of one session.
+- A prompt of ids is sent unchanged. It continues the turn with the longest context and completion that it begins with,
+  turns of chat included.
+- A prompt of text is rendered by the caller: control tokens spelled in it are control tokens, and the tokenizer's
+  special tokens are added around it unless `add_special_tokens` is false, as in vLLM.
+- Replies are plain text and are not parsed. Special tokens, the stop token and stop strings are left out, unless
+  `skip_special_tokens: false` and `include_stop_str_in_output: true` are both set.
 - `logprobs` has one entry per sampled id, the stop token included. `text_offset` counts in the tokens' own spelling,
   as vLLM's does. Alternatives that spell alike are one key; `return_tokens_as_token_ids` names all by their ids.
 - With `ignore_eos` the model's own stop ids don't end the completion; only `stop` and `stop_token_ids` do.
@@ -106,7 +107,7 @@ class Completions(Dialect):
     async def _prompt_ids(self, body: CompletionsBody, vocab_size: int) -> TokenIds:
         prompt = _one_prompt(body.prompt)
         if isinstance(prompt, str):
-            # The caller wrote it whole, control tokens included.
+            # The caller rendered the prompt, so control tokens in it count as such.
             encode = self.tokenizer.encode_plain
             ids = await asyncio.to_thread(encode, prompt, add_special_tokens=body.add_special_tokens)
             if not ids:
@@ -117,7 +118,7 @@ class Completions(Dialect):
 
 
 def known_ids(ids: Sequence[int], vocab_size: int, param: str) -> TokenIds:
-    """`ids` as an array. Raises `InvalidRequest` naming `param` if one is outside the vocabulary."""
+    """Return `ids` as an array. Raises `InvalidRequest` for `param` if an id is outside the vocabulary."""
     array = np.array(ids, dtype=np.int32)
     if len(array) and array.max() >= vocab_size:
         raise InvalidRequest(f"{param} holds an id outside the vocabulary of {vocab_size}", param)
@@ -162,7 +163,7 @@ class _Progress:
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
     def rest(self) -> str:
-        """Return the text of bytes that no further token has made a character."""
+        """Return the text of the last bytes, which don't form a complete character."""
         return self.decoder.decode(b"", final=True)
 
 
@@ -211,7 +212,7 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
 
     def _end(self, done: TurnDone) -> dict[str, Any]:
         stop = done.turn.stop
-        # As in vLLM: a stop id that was not requested is the model's own end, and has no reason.
+        # As in vLLM, a stop id that the request does not list (the model's own) has no stop_reason.
         asked = isinstance(stop, str) or stop in self._body.stop_token_ids
         return {
             "finish_reason": done.finish,
@@ -231,7 +232,7 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
         return written
 
     def _logprobs(self, so_far: _Progress, sampled: Sequence[SampleDelta]) -> dict[str, Any]:
-        """Return parallel lists over the tokens. The sampled one is among the alternatives, whatever its rank."""
+        """Return parallel lists over the tokens. Alternatives always include the sampled token."""
         tokens: list[str] = []
         offsets: list[int] = []
         tops: list[dict[str, float]] = []
@@ -242,7 +243,7 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
                 offsets.append(so_far.offset)
                 so_far.offset += len(self._spelling(pair[0]))
                 alternatives = delta.top_logprobs[at] if delta.top_logprobs else ()
-                # Best first, and the first of those that spell alike stays.
+                # Best first. Of alternatives with the same spelling the first one stays.
                 tops.append({self._name(one): value for one, value in reversed([*alternatives, pair])})
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
@@ -253,7 +254,7 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
     def _spelled(self, so_far: _Progress, sampled: SampleDelta) -> str:
-        """Newly sampled tokens as text with nothing left out, up to the end of the stop string if there is one."""
+        """Return the full text of newly sampled tokens, up to the end of a stop string."""
         fresh = so_far.decoder.decode(b"".join(map(self._tokenizer.token_bytes, sampled.token_ids)))
         text, before = so_far.tail + fresh, len(so_far.tail)
         so_far.tail = text[-self._longest_stop :]
@@ -264,7 +265,7 @@ class _Encoder(shared.ChoicesEncoder[CompletionsBody]):
 
 
 class TokenizeBody(Struct, kw_only=True):
-    """What /tokenize takes: a prompt as /v1/completions reads it."""
+    """The body of /tokenize, with a prompt as in /v1/completions."""
 
     prompt: str
     model: str = ""
@@ -273,14 +274,14 @@ class TokenizeBody(Struct, kw_only=True):
 
 
 class DetokenizeBody(Struct, kw_only=True):
-    """What /detokenize takes."""
+    """The body of /detokenize."""
 
     tokens: Annotated[list[shared.TokenId], Meta(max_length=2**24)]
     model: str = ""
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    """Return the endpoints /version, /tokenize and /detokenize, where vLLM has them."""
+    """Return the endpoints /version, /tokenize and /detokenize, at vLLM's paths."""
     turns = gateway.turns
     tokenizer = turns.renderer.tokenizer
 

@@ -1,4 +1,4 @@
-"""What wire APIs share: sampling fields of bodies, choices of tools, log-probabilities beside their tokens, usage."""
+"""Code shared by wire APIs: sampling fields, tool choices, schemas, logprobs and usage."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _Choices = TypeVar("_Choices", bound="ChoicesBody")
 
 
 class SamplingFields(Struct, kw_only=True):
-    """OpenAI's fields and those that vLLM made common, under the names they have in every API."""
+    """Sampling fields of OpenAI and vLLM with the same name in all APIs."""
 
     model: str = ""
     stream: bool = False
@@ -74,7 +74,7 @@ class ChoicesBody(SamplingFields, kw_only=True):
 
 
 class ChoicesEncoder(Generic[_Choices]):
-    """Writes the replies of chat completions and completions: choices, and in streams chunks of one choice each."""
+    """Writes the replies of chat completions and completions. Each chunk of a stream belongs to one choice."""
 
     _id: str
     _whole: str
@@ -95,7 +95,7 @@ class ChoicesEncoder(Generic[_Choices]):
         return {**self._head, "object": self._whole, "choices": written, "usage": counts}
 
     async def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
-        """Yield chunks as choices grow, and when all is recorded how each of them ended."""
+        """Yield chunks while choices grow, and the finish chunk of each choice after the commit."""
         done: list[TurnDone] = []
         async with aclosing(events):
             async for event in events:
@@ -115,7 +115,7 @@ class ChoicesEncoder(Generic[_Choices]):
         raise NotImplementedError
 
     def _grown(self, event: SampleEvent) -> Iterable[bytes]:
-        """Return the chunks for what an event adds to a choice."""
+        """Return the chunks for the text that an event adds to its choice."""
         raise NotImplementedError
 
     def _finish(self, done: TurnDone) -> bytes:
@@ -135,9 +135,9 @@ def sampling_params(
     schema: str | None = None,
     names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
-    """Return the parameters that a body asks for.
+    """Return the sampling parameters of a body.
 
-    Raises `InvalidRequest` for a stop id outside the vocabulary, and as `refuse_unsupported` with `names`.
+    Raises `InvalidRequest` for a stop id outside the vocabulary, and like `refuse_unsupported` with `names`.
     """
     if any(token_id >= context.vocab_size for token_id in body.stop_token_ids):
         known = context.vocab_size
@@ -160,16 +160,16 @@ def sampling_params(
 
 
 def ignored_scheduling(body: SamplingFields, engine: EngineInfo) -> list[str]:
-    """Return which of the fields for a server's scheduler and cache are set and not passed on: it takes none."""
+    """Return the scheduler and cache fields that are set but not supported by the engine."""
     return [name for name in _SCHEDULING if getattr(body, name) and name not in engine.sampling]
 
 
 def read_fields(
     body: Any, kind: type[_BodyKind], ignored: frozenset[str], required: str
 ) -> tuple[_BodyKind, dict[str, Any]]:
-    """A body as the Struct `kind`, and the body without the fields that are null: null is the same as left out.
+    """Decode a body to the Struct `kind`. Return it, and the body without fields that are null, which count as missing.
 
-    Raises `InvalidRequest`, and `UnsupportedParameter` for a field that is neither known nor `ignored`.
+    Raises `InvalidRequest`, and `UnsupportedParameter` for a field that is neither in `kind` nor in `ignored`.
     """
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
@@ -183,25 +183,25 @@ def read_fields(
 
 
 def refuse_unserved(served: Mapping[str, tuple[bool, str]]) -> None:
-    """Raise `UnsupportedParameter` for the first parameter whose value is not served.
+    """Raise `UnsupportedParameter` for the first parameter with an unsupported value.
 
-    `served` says for each whether it is, and what is.
+    `served` maps parameters to whether their value is supported, and a description of the supported values.
     """
     for name, (is_served, what) in served.items():
         if not is_served:
-            raise UnsupportedParameter(f"{name} with this value is not supported; served is {what}", name)
+            raise UnsupportedParameter(f"{name} with this value is not supported; expected {what}", name)
 
 
 def refuse_unknown_tools(named: Iterable[Any], tools: Collection[str]) -> None:
-    """Raise `InvalidRequest` for a `tool_choice` without tools, or that names a tool that the request does not have."""
+    """Raise `InvalidRequest` if a `tool_choice` that needs tools has none, or if `named` has a name not in `tools`."""
     if not tools or any(name not in tools for name in named):
         raise InvalidRequest("tool_choice asks for a tool that is not in tools; name one of them", "tool_choice")
 
 
 def check_tool_choice(choice: Any, tools: Collection[str], *, named_only: bool = False) -> None:
-    """Refuse a `tool_choice` of chat or Responses that is not served, or that asks for a tool that is not there.
+    """Refuse a `tool_choice` of chat or Responses that is unsupported or that needs a missing tool.
 
-    `tools` are the names of the functions. With `named_only`, a choice that names no function needs none to be there.
+    `tools` are the names of the functions. With `named_only`, only a choice that names a function needs one.
     """
     kind = choice.get("type") if isinstance(choice, dict) else choice
     served = '"auto", "none", "required", {"type": "function", ...} and {"type": "allowed_tools", ...}'
@@ -221,9 +221,9 @@ def check_tool_choice(choice: Any, tools: Collection[str], *, named_only: bool =
 
 
 def json_schema(form: Any, param: str, context: RequestContext, tools: Collection[Any] = ()) -> str | None:
-    """Return the JSON Schema that a request has its reply follow, as JSON text; None for plain text.
+    """Return the JSON Schema that the reply has to follow, as JSON text; None for plain text.
 
-    Raises `InvalidRequest`, and `UnsupportedParameter` where it can't be enforced.
+    Raises `InvalidRequest`, and `UnsupportedParameter` if the engine can't enforce it or the request has tools.
     """
     kind = form.get("type") if isinstance(form, dict) else form
     if kind in (None, "text"):
@@ -245,12 +245,12 @@ def json_schema(form: Any, param: str, context: RequestContext, tools: Collectio
             param,
         )
     if tools:
-        raise UnsupportedParameter(f"a reply that follows {param} can call no tools; send one or the other", param)
+        raise UnsupportedParameter(f"{param} can't be combined with tools; send one or the other", param)
     return encode_json(schema).decode()
 
 
 def refuse_prefill(param: str) -> None:
-    """Raise `UnsupportedParameter` for a request to continue the last message of the assistant."""
+    """Raise `UnsupportedParameter` for a request to continue an assistant message."""
     raise UnsupportedParameter(
         "beginning the reply for the model (prefill) is not supported; send the prompt's token ids, the beginning "
         "included, to /v1/completions, or ask for the beginning in a user message",
@@ -259,17 +259,17 @@ def refuse_prefill(param: str) -> None:
 
 
 def unknown_fields(where: str, given: Sequence[Any], known: frozenset[str]) -> tuple[str, ...]:
-    """Return the names of fields in these objects that have a value and no effect, `where.name`, sorted."""
+    """Return `where.name` for each field in the `given` objects that has a value and isn't `known`, sorted."""
     names = {name for one in given if isinstance(one, dict) for name, value in one.items() if value}
-    # They go into a header.
+    # The names go into a header, so only safe characters are allowed.
     unknown = sorted(name for name in names - known if _HEADER_SAFE.fullmatch(name))
     return tuple(f"{where}.{name}" for name in unknown[:_MOST_NAMED])
 
 
 def tool_arguments(arguments: str | dict[str, Any], param: str) -> str | dict[str, Any]:
-    """Arguments that are a JSON object as that object: templates print objects, and would quote a string.
+    """Parse a tool call's arguments if they are a JSON object: templates print objects, and would quote a string.
 
-    Raises `InvalidRequest` naming `param` for arguments that nest too deeply.
+    Return other arguments unchanged. Raises `InvalidRequest` for `param` if they nest too deeply.
     """
     try:
         value = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
@@ -283,7 +283,7 @@ def tool_arguments(arguments: str | dict[str, Any], param: str) -> str | dict[st
 
 
 def logprob_entries(tokenizer: Tokenizer, sampled: Sequence[SampleDelta]) -> list[dict[str, Any]]:
-    """Every sampled token with its log-probability and the alternatives reported, as chat and Responses write them."""
+    """Return a logprob entry per sampled token, with its alternatives, in the format of chat and Responses."""
 
     def token(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
@@ -300,7 +300,7 @@ def logprob_entries(tokenizer: Tokenizer, sampled: Sequence[SampleDelta]) -> lis
 
 
 def usage(prompt_ids: TokenIds, choices: Sequence[TurnDone], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the numbers of tokens of a call; those that the engine had cached only if it says, of all choices."""
+    """Return a call's token counts. Cached tokens are included only if the engine reports them for all choices."""
     completion = sum(len(done.turn.completion_ids) for done in choices)
     written: dict[str, Any] = {
         "prompt_tokens": len(prompt_ids),
@@ -317,7 +317,7 @@ def usage(prompt_ids: TokenIds, choices: Sequence[TurnDone], tokenizer: Tokenize
 
 
 def reasoning_tokens(turn: Turn, tokenizer: Tokenizer) -> int:
-    """Return how many sampled tokens spell the reasoning of a reply, where it stands first; 0 if it is in pieces."""
+    """Count the sampled tokens of a reply's reasoning, at its first occurrence; 0 if it is not contiguous."""
     reasoning = reasoning_of(turn.reply).encode("utf-8", "surrogatepass")
     if not reasoning:
         return 0
@@ -326,14 +326,14 @@ def reasoning_tokens(turn: Turn, tokenizer: Tokenizer) -> int:
     if begin < 0:
         return 0
     ends = list(accumulate(map(len, spelled)))
-    # From the token that holds the first byte to the one that holds the last.
+    # From the token with the first byte to the token with the last byte.
     return bisect_left(ends, begin + len(reasoning)) - bisect_right(ends, begin) + 1
 
 
 def refuse_unsupported(sampling: SamplingParams, engine: EngineInfo, names: Mapping[str, str]) -> None:
-    """Raise `UnsupportedParameter` for a parameter that was set and that the engine would ignore.
+    """Raise `UnsupportedParameter` if a set parameter would be ignored by the engine.
 
-    `names` are the fields of `SamplingParams` that have another name in the API.
+    `names` maps fields of `SamplingParams` to their names in the API, where these differ.
     """
     default = SamplingParams(max_tokens=sampling.max_tokens)
     for one in fields(SamplingParams):
@@ -343,6 +343,6 @@ def refuse_unsupported(sampling: SamplingParams, engine: EngineInfo, names: Mapp
 
 
 def recorded(turn: Turn, ignored: Sequence[str]) -> dict[str, Any]:
-    """Return the field `tokentape` of replies: the turn that a choice was recorded as, and what had no effect."""
+    """Return the field `tokentape` of replies: the recorded turn, and the ignored parameters."""
     where = {"session_id": turn.session_id, "turn": turn.seq}
     return {**where, "ignored_params": list(ignored)} if ignored else where

@@ -1,24 +1,24 @@
-"""OpenAI's Responses: request bodies to turns, and responses from the record.
+"""OpenAI's Responses API: decode request bodies to turns, and read responses from the record.
 
 The protocol is https://platform.openai.com/docs/api-reference/responses as the `openai` package speaks it, with the
 extensions that chat completions have here: `top_k`, `min_p`, `repetition_penalty`, `seed`, `stop`, `stop_token_ids`,
-`chat_template_kwargs` and `return_token_ids`. What is not known is refused by name, never ignored, apart from the
-fields of `IGNORED`.
+`chat_template_kwargs` and `return_token_ids`. Unknown fields are refused with their name, except the fields in
+`IGNORED`.
 
-Choices where the protocol leaves some:
+Choices that the protocol leaves open:
 
-- A response's id names its session, so `previous_response_id` finds it, after a restart too. Instructions are not
-  carried over by it: without its own, a request has none, and the session forks if there were some.
-- Everything is recorded, whatever `store` says; a response can be had again with GET.
-- `developer` messages are system messages, and those at the start are joined with `instructions`: most templates know
-  no developer and take one system message.
-- Reasoning is sent as `reasoning_text`; there are no summaries and nothing is encrypted. A client may leave reasoning
-  out when it sends items back: what was sampled stays in context.
-- Functions and namespaces of functions are served. Tools that OpenAI runs itself and that harnesses add unasked, such
-  as `web_search`, are not shown to the model; other kinds are refused.
-- What no engine enforces is accepted, and named by the header `X-Tokentape-Ignored-Params`: tools left out and
-  `strict`, a `tool_choice` that forces, `parallel_tool_calls: false`, `reasoning` (what a template offers is asked for
-  with `chat_template_kwargs`), `text.verbosity` and `truncation: "auto"`.
+- A response's id contains its session's id, so `previous_response_id` works after a restart too. It does not carry
+  instructions over: a request without instructions after a response with instructions forks the session.
+- Every response is recorded, even with `store: false`, and GET returns it again.
+- `developer` messages become system messages, and leading ones are joined with `instructions`: most templates have no
+  developer role and accept one system message.
+- Reasoning is sent as `reasoning_text`, without summaries and encryption. A client may leave reasoning out of the items
+  that it sends back: the sampled reasoning stays in context.
+- Functions and namespaces of functions are supported. Tools that OpenAI runs itself and that harnesses add by default,
+  such as `web_search`, are not shown to the model; other kinds are refused.
+- Requests that no engine enforces are accepted, and named by the header `X-Tokentape-Ignored-Params`: left-out tools,
+  `strict`, a `tool_choice` that forces a call, `parallel_tool_calls: false`, `reasoning` (use `chat_template_kwargs`
+  for the template's options), `text.verbosity` and `truncation: "auto"`.
 - The log-probabilities of a text part have one entry per sampled id of the whole completion.
 - With `return_token_ids` a response, in streams the last event's, has `prompt_token_ids` and `token_ids`.
 """
@@ -101,7 +101,7 @@ class ResponseId(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> ResponseId:
-        """The id that this is. Raises `NotFound` if it can't be one of ours."""
+        """Parse a response id. Raises `NotFound` if it has not the format of this gateway's ids."""
         found = _RESPONSE_ID.fullmatch(text)
         if found is None:
             raise _no_response()
@@ -126,7 +126,7 @@ class Responses(Dialect):
         tools = read_tools(read.tools)
         names = [tool["function"]["name"] for tool in tools.shown]
         in_namespaces = [name for _, name in tools.namespaces.values()]
-        # "required" may be met by tools that are left out; the other choices take effect only where they name one.
+        # Left-out tools satisfy "required". Other choices are checked only if they name a tool.
         named_only = bool(read.tools) or read.tool_choice != "required"
         shared.check_tool_choice(read.tool_choice, [*names, *in_namespaces], named_only=named_only)
         shown = () if read.tool_choice == "none" else tools.shown
@@ -157,13 +157,13 @@ class Responses(Dialect):
         return DecodedRequest(turn, encoder, ignored)
 
     def error_event(self, error: TokentapeError) -> bytes:
-        """An error that the encoder of a stream did not foresee, as its last event."""
+        """Return the last event of a stream for an error that the encoder did not handle."""
         event = {"type": "error", "code": error.code, "message": str(error), "param": None, "sequence_number": 0}
         return encode_event(event, "error")
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    """Responses as resources: had again from the record, as far as it holds what was asked."""
+    """Return the endpoints of recorded responses. They show the fields that the record has."""
     turns = gateway.turns
 
     async def found(request: Request) -> tuple[ResponseId, RecordedReply, Session, StoredSession]:
@@ -206,7 +206,8 @@ def routes(gateway: Gateway) -> list[Route]:
     async def delete(request: Request) -> Response:
         named, *_ = await found(request)
         raise InvalidRequest(
-            f"a response is a turn of its session's record; delete the whole: DELETE /sessions/{named.session_id}",
+            "a response is part of its session and can't be deleted alone; delete the session with "
+            f"DELETE /sessions/{named.session_id}",
             "response_id",
         )
 
@@ -236,7 +237,7 @@ async def _messages(body: ResponsesBody, context: RequestContext) -> tuple[Messa
 
 def _refuse_unserved(body: ResponsesBody) -> None:
     served = ("reasoning.encrypted_content", _LOGPROBS)
-    # The others ask for more of the output of tools that are not served.
+    # The other values ask for more output of tools that are not supported here, so they have no effect.
     more = all(name in served or name.partition(".")[0].endswith("_call") for name in body.include)
     shared.refuse_unserved(
         {
@@ -305,5 +306,5 @@ def _head(
 
 
 def _no_response() -> NotFound:
-    """Return the error for an unknown response and for one of another owner's session: always the same."""
+    """Return the error for unknown responses. Responses of other owners' sessions get the same one."""
     return NotFound("there is no response with this id")

@@ -1,7 +1,7 @@
-"""Items and tools of the Responses API: from those sent to messages and tools, and from a recorded reply to items.
+"""Convert items and tools of the Responses API to messages and tools, and recorded replies to items.
 
-The items of a reply become that reply's message again, so that the session finds it: reasoning, text and
-calls that follow each other are one assistant message. Reasoning may be left out on the way.
+The items of a reply convert back to the same message, so that the session recognizes it: consecutive reasoning, text
+and calls become one assistant message. Clients may leave reasoning out.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ PART_FIELDS = frozenset(_Part.__struct_fields__) | {"annotations", "logprobs"}
 
 
 async def read_input(given: str | Sequence[Any], context: RequestContext) -> list[dict[str, Any]]:
-    """The messages that the field `input` holds.
+    """Convert the field `input` to messages.
 
-    Raises `InvalidRequest`, `UnsupportedParameter` for items that are not served, and `NotFound` for a reference to an
-    item that the session does not have.
+    Raises `InvalidRequest`, `UnsupportedParameter` for unsupported items, and `NotFound` for a reference to an item
+    that the session does not have.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -107,7 +107,7 @@ async def read_input(given: str | Sequence[Any], context: RequestContext) -> lis
                 messages.append({"role": "user" if is_user else "system", "content": content})
         elif kind == "reasoning":
             reasoning = _read_item(item, _Reasoning, at)
-            # Reasoning that came after the text still belongs to it.
+            # Reasoning after the text of the same reply belongs to the same message.
             same = reply_id is not None and _reply_of(reasoning.id) == reply_id
             opened = _open(messages, fresh=() if same else ("content", "tool_calls"))
             said = "".join(one.text for one in reasoning.content or reasoning.summary or ())
@@ -126,7 +126,7 @@ async def read_input(given: str | Sequence[Any], context: RequestContext) -> lis
 
 
 def join_leading(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages with the system messages at their start joined: many templates take one."""
+    """Join the leading system messages: many templates accept only one."""
     texts: list[str] = []
     for message in messages:
         if message["role"] != "system":
@@ -138,7 +138,7 @@ def join_leading(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def without_instructions(messages: Sequence[Message], length: int) -> tuple[Message, ...]:
-    """The messages without the first `length` characters of the system message, which were instructions."""
+    """Remove the first `length` characters of the system message, which were the instructions."""
     if not length or not messages or messages[0]["role"] != "system":
         return tuple(messages)
     rest = messages[0]["content"][length:].removeprefix("\n\n")
@@ -153,7 +153,7 @@ def output_items(
     logprobs: Sequence[Any] = (),
     namespaces: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the items of a recorded reply: reasoning, a message, calls. There is always a message or a call."""
+    """Return the items of a recorded reply: reasoning, a message, calls. At least a message or a call is among them."""
     items: list[dict[str, Any]] = []
     calls = reply.get("tool_calls") or ()
     if reply.get("reasoning_content"):
@@ -188,7 +188,7 @@ def message_item(reply_id: str, text: str, *, incomplete: bool, logprobs: Sequen
 def call_item(
     reply_id: str, at: int, call: Mapping[str, Any], namespaces: Mapping[str, tuple[str, str]]
 ) -> dict[str, Any]:
-    """A call, number `at` of its reply, under the name that the caller gave the function."""
+    """Return the item of call number `at` of a reply, with the function's name as in the request."""
     function = call["function"]
     namespace, name = namespaces.get(function["name"], (None, function["name"]))
     item = {
@@ -203,7 +203,7 @@ def call_item(
 
 
 def input_items(messages: Sequence[Message], reply_id: str) -> list[dict[str, Any]]:
-    """Return the messages before a recorded reply as items, with ids that are made from the reply's."""
+    """Return the messages before a recorded reply as items. Their ids are derived from the reply's id."""
     items: list[dict[str, Any]] = []
     for message in messages:
         at, role, content = len(items), message["role"], message.get("content") or ""
@@ -236,7 +236,7 @@ def _kind(item: Any, at: int) -> str:
 
 
 def _open(messages: list[dict[str, Any]], fresh: Sequence[str]) -> dict[str, Any]:
-    """The last message if it is an assistant's and has none of `fresh`, else a new one."""
+    """Return the last message if it is an assistant's without any of the keys `fresh`; else append a new one."""
     last = messages[-1] if messages else None
     if last is None or last["role"] != "assistant" or any(name in last for name in fresh):
         last = {"role": "assistant"}
@@ -277,7 +277,7 @@ def _reply_of(item_id: str | None) -> str | None:
 
 
 def _read(value: Any, kind: type[_Item], param: str, at: int) -> _Item:
-    """Return an item of a parameter that is a list. Raises `InvalidRequest` naming both."""
+    """Decode item `at` of the list `param`. Raises `InvalidRequest` with the name and index."""
     try:
         return read_as(value, kind)
     except InvalidRequest as error:
@@ -311,10 +311,10 @@ class Tools:
 
 
 def read_tools(given: Sequence[Any]) -> Tools:
-    """Read the field `tools`.
+    """Decode the field `tools`.
 
-    A function of a namespace is shown under both names, `namespace__function`. Raises `UnsupportedParameter` for tools
-    that are no functions, apart from those that harnesses add without being asked to; those are left out.
+    The model sees a function of a namespace as `namespace__function`. Raises `UnsupportedParameter` for tools that are
+    not functions. Kinds that harnesses add by default are left out instead.
     """
     check_depth(given, "tools")
     shown: list[Tool] = []
@@ -332,7 +332,7 @@ def read_tools(given: Sequence[Any]) -> Tools:
             continue
         else:
             raise UnsupportedParameter(
-                f"tools[{at}] is no function; served are tools of type function, and namespaces of them", "tools"
+                f"tools[{at}] is no function; expected tools of type function, or namespaces of them", "tools"
             )
         for namespace, one in functions:
             function = _read(one, _Function, "tools", at)

@@ -1,4 +1,4 @@
-"""Replies of the Responses API: whole, and as the events of a stream."""
+"""Encode replies of the Responses API, whole and as events of a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Item = dict[str, Any]
 
 
 class ResponseEncoder:
-    """Writes the replies to one request. `head` are the fields of the response that are known before it is sampled."""
+    """Writes the replies to one request. `head` has the fields of the response that are known before sampling."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ResponseEncoder:
         return self._response(choice.done, items)
 
     async def stream(self, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream. Items follow each other; calls are sent whole when sampling has ended."""
+        """Yield the events of a stream. Items are sent one after the other, calls in one piece after sampling."""
         begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
@@ -86,7 +86,7 @@ class ResponseEncoder:
         if isinstance(event, TurnDelta) and self._logprobs:
             self._entries += logprob_entries(self._tokenizer, [event.sampled])
         if reply.reasoning and self._has_message:
-            # What has been sent of the reasoning is closed already.
+            # The reasoning item that was streamed is already closed.
             self._late_reasoning += reply.reasoning
         elif reply.reasoning:
             if not self._items:
@@ -118,7 +118,7 @@ class ResponseEncoder:
         return self._begin(message_item(self._reply_id, "", incomplete=False, logprobs=()))
 
     def _begin(self, empty: Item) -> Iterator[bytes]:
-        """Close the open item and open another one, which has no text yet."""
+        """Close the open item and open `empty`, an item without text."""
         yield from self._close()
         self._items.append({**empty, "content": [], "status": "in_progress"})
         self._text = ""
@@ -158,7 +158,7 @@ class ResponseEncoder:
 
     @property
     def _part(self) -> dict[str, Any]:
-        """Return which part is meant: the only one of the last item."""
+        """Return the fields that identify a part in events: the only part of the last item."""
         return {"item_id": self._items[-1]["id"], "output_index": self._index, "content_index": 0}
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
@@ -180,7 +180,7 @@ class ResponseEncoder:
 
 
 def ended(turn: Turn, prompt_ids: TokenIds, tokenizer: Tokenizer, cached: int = 0) -> dict[str, Any]:
-    """The fields of a response that say how it ended and what it used; `cached` tokens are not in the record."""
+    """Return the fields of a response with its end and usage. The record does not have the `cached` tokens."""
     cut = turn.finish_reason == "length"
     prompt, completion = len(prompt_ids), len(turn.completion_ids)
     return {
