@@ -110,6 +110,12 @@ def test_a_certificate_says_that_null_and_its_text_look_alike(source: str, misse
     assert {name: checks[name] for name in both} == {missed: False, (both - {missed}).pop(): True}
 
 
+def test_a_certificate_says_that_quotes_within_quotes_do_not_come_back() -> None:
+    # LFM2 and Python-style templates like it escape nothing: f(a="g("x", y='z')") can be read as three arguments.
+    checks = held(literal("'\"' ~ v ~ '\"' if v is string else v | tojson", ", "))
+    assert (checks["multi-line argument"], checks["quotes in an argument"]) == (True, False)
+
+
 @pytest.mark.parametrize("step", [0, 1, 3])
 @pytest.mark.parametrize(
     ("source", "text", "expected"),

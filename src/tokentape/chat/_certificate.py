@@ -25,7 +25,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 FEATURES: Mapping[str, tuple[str, ...]] = {
     "reasoning": ("reasoning",),
-    "calls": ("call", "no arguments", "typed arguments", "multi-line argument"),
+    "calls": ("call", "no arguments", "typed arguments", "multi-line argument", "quotes in an argument"),
     "parallel": ("parallel calls",),
     "injection": (),
 }

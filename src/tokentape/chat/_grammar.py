@@ -122,6 +122,7 @@ TURNS: Mapping[str, Message] = {
     "null argument": _turn("", [call(1, {"place": None, "count": 3})]),
     "null as text": _turn("", [call(1, {"place": "null"})]),
     "multi-line argument": _turn("", [call(1, {"place": 'line one\n\n  "two" \\ <three>\n'})]),
+    "quotes in an argument": _turn("", [call(1, {"place": 'say("it\'s", f=\'x\', g="y")'})]),
 }
 
 THREE_CALLS = _turn("", [_ONE, _TWO, call(3, {"place": "nowhere"})])
