@@ -68,7 +68,8 @@ SAMPLING = {
     "stop": Row("passed on"),
 }
 CACHE = dict.fromkeys(("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), NO_EFFECT)
-HINTS = {**CACHE, **dict.fromkeys(("model", "user", "service_tier", "safety_identifier"), NO_EFFECT)}
+MODEL = Row("reported", "an-adapter")
+HINTS = {**CACHE, "model": MODEL, **dict.fromkeys(("user", "service_tier", "safety_identifier"), NO_EFFECT)}
 LOGPROBS = "test_logprobs_cover_every_sampled_token"
 
 MATRIX: dict[str, dict[str, Row]] = {
@@ -105,7 +106,7 @@ MATRIX: dict[str, dict[str, Row]] = {
         "logit_bias": Row("refused", {"5": 1}),
         "logprobs": Row("passed on", 2),
         "max_tokens": Row("passed on", 5),
-        "model": NO_EFFECT,
+        "model": MODEL,
         "n": Row("honored", 2),
         "prompt": Row("honored", [7, 8]),
         "stream": Row("honored", True),
@@ -145,7 +146,8 @@ MATRIX: dict[str, dict[str, Row]] = {
         "user": Row("reply", "u", shown_by="test_responses.test_a_response_repeats_what_was_said_of_it"),
     },
     "messages": {
-        **dict.fromkeys(("betas", "billing_policy", "cache_control", "diagnostics", "fallbacks", "model"), NO_EFFECT),
+        **dict.fromkeys(("betas", "billing_policy", "cache_control", "diagnostics", "fallbacks"), NO_EFFECT),
+        "model": MODEL,
         **dict.fromkeys(("fallback_credit_token", "inference_geo", "metadata", "service_tier", "speed"), NO_EFFECT),
         **dict.fromkeys(("user_profile_id", "workspace_id"), NO_EFFECT),
         **dict.fromkeys(("container", "mcp_servers", "thread"), REFUSED),
@@ -201,6 +203,15 @@ def decode(api: str, **given: Any) -> DecodedRequest:
 
 
 @pytest.mark.parametrize("api", MATRIX)
+def test_a_model_name_is_reported_only_where_it_could_mean_an_adapter(api: str) -> None:
+    asking = FixedAsking(engine=ENGINE)
+    found = asyncio.run(DIALECTS[api].decode({**BODIES[api], "model": "any"}, asking))
+    assert "model" not in found.ignored
+    assert "model" not in decode(api, model="m").ignored
+    assert "model" in decode(api, model="any").ignored
+
+
+@pytest.mark.parametrize("api", MATRIX)
 def test_the_matrix_has_every_field_of_the_official_types(api: str) -> None:
     known = {name for one in TYPES[api] for name in one.__annotations__}
     assert known - MATRIX[api].keys() == set()
@@ -236,6 +247,9 @@ def page() -> str:
         "here is refused by name, apart from [those of vLLM](http.md).",
         "",
         *(f"- *{word}*: {meaning}." for word, meaning in WORDS.items()),
+        "",
+        "`model` is reported if the engine serves LoRA adapters and the name is not the gateway's model: pin `adapter`",
+        "to sample with one. For other engines any name is accepted and nothing is reported.",
         "",
         "| Field | Chat | Completions | Responses | Messages |",
         "|---|---|---|---|---|",

@@ -174,6 +174,7 @@ class AnthropicMessages(Dialect):
         blocks = [block for content in contents for block in content]
         ignored = (
             *self._ignored_params(read),
+            *shared.ignored_model(read.model, context.engine, self.model_id),
             *shared.unknown_fields("tools", body.get("tools") or (), _TOOL_FIELDS),
             *shared.unknown_fields("messages", body["messages"], _MESSAGE_FIELDS),
             *shared.unknown_fields("messages.content", blocks, BLOCK_FIELDS),

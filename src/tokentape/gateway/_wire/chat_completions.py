@@ -161,7 +161,7 @@ class ChatCompletions(Dialect):
             n=read.n,
             stream=read.stream,
         )
-        ignored = (*_ignored_params(read, given), *shared.ignored_scheduling(read, context.engine))
+        ignored = (*_ignored_params(read, given), *shared.ignored_fields(read, context.engine, self.model_id))
         return DecodedRequest(turn, partial(_ChatEncoder, read, self, ignored), ignored)
 
     def read_messages(self, data: bytes, context: RequestContext) -> tuple[Message, ...]:

@@ -159,9 +159,15 @@ def sampling_params(
     return sampling
 
 
-def ignored_scheduling(body: SamplingFields, engine: EngineInfo) -> list[str]:
-    """Return the scheduler and cache fields that are set but not supported by the engine."""
-    return [name for name in _SCHEDULING if getattr(body, name) and name not in engine.sampling]
+def ignored_fields(body: SamplingFields, engine: EngineInfo, model_id: str) -> list[str]:
+    """Return the fields that are set but not passed on: scheduler and cache fields, and as `ignored_model`."""
+    unsent = [name for name in _SCHEDULING if getattr(body, name) and name not in engine.sampling]
+    return [*ignored_model(body.model, engine, model_id), *unsent]
+
+
+def ignored_model(model: str, engine: EngineInfo, model_id: str) -> list[str]:
+    """Return `["model"]` if a request names another model and the engine serves adapters, one of which may be meant."""
+    return ["model"] if "adapter" in engine.sampling and model not in ("", model_id) else []
 
 
 def read_fields(

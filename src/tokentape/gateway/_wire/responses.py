@@ -146,7 +146,7 @@ class Responses(Dialect):
             stream=read.stream,
         )
 
-        ignored = (*_ignored_params(read, tools), *shared.ignored_scheduling(read, context.engine))
+        ignored = (*_ignored_params(read, tools), *shared.ignored_fields(read, context.engine, self.model_id))
 
         def encoder(started: TurnStarted) -> ResponseEncoder:
             named = ResponseId(context.session_id, started.reply_id, len(read.instructions or ""))
