@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,28 @@ def test_ids_that_the_server_may_not_have_are_not_sent_to_it(renderer: Renderer,
         findings = asyncio.run(run())
     assert [finding.status for finding in findings] == ["fail", "ok"]
     assert server.scored == 0
+    assert not any("--unverified-model" in finding.advice for finding in findings)
+
+
+def test_a_model_of_a_narrow_task_fails_with_the_option_that_serves_it(renderer: Renderer) -> None:
+    class Narrow(LanguageModel):
+        def logprobs(self, ids: Sequence[int]) -> list[float]:
+            return [-9.0] * (len(ids) - 1)
+
+    server = StandIn(renderer, Narrow(renderer), name="m", root=str(MODEL))
+
+    async def run() -> list[CheckResult]:
+        http = HttpClient(url)
+        try:
+            return await serves_model("vllm", http, INFO, renderer, FolderModel.read(MODEL), "m")
+        finally:
+            await http.close()
+
+    with running(server.app) as url:
+        tokenizer, name, text = asyncio.run(run())
+    assert (tokenizer.status, name.status, text.status) == ("ok", "ok", "fail")
+    assert "--unverified-model serves it" in text.advice
+    assert "--engine-model does not override" in text.advice
 
 
 QWEN = FolderModel(frozenset({"/models/Qwen3-8B"}), {"model_type": "qwen3", "max_position_embeddings": 40960})
