@@ -1,4 +1,4 @@
-"""What every store does, whatever database is below: reads of one state, writes that are durable when they return."""
+"""Base class of stores: reads that see one state of the record, writes that are durable when they return."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tokentape.types import Event, Media, Turn
 
 
 class Store:
-    """A record of sessions. `write` and `delete_session` are for the event loop; reads block and may run in any thread.
+    """A record of sessions. Await `write` and `delete_session` on an event loop. Reads block and can run in any thread.
 
-    `SqliteStore.open` and `PostgresStore.open` make one. It is a context manager that closes it.
+    Open one with `SqliteStore.open` or `PostgresStore.open`. As a context manager a store closes itself.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Store:
         shared: bool,
     ) -> None:
         self.shared = shared
-        """Whether other processes may write too: then what this one remembers of a session may be out of date."""
+        """Whether other processes can write too, so that sessions in this process's memory can be out of date."""
         self._readers, self._commits, self._release, self._explain = readers, commits, release, explain
         self._closed = False
 
@@ -55,20 +55,20 @@ class Store:
         return self._commits is not None and self._commits.broken
 
     def check(self) -> None:
-        """Raise `StoreError` or a kind of it, all with status 503, if nothing can be recorded now."""
+        """Raise `StoreError` or a subclass, all with status 503, if nothing can be recorded now."""
         if not self.healthy:
             raise StoreError("the store is closed or broken; nothing can be recorded until a restart")
 
     async def write(self, *records: Record) -> None:
-        """Record `records`, in the given order and all or none; return when they are durable.
+        """Write `records` in the given order, all or none. Return when they are durable.
 
-        A setup or media that are already there are left alone. Records must not change until this returns. If the
-        awaiting task is cancelled, the records may or may not become durable, but never a part of them.
+        Setups and media that are already recorded are skipped. Don't change the records before this returns. If the
+        awaiting task is cancelled, either all or none of the records become durable.
 
-        Raises `Conflict` if the session exists or the turn is not its next, `NotFound` if a record refers to
-        a session or turn that isn't there, `InvalidRequest` or `InvariantViolation` if one is not fit to be
-        recorded, `StoreFull` or `StoreError` if the disk is full or fails. After any of them nothing of this
-        call is recorded. After `StoreUnavailable`, when a database server was lost on the way, it may be or may not be.
+        Raises `Conflict` if a session exists already or a turn is not its session's next one, `NotFound` if a record
+        refers to a missing session or turn, `InvalidRequest` or `InvariantViolation` for an invalid record, `StoreFull`
+        or `StoreError` if the disk is full or fails. After these errors none of the records is recorded. After
+        `StoreUnavailable`, a lost connection to the database server, it is not known whether they are.
         """
         if records:
             work = partial(writes.insert_records, records=records)
@@ -76,54 +76,57 @@ class Store:
             await self.transact(work, again, writes.claims(records) if self.shared else None)
 
     async def delete_session(self, session_id: str, *, force: bool = False) -> None:
-        """Delete a session with all that is recorded of it; return when that is durable.
+        """Delete a session and all of its records. Return when the deletion is durable.
 
-        Raises `NotFound`, and unless `force` is given `Conflict` if a snapshot that is not confirmed holds it.
+        Raises `NotFound`. Without `force` it raises `Conflict` if an unconfirmed snapshot contains the session.
         """
         await self.transact(partial(writes.delete_session, session_id=session_id, force=force))
 
     def sessions(self, limit: int = 100, after: int = 0, owner: str | None = None) -> list[SessionSummary]:
-        """Return up to `limit` sessions in order of creation, those after the position `after`.
+        """Return up to `limit` sessions after the position `after`, in order of creation.
 
-        With `owner` only those of one API key.
+        `owner` selects the sessions of one API key.
         """
         with self.reading() as connection:
             return list_sessions(connection, limit, after, owner)
 
     def load_session(self, session_id: str, *, per_token: bool = False, extent: Extent | None = None) -> StoredSession:
-        """Return a session with its hash chain checked; the arrays are read-only.
+        """Load a session and check its hash chain. Its arrays are read-only.
 
-        With columns and payloads only if `per_token`: they can be many times larger than the ids. With an `extent`
-        only what belongs to it. Raises `NotFound`, and `StoreCorrupt` if a record can't be read or doesn't fit the
-        chain.
+        Columns and payloads are loaded only with `per_token`: they can be many times larger than the ids. `extent`
+        limits the result to that part of the session. Raises `NotFound`, and `StoreCorrupt` if a record can't be read
+        or doesn't fit the chain.
         """
         with self.reading() as connection:
             return reads.load_session(connection, session_id, per_token=per_token, extent=extent)
 
     def session_state(self, session_id: str, newest: int) -> SessionProgress | None:
-        """Return how far a session has come, with the digest of its turn `newest`; None if there is no such session.
+        """Return a session's number of turns, and the digest of its turn `newest`. Return None for a missing session.
 
-        One read by primary keys, for a process that is not the only writer to see whether it knows all of a session.
+        This is one read by primary keys. With it a process can see whether others have added turns to a session.
         """
         with self.reading_once() as connection:
             row = connection.execute(_STATE, {"session_id": session_id, "newest": newest}).one_or_none()
         return None if row is None else SessionProgress(float(row.created_at), row.turns, row.digest)
 
     def load_newer(self, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
-        """Return a session's turns after those that are `known`, with their answers, setups and events; nothing else.
+        """Load the turns after the `known` ones, with only their answers, setups and events.
 
-        Raises as `load_session`: `StoreCorrupt` too if the known turns are not those that are recorded.
+        Raises like `load_session`, and `StoreCorrupt` if the known turns differ from the recorded ones.
         """
         with self.reading() as connection:
             return reads.load_newer(connection, session_id, known)
 
     def events(self, session_id: str, kind: str) -> tuple[Event, ...]:
-        """Return the events of one kind of a session, in order of arrival; empty if there is no such session."""
+        """Return a session's events of one kind, in order of arrival; none for a missing session."""
         with self.reading() as connection:
             return reads.load_events(connection, session_id, kind)
 
     def session_of_call(self, owner: str, body_digest: str, since: float) -> str | None:
-        """Return the session in which a call without a key was answered last, not before `since`; None if none was."""
+        """Return the session of the last answer, since the time `since`, to such a call without Idempotency-Key.
+
+        Return None if there is no such answer.
+        """
         answers, sessions = schema.answers.c, schema.sessions
         found = select(answers.session_id).join(sessions, sessions.c.session_id == answers.session_id)
         found = found.where(answers.key.is_(None), sessions.c.owner == owner, answers.created_at >= since)
@@ -133,7 +136,7 @@ class Store:
             return connection.execute(statement).scalar()
 
     def checks_due(self, session_ids: Collection[str] | None = None) -> int:
-        """Return how many turns of these sessions, of all if None, have a bridge that is still to be checked."""
+        """Count the turns of these sessions (None: of all) with a pending bridge check."""
         event, other = schema.events.c, schema.events.alias().c
         checked = exists().where(
             other.session_id == event.session_id, other.turn == event.turn, other.kind == BRIDGE_CHECKED
@@ -145,9 +148,9 @@ class Store:
             return sum(connection.execute(statement.where(some)).scalar_one() for some in _among(event, session_ids))
 
     def load_media(self, session_id: str, sha256: str) -> Media:
-        """Return media that a session refers to: an image, or how images were processed.
+        """Return media that a session refers to: an image, or the settings of the image processor.
 
-        Raises `NotFound` if it refers to none of that hash, and `StoreCorrupt` if the bytes have another.
+        Raises `NotFound` if the session has no media with this hash, and `StoreCorrupt` if the bytes have another hash.
         """
         table, of_turn = schema.media, schema.turn_media.c
         referred = exists().where(of_turn.sha256 == table.c.sha256, of_turn.session_id == session_id)
@@ -168,12 +171,12 @@ class Store:
     def iter_sessions(self, *, per_token: bool = False) -> Iterator[StoredSession]:
         """Yield every session in order of creation, loading one at a time. Raises as `load_session`."""
         for session_id in self.session_ids():
-            # It may have been deleted since the page was read.
+            # The session may have been deleted since the page was read.
             with suppress(NotFound):
                 yield self.load_session(session_id, per_token=per_token)
 
     def extra_names(self, session_ids: Collection[str] | None = None) -> ExtraNames:
-        """Return the names of all columns and payloads of these sessions, of all if None."""
+        """Return the names of the columns and payloads of these sessions. None stands for all sessions."""
         found: list[set[str]] = [set(), set()]
         with self.reading() as connection:
             for names, table in zip(found, (schema.token_columns, schema.token_payloads), strict=True):
@@ -182,16 +185,16 @@ class Store:
         return ExtraNames(*(tuple(sorted(names)) for names in found))
 
     def turns_with_column(self, session_id: str, name: str) -> frozenset[int]:
-        """Return `seq` of the turns of a session that have a column of this name."""
+        """Return the numbers of a session's turns that have a column with this name."""
         of = schema.token_columns.c
         statement = select(of.turn).distinct().where(of.session_id == session_id, of.name == name)
         with self.reading_once() as connection:
             return frozenset(connection.execute(statement).scalars())
 
     async def transact(self, work: Work, again: Work | None = None, claims: Claims = None) -> None:
-        """Run `work` in the writing thread, all of it or nothing; return when it is durable. For this room.
+        """Run `work` in a transaction in the writing thread. Return when it is durable. Private to the package.
 
-        `again` is explained at `CommitQueue.run`, and `claims` says what `work` changes, nothing else than that.
+        For `again` see `CommitQueue.run`. `claims` names everything that `work` changes.
         """
         if self._commits is None:
             raise StoreError("the store was opened read-only")
@@ -199,13 +202,13 @@ class Store:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A connection that sees one state of the record. For this room."""
+        """Give a connection that sees one state of the record. Private to the package."""
         with self._connected(self._readers) as connection, connection.begin():
             yield connection
 
     @contextmanager
     def reading_once(self) -> Iterator[Connection]:
-        """A connection for one statement. For this room."""
+        """Give a connection for one statement. Private to the package."""
         with self.reading() as connection:
             yield connection
 
@@ -217,18 +220,18 @@ class Store:
             with engine.connect() as connection:
                 yield connection
         except DBAPIError as error:
-            # The driver's message may quote what it could not decode.
+            # The driver's message may quote data that it could not decode.
             raise self._explain(error).error() from None
 
     def keep_until_closed(self, held: ExitStack) -> None:
-        """Let go of `held` when the store is closed, after the database."""
+        """Close `held` when the store is closed, after the database."""
         release = ExitStack()
         release.push(held)
         release.push(self._release)
         self._release = release
 
     def close(self) -> None:
-        """Write what is queued and let go of the database. Later calls raise `StoreError`."""
+        """Write the queued records and close the database. Later calls raise `StoreError`."""
         self._closed = True
         self._release.close()
 
@@ -242,7 +245,7 @@ class Store:
 
 
 def _among(columns: Any, session_ids: Collection[str] | None) -> Iterator[ColumnElement[bool]]:
-    """Yield conditions for rows of these sessions, of all if None. A statement takes only so many parameters."""
+    """Yield conditions for rows of these sessions (None: of all), in batches, since parameters are limited."""
     if session_ids is None:
         yield true()
     else:

@@ -1,4 +1,4 @@
-"""What must hold of a turn, the same whether it is about to be written or has just been read."""
+"""Rules for turns, columns and payloads, checked before writing and by `verify`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tokentape.errors import TokentapeError
 from tokentape.types import Provenance, Turn, TurnColumn, TurnPayload
 
 _MAY_BE_ADDED = np.isin(np.arange(256), [code for code in Provenance if code is not Provenance.SAMPLED])
-"""By code; a look-up because `np.isin` is too slow to run on every write."""
+"""Indexed by provenance code. A table, because `np.isin` is too slow to run on every write."""
 
 
 def turn_faults(turn: Turn) -> Iterator[str]:
-    """Yield a sentence for each rule that `turn` breaks by itself, without a look at other turns."""
+    """Yield a sentence for each rule that `turn` breaks, apart from rules about other turns."""
     if turn.added_provenance.size != turn.added_ids.size:
         yield f"{turn.added_ids.size} added ids, but {turn.added_provenance.size} provenance codes"
     if turn.logprobs.size != turn.completion_ids.size:
@@ -35,12 +35,12 @@ def turn_faults(turn: Turn) -> Iterator[str]:
 
 
 def per_token_faults(record: TurnColumn | TurnPayload, added: int, sampled: int, *, is_root: bool) -> Iterator[str]:
-    """Yield a sentence for each rule that a column or payload breaks, given how many ids its turn added and sampled."""
+    """Yield a sentence for each rule that a column or payload breaks. Its turn added and sampled so many ids."""
     if isinstance(record, TurnColumn):
         if record.values.size not in (sampled, added + sampled):
             yield (
                 f"column {record.name!r} has {record.values.size} values; "
-                f"the turn has {sampled} sampled ids, {added + sampled} with those added"
+                f"the turn has {sampled} sampled ids, {added + sampled} with the added ones; give one value for each"
             )
         if not np.isfinite(record.values).all():
             yield f"column {record.name!r} has values that are not finite numbers"
@@ -50,7 +50,7 @@ def per_token_faults(record: TurnColumn | TurnPayload, added: int, sampled: int,
         yield f"{name} has no rows"
         return
     if rows.dtype.newbyteorder("<").str not in ROW_DTYPES:
-        yield f"{name} consists of {rows.dtype}, which is not stored"
+        yield f"{name} has the dtype {rows.dtype}, which can't be stored"
     elif rows.dtype == object and not all(isinstance(row, bytes) for row in rows):
         yield f"{name} has rows of unequal length that are not bytes"
     first, last, end = 0 if is_root else -1, added + sampled, record.start + len(rows)
@@ -59,9 +59,9 @@ def per_token_faults(record: TurnColumn | TurnPayload, added: int, sampled: int,
 
 
 def chained(turn: Turn, parent_digest: str | None) -> bool:
-    """Say whether the digest of `turn` is right for its fields and its parent's digest (None for a root)."""
+    """Return whether the digest of `turn` fits its fields and its parent's digest (None for a root)."""
     try:
         return turn_digest(turn, parent_digest) == turn.digest
     except (TokentapeError, TypeError, ValueError):
-        # A damaged row can hold a value of any type, which has no digest at all.
+        # A damaged row can hold values of types that have no digest.
         return False

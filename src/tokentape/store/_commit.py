@@ -1,7 +1,7 @@
-"""Group commit: one thread, one connection; calls that wait at the same time share one transaction.
+"""Group commit: one thread with one connection runs all waiting calls in one transaction.
 
-A commit costs a flush to the disk however much it writes, so the calls that arrive during one flush go into
-the next together. One that fails leaves the others alone: then each is run in a savepoint of its own.
+A commit costs one flush to the disk, however much it writes. So the calls that arrive during a flush share the next
+transaction. If one of them fails, each is run in its own savepoint, so that the others still succeed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tokentape.errors import StoreError, TokentapeError
 _log = logging.getLogger(__name__)
 
 MAX_CALLS = 256
-"""Calls per transaction: bounds how long the first of them waits for the last."""
+"""Most calls per transaction. It bounds how long the first call waits for the last."""
 
 RECONNECTIONS = (0.0, 0.2, 0.4, 0.8, 1.6)
-"""Seconds to wait before each try to go on after the connection was lost: a server that restarts takes a few."""
+"""Seconds to wait before each attempt to reconnect: a server takes a few to restart."""
 
 Claims: TypeAlias = frozenset[str] | None
-"""Names of what a call changes. No other call may change it at the same time. None stands for everything."""
+"""Names of the things that a call changes, which no other call may change at the same time. None: everything."""
 
 Work: TypeAlias = Callable[[Connection], int]
-"""What a call does inside the transaction. Returns about how many bytes it wrote."""
+"""The part of a call that runs inside the transaction. Returns about how many bytes it wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class StoreFailure:
     kind: type[TokentapeError]
     message: str
     fatal: bool = False
-    """The store can't be trusted any more: nothing may be acknowledged until a restart has read the disk."""
+    """Whether the store can't be trusted any more, so that nothing may be acknowledged until a restart."""
     lost: bool = False
-    """The connection is gone, and with it the knowledge whether a commit under way went through."""
+    """Whether the connection was lost, so that it is not known whether the transaction was committed."""
 
     def error(self) -> TokentapeError:
         return self.kind(self.message)
@@ -58,24 +58,23 @@ class _QueuedWork:
 
 
 _Outcome: TypeAlias = int | Exception
-"""The bytes that a call wrote, or what kept it out."""
+"""The number of bytes that a call wrote, or the error that it failed with."""
 
 
 class CommitQueue:
-    """Runs calls in a thread of its own, which alone uses `connection`.
+    """Runs calls in its own thread, the only user of `connection`.
 
-    `classify` explains an error of the driver. `after_commit` gets the number of bytes that the transaction wrote,
-    after the callers were answered; a failure that it returns is fatal. `exclusive` is held around each transaction.
+    `classify` converts an error of the driver. Each transaction runs in the context `exclusive()`. After a commit,
+    `before_answer` is called before the callers are answered, and a failure that it returns is fatal and raised to
+    them. `after_commit` is called afterwards with the number of written bytes, and a failure that it returns is fatal.
 
-    `before_answer` is called after each transaction, before the callers are answered; a failure that it returns is
-    fatal, and the callers get it.
+    With `claim` other processes can write to the database too: `claim` begins each transaction and locks what its calls
+    change.
 
-    With `claim` others may write to the database too: it begins each transaction by claiming what its calls change.
+    The calls of a transaction are run without savepoints first: a savepoint is a round trip to the server.
 
-    The calls of a transaction are first run without savepoints, each of which is a trip to a server that may be far.
-
-    After a fatal failure nothing is run any more. A flush that failed is such a failure: the kernel forgets it,
-    and the next flush reports success for data that never reached the disk.
+    After a fatal failure the queue refuses all calls. A failed flush is fatal: the kernel forgets it, and the next
+    flush reports success for data that never reached the disk.
     """
 
     def __init__(
@@ -101,11 +100,11 @@ class CommitQueue:
         return self._broken is not None
 
     async def run(self, work: Work, again: Work | None = None, claims: Claims = None) -> None:
-        """Queue `work` and return when it is durable; raises what kept it out.
+        """Queue `work` and return when it is durable. Raises the error that it failed with.
 
-        If the connection is lost on the way, it is not known whether the work is done. Then `again` is run, which does
-        the work unless it is done; without `again` the call fails. If the awaiting task is cancelled, work that has not
-        begun is left out, and work that has runs on.
+        If the connection is lost, it is not known whether the work was committed. Then `again` is run, which does the
+        work unless it was committed; without `again` the call fails. If the awaiting task is cancelled, work that has
+        not begun is skipped, and work that has begun continues.
         """
         done = asyncio.get_running_loop().create_future()
         with self._closing:
@@ -115,7 +114,7 @@ class CommitQueue:
         await done
 
     def close(self) -> None:
-        """Run what is queued, then stop. Later calls of `run` raise `StoreError`."""
+        """Run the queued calls, then stop. Later calls of `run` raise `StoreError`."""
         with self._closing:
             if not self._closed:
                 self._closed = True
@@ -161,7 +160,7 @@ class CommitQueue:
             with self._transaction(batch):
                 return [self._attempt(call.work) for call in batch]
         except DBAPIError as error:
-            # The whole transaction is gone: no outcome counts.
+            # The whole transaction was rolled back, so none of its calls has succeeded.
             failure = self._classify(error)
         if failure.fatal:
             self._break(failure)
@@ -180,7 +179,7 @@ class CommitQueue:
             yield
 
     def _commit_at_once(self, batch: Sequence[_QueuedWork]) -> Sequence[_Outcome] | None:
-        """Commit the calls if none of them fails; else nothing, and None."""
+        """Run and commit the calls without savepoints. If one of them fails, commit nothing and return None."""
         try:
             with self._transaction(batch):
                 return [call.work(self._connection) for call in batch]
@@ -190,7 +189,7 @@ class CommitQueue:
             return None
 
     def _commit_again(self, batch: Sequence[_QueuedWork], failure: StoreFailure) -> Sequence[_Outcome]:
-        """Go on after the connection was lost, perhaps within a commit."""
+        """Reconnect after the connection was lost, perhaps during a commit, and run each call's `again`."""
         works = [call.again for call in batch if call.again is not None]
         for seconds in RECONNECTIONS if works else ():
             time.sleep(seconds)
@@ -200,16 +199,16 @@ class CommitQueue:
             except DBAPIError as error:
                 found = self._classify(error)
                 if not found.lost:
-                    # Not their failure: it says that nothing is recorded, and it may have been before.
+                    # The callers don't get this failure: it would mean that nothing is recorded, which is not known.
                     _log.warning("the connection was lost, and it is not known what was recorded: %s", found.message)
                     break
             else:
-                _log.warning("the connection to the database was lost and is there again")
+                _log.warning("the connection to the database was lost and has been restored")
                 return [failure.error() if call.again is None else next(outcomes) for call in batch]
         return [failure.error() for _ in batch]
 
     def _attempt(self, work: Work) -> _Outcome:
-        """Run one call and undo it if it fails. Raises DBAPIError if the transaction can't go on."""
+        """Run one call in a savepoint, and undo it if it fails. Raises DBAPIError if the transaction can't continue."""
         self._connection.exec_driver_sql("SAVEPOINT call")
         outcome: _Outcome
         try:
@@ -226,7 +225,7 @@ class CommitQueue:
         return outcome
 
     def _break(self, failure: StoreFailure) -> None:
-        _log.error("the store takes no more writes: %s", failure.message)
+        _log.error("the store refuses all writes from now on: %s", failure.message)
         self._broken = failure
 
     def _refusals(self, batch: Sequence[_QueuedWork]) -> Sequence[_Outcome]:
@@ -240,7 +239,7 @@ def _answer(batch: Sequence[_QueuedWork], outcomes: Sequence[_Outcome]) -> None:
     for call, outcome in zip(batch, outcomes, strict=True):
         by_loop.setdefault(call.done.get_loop(), []).append((call.done, outcome))
     for loop, answers in by_loop.items():
-        # A loop that was closed in the meantime has no waiting task.
+        # A loop that has been closed meanwhile has no waiting tasks.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, answers)
 

@@ -1,4 +1,4 @@
-"""Take the trajectories of sessions out of a record, filtered and counted."""
+"""Export the trajectories of sessions, filtered and counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ExportCounts:
     tokens: int = 0
     trained_tokens: int = 0
     other_verdicts: dict[str, int] = field(default_factory=dict, repr=False)
-    """The trajectories that a filter of verdicts left out, by verdict."""
+    """Number of trajectories that the filter of verdicts excluded, by verdict."""
 
     def add(self, other: ExportCounts) -> None:
         self.sessions += other.sessions
@@ -44,14 +44,14 @@ def exported(
     store: Store | None = None,
     roles: Sequence[str] | None = None,
 ) -> Iterator[Trajectory]:
-    """Yield the trajectories of sessions, those with one of `verdicts` only unless that is None.
+    """Yield the trajectories of sessions that have one of `verdicts`; None stands for all. Update `counts`.
 
-    With only those columns and payloads that `extra` names: one may be recorded meanwhile, when the columns of a file
-    are fixed. Masks don't depend on `verdicts`: no other branch trains what a branch that is left out trains. Turns
-    that no client read are exported only with `unread`. With `store` each says its role, and only `roles` are exported
-    unless that is None.
+    Only columns and payloads named by `extra` are included: more can be recorded while a file with fixed columns is
+    written. Masks don't depend on `verdicts`: turns trained on an excluded branch are not trained on another one. Turns
+    that no client read are exported only with `unread`. With `store` trajectories have a role, and `roles` selects
+    those to export.
     """
-    # Children of one parent come after each other.
+    # A small cache suffices, because children of one parent are adjacent.
     load = None if store is None else lru_cache(8)(store.load_session)
     for stored in sessions:
         counts.sessions += 1

@@ -1,4 +1,4 @@
-"""State that gateways over one record share: which are alive, and whether sampling is paused."""
+"""State shared by the gateways on one record: which of them are alive, and whether sampling is paused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GateState:
 
 @dataclass(frozen=True, slots=True)
 class GatewayState:
-    """One gateway, as it has said itself."""
+    """The state that a gateway has last written of itself."""
 
     gateway_id: str
     beat: int
@@ -42,7 +42,7 @@ def gate_state(connection: Connection) -> GateState:
 
 
 def change_gate(connection: Connection, *, closed: bool, abort: bool = False, weight_version: str | None = None) -> int:
-    """Close or open the gate for all gateways; return 0, for it takes no room."""
+    """Close or open the gate for all gateways. Return 0, the number of bytes that count as written."""
     change = {"closed": int(closed), "abort": int(abort), "weight_version": weight_version, "created_at": time.time()}
     connection.execute(insert(schema.gate_changes), change)
     return 0
@@ -53,7 +53,7 @@ def gateways(connection: Connection) -> list[GatewayState]:
 
 
 def tell(connection: Connection, state: GatewayState) -> int:
-    """Say how a gateway is, in place of what it said before; return 0."""
+    """Write the state of a gateway over its earlier one. Return 0."""
     own = schema.gateways.c.gateway_id == state.gateway_id
     if not connection.execute(update(schema.gateways).where(own).values(asdict(state))).rowcount:
         connection.execute(insert(schema.gateways), asdict(state))
@@ -61,7 +61,7 @@ def tell(connection: Connection, state: GatewayState) -> int:
 
 
 def leave(connection: Connection, gateway_id: str, beat: int | None = None) -> int:
-    """Forget a gateway, if given only if it has not lived on since `beat`; return 0."""
+    """Delete a gateway's state; with `beat` only if that is still its last heartbeat. Return 0."""
     gone = delete(schema.gateways).where(schema.gateways.c.gateway_id == gateway_id)
     connection.execute(gone if beat is None else gone.where(schema.gateways.c.beat == beat))
     return 0

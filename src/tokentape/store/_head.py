@@ -1,4 +1,4 @@
-"""Heads: digests of all that a record holds, kept outside of it, so that later changes and deletions are found.
+"""Heads: digests of a whole record, kept outside of it, so that later changes and deletions can be found.
 
 A head is a JSON file. The encoding is part of its format. `digest_of` precedes each field by its length, JSON is
 canonical, and hashes are hex SHA-256.
@@ -44,13 +44,13 @@ PARTS = {
     "media": "media",
     "answers": "answer to a retry",
 }
-"""What a session's items are, by part."""
+"""The kinds of items in each part of a session."""
 
 HeadRecord: TypeAlias = Turn | Reward | Event | TurnColumn | TurnPayload | RecordedReply
 
 
 class HeadItem(NamedTuple):
-    """The digest of one record of a session, and what it is called."""
+    """The digest and label of one record of a session."""
 
     turn: int | None
     label: str
@@ -58,20 +58,20 @@ class HeadItem(NamedTuple):
 
     @property
     def key(self) -> tuple[int | None, str]:
-        """The place of the item: an item that was changed keeps it."""
+        """The item's turn and label, which stay the same if its contents change."""
         return self.turn, self.label
 
 
 @dataclass(frozen=True, slots=True)
 class SessionHead:
-    """The items of a session: of each part in the order in which they were recorded."""
+    """The items of a session, by part, in the order in which they were recorded."""
 
     session_id: str
     parts: dict[str, list[HeadItem]] = field(default_factory=dict)
 
     def add(self, record: SessionInfo | HeadRecord) -> None:
         if isinstance(record, SessionInfo):
-            # Nothing changes these: the keys stand first, so that an added one is not taken for a later record.
+            # These never change. The metadata keys come first, so that an added key is not taken for a later record.
             keys = {f"metadata {key!r}": value for key, value in sorted(record.metadata.items())}
             facts = {**keys, "creation time": record.created_at + 0.0, "owner": record.owner}
             self.parts["session"] = [
@@ -95,21 +95,21 @@ class SessionHead:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A head that was read from a file."""
+    """A head read from a file."""
 
     digest: str
-    """Of the record."""
+    """Digest of the record."""
     created_at: float
     """Unix seconds."""
     sessions: Mapping[str, SessionHead]
-    """By id, in order of creation."""
+    """Sessions by id, in order of creation."""
 
 
 class HeadWriter:
     """Writes a head, one session after the other."""
 
     def __init__(self, file: IO[bytes], key: Path | None = None) -> None:
-        """Begin a head, to be signed if `key` names a PEM file with an Ed25519 private key."""
+        """Begin a head. It is signed if `key` is given, a PEM file with an Ed25519 private key."""
         self._file = file
         self._key = None if key is None else _ed25519(key, "private")
         self._digests: list[bytes] = []
@@ -129,9 +129,9 @@ class HeadWriter:
 
 
 def read_head(path: Path, public_key: Path | None = None) -> Head:
-    """Return the head in a file. With `public_key`, the PEM file of an Ed25519 key, it must be signed with that key.
+    """Read a head from a file. With `public_key`, a PEM file with an Ed25519 key, check the signature.
 
-    Raises `InvalidRequest` for another file, a damaged one, and one without the signature.
+    Raises `InvalidRequest` if the file is not a head, is damaged, or lacks a valid signature.
     """
     try:
         found = json.loads(path.read_bytes())
@@ -155,20 +155,20 @@ def read_head(path: Path, public_key: Path | None = None) -> Head:
 
 
 class HeadComparison:
-    """What happened to a record since a head: what is there now is added session by session."""
+    """Compares a record with an earlier head, session by session, and collects changes and additions."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
         self._sessions: list[str] = []
         self.added: Counter[str] = Counter()
-        """Sessions that are new, and what is new in others, by part."""
+        """Number of new sessions, and of new items in other sessions, by part."""
         self.problems: list[tuple[str, str, int | None]] = []
         """Text, session and turn of each change."""
         self.additions: list[tuple[str, str, int | None]] = []
-        """The same for each kind of addition to a session."""
+        """Text, session and turn of each kind of addition to a session."""
 
     def add(self, now: SessionHead) -> None:
-        """Compare a session. Sessions come in order of creation."""
+        """Compare a session with the head. Call it for all sessions in order of creation."""
         self._sessions.append(now.session_id)
         before = self._head.sessions.get(now.session_id)
         if before is None:
@@ -177,7 +177,7 @@ class HeadComparison:
             self._compare(now.session_id, part, before.parts.get(part, []), now.parts.get(part, []))
 
     def finish(self, *, ordered: bool) -> None:
-        """Compare the list of sessions, and their order if it is `ordered`."""
+        """Compare the list of sessions, and with `ordered` also their order."""
         before, now = self._head.sessions, self._sessions
         if not ordered:
             present = set(now)
@@ -209,7 +209,7 @@ MOVED, INSERTED = "was moved", "was inserted before others"
 
 
 def _changes(before: list[HeadItem], now: list[HeadItem]) -> tuple[list[tuple[str, HeadItem]], list[HeadItem]]:
-    """Return what happened to the items of a head, and which items were added after them."""
+    """Return the changes of a head's items, as pairs of text and item, and the items that were added after them."""
     if now[: len(before)] == before:
         return [], now[len(before) :]
     known, places = _numbered(before), {one: place for place, one in enumerate(_numbered(now))}
@@ -265,7 +265,7 @@ def _longest_rising(places: list[int]) -> set[int]:
 
 
 def _replaced(before: list[HeadItem], now: list[HeadItem]) -> set[HeadItem]:
-    """Return the columns of a head for which later values are there: a client's new values replace the old ones."""
+    """Return the columns of a head that have newer values now: a client's new values replace the old ones."""
     known, present = set(before), set(now)
     newest: dict[tuple[int | None, str], float] = {}
     replaced = set()
@@ -306,13 +306,13 @@ def _item_digest(record: Any) -> str:
             dtype, data = rows_as_bytes(value)
             arrays += one.name.encode(), dtype.encode(), canonical_json(value.shape).encode(), data
         elif value != default:
-            # A database may drop the sign of a zero.
+            # A database may lose the sign of a zero.
             plain[one.name] = value + 0.0 if isinstance(value, float) else value
     return _digest(type(record), plain, *arrays)
 
 
 def _digest(kind: type, plain: object, *arrays: bytes) -> str:
-    # A digest must outlive the name of a class.
+    # Names are fixed here, because digests must stay valid if a class is renamed.
     name = "Answer" if kind is RecordedReply else kind.__name__
     return digest_of(b"tokentape item 1", name.encode(), canonical_json(plain).encode(), *arrays)
 
@@ -338,7 +338,7 @@ def _check_signature(key: Path, path: Path, digest: str, created_at: float, sign
 
 
 def _ed25519(path: Path, kind: str) -> Any:
-    """Return a private or public key in a PEM file. Raises `InvalidRequest` if there is none."""
+    """Read a private or public key (`kind`) from a PEM file. Raises `InvalidRequest` if the file has none."""
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization

@@ -1,4 +1,4 @@
-"""List sessions: filtered, sorted, a page at a time; and tell whether sessions have changed."""
+"""List sessions, filtered and sorted, a page at a time, and find sessions that have changed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _BYTES_PER_ID = 4
 @dataclass(frozen=True, slots=True)
 class Listing:
     owner: str | None = None
-    """Those of one API key; None for everybody's."""
+    """Only sessions of this API key; None for all."""
     search: str = ""
-    """A part of the id or of the metadata, whatever the case of its letters."""
+    """Only sessions with this text in their id or metadata, ignoring case."""
     fork: str = ""
     """Sessions with a fork of this cause; `any`, `none`, or empty for all."""
     reward_min: float | None = None
@@ -42,12 +42,12 @@ class Listing:
     until: float | None = None
     """Created before this time."""
     weights: str = ""
-    """With a turn that this version of the weights began."""
+    """Only sessions with a turn that began with this weight version."""
     metadata: Sequence[tuple[str, str]] = ()
     """Keys of the metadata, at any depth, with their values as text or as JSON, whatever the case of their letters,
     within the limits of `metadata_spellings`."""
     session_ids: Sequence[str] | None = None
-    """Only these, at most some hundreds."""
+    """Only these sessions, at most some hundreds."""
     sort: SortKey = "created"
     descending: bool = True
     offset: int = 0
@@ -58,17 +58,17 @@ class Listing:
 class SessionSummary:
     info: SessionInfo
     position: int
-    """Rank in order of creation. Grows, never reused, may have gaps: the cursor for the next page."""
+    """Rank in order of creation, the cursor for the next page. It grows, is never reused, and may have gaps."""
     turns: int
     tokens: int
-    """Unique tokens: each added or sampled token once, however many contexts it was part of."""
+    """Unique tokens: each added or sampled token counts once, however many contexts contain it."""
     sampled_tokens: int
     forks: int = 0
     aborted: int = 0
     reward: float | None = None
-    """The session's newest, else the newest of one of its paths."""
+    """The session's newest reward, else the newest one of one of its paths."""
     last_at: float | None = None
-    """Unix seconds of its last turn."""
+    """Time of the last turn, in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class ListedPage:
 
 
 def list_page(connection: Connection, wanted: Listing) -> ListedPage:
-    """Return one page. Its cost grows with the page where the order is that of creation, else with the record."""
+    """Return one page. Its cost grows with the page if sorted by creation, and with the record otherwise."""
     table = schema.sessions
     conditions = _conditions(wanted)
     total = connection.execute(select(func.count()).select_from(table).where(*conditions)).scalar_one()
@@ -127,14 +127,14 @@ def _summaries(connection: Connection, condition: ColumnElement[bool]) -> list[S
 
 
 def extents(connection: Connection, wanted: Listing) -> dict[str, tuple[str, Extent]]:
-    """Return by session its owner and how much is recorded of it, by a few look-ups each, newest sessions first."""
+    """Map sessions, newest first, to their owner and extent. This costs a few look-ups per session."""
     statement = select(schema.sessions, *extent_columns(connection)).where(*_conditions(wanted))
     newest_first = statement.order_by(schema.sessions.c.position.desc()).limit(wanted.limit).offset(wanted.offset)
     return {row.session_id: (row.owner, extent_of(row)) for row in connection.execute(newest_first)}
 
 
 def extent_columns(connection: Connection) -> list[ColumnElement[int]]:
-    """Return columns, next to those of a session, that say how much is recorded of it by now."""
+    """Return the columns to select with a session for its current extent."""
 
     def last(table: Table, name: str) -> ColumnElement[int]:
         newest = func.coalesce(func.max(table.c.position), 0)
@@ -191,10 +191,10 @@ def _conditions(wanted: Listing) -> list[ColumnElement[bool]]:
 
 
 def metadata_spellings(key: str, value: str) -> list[str]:
-    """Return what the canonical JSON of metadata holds one of if a key in it, at any depth, has this value.
+    """Return texts such that metadata with this key and value, at any depth, has one of them in its canonical JSON.
 
-    Quotes within a text of it are escaped, so no text looks like a key. Letters outside ASCII are escapes, so
-    their case matters, except in a value all in lower or upper case, or with only its first letter in upper case.
+    Quotes inside JSON strings are escaped, so no string looks like a key. Letters outside ASCII are escaped, so case
+    matters for them, except in a value all in lower or upper case, or with only its first letter in upper case.
     """
     values = {json.dumps(one) for one in (value, value.lower(), value.upper(), value.capitalize())} | {value}
     with suppress(ValueError, RecursionError, InvalidRequest):

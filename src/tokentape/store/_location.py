@@ -1,4 +1,4 @@
-"""Locations of records: a data directory, the URL of a database, or an archive, distinguished by their form."""
+"""Locations of records: a data directory, the URL of a database, or an archive. Their form tells which."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tokentape.store._served_model import MODEL_NAME, ServedModel, read_served_m
 from tokentape.store._sqlite import DATABASE_NAME, SqliteStore
 
 EXPECTED = "a data directory, postgresql://user@host/database, an archive"
-"""What a location is one of, for messages."""
+"""The kinds of locations, for messages."""
 
 
 def is_record(location: str | Path) -> bool:
-    """Say whether `location` is for `open_record`: a URL or a directory. Anything else is a file."""
+    """Return whether `location` can be opened with `open_record`: a URL or a directory, not a file."""
     return "://" in str(location) or Path(location).is_dir()
 
 
@@ -27,8 +27,8 @@ def open_record(
 ) -> Store:
     """Open the record at `location`: a directory, `postgresql://...`, or, if `read_only`, an archive.
 
-    Raises as `SqliteStore.open`, `PostgresStore.open` and `open_archive`, and `InvalidRequest` for an archive that is
-    to be written to.
+    Raises like `SqliteStore.open`, `PostgresStore.open` and `open_archive`, and `InvalidRequest` for an archive without
+    `read_only`.
     """
     if is_url(str(location)):
         return PostgresStore.open(str(location), synchronous=synchronous, read_only=read_only)
@@ -42,10 +42,10 @@ def open_record(
 
 
 def refuse_output(path: Path | None, *inputs: str | Path | None) -> None:
-    """Raise `InvalidRequest` unless a command that reads `inputs` may write to the file `path`, if one is named.
+    """Raise `InvalidRequest` if a command that reads `inputs` must not write to the file `path`, if given.
 
-    Its folder must be there. It may not replace an input, a file of any record, or, except for lockfiles and reports, a
-    file in a folder that is an input.
+    The folder of `path` must exist. The file must not replace an input, a file of a record, or, except for lockfiles
+    and reports, a file in an input folder.
     """
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""Locks of a data directory, on files: the kernel releases them when their holder dies."""
+"""File locks of a data directory. The kernel releases them when their holder dies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILES = ("tokentape.turn", "tokentape.next")
 
 
 def make_directory(directory: Path) -> None:
-    """Make a data directory unless it exists. Raises `StoreError` if that is impossible."""
+    """Create a data directory unless it exists. Raises `StoreError` if that fails."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -26,8 +26,8 @@ def make_directory(directory: Path) -> None:
 class DirectoryLock:
     """Holds `directory` for this process until `release` or the process's end. Raises `StoreLocked`.
 
-    The file stays: if it were removed, two processes could hold locks on two files of the same name. It names the
-    holder's pid for people; only the lock counts.
+    The lock file is never removed, or else two processes could hold locks on two files with the same name. Its
+    contents, the holder's pid, are only for people.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -48,15 +48,15 @@ class DirectoryLock:
         os.close(self._file)
 
     def fileno(self) -> int:
-        """Of the lock: a process that inherits it holds the directory as well."""
+        """Return the lock's file descriptor. A process that inherits it holds the directory too."""
         return self._file
 
 
 class InterprocessLock:
-    """Lets one process at a time write to `directory`, in the order in which they ask. For one thread of each process.
+    """Lets one process at a time write to `directory`, in the order of requests. For one thread of each process.
 
-    There are two locks: a process that waits for the first holds the second, so the last writer can't be first again
-    while another one waits.
+    A process waiting for the first of two locks holds the second one, so that the last writer can't overtake a process
+    that waits.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -82,9 +82,9 @@ class InterprocessLock:
 
 
 class FilesInUse:
-    """Notices when one of these files of `directory` is removed or replaced while processes have it open.
+    """Detects that one of these files of `directory` was removed or replaced while processes have it open.
 
-    A process goes on writing to a file that has lost its name, and nothing of that is there after a restart.
+    A process can continue to write to a removed file, but the data are lost at its end.
     """
 
     def __init__(self, directory: Path, names: Iterable[str]) -> None:
@@ -92,7 +92,7 @@ class FilesInUse:
         self._directory = directory
 
     def changed(self) -> list[str]:
-        """Return the names of the files that are not there any more, or are others."""
+        """Return the names of the files that are missing or replaced."""
         return [name for name, found in self._found.items() if _inode(self._directory / name) != found]
 
 

@@ -1,4 +1,4 @@
-"""Which model a data directory was recorded with, so that its ids can be read as text later: `model.json`."""
+"""`model.json`: the model that a data directory was recorded with, needed to decode its ids later."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class ServedModel:
     """The model folder that the gateway was started with last."""
 
     folder: str
-    """Absolute path. Nothing promises that it still holds what it held then."""
+    """Absolute path of the model folder. Its contents may have changed since."""
     tokenizer_sha256: str
-    """Hex SHA-256 of its `tokenizer.json`: the same digest, the same text of every id."""
+    """Hex SHA-256 of its `tokenizer.json`. With the same digest every id has the same text."""
     fingerprint: str
     """As in `Setup`: tokenizer, template and library versions."""
 
 
 def write_served_model(directory: str | Path, model: ServedModel) -> None:
-    """Remember `model` in the data directory, in place of the one before."""
+    """Write `model` to the data directory's `model.json`, which is replaced."""
     path = Path(directory) / MODEL_NAME
     part = path.with_suffix(".part")
     part.touch(mode=0o600)
@@ -35,7 +35,7 @@ def write_served_model(directory: str | Path, model: ServedModel) -> None:
 
 
 def read_served_model(directory: str | Path) -> ServedModel | None:
-    """What `write_served_model` remembered; None if there is nothing. Raises `StoreCorrupt` if it can't be read."""
+    """Read `model.json`. Return None if it does not exist. Raises `StoreCorrupt` if it can't be read."""
     path = Path(directory) / MODEL_NAME
     if not path.is_file():
         return None
