@@ -268,7 +268,7 @@ def _injection_safe(renderer: Renderer, setup: Setup) -> bool:
     controls = renderer.tokenizer.controls
     sample = [control for control in controls if control.content in renderer.template.source] or list(controls)
     for plain, *armed in zip(
-        grammar.spoken_everywhere("word"), *(grammar.spoken_everywhere(c.content) for c in sample[:24]), strict=True
+        grammar.conversations_with("word"), *(grammar.conversations_with(c.content) for c in sample[:24]), strict=True
     ):
         try:
             expected = MARK.findall(_prompt(renderer, plain, setup))

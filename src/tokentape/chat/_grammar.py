@@ -1,6 +1,6 @@
-"""The conversations that a template is tried on: roles, calls, reasoning, white space, unicode.
+"""The conversations that certificates are made from: roles, calls, reasoning, white space, unicode.
 
-Every text holds a word of its own, so that a template which says something twice, or somewhere else, is found out.
+Every text has a word of its own, so that a rendering shows whether a template repeats, moves or drops a text.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PLAIN_TOOL: Tool = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "Where."}}},
     },
 }
-"""For templates that fail on a schema as it may be: one that does not say what is in an object, for example."""
+"""For templates that fail on some valid schemas, for example on one that does not describe an object's properties."""
 
 SYSTEM: Message = {"role": "system", "content": "You are a systemword."}
 QUESTION: Message = {"role": "user", "content": "What is a questionword?"}
@@ -57,17 +57,17 @@ _WORDS = ("toolword", "systemword", "questionword", "earlierword")
 def setup(
     fingerprint: str, template_kwargs: Mapping[str, Any], *, tools: tuple[Tool, ...] = (TOOL,), date: str = DATE
 ) -> Setup:
-    """Return the setup that certificates are made under: one tool with a parameter of each type, or none."""
+    """Return the setup that certificates are made under, by default with one tool with a parameter of each type."""
     return Setup(tools, template_kwargs, date, fingerprint)
 
 
 def call(n: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call of `TOOL` with an id that every template takes: nine letters and digits."""
+    """Return the `n`th call of `TOOL`, with an id that every template takes: nine letters and digits."""
     return {"id": f"call0000{n}", "type": "function", "function": {"name": "measure", "arguments": dict(arguments)}}
 
 
 def result(n: int, content: str) -> Message:
-    """Return the answer to `call(n)`."""
+    """Return the tool's result for `call(n)`."""
     return {"role": "tool", "name": "measure", "tool_call_id": f"call0000{n}", "content": content}
 
 
@@ -93,18 +93,18 @@ _EVERY_TYPE = {
 
 
 def accepted(messages: Sequence[Message], form: AssistantFormat) -> tuple[Message, ...]:
-    """Return a conversation that may begin with its only question as a template of this format accepts it."""
+    """Return `messages`, with an earlier exchange before them if templates of this format refuse a question alone."""
     return after_exchange(messages) if form.needs_earlier else tuple(messages)
 
 
 def after_exchange(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return messages with an earlier exchange before them, but after what the system says first."""
+    """Return the messages with an earlier exchange after their leading system and developer messages."""
     start = next((n for n, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
     return (*messages[:start], EARLIER, _turn("A pastanswer."), *messages[start:])
 
 
 LATER = after_exchange((QUESTION,))
-"""A question that is not the first one."""
+"""A question after an earlier exchange."""
 
 TURNS: Mapping[str, Message] = {
     "content": _turn("An answerword."),
@@ -126,7 +126,7 @@ TURNS: Mapping[str, Message] = {
 }
 
 THREE_CALLS = _turn("", [_ONE, _TWO, call(3, {"place": "nowhere"})])
-"""For templates that count calls: what stands between two may differ from what stands between the next two."""
+"""For templates that count calls: the text between the first two may differ from that between the next two."""
 
 _ANSWERS = (TURNS["content"], TURNS["reasoning"], TURNS["white space"], TURNS["leading newline"], _turn(""))
 _CALLING = (TURNS["call"], TURNS["content and call"], TURNS["reasoning and call"])
@@ -144,7 +144,7 @@ CONTINUATIONS: Mapping[str, tuple[tuple[Message, ...], tuple[Message, ...]]] = {
     "system+user": (_ANSWERS, ({"role": "system", "content": "A newrulesword."}, NEXT)),
     "user+user": (_ANSWERS, (NEXT, {"role": "user", "content": "and a lastword"})),
 }
-"""Per kind of new messages: the turns it may follow, and the messages."""
+"""For each kind of new messages, the turns that they may follow, and the messages."""
 
 NO_TOOLS, NO_SYSTEM = "/no-tools", "/no-system"
 
@@ -153,15 +153,15 @@ NAMES = (
     *(name + NO_TOOLS for name in CONTINUATIONS if not name.startswith("tool")),
     *(name + NO_TOOLS + NO_SYSTEM for name in CONTINUATIONS if not name.startswith("tool")),
 )
-"""Names of all continuations tried. Templates that put tools or system text into the last user message append only
-where there is nothing to put there, so conversations without them have names of their own."""
+"""Names of all continuations tried. Templates that move tools or system text into the last user message only append
+if a conversation has neither, so conversations without tools and system messages have names of their own."""
 
 
 def continuation_name(new_messages: Sequence[Message], *, tools: bool = True, system: bool = True) -> str:
-    """Return the kind of continuation that new messages are.
+    """Return the name of the continuation for these new messages.
 
-    Their roles, a run of several tool results as `tools`; then what the conversation lacks: `/no-tools`, and with it
-    `/no-system` where no system message came before.
+    It has their roles, several tool results in a row as `tools`, then `/no-tools` for a conversation without tools,
+    and after that `/no-system` if it has no system message either.
 
     >>> continuation_name([{"role": "tool"}, {"role": "tool"}, {"role": "user"}])
     'tools+user'
@@ -181,7 +181,7 @@ def continuation_name(new_messages: Sequence[Message], *, tools: bool = True, sy
 
 
 def answers(reply: Message, new_messages: Sequence[Message]) -> bool:
-    """Return whether new messages answer each call of a turn, as in the conversations that are tried here."""
+    """Return whether the new messages have as many tool results as the reply has calls, as in `CONTINUATIONS`."""
     answered = [message for message in new_messages if message["role"] == "tool"]
     return len(reply.get("tool_calls") or ()) == len(answered)
 
@@ -195,7 +195,7 @@ def _past_result(call_id: str, content: str) -> Message:
 
 
 def _past(call_id: str, *others: str) -> tuple[Message, ...]:
-    """Return a user's message, one or more calls with these ids, their results and an answer."""
+    """Return a user's message, a call, then two calls for each of `others`, all with their results, and an answer."""
     return (
         {"role": "user", "content": "Look a pastword up."},
         _turn("", [_past_call(call_id, "Bern")], "A pastthought."),
@@ -218,11 +218,11 @@ AFTER_RESULT: tuple[Message, ...] = (
     _turn("", [_past_call("Wn6gK4tBd", "Rome")], "A pastthought."),
     _past_result("Wn6gK4tBd", "Hail"),
 )
-"""A prompt that follows a tool's result."""
+"""A history that ends with a tool's result."""
 
 
-# No id, name or text of a history stands in the turn that follows it: a template that looks one up, or counts, would
-# find the same with and without a history. Ids are of several shapes, since some templates take one shape only.
+# A turn repeats no id, name or text of its histories: otherwise a template that looks one up would write the same text
+# with and without the history. The ids have several shapes, since some templates take one shape only.
 _HISTORIES: tuple[tuple[Message, ...], ...] = (
     (QUESTION,),
     (SYSTEM, QUESTION),
@@ -234,22 +234,23 @@ _HISTORIES: tuple[tuple[Message, ...], ...] = (
 
 
 _OTHER_IDS = tuple((*_past(call_id), QUESTION) for call_id in ("call_7f0e1b9d2c", "functions.look_up:0", "0"))
-"""Histories with ids that some templates refuse, tried with one turn each."""
+"""Histories with ids that some templates refuse. Each is tried with one turn only."""
 
 
 _ENDS_BLANK: Message = {"role": "user", "content": "What is a questionword?\n"}
-"""Where no control token stands between a question and the turn, their white space may be one token."""
+"""A question that ends with white space. Without a control token after it, its white space and the turn's may be one
+token."""
 
 
 @functools.lru_cache(maxsize=256)
 def histories_with(words: str) -> tuple[tuple[Message, ...], ...]:
-    """Return histories in which `words`, which a template compares with texts, are said: by the system, by the others.
+    """Return histories with `words`, which a template compares with texts, in messages of each role.
 
-    They are all of a text, and its beginning and its end.
+    The words are either the whole text, or its beginning and its end.
     """
     around = f"{words} pastword {words}"
     answer = _turn("A pastanswer.")
-    said = [
+    histories = [
         history
         for text in (words, around)
         for history in (
@@ -259,7 +260,7 @@ def histories_with(words: str) -> tuple[tuple[Message, ...], ...]:
             ({"role": "user", "content": text},),
         )
     ]
-    return (*said, (*_past("Xq3vT8nLw")[:2], _past_result("Xq3vT8nLw", around), _turn(around), QUESTION))
+    return (*histories, (*_past("Xq3vT8nLw")[:2], _past_result("Xq3vT8nLw", around), _turn(around), QUESTION))
 
 
 SAMPLES: tuple[tuple[Message, ...], ...] = (
@@ -267,12 +268,12 @@ SAMPLES: tuple[tuple[Message, ...], ...] = (
     (QUESTION, TURNS["call"], _RESULT),
     (QUESTION,),
 )
-"""Conversations whose renderings show which tokens a template writes."""
+"""Conversations that are rendered to see which tokens a template writes."""
 
 
 @functools.lru_cache(maxsize=8)
 def _long_histories(rounds: int) -> tuple[tuple[Message, ...], ...]:
-    """Return histories of that many answers, and of that many calls: a template may count either."""
+    """Return two histories, with `rounds` answers and with `rounds` calls: a template may count either."""
     asked = [(EARLIER, _turn("A pastanswer.")) for _ in range(rounds)]
     called = [_past(f"pastid{n:03d}") for n in range(rounds)]
     return tuple((*chain.from_iterable(one), QUESTION) for one in (asked, called))
@@ -281,9 +282,10 @@ def _long_histories(rounds: int) -> tuple[tuple[Message, ...], ...]:
 def conversations(
     name: str, most_counted: int = 0
 ) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
-    """Yield all (history, turn, new messages) of a continuation, the shortest histories first.
+    """Yield the (history, turn, new messages) to try for a continuation, the shortest of the usual histories first.
 
-    Some histories have more messages than `most_counted`, the number up to which a template counts.
+    Further histories have unusual ids or ends, or more turns than `most_counted`, the highest number that the template
+    compares something with.
     """
     turns, new = CONTINUATIONS[name.partition("/")[0]]
     for history in sorted(_HISTORIES, key=len):
@@ -298,7 +300,7 @@ def conversations(
 def with_calls_unanswered(
     name: str,
 ) -> Iterator[tuple[tuple[Message, ...], Message, tuple[Message, ...]]]:
-    """Yield conversations of a continuation without tool results, after turns that made calls all the same."""
+    """Yield (history, turn, new messages) with unanswered calls, if the continuation has no tool results."""
     turns, new = CONTINUATIONS[name.partition("/")[0]]
     if turns is _ANSWERS:
         for history in ((QUESTION,), (SYSTEM, QUESTION)):
@@ -307,13 +309,13 @@ def with_calls_unanswered(
 
 
 def is_clean(turn: Message) -> bool:
-    """Return whether a turn's text neither is empty nor has white space at its ends."""
+    """Return whether a turn has content without white space at its ends, or calls and no content."""
     content = turn.get("content") or ""
     return content == content.strip() and bool(content or turn.get("tool_calls"))
 
 
 def words_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the marker words in messages or tools."""
+    """Return those of the marker words that occur in the messages or tools."""
     text = json.dumps(list(messages))
     return [word for word in _WORDS if word in text]
 
@@ -335,11 +337,11 @@ LOSSES: tuple[tuple[str, str, tuple[Message, ...]], ...] = (
     ),
     ("the second of two user messages", "nextword", (QUESTION, NEXT)),
 )
-"""(what, a word that shows it, messages): what a template may leave out."""
+"""What a template may leave out, as (description, text that shows it, messages)."""
 
 
-def spoken_everywhere(text: str) -> Iterator[list[Message]]:
-    """Yield conversations in which callers say `text` in every field that is theirs."""
+def conversations_with(text: str) -> Iterator[list[Message]]:
+    """Yield conversations with `text` in one caller-controlled field after the other."""
     yield [{"role": "system", "content": text}, QUESTION]
     yield [{"role": "user", "content": text}]
     yield [{"role": "user", "content": [{"type": "text", "text": text[:2]}, {"type": "text", "text": text[2:]}]}]

@@ -1,6 +1,6 @@
-"""JSON as models write it: where an object ends in a text that still grows, its members, and values between tags.
+"""Read JSON as models write it: find the end of an object that still arrives, split it, convert values between tags.
 
-Values are kept as the model wrote them. Decoding them and writing them anew would change numbers, escapes and order.
+Values keep the model's spelling, because decoding and encoding them would change numbers, escapes and order.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ def _refuse(constant: str) -> Any:
 
 
 _LENIENT = json.JSONDecoder(strict=False, parse_int=str, parse_float=str, parse_constant=_refuse)
-"""Takes line breaks within strings, which models write; leaves numbers alone, however large."""
+"""Accepts line breaks within strings, which models write, and returns numbers of any size as text."""
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 _CONTROL = re.compile("[\x00-\x1f]")
 _SPACE = re.compile(r"\s*")
 _PYTHON_WORDS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
 _NULLS = ("null", "None")
 _LONGEST_LITERAL = 100_000
-"""Characters. A longer list in Python's notation stays text: reading it takes some hundred bytes each."""
+"""Longer lists in Python's notation stay text: parsing takes some hundred bytes of memory per character."""
 _IN_STRING = re.compile(r'["\\]')
 
 
 class ObjectEnd:
-    """Finds the end of the object, list or string that begins at `start`; looks at each character once.
+    """Finds the end of the object, list or string that begins at `start`; reads each character once.
 
-    `breaks` matches what can't stand between the values of JSON: after it, the object is beyond repair.
+    `breaks` is an expression for texts that can't stand in JSON outside of strings: one of them breaks the object.
     """
 
     def __init__(self, start: int, breaks: str) -> None:
         self.start = start
         self.broken_at: int | None = None
-        """The position of a mark that ends the text before the object is complete."""
+        """The position of a break within the object."""
         self.end: int | None = None
         self._at = start
         self._depth = 0
         self._in_string = False
         self._longest_break = len(breaks)
-        """Characters of a break at most: it may arrive in pieces."""
+        """An upper bound of a break's length: the last characters are searched again, as it may arrive in pieces."""
         self._outside = re.compile(rf'["{{}}\[\]]|(?P<break>{breaks})')
 
     def find(self, text: str) -> int | None:
-        """Return the position after the object; None as long as it is not complete, or if it is broken."""
+        """Return the position after the object; None if it is broken or not complete in `text`, the text so far."""
         while self.end is None and self.broken_at is None:
             found = (_IN_STRING if self._in_string else self._outside).search(text, self._at)
             if found is None or (found[0] == "\\" and found.end() == len(text)):
@@ -74,7 +74,7 @@ class ObjectEnd:
 
 
 def decode(text: str) -> Any:
-    """Return the value of a JSON text, its numbers as text. Raises `ValueError` for what is none or nested too deep."""
+    """Return the value of a JSON text, with numbers as text. Raises `ValueError` if it is not JSON or too deep."""
     try:
         value, end = _LENIENT.raw_decode(text, _skip_space(text, 0))
     except RecursionError as error:
@@ -85,7 +85,7 @@ def decode(text: str) -> Any:
 
 
 def members(text: str) -> Iterator[tuple[str, str]]:
-    """Yield names and raw values of a JSON object that `decode` takes."""
+    """Yield (name, raw value) for each member of a JSON object that `decode` accepts."""
     at = _skip_space(text, _skip_space(text, 0) + 1)
     while text[at] != "}":
         name, at = _LENIENT.raw_decode(text, at)
@@ -98,7 +98,7 @@ def members(text: str) -> Iterator[tuple[str, str]]:
 
 
 def standard(raw: str) -> str:
-    """Return a value that `decode` takes as JSON that every reader takes: line breaks within strings are escaped."""
+    """Return a JSON text that `decode` accepts as standard JSON: control characters within strings are escaped."""
     return _STRING.sub(lambda found: _CONTROL.sub(lambda c: f"\\u{ord(c[0]):04x}", found[0]), raw)
 
 
@@ -110,8 +110,8 @@ def _skip_space(text: str, at: int) -> int:
 def value_json(raw: str, schema: Any, *, is_text: bool | None = None) -> str:
     """Return the JSON text of a tagged value.
 
-    `schema` is the parameter's JSON schema, if there is one. `is_text` is what the model's own tags or quotes say; None
-    where they say nothing. A null that they tell from text is one whatever the schema says.
+    `schema` is the parameter's JSON schema or None. `is_text` says whether the model's tags or quotes make the value
+    text; with None they do not show it. With False, `null` is a null even if the schema does not allow it.
 
     >>> value_json("7", {"type": "string"}), value_json("7", None)
     ('"7"', '7')
@@ -131,13 +131,13 @@ def value_json(raw: str, schema: Any, *, is_text: bool | None = None) -> str:
 
 
 def takes_only_text(schema: Any) -> bool:
-    """Return whether a parameter's schema allows text, perhaps null too, and nothing else."""
+    """Return whether a parameter's schema allows only text, or text and null."""
     types = _types(schema)
     return bool(types) and types <= {"string", "null"}
 
 
 def quoted_json(raw: str, schema: Any) -> str:
-    """Return the JSON text of a tagged value, if text and nothing else is in quotes.
+    """Return the JSON text of a tagged value, in a syntax that puts all text in quotes.
 
     >>> quoted_json('"7"', None), quoted_json("a word", None), quoted_json('"a "b" c"', None)
     ('"7"', '"a word"', '"a \\\\"b\\\\" c"')
@@ -153,7 +153,7 @@ def quoted_json(raw: str, schema: Any) -> str:
 
 
 def property_schema(tool: Tool | None, key: str) -> Any:
-    """Return the schema of a tool's parameter; None where the tool says nothing of it."""
+    """Return the schema of a tool's parameter; None if the tool does not describe it."""
     schema: Any = tool
     for step in ("function", "parameters", "properties", key):
         schema = schema.get(step) if isinstance(schema, Mapping) else None
@@ -161,7 +161,7 @@ def property_schema(tool: Tool | None, key: str) -> Any:
 
 
 def _types(schema: Any) -> set[str]:
-    """Return the JSON types that a schema allows, as far as it says."""
+    """Return the JSON types that a schema names; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
@@ -176,7 +176,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _python_literal(core: str) -> str | None:
-    """Return the JSON text of a list or dict as Python prints it; None for anything else."""
+    """Convert a list, tuple or dict in Python's notation to JSON text; None for anything else."""
     if core[:1] not in ("[", "{", "(") or len(core) > _LONGEST_LITERAL:
         return None
     try:

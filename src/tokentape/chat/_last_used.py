@@ -1,4 +1,4 @@
-"""Values that were used last, up to a total size, so that sessions that begin alike share their work."""
+"""A least-recently-used cache with a limit on the total size of its values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Value = TypeVar("_Value")
 
 
 class LastUsed(Generic[_Key, _Value]):
-    """Values by key. Those used longest ago go when the sizes of all exceed `most`. Threads may share it."""
+    """A cache that drops the values used longest ago while the sum of all sizes exceeds `most`. It is thread-safe."""
 
     def __init__(self, most: int, size: Callable[[_Value], int]) -> None:
         self._most, self._size = most, size
@@ -21,14 +21,14 @@ class LastUsed(Generic[_Key, _Value]):
         self._lock = Lock()
 
     def get(self, key: _Key) -> _Value | None:
-        """Return the value of a key if it is kept."""
+        """Return the value of a key, or None."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
     def put(self, key: _Key, value: _Value) -> _Value:
-        """Return a value, and keep it if it is not larger than all may be."""
+        """Store a value, unless it alone exceeds the limit, and return it."""
         if self._size(value) > self._most:
             return value
         with self._lock:

@@ -1,8 +1,8 @@
-"""How much one rendering of a template may use: CPU time of its thread, and memory.
+"""Limit the CPU time and the memory of one rendering of a template.
 
-Each operation looks whether the time is up. No single one is given enough to run for long, so that the limit of time
-holds wherever a template spends it. What is made counts for as long as anything refers to it. Both limits grow with the
-conversation, that of time with its messages too.
+Each operation checks the time. The sizes of its operands are limited too, so that no single operation runs for long.
+Values that a template makes count toward the memory for as long as they are referenced. Both limits grow with the size
+of the conversation, and the limit of time also with the number of messages.
 """
 
 from __future__ import annotations
@@ -20,52 +20,53 @@ from jinja2.runtime import LoopContext
 from jinja2.utils import Cycler, Joiner, Namespace
 
 MOST_SECONDS = 2.0
-"""CPU time of one rendering; conversations take hundredths."""
+"""CPU time that one rendering may take; conversations take hundredths."""
 
 PER_SECOND = 2**21
-"""Characters of a conversation that are worth another second."""
+"""Characters of a conversation that add a second to the limit."""
 
 MESSAGES_PER_SECOND = 200
-"""The same for messages: some templates look through all of them for each."""
+"""Messages that add a second to the limit: some templates loop over all messages for each of them."""
 
 MOST_FOR_MESSAGES = 20.0
-"""Seconds that messages are worth at most: 50,000 of them would hold a thread for minutes."""
+"""At most this many seconds are added for messages: 50,000 of them would hold a thread for minutes."""
 
 MOST_CHARACTERS = 2**26
-"""Length of any value that an expression makes, written as text, and of the whole text. All at once: twice that."""
+"""Limit on the length of each value, written as text, and of the rendering. All values together may have twice that."""
 
 PER_CHARACTER = 8
-"""Characters that a value may be longer for each character of the conversation."""
+"""Characters that each character of the conversation adds to that limit."""
 
 MOST_ITEMS = 2**20
-"""Length of any list that an expression makes."""
+"""Limit on the length of a list that an expression makes."""
 
 MOST_OTHER_KEYS = 64
-"""Keys of a dict that are no text. They can be chosen for the same hash: then each is compared with all others."""
+"""Limit on the keys of a dict that are not strings. A template can choose keys with equal hashes, and then each key is
+compared with all others."""
 
 MOST_NUMBER = 100_000
-"""Largest width or precision that a filter or a method takes."""
+"""Limit on the width or precision that a filter or a method takes."""
 
 MOST_BITS = 2**16
-"""Length of any whole number that an expression makes; Python writes no number of more than 2^14."""
+"""Limit on the bits of an integer that an expression makes; Python converts none with more than 2^14 to text."""
 
 GROWTH = 16
-"""The most characters that an operation may make of one that it is given: `repr` writes 12."""
+"""Upper bound of the characters that an operation makes from each character of its operands: `repr` makes 12."""
 
 _OBJECT = 256
-"""Characters that an object counts for, apart from what it holds."""
+"""Characters that an object counts for, in addition to its contents."""
 
 _BETWEEN_READINGS = 0.001
-"""Seconds between two readings of the thread's clock, which takes several times as long as that of the machine."""
+"""Seconds between two readings of the thread's CPU clock, which is several times as slow to read as the wall clock."""
 
 _UNTIL_SWEEP = 2**22
-"""Characters made, at least, between two looks at what of them is still there."""
+"""Least number of characters made between two checks of which values are still referenced."""
 
 _VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 _MAPPINGS = (dict, MappingProxyType)
 _CONTAINERS: Any = (list, tuple, dict, *_VIEWS)
 _HOLDERS = (Namespace, LoopContext, Cycler, Joiner)
-"""What holds values that nothing counts while it is in a list."""
+"""Objects that hold values and are not weighed, so they may not be put in a list."""
 
 _current: ContextVar[Usage]
 
@@ -75,11 +76,14 @@ def _references(entry: tuple[Any, ...]) -> int:
 
 
 _UNUSED = _references((object(),))
-"""References to what nothing but its entry refers to: this depends on the version of Python."""
+"""Reference count of a value that only its entry refers to. It depends on the version of Python."""
 
 
 class Usage:
-    """Counts what one rendering of `given` uses. Methods raise `jinja2.TemplateError` when it is too much."""
+    """Counts the time and memory of one rendering; `given` has its variables.
+
+    Methods raise `jinja2.TemplateError` when a limit is exceeded.
+    """
 
     __slots__ = ("_begin", "_end", "_given", "_known", "_longest", "_next_reading", "_until_sweep")
 
@@ -91,13 +95,13 @@ class Usage:
         self._next_reading = 0.0
         self._until_sweep = _UNTIL_SWEEP
         self._known: dict[int, tuple[Any, int]] = {}
-        """Strings that were made, and containers, by `id`, with their weight; what contains others is later.
+        """(value, weight) of new strings and of containers, by `id`; containers come after their contents.
 
-        Templates can't change a container; the references keep ids unique.
+        Weights stay valid because templates can't change a container, and the references keep the ids unique.
         """
 
     def tick(self) -> None:
-        """Raise `TimeOver` if the time is up. Each operation calls it."""
+        """Raise `TimeOver` if the limit of time is exceeded. Each operation calls this."""
         now = time.monotonic()
         if now > self._next_reading:
             self._next_reading = now + _BETWEEN_READINGS
@@ -107,7 +111,7 @@ class Usage:
                     raise TimeOver(f"it runs for more than {round(self._end - self._begin, 2)} seconds")
 
     def _grow(self) -> None:
-        """Raise the limits by what the conversation is worth. That is counted only when they are reached."""
+        """Raise the limits for the size of the conversation, which is measured only when a limit is reached."""
         given, self._given = self._given, None
         if given is not None:
             end, self._end = self._end, float("inf")
@@ -117,21 +121,21 @@ class Usage:
             self._longest += PER_CHARACTER * weight
 
     def room(self, characters: int) -> None:
-        """Refuse what would be too long."""
+        """Refuse a value of so many characters if it would be too long."""
         if characters > self._longest:
             self._grow()
             if characters > self._longest:
                 raise jinja2.TemplateError(f"it makes a value longer than {self._longest}")
 
     def fits(self, characters: int) -> None:
-        """Refuse what may be too much to be there at once."""
+        """Refuse so many characters if they are too many for all values together."""
         if characters > 2 * self._longest:
             self._grow()
             if characters > 2 * self._longest:
                 raise jinja2.TemplateError(f"it makes more than {2 * self._longest} characters")
 
     def _hold(self, value: Any, weight: int) -> None:
-        """Count a value, unless it is known, until nothing refers to it any more."""
+        """Count a value's weight, once, for as long as the value is referenced."""
         if id(value) not in self._known:
             self._known[id(value)] = value, weight
             self._until_sweep -= weight + _OBJECT
@@ -139,23 +143,23 @@ class Usage:
                 self._sweep()
 
     def _sweep(self) -> None:
-        """Forget what nothing else refers to, and refuse the rest if it is too much."""
+        """Drop the values that are no longer referenced, and refuse the rest if they are too large together."""
         entries, held, live = list(self._known.values()), [], 0
         self._known.clear()
         while entries:
             entry = entries.pop()
             if _references(entry) > _UNUSED:
                 held.append(entry)
-                # What a container holds counts by itself: the conversation is not made, and texts are.
+                # Contents are not counted here: strings of the conversation are not new, and new ones have an entry.
                 live += _OBJECT + (entry[1] if isinstance(entry[0], str) else 8 * len(entry[0]))
         self._known = {id(entry[0]): entry for entry in reversed(held)}
         self.fits(live)
         self._until_sweep = max(_UNTIL_SWEEP, min(live, 2 * self._longest - live))
 
     def weigh(self, value: Any) -> int:
-        """Return about how many characters the value has when written, counting what it holds as often as it holds it.
+        """Return about how many characters the value has when written as text.
 
-        A namespace, a loop, a cycler and a joiner hold any amount: they count as empty here, and in no list.
+        A namespace, loop, cycler or joiner counts as empty. In a list it is refused, because it can hold any amount.
         """
         return 24 if isinstance(value, _HOLDERS) else self._weigh(value)
 
@@ -182,12 +186,12 @@ class Usage:
         weight: int = _OBJECT + 8 * len(value)
         for part in (value, value.values()) if isinstance(value, _MAPPINGS) else (value,):
             for held in part:
-                # Most of what containers hold is text: it is weighed here, without a call.
+                # Most contents are strings: they are weighed here, without a call.
                 weight += len(held) if type(held) is str else self._weigh(held)
         return weight
 
     def appended(self, left: list[Any], right: list[Any]) -> list[Any]:
-        """Return `left + right`. Its weight follows from theirs: a template may add each message to those before."""
+        """Return `left + right`. The weights are added, because templates append each message to the list before."""
         self.items(len(left) + len(right))
         weight = self._weigh(left) + self._weigh(right)
         self.room(weight)
@@ -196,7 +200,7 @@ class Usage:
         return made
 
     def made(self, value: Any) -> Any:
-        """Count a new value, and return it."""
+        """Count a new value and return it. Refuse it if it is too large."""
         self.tick()
         if isinstance(value, str):
             self.room(len(value))
@@ -204,34 +208,34 @@ class Usage:
         elif isinstance(value, list | tuple | dict):
             self.items(len(value))
             if isinstance(value, dict) and sum(not isinstance(key, str) for key in value) > MOST_OTHER_KEYS:
-                raise jinja2.TemplateError(f"it makes a dict with more than {MOST_OTHER_KEYS} keys that are no text")
+                raise jinja2.TemplateError(f"it makes a dict with more than {MOST_OTHER_KEYS} non-string keys")
             self.room(self._weigh(value))
         elif isinstance(value, int):
             self.bits(value.bit_length())
         return value
 
     def counted(self, values: Iterable[Any]) -> Generator[Any]:
-        """Yield values, or the pairs of a dict, each counted as it comes."""
+        """Yield the values, or the items of a mapping, and count each one."""
         for value in values.items() if isinstance(values, Mapping) else values:
             yield self.made(value)
 
     def items(self, items: int) -> None:
-        """Refuse a list that would be too long."""
+        """Refuse a list of so many items if it would be too long."""
         if items > MOST_ITEMS:
             raise jinja2.TemplateError(f"it makes a list longer than {MOST_ITEMS}")
 
     def bits(self, bits: int) -> None:
-        """Refuse a whole number of more than `MOST_BITS`."""
+        """Refuse an integer of so many bits if they are more than `MOST_BITS`."""
         if bits > MOST_BITS:
             raise jinja2.TemplateError(f"it makes a number of more than {MOST_BITS} bits")
 
     def numbers(self, values: Iterable[Any]) -> None:
-        """Refuse widths that are too large."""
+        """Refuse widths above `MOST_NUMBER`."""
         if any(isinstance(value, int) and abs(value) > MOST_NUMBER for value in values):
             raise jinja2.TemplateError(f"it asks for a width above {MOST_NUMBER}")
 
     def sized(self, value: Any) -> None:
-        """Refuse to go through the items of what has too many."""
+        """Refuse to iterate over a value with too many items."""
         if isinstance(value, Sized) and not isinstance(value, jinja2.Undefined):
             self.items(len(value))
 
@@ -243,19 +247,19 @@ class Usage:
         return self.made(str(value))  # type: ignore[no-any-return]
 
     def concat(self, values: Iterable[Any]) -> str:
-        """Return the texts of values as one."""
+        """Return the values converted to text and joined."""
         texts = [value if type(value) is str else self.text(value) for value in values]
         self.room(sum(map(len, texts)))
         return self.made("".join(texts))  # type: ignore[no-any-return]
 
 
 class TimeOver(jinja2.TemplateError):
-    """A rendering took too long."""
+    """A rendering took more CPU time than its limit."""
 
 
 @contextmanager
 def limited(given: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Count what is done within as one rendering of `given`."""
+    """Count the time and memory used within the block as one rendering with the variables `given`."""
     token = _current.set(Usage(given))
     try:
         yield
@@ -265,4 +269,4 @@ def limited(given: Mapping[str, Any] | None = None) -> Iterator[None]:
 
 _current = ContextVar("usage of this rendering")
 usage = _current.get
-"""Return the `Usage` of the rendering that is under way."""
+"""Returns the `Usage` of the current rendering."""

@@ -1,11 +1,11 @@
-"""Images in messages: their parts, and the placeholder ids that stand for them.
+"""Find the images in messages, and repeat the placeholder ids that stand for them.
 
-A template writes one placeholder, a control token, for each image. A model's context has as many there as its image
-processor makes of the picture, so each is repeated, on ids and after rendering: what a caller's text spells is text by
-then, and what the model sampled keeps its provenance, so neither is taken for an image.
+A template writes one placeholder, a control token, for each image. In a model's context, the placeholder is repeated
+once per token that the image processor makes from the image. This is done on ids after rendering: then a placeholder
+spelled in a caller's text is text, and sampled ids have their own provenance, so neither counts as an image.
 
-A message holds an image as the part `{"type": "image", "sha256": HASH, "tokens": N, "settings": HASH}`. The bytes are
-elsewhere under their hash, and so are the settings they were measured with: N follows from the two.
+An image in a message is the part `{"type": "image", "sha256": HASH, "tokens": N, "settings": HASH}`. The image's bytes
+and the processor's settings are stored elsewhere under these hashes, and N follows from the two.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ IMAGE = "image"
 
 
 class ImageProcessor(Protocol):
-    """What has to be known of a model's image processor."""
+    """The facts about a model's image processor that rendering needs."""
 
     @property
     def placeholder_id(self) -> int:
-        """The placeholder id, one for each part of an image."""
+        """The id of the placeholder token."""
         ...
 
     @property
     def settings(self) -> Media:
-        """All settings that change the result for an image, as canonical JSON."""
+        """All settings that change the model's input for an image, as canonical JSON."""
         ...
 
     def tokens(self, image: Media) -> int:
-        """Return how many placeholder ids stand for an image. Raises `InvalidRequest` for what is not one."""
+        """Return how many placeholder ids stand for an image. Raises `InvalidRequest` if `image` is not an image."""
         ...
 
 
@@ -54,9 +54,9 @@ def image_parts(messages: Iterable[Message]) -> list[Mapping[str, Any]]:
 def repeat_placeholders(
     ids: TokenIds, provenance: Codes, placeholder_id: int, counts: Sequence[int]
 ) -> tuple[TokenIds, Codes]:
-    """Return ids in which the n-th placeholder that the template wrote is repeated `counts[n]` times, as MEDIA.
+    """Repeat the n-th placeholder that the template wrote `counts[n]` times, with the provenance MEDIA.
 
-    Raises `TemplateRefused` unless the template wrote one for each image.
+    Return the ids and their provenance. Raises `TemplateRefused` unless the template wrote `len(counts)` placeholders.
     """
     found = np.flatnonzero((ids == placeholder_id) & (provenance == Provenance.TEMPLATE))
     if len(found) != len(counts):

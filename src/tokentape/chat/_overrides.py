@@ -1,8 +1,8 @@
-"""A parser or a renderer in place of what is read off a template.
+"""Replace the parser or the renderer that Tokentape derives from a chat template.
 
-Give one to `Renderer.load`, or register a function under the entry point group `tokentape.renderers`. A tokenizer that
-ships a `response_template` brings a parser too. The first of these is used: the argument, the entry points in the order
-of their names, the tokenizer.
+Pass `Overrides` to `Renderer.load`, or register a function under the entry point group `tokentape.renderers`. A
+tokenizer's `response_template` overrides the parser too. The first of these is used: the argument, the entry points in
+the order of their names, the tokenizer.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ GROUP = "tokentape.renderers"
 
 
 MakeParser: TypeAlias = Callable[[Setup, Sequence[str]], ReplyParser]
-"""Makes the parser of one completion sampled under a setup with these stop strings."""
+"""Takes a setup and the stop strings of a completion, and returns the parser for that completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What to use for one renderer; None keeps what is read off the template."""
+    """The overrides of one renderer. None keeps the parser or renderer derived from the template."""
 
     name: str
-    """Part of the fingerprint: give another one to what behaves otherwise, or old certificates are taken for it."""
+    """Part of the fingerprint. Change it when the behavior changes, because certificates are cached under it."""
     parser: MakeParser | None = None
     renderer: RendererObject | None = None
-    """Renders and bridges, and parses unless there is a `parser`."""
+    """Renders and bridges. It also parses if `parser` is None."""
 
 
 FindOverrides: TypeAlias = "Callable[[Renderer], Overrides | None]"
-"""Looks at a renderer (its `template.source`, `tokenizer`, `fingerprint`) and overrides parts of it, or does not."""
+"""Takes a renderer (see its `template.source`, `tokenizer`, `fingerprint`) and returns its overrides or None."""
 
 
 def find_overrides(renderer: Renderer) -> Overrides | None:
-    """Return the overrides that apply to a renderer.
+    """Return the overrides for a renderer from the entry points or its tokenizer's `response_template`, else None.
 
     Raises `TokentapeError` if an entry point can't be imported or fails.
     """
@@ -56,7 +56,7 @@ def find_overrides(renderer: Renderer) -> Overrides | None:
         except Exception as error:
             raise TokentapeError(
                 f"the entry point {entry.name!r} of group {GROUP!r} ({entry.value}) failed: {type(error).__name__}: "
-                f"{error}. Uninstall or repair the package it belongs to."
+                f"{error}. Uninstall or repair the package of this entry point."
             ) from error
         if found is not None:
             return found
@@ -71,20 +71,20 @@ def find_overrides(renderer: Renderer) -> Overrides | None:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A completion as `parse_whole` gives it to a function: without what ended it."""
+    """A whole completion, the argument of functions given to `parse_whole`."""
 
     ids: tuple[int, ...]
-    """All that were sampled."""
+    """All sampled ids."""
     text: str
-    """Up to the stop token or stop string, control tokens spelled out. Text that spells one looks the same."""
+    """The text before the stop token or stop string. Control tokens are spelled out, so they look like text."""
     stopped: bool
-    """A stop token or stop string ended it; else it was cut off."""
+    """Whether a stop token or stop string ended the completion; otherwise it was cut off."""
     setup: Setup
     stop_strings: tuple[str, ...] = ()
 
 
 def parse_whole(renderer: Renderer, parse: Callable[[Completion], Reply]) -> MakeParser:
-    """Make a parser of a function from a completion to a reply. It returns nothing before the completion ends.
+    """Return a parser that calls `parse` once per completion, when it ends. Until then the parser returns no text.
 
     >>> Overrides("shouting", parser=parse_whole(renderer, parse))      # doctest: +SKIP
     """
@@ -116,6 +116,6 @@ class _WholeParser:
                 Completion(tuple(self._ids), text, self._reader.stopped, self._setup, tuple(self._stop_strings))
             )
         except Exception as error:
-            # What it says may quote the completion.
+            # The error's text may quote the completion, so it is left out.
             raise TokentapeError(f"the overriding parser failed with {type(error).__name__}") from error
         return ReplyDelta(reply.content, reply.reasoning, reply.calls_for_client), reply
