@@ -1,4 +1,4 @@
-"""Parsers of completions: sampled ids -> content, reasoning, tool calls, as they arrive."""
+"""Parse completions while they are sampled: ids to content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _log = logging.getLogger("tokentape.chat")
 
 class ReplyParser(Protocol):
     def feed(self, ids: Iterable[int]) -> ReplyDelta:
-        """Take newly sampled ids; return what is certain of the reply."""
+        """Add newly sampled ids, and return the new part of the reply that later ids can't change."""
         ...
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
-        """Say that sampling ended; return the rest and the whole reply."""
+        """End the completion, and return the rest of the reply and the whole reply."""
         ...
 
 
 class Parser:
-    """Parses one completion: `feed` ids as they arrive, then `finish`. Made by `Renderer.parser`."""
+    """Parses one completion: call `feed` with ids as they arrive, then `finish`. `Renderer.parser` makes one."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Parser:
     ) -> None:
         close = form.content_close.last.strip()
         if close and not MARK.search(close):
-            # The turn's end is no token of this vocabulary, so the engine can't stop at it.
+            # The vocabulary has no token for the end of a turn, so the engine can't stop at it.
             stop_strings = [*stop_strings, close]
         known = {tool["function"]["name"]: tool for tool in tools}
         self._reader = Reader(tokenizer, stop_ids, stop_strings)
@@ -58,13 +58,13 @@ class Parser:
             self._scanner = RegionScanner(tokenizer, self._reader, self._parts, form, known)
 
     def feed(self, ids: Iterable[int]) -> ReplyDelta:
-        """Take newly sampled ids; return what is certain of the reply."""
+        """Add newly sampled ids, and return the new part of the reply that later ids can't change."""
         self._reader.feed(ids)
         self._scanner.scan(final=False)
         return self._parts.drain()
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
-        """Say that sampling ended; return the rest and the whole reply."""
+        """End the completion, and return the rest of the reply and the whole reply."""
         self._reader.finish()
         self._scanner.scan(final=True)
         reply = Reply(
@@ -77,10 +77,11 @@ class Parser:
 
 
 class SafeParser:
-    """Parses one completion with another parser, and returns its text as content where that one fails.
+    """Parses one completion with another parser, and returns the completion's text as content if that parser fails.
 
-    What was returned by `feed` stays: the reply holds it, and after it the text that is left. A reply that differs from
-    what `feed` returned is replaced by what was returned. Either way `Reply.problem` says so.
+    Deltas that `feed` has returned are never withdrawn. If the parser fails, the reply has them and then the remaining
+    text. If the parser's reply differs from its deltas, the reply is made of the deltas. In both cases `Reply.problem`
+    says so.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class SafeParser:
         self._problem = ""
 
     def feed(self, ids: Iterable[int]) -> ReplyDelta:
-        """Take newly sampled ids; return what can be said of the reply already."""
+        """Add newly sampled ids, and return the new part of the reply; empty once the parser has failed."""
         fed = list(ids)
         self._ids += fed
         if self._problem:
@@ -108,7 +109,7 @@ class SafeParser:
             return ReplyDelta()
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
-        """Say that sampling ended; return the rest and the whole reply. Never raises."""
+        """End the completion, and return the rest of the reply and the whole reply. Never raises."""
         if not self._problem:
             try:
                 rest, reply = self._parser.finish()
@@ -117,11 +118,11 @@ class SafeParser:
             except Exception as error:
                 self._problem = _described(error)
         _log.warning("a completion was not parsed (%s); its text is returned as content", self._problem)
-        text, said = self._text(), "".join(self._content)
-        if not self._reasoning and not self._calls and text.startswith(said):
-            rest = ReplyDelta(text[len(said) :])
+        text, returned = self._text(), "".join(self._content)
+        if not self._reasoning and not self._calls and text.startswith(returned):
+            rest = ReplyDelta(text[len(returned) :])
         else:
-            rest = ReplyDelta(f"\n{text}" if said else text)
+            rest = ReplyDelta(f"\n{text}" if returned else text)
         self._returned(rest)
         return rest, Reply("".join(self._content), "".join(self._reasoning), tuple(self._calls), False, self._problem)
 
@@ -134,7 +135,7 @@ class SafeParser:
         return delta
 
     def _agreeing(self, reply: Reply) -> Reply:
-        """Return the reply, or what was returned before where that is something else."""
+        """Return the reply, with its parts replaced by the returned deltas if they differ."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         calls = [(call.name, call.arguments) for call in reply.calls_for_client]
         if (reply.content, reply.reasoning) == (content, reasoning) and calls == [
@@ -148,12 +149,12 @@ class SafeParser:
         return replace(reply, content=content, reasoning=reasoning, tool_calls=kept, problem=problem)
 
     def _text(self) -> str:
-        """Return the text of all ids up to what ended them, with control tokens spelled out."""
+        """Return the text of all ids before the stop id or stop string, with control tokens spelled out."""
         return self._tokenizer.spell_marks(read_text(self._tokenizer, self._ids, self._stop_ids, self._stop_strings))
 
 
 def _described(error: Exception) -> str:
-    """Name an error and the place that raised it, without its text, which may quote the completion."""
+    """Return an error's type and the line that raised it, without its text, which may quote the completion."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" in {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{place}"
@@ -161,9 +162,9 @@ def _described(error: Exception) -> str:
 
 @dataclass(slots=True)
 class PlainReader:
-    """Reads one completion as text: `feed` ids as they arrive, then `finish`.
+    """Reads one completion as plain text: call `feed` with ids as they arrive, then `finish`.
 
-    Special tokens are left out of the text, as servers do; nothing stands in it after a stop id or stop string.
+    The text ends before the stop id or stop string, and special tokens are left out of it, as servers do.
     """
 
     tokenizer: Tokenizer
@@ -176,12 +177,12 @@ class PlainReader:
         self._reader = Reader(self.tokenizer, self.stop_ids, self.stop_strings)
 
     def feed(self, ids: Iterable[int]) -> ReplyDelta:
-        """Take newly sampled ids; return the text that is certain now."""
+        """Add newly sampled ids, and return the new text that later ids can't change."""
         self._reader.feed(ids)
         return self._read()
 
     def finish(self) -> tuple[ReplyDelta, Reply]:
-        """Say that sampling ended; return the rest of the text, and all of it."""
+        """End the completion, and return the rest of the text and a reply with all of it as content."""
         self._reader.finish()
         rest = self._read()
         return rest, Reply("".join(self._returned), "", (), reasoning_open=False)

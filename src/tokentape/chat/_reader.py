@@ -1,4 +1,4 @@
-"""Sampled ids -> marked text, as they arrive."""
+"""Convert sampled ids to marked text while they arrive."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ _FORGET_FROM, _KEEP = 4096, 128
 
 @dataclass(slots=True)
 class Reader:
-    """Ids -> marked text as far as it is certain: whole characters, nothing after a stop id or stop string."""
+    """Converts ids to marked text. It holds back incomplete characters and possible beginnings of stop strings.
+
+    The text ends before the first stop id or stop string.
+    """
 
     tokenizer: Tokenizer
     stop_ids: frozenset[int]
     stop_strings: Sequence[str]
     text: str = ""
-    """What has arrived and was not forgotten."""
+    """The text so far, without the beginning that `forget` dropped."""
     at: int = 0
-    """Where in it the part begins that was not taken yet."""
+    """The position in `text` up to which it was taken."""
     stopped: bool = False
-    """By a stop id or a stop string."""
+    """Whether a stop id or a stop string was found."""
     ended: bool = False
-    """By a stop id: the model has ended its turn."""
+    """Whether a stop id was found: the model has ended its turn."""
     _forgotten: int = 0
     _held: str = ""
     _within_character: bool = False
-    """Bytes wait in the decoder for those that follow."""
+    """Whether the decoder holds the first bytes of an incomplete character."""
     _breaks: frozenset[int] = field(init=False)
     _written: int = 0
-    """Characters that the tokens so far wrote."""
+    """Number of characters of all tokens so far, before the stop."""
     _ends: list[int] = field(default_factory=list)
-    """Of each token, how many had been written after it."""
+    """For each token, the value of `_written` after it."""
     _decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
@@ -46,7 +49,7 @@ class Reader:
         self._breaks = self.tokenizer.breaks(self.stop_ids)
 
     def feed(self, ids: Iterable[int]) -> None:
-        """Take newly sampled ids."""
+        """Add newly sampled ids."""
         for is_break, run in groupby(ids, self._breaks.__contains__):
             if is_break:
                 self.text += "".join(map(self._break, run))
@@ -54,10 +57,10 @@ class Reader:
                 self.text += self._text(self.tokenizer.pieces(run))
 
     def _text(self, pieces: Sequence[bytes]) -> str:
-        """Return what tokens of text write."""
+        """Add text tokens, and return the new text that later ids can't change."""
         whole = b"".join(pieces)
         if whole.isascii() and not (self.stopped or self.stop_strings or self._within_character):
-            # Most text is: its bytes are its characters, and none waits for another.
+            # This is the usual case: each byte is a complete character.
             for length in map(len, pieces):
                 self._written += length
                 self._ends.append(self._written)
@@ -67,7 +70,7 @@ class Reader:
         return text
 
     def _break(self, token_id: int) -> str:
-        """Return what a control token writes, or one that ends the turn."""
+        """Add a control token or stop token, and return the new text that later ids can't change."""
         if self.stopped:
             return self._arrived("")
         control = self.tokenizer.control_by_id(token_id)
@@ -79,39 +82,39 @@ class Reader:
         return written
 
     def _arrived(self, text: str) -> str:
-        """Return what is certain of what one more token writes."""
+        """Record the text of one more token, and return the new text that later ids can't change."""
         self._written += 0 if self.stopped else len(text)
         self._ends.append(self._written)
         return "" if self.stopped else self._release(text, final=self.ended)
 
     def finish(self) -> None:
-        """Say that no more will come: give out what was held back."""
+        """End the text, and add the characters that were held back."""
         if not self.stopped:
             self.text += self._release(self._decoder.decode(b"", final=True), final=True)
 
     def take(self, end: int) -> str:
-        """Return the text up to `end`, which is done with."""
+        """Return the text from `at` to `end`, and move `at` there."""
         start = self.at
         if end > start:
             self.at = end
         return self.text[start:end]
 
     def forget(self) -> None:
-        """Drop most of what was taken, so that a long completion costs no more per token than a short one.
+        """Drop most of the text before `at`, so that a long completion costs no more per token than a short one.
 
-        Changes the positions of what is left.
+        This changes the positions in `text`.
         """
         if self.at > _FORGET_FROM:
             cut = self.at - _KEEP
             self.text, self.at, self._forgotten = self.text[cut:], _KEEP, self._forgotten + cut
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
-        """Return the half-open range of tokens that wrote characters start to end."""
+        """Return the half-open range of tokens that the characters from `start` to `end` came from."""
         start, end = start + self._forgotten, end + self._forgotten
         return bisect_right(self._ends, start), min(bisect_left(self._ends, end) + 1, len(self._ends))
 
     def _release(self, arrived: str, *, final: bool) -> str:
-        """Return what is certain of the text held back and the text arrived: that it is no part of a stop string."""
+        """Return the text held back and the new text, up to a stop string or the possible beginning of one."""
         if not self.stop_strings:
             return arrived
         text, self._held = self._held + arrived, ""
@@ -127,7 +130,7 @@ class Reader:
 def read_text(
     tokenizer: Tokenizer, ids: Iterable[int], stop_ids: frozenset[int] = frozenset(), stop_strings: Sequence[str] = ()
 ) -> str:
-    """Return the marked text of ids, up to what stops them."""
+    """Return the marked text of the ids before the first stop id or stop string."""
     reader = Reader(tokenizer, stop_ids, stop_strings)
     reader.feed(ids)
     reader.finish()

@@ -1,7 +1,7 @@
-"""Split completions at delimiters: reasoning between tags, calls between tags, the rest content.
+"""Split completions at delimiters into reasoning, calls and content.
 
-White space that the template writes around a delimiter belongs to it, and may be missing: models do not write exactly
-what templates render.
+White space that the template writes around a delimiter belongs to the delimiter. It may be missing, since models do not
+write exactly what templates render.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _Speech = Literal["reasoning", "content"]
 _Region = Literal["reasoning", "content", "call", "between calls"]
 
 _MOST_BLANK = 1000
-"""Characters of white space that are held back until it shows what they stand before."""
+"""At most this many characters of white space are held back until the text after them has arrived."""
 
 _MOST_INDENT = 100
-"""Characters of white space that may stand before a call without delimiters on its line."""
+"""At most this many characters of white space may precede a call without delimiters on its line."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Delimiter:
-    """What ends one region of a completion and begins another, with the white space that belongs to it."""
+    """A delimiter between two regions of a completion, with the white space that belongs to it."""
 
     core: str
     enters: Literal["reasoning", "content", "call"]
     space_before: int = 0
     space_after: int = 0
     anywhere: bool = False
-    """It is one in the midst of the region that it enters too, not only at its beginning."""
+    """Whether it also counts within the region that it enters, not only at the region's beginning."""
     at_beginning: bool = False
-    """It is a word that text may hold too: it is one before all other text only."""
+    """Whether it only counts before all other text of its region, because it is a word that text may contain."""
 
     @classmethod
     def of(cls, text: str, enters: _Speech, *, anywhere: bool = False) -> list[_Delimiter]:
@@ -52,7 +52,7 @@ class _Delimiter:
 
 
 class RegionScanner:
-    """Scans a completion region by region."""
+    """Splits a completion into reasoning, content and calls, region by region."""
 
     def __init__(
         self, tokenizer: Tokenizer, reader: Reader, parts: ReplyParts, form: AssistantFormat, tools: Mapping[str, Tool]
@@ -67,12 +67,12 @@ class RegionScanner:
         self._end_space = len(form.content_close.last) - len(form.content_close.last.lstrip())
         self._region: _Region = "content"
         self._speech: _Speech = "content"
-        """The region of what is said at present, or was before the call that is being read."""
+        """The region of the current text, or of the text before the call that is being read."""
         self._call_at = 0
         self._blank = True
-        """Nothing but white space was said since the region began."""
+        """Whether the region has only white space so far."""
         self._skip = 0
-        """White space still to be left out because it belongs to the delimiter before."""
+        """Number of white-space characters still to leave out because they belong to the delimiter before."""
         if form.reasoning is not None and form.reasoning.opened_by_prompt:
             self._region = self._speech = "reasoning"
         elif not form.content_open.strip():
@@ -80,11 +80,11 @@ class RegionScanner:
 
     @property
     def reasoning_open(self) -> bool:
-        """The text so far ends inside reasoning."""
+        """Whether the text so far ends inside reasoning."""
         return self._speech == "reasoning"
 
     def scan(self, *, final: bool) -> None:
-        """Read what the reader has; `final`: no more will come."""
+        """Parse the text that the reader has; with `final` it is complete."""
         more = True
         while more:
             if self._region == "call":
@@ -97,7 +97,7 @@ class RegionScanner:
             self._reader.forget()
 
     def _step_text(self, *, final: bool) -> bool:
-        """Move over one delimiter, or over text that is surely none; False when there is nothing more to do."""
+        """Read up to and past one delimiter, or all text that is no part of one. Return whether to continue."""
         reader, leaves = self._reader, self._leaves[self._speech]
         found = self._search[self._speech].search(reader.text, reader.at)
         if found is None:
@@ -112,18 +112,18 @@ class RegionScanner:
                     return False
             elif self._speech == "content" and reader.stopped:
                 end = self._before_space(end, self._end_space)
-            self._say(end)
+            self._add_text(end)
             return False
         unsure = 0 if final else held_back(reader.text, reader.at, self._held[self._speech][0])
         if unsure >= len(reader.text) - found.start():
-            # It may be part of a longer one, or of one that begins before it.
+            # It may be part of a longer delimiter, or of one that begins before it.
             return False
         delimiter = leaves.get(found[0]) or _Delimiter(found[0], "call")
         if delimiter.enters == "call":
             return self._enter_call(found.start(), delimiter)
         repeated = delimiter.enters == self._speech and not delimiter.anywhere
         if (repeated or delimiter.at_beginning) and not self._is_blank(found.start()):
-            self._say(found.end())
+            self._add_text(found.end())
             return True
         self._leave(found.start(), delimiter.space_before)
         reader.take(found.end())
@@ -136,9 +136,9 @@ class RegionScanner:
     def _enter_call(self, at: int, delimiter: _Delimiter) -> bool:
         assert self._calls is not None
         if delimiter.core == "{" and self._calls.begins_lines and not self._begins_line(at):
-            self._say(at + 1)
+            self._add_text(at + 1)
             return True
-        # What is blank before a call is left out, but only once it is one.
+        # White space before a call is left out, but not before text that turns out to be no call.
         self._leave(at, delimiter.space_before)
         self._region, self._call_at = "call", at
         return True
@@ -158,19 +158,19 @@ class RegionScanner:
             self._parts.interrupt()
             self._region, self._speech, self._blank, self._skip = "between calls", "content", True, 0
         else:
-            # Opened like a call, but nothing that was ever called: it stays what it is, text.
+            # The text begins like a call, but is none: it stays text.
             self._region = self._speech
-            self._say_no_call(call.end)
+            self._add_no_call(call.end)
         return True
 
-    def _say_no_call(self, end: int) -> None:
-        """Say what began like a call, up to `end`, but for what also ends content."""
+    def _add_no_call(self, end: int) -> None:
+        """Add text that is no call, up to `end`. A delimiter at its beginning that also ends content is left out."""
         reader = self._reader
         closing = next((one for one in self._before_calls if reader.text.startswith(one.core, self._call_at)), None)
         if closing is None or self._speech == "reasoning":
-            self._say(end)
+            self._add_text(end)
             return
-        self._say(self._call_at)
+        self._add_text(self._call_at)
         reader.take(self._call_at + len(closing.core))
         self._parts.interrupt()
         self._blank, self._skip = True, closing.space_after
@@ -199,13 +199,13 @@ class RegionScanner:
         return True
 
     def _leave(self, at: int, space_before: int) -> None:
-        """End a region at a delimiter, without the white space that belongs to it or is all there is."""
+        """End a region at a delimiter, without the delimiter's white space. A region of only white space is dropped."""
         end = self._before_space(at, space_before)
         if not self._is_blank(end):
-            self._say(end)
+            self._add_text(end)
 
     def _is_blank(self, end: int) -> bool:
-        """Return whether the region holds nothing but white space up to `end`."""
+        """Return whether the region has only white space up to `end`."""
         at = self._reader.at
         return self._blank and end - at <= _MOST_BLANK and not self._reader.text[at:end].strip()
 
@@ -215,14 +215,14 @@ class RegionScanner:
         return (not before and start == 0) or before.endswith("\n") or MARK.fullmatch(before[-2:]) is not None
 
     def _before_space(self, end: int, most: int) -> int:
-        """Return `end` moved back over at most `most` characters of white space."""
+        """Return `end` less the white space before it, at most `most` characters."""
         text = self._reader.text
         while most and end > self._reader.at and text[end - 1].isspace():
             end, most = end - 1, most - 1
         return end
 
-    def _say(self, end: int) -> None:
-        """Add the text up to `end` to what is being said."""
+    def _add_text(self, end: int) -> None:
+        """Add the text up to `end` to the current region."""
         reader = self._reader
         while self._skip and reader.at < end and reader.text[reader.at].isspace():
             reader.take(reader.at + 1)
@@ -235,23 +235,23 @@ class RegionScanner:
 
 @dataclass(frozen=True, slots=True)
 class _Borders:
-    """What ends the regions of a format."""
+    """The delimiters that end the regions of a format."""
 
     leaves: Mapping[_Speech, Mapping[str, _Delimiter]]
-    """Per region the delimiters that end it, by what is looked for."""
+    """For each region the delimiters that end it, by their text without outer white space."""
     search: Mapping[_Speech, re.Pattern[str]]
-    """Per region an expression for all of them."""
+    """For each region an expression for all of them."""
     held: Mapping[_Speech, tuple[tuple[str, ...], frozenset[str], int]]
-    """Per region what is looked for, what the beginnings of that may end with, and how much white space before any of
-    it may belong to it."""
+    """For each region the texts of its delimiters, the characters that an incomplete one may end with, and the most
+    white space that belongs to one and stands before it."""
     calls: CallReader | None
     before_calls: Sequence[_Delimiter]
-    """What ends content and begins calls as well: where no call follows, it is no text either."""
+    """Delimiters that end content and also begin calls: they are not text, even if no call follows."""
 
 
 @lru_cache(maxsize=64)
 def _borders(form: AssistantFormat, *, with_calls: bool) -> _Borders:
-    """Read off a format once, and not for every completion."""
+    """Return the delimiters of a format, made once per format and not for every completion."""
     calls = CallReader(form.calls, {}) if form.calls is not None and with_calls else None
     leaves = _leaves(form, calls)
     ends = _Delimiter.of(form.content_end, "content") + _Delimiter.of(form.turn_end, "content")
@@ -280,12 +280,12 @@ def _leaves(form: AssistantFormat, calls: CallReader | None) -> dict[_Speech, li
         content += [end for end in ends if end.core not in {trigger.core for trigger in triggers}]
     if form.reasoning is not None:
         opening = _Delimiter.of(form.reasoning.open, "reasoning")
-        # Where the prompt opens reasoning, models open it again all the same.
+        # Models open reasoning again even if the prompt has opened it.
         content, reasoning = content + opening, reasoning + opening
         # Models forget to close their reasoning before a call; a call's control token is clear enough.
         reasoning += _Delimiter.of(form.reasoning.close, "content")
         if MARK.match(form.reasoning.close.strip()):
-            # Models close reasoning twice, or without having any.
+            # Models close reasoning twice, or without having opened it.
             content += _Delimiter.of(form.reasoning.close, "content")
     return {"content": content, "reasoning": reasoning}
 
@@ -296,11 +296,11 @@ def _held(leaves: list[_Delimiter]) -> tuple[tuple[str, ...], frozenset[str], in
 
 
 def _search(leaves: list[_Delimiter], *, marks: bool) -> re.Pattern[str]:
-    """Return an expression for the leftmost of these delimiters; `marks`: or of all control tokens."""
+    """Return an expression for these delimiters, and with `marks` also for all control tokens."""
     cores = [re.escape(core) for core in sorted({leave.core for leave in leaves}, key=len, reverse=True)]
     return re.compile("|".join([*cores, *([MARK.pattern] if marks else [])]) or "(?!)")
 
 
 def _valid(text: str) -> str:
-    """Return text that can be written as UTF-8: JSON escapes may decode to half a character."""
+    """Replace lone surrogates, which JSON escapes may decode to, so that the text can be encoded as UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")

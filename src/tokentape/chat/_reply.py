@@ -1,4 +1,4 @@
-"""What a completion says once it is parsed: content, reasoning, tool calls."""
+"""The reply that a parser makes of a completion: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class ToolCall:
 
     name: str
     arguments: str
-    """JSON text of the arguments; with `bad_arguments` and `unclosed` whatever stood there."""
+    """JSON text of the arguments. With status `bad_arguments` or `unclosed`, the text as the model wrote it."""
     status: CallStatus
     span: tuple[int, int]
-    """Half-open range of completion tokens, delimiters included. A token that ends one call and begins the next is the
-    first one's."""
+    """Half-open range of completion tokens, delimiters included. A token that ends one call and begins the next belongs
+    to the first."""
     id: str | None = None
-    """The id the model gave it, in formats that have one."""
+    """The id that the model wrote, in formats with ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +31,19 @@ class Reply:
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
     reasoning_open: bool
-    """Sampling ended inside reasoning: a bridge has to close it first."""
+    """Whether sampling ended inside reasoning, so that a bridge has to close it first."""
     problem: str = ""
-    """Why the completion was not parsed, or not as a parser said: its text is content then. Empty where it was."""
+    """The problem if the parser failed or contradicted its deltas, see `SafeParser`; empty if there was none."""
 
     @property
     def calls_for_client(self) -> tuple[ToolCall, ...]:
-        """The calls that clients get. An unclosed call is content, since it was never made."""
+        """The calls that clients get. Unclosed calls are left out, since their text is content."""
         return tuple(call for call in self.tool_calls if call.status != "unclosed")
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyDelta:
-    """What newly sampled tokens added to the reply."""
+    """The part of a reply that newly sampled tokens added."""
 
     content: str = ""
     reasoning: str = ""
@@ -55,16 +55,16 @@ class ReplyDelta:
 
 @dataclass(slots=True)
 class ReplyParts:
-    """A reply while it grows.
+    """The parts of a reply that is being parsed.
 
-    What is said in several places, before and after a call say, comes out as several lines.
+    Content from several places, such as before and after a call, is joined with line breaks, and so is reasoning.
     """
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
     _drained: tuple[int, int, int] = (0, 0, 0)
-    """How much of each `drain` has returned."""
+    """Number of entries of each list that `drain` has returned."""
     _interrupted: dict[str, bool] = field(default_factory=lambda: {"content": False, "reasoning": False})
 
     def add(self, region: Literal["content", "reasoning"], text: str) -> None:
@@ -77,7 +77,7 @@ class ReplyParts:
         parts.append(text)
 
     def drain(self) -> ReplyDelta:
-        """Return what was added since this was asked before, but for unclosed calls."""
+        """Return the parts added since the last call of `drain`, without unclosed calls."""
         content, reasoning, calls = self._drained
         self._drained = len(self.content), len(self.reasoning), len(self.tool_calls)
         return ReplyDelta(
@@ -87,5 +87,5 @@ class ReplyParts:
         )
 
     def interrupt(self) -> None:
-        """Say that what was said is over, and something else comes."""
+        """Begin a new line with the next content and the next reasoning."""
         self._interrupted = {"content": True, "reasoning": True}

@@ -1,7 +1,7 @@
-"""A tokenizer's own `response_template` (transformers 5): how its makers say that completions are to be parsed.
+"""Parse completions by a tokenizer's `response_template` (transformers 5), in which its authors describe the format.
 
-The parser is that of transformers, imported when a tokenizer has such a template and never otherwise: it does not need
-torch. It reads text, so letters that spell a control token count as one.
+The parser is that of transformers, which is imported only if a tokenizer has such a template and does not need torch.
+It reads text, so letters that spell a control token count as the token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("tokentape.chat")
 
 
 def shipped_parser(renderer: Renderer, template: Any) -> Overrides | None:
-    """Return the override that a `response_template` amounts to; None, with a warning, if it can't be used here."""
+    """Return overrides with a parser for a `response_template`. If it can't be used, log a warning and return None."""
     try:
         # Not on the gateway's path: only a tokenizer with such a template gets here.
         from transformers.utils.chat_parsing import ResponseParser
@@ -49,7 +49,7 @@ def shipped_parser(renderer: Renderer, template: Any) -> Overrides | None:
             parsing.feed(completion.text)
             return _reply(parsing.finalize()[0], completion, derived)
         except (ValueError, KeyError, TypeError, AttributeError):
-            # Half a call, for example: transformers raises for what it can't read, and a turn may not be lost for that.
+            # transformers raises for text that it can't parse, such as half a call. The turn must not be lost for that.
             return derived
 
     digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
@@ -60,7 +60,7 @@ def _reply(message: dict[str, Any], completion: Completion, derived: Reply) -> R
     known = {tool["function"]["name"] for tool in completion.setup.tools}
     calls = message.get("tool_calls") or []
     functions = [(call.get("function", call), call.get("id")) for call in calls]
-    # It does not give the span of a call; the other parser's spans are right where both found the same calls.
+    # transformers gives no spans. Those of the derived parser are right if both found equally many calls.
     spans = [call.span for call in derived.tool_calls]
     if len(spans) != len(functions):
         spans = [(0, len(completion.ids))] * len(functions)

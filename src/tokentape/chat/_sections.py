@@ -1,8 +1,8 @@
-"""Sections of long marked texts, encoded once for all texts that hold them.
+"""Encode long marked texts in sections, and cache the ids of each section.
 
-The sessions of a group begin alike, and a session that is rendered anew holds what it held before. A text is cut only
-before control tokens that take no white space along. `tokenizers` cuts it there too, before it normalizes or merges
-anything, so the ids are those of the whole text.
+Sessions of a group begin alike, and a session that is rendered again repeats its earlier text. Texts are cut only
+before control tokens that do not take white space next to them. `tokenizers` also splits texts there, before it
+normalizes or merges anything, so the ids are those of the whole text.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import tokenizers
 from tokentape.chat._last_used import LastUsed
 
 LONG = 2048
-"""Characters from which on a text is encoded in sections, and a section is encoded by itself."""
+"""Texts of at least this many characters are encoded in sections. Shorter sections are joined to this length."""
 
 _MOST_IDS = 1 << 22
-"""Ids that are kept, with 12 bytes each: 50 MB. Of texts only digests are kept, since one id may be of many spaces."""
+"""At most this many ids are cached, 12 bytes each: 50 MB. The keys are digests, since an id may stand for long text."""
 
 Section = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
-"""Ids of shape [ids], and the characters of each, counted in the section, of shape [ids, 2]."""
+"""Ids of shape [ids], and the character span of each id within the section, of shape [ids, 2]."""
 
 
 class Sections:
-    """The ids of the sections that one twin encoded last. Threads may share it.
+    """Encodes texts with one twin, and caches their sections. It is thread-safe.
 
-    Texts may be cut before the characters `names`.
+    `names` are the characters that texts may be cut before: the twin's names of control tokens.
     """
 
     def __init__(self, twin: tokenizers.Tokenizer, names: frozenset[str]) -> None:
@@ -42,7 +42,7 @@ class Sections:
         self._kept: LastUsed[bytes, Section] = LastUsed(_MOST_IDS, lambda section: len(section[0]))
 
     def encode(self, text: str) -> tuple[list[int], npt.NDArray[np.int64]]:
-        """Return the ids of a text as the twin encodes it, and the characters of each.
+        """Return the ids of a text as the twin encodes it, and the character span of each id.
 
         Raises `TypeError` for text that is not valid Unicode, as the twin does.
         """
@@ -57,7 +57,7 @@ class Sections:
         return np.concatenate([ids for ids, _ in known]).tolist(), spans
 
     def _cut(self, text: str) -> Iterator[str]:
-        """Yield the sections of a text: long ones by themselves, short ones together until they are long."""
+        """Yield the sections of a text. Short ones are joined until they have `LONG` characters."""
         found = (match.start() for match in self._near.finditer(text, 1) if match[0] in self._names)
         start = 0
         for at, end in pairwise([0, *found, len(text)]):
