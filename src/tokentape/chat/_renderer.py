@@ -1,4 +1,4 @@
-"""One model's renderer: render, bridge and parse, through its own template and tokenizer only."""
+"""Render, bridge and parse for one model, with its own template and tokenizer only."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ from tokentape.errors import InvalidRequest, TemplateRefused
 from tokentape.types import Codes, Message, Provenance, Setup, TokenIds, Tool, setup_key
 
 _PROMPT_END = 96
-"""Ids at the end of a prompt in which its generation prompt is looked for."""
+"""Number of ids at the end of a prompt that are read to find its generation prompt."""
 
 _TURN_END = 96
-"""Ids at the end of a turn in which what closes its calls is looked for."""
+"""Number of ids at the end of a turn that are read to find the close of its calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Ids to append to a context, with where each came from. Arrays of shape [tokens]."""
+    """Ids to append to a context and their provenance codes, both of shape [tokens]."""
 
     ids: TokenIds
     provenance: Codes
     stop_mismatch: bool = False
-    """The turn before ended with another stop token than the template writes there, which stands for it."""
+    """The turn before ended with another stop token than the template writes there; the sampled one is kept."""
 
 
 class Renderer(TemplateText):
-    """Messages to ids and back, for one tokenizer and one chat template.
+    """Converts messages to ids and back, for one tokenizer and one chat template.
 
     >>> renderer = Renderer.load("path/to/model")              # doctest: +SKIP
     >>> renderer.render([{"role": "user", "content": "hi"}], tools).ids     # doctest: +SKIP
     array([...], dtype=int32)
 
-    Methods that take a `Setup` take one that `setup` made. Of another renderer's, they use the tools, kwargs and date.
+    Methods that take a `Setup` use its tools, kwargs and date; it may be another renderer's.
     """
 
     is_external: ClassVar[bool] = False
-    """Another library's object renders and bridges, see `ExternalRenderer`."""
+    """Whether another library's object renders and bridges, see `ExternalRenderer`."""
 
     def __init__(
         self,
@@ -87,12 +87,10 @@ class Renderer(TemplateText):
         *,
         strict_text: bool = False,
     ) -> Renderer:
-        """Load from a model folder; `chat_template` names a file to use in place of the model's own template.
+        """Load from a model folder. `chat_template` is the path of a file to use in place of the model's own template.
 
-        `overrides` replace what is read off the template; without, see `find_overrides`. Without `images`, messages
-        with images are refused.
-
-        With `strict_text` no added token is text, see `Tokenizer.load`.
+        `overrides` replace the parser or renderer derived from the template; the default is that of `find_overrides`.
+        Without `images`, messages with images are refused. `strict_text` is that of `Tokenizer.load`.
 
         Raises `TokenizerUnusable` if tokenizer or template can't be loaded safely, or if text and control tokens cannot
         be kept apart without changing ids (`prove_twin`; the proof is made once per machine).
@@ -114,10 +112,10 @@ class Renderer(TemplateText):
     def setup(
         self, tools: Sequence[Tool] = (), template_kwargs: Mapping[str, Any] | None = None, date: str | None = None
     ) -> Setup:
-        """Return the tools, template kwargs and date of renderings: make it once and use it for many calls.
+        """Return the tools, template kwargs and date as a `Setup`. Make it once and use it for many calls.
 
-        `date` is what the template takes for today, ISO 8601; without, it is today's in UTC. Raises `InvalidRequest`
-        if tools or kwargs are not JSON.
+        `date` is the date that the template takes for today, in ISO 8601; the default is today's date in UTC. Raises
+        `InvalidRequest` if tools or kwargs are not JSON.
         """
         kwargs, date = template_kwargs or {}, date or datetime.now(UTC).date().isoformat()
         key = setup_key(tools, kwargs, date, self.fingerprint)
@@ -137,15 +135,15 @@ class Renderer(TemplateText):
     ) -> PromptTokens:
         """Return the ids of a conversation, ending with the generation prompt.
 
-        On conversations that spell no control token these are the ids of `transformers.apply_chat_template`. A control
-        token that a caller's text spells is encoded as text. `tools`, `template_kwargs` and `date` are as for `setup`;
-        a `Setup` in place of the tools stands for all three.
+        If no text spells a control token, these are the ids of `transformers.apply_chat_template`. A control token that
+        a caller's text spells is encoded as text. `tools`, `template_kwargs` and `date` are as for `setup`; a `Setup`
+        can be passed as `tools` in place of all three.
 
-        `sampled` maps indices of assistant messages to the completions they were parsed from, whose exact ids then
-        stand in the rendering, with provenance ASSISTANT: all of them (`history` "sampled"), or as far as the template
-        keeps their text ("template"). A turn without a stop token is rendered as text if its end can't be found in the
-        rendering. If one ends with another stop token than the template writes there, that token is kept. With
-        `stop_mismatch` "fork", and where the template's text is followed, it is replaced by the template's.
+        `sampled` maps indices of assistant messages to the sampled ids that they were parsed from. The result has these
+        exact ids with provenance ASSISTANT: all of them (`history` "sampled"), or those for the text that the template
+        keeps ("template"). A turn without a stop token is rendered as text if its end can't be found in the rendering.
+        A turn's own stop token is kept if the template writes another one there; with `stop_mismatch` "fork" or
+        `history` "template" it is replaced by the template's.
 
         Raises `TemplateRefused` if the template refuses the conversation or does not know one of its roles.
         """
@@ -174,7 +172,7 @@ class Renderer(TemplateText):
         at, before = 0, None
         for splice in splices:
             if np.isin(coded(splice.start, splice.end), (Provenance.SYSTEM, Provenance.USER, Provenance.TOOL)).any():
-                # No stop token ends the turn, so its end was not found: what callers say after it stays.
+                # No stop token ends the turn, and the splice would replace callers' text after it: keep the rendering.
                 continue
             pieces.append(self._encode_piece(text, at, splice.start, coded(at, splice.start), before))
             provenance = np.full(len(splice.ids), Provenance.ASSISTANT, dtype=np.uint8)
@@ -199,14 +197,14 @@ class Renderer(TemplateText):
             raise InvalidRequest("a message holds an image; this model takes text only", "messages")
 
     def _with_images(self, added: PromptTokens, messages: Sequence[Message]) -> PromptTokens:
-        """Repeat each image's placeholder as often as it has tokens."""
+        """Return `added` with each image's placeholder repeated once per token of the image."""
         if self.images is None:
             return added
         counts = [part["tokens"] for part in image_parts(messages)]
         return PromptTokens(*repeat_placeholders(added.ids, added.provenance, self.images.placeholder_id, counts))
 
     def _encode_piece(self, text: str, start: int, end: int, codes: Codes, before: int | None) -> PromptTokens:
-        """Return the ids of a part of the marked text, of which `codes` are; `before` is the id right before it."""
+        """Encode `text[start:end]`. `codes` has the provenance of its characters, `before` the id that precedes it."""
         control = None if before is None else self.tokenizer.control_by_id(before)
         mark = "" if control is None else control.mark
         if start:
@@ -226,15 +224,14 @@ class Renderer(TemplateText):
     ) -> PromptTokens:
         """Return the ids to append after a sampled turn for `new_messages`, ending with the generation prompt.
 
-        `completion_ids` are the turn's sampled ids, none of which is ever repeated or replaced, and `reply` the message
-        that was parsed from them. A turn that the model did not end is closed as the template would, with provenance
-        CLOSE.
+        `completion_ids` are the turn's sampled ids, which the bridge never repeats or replaces, and `reply` is the
+        message parsed from them. A truncated turn is closed as the template closes turns, with provenance CLOSE.
 
-        Without `history` the turn is thought of after one made-up question (strategy `local`): the cost does not
-        depend on what came before. With `history`, the messages before `reply`, it is the real conversation
-        (`contextual`). A certificate says which a template needs.
+        Without `history`, the bridge is computed after a made-up question (strategy `local`), at a cost that does not
+        depend on the conversation. With `history`, the messages before `reply`, it is computed in the real conversation
+        (`contextual`). The certificate says which strategy a template needs.
 
-        `context_ids` are all ids so far, with the completion's. They say whether the turn's prompt opened reasoning.
+        `context_ids` has all ids so far, including the completion's. It shows whether the prompt opened reasoning.
 
         Raises `TemplateRefused` if the template does not take these messages after such a turn.
         """
@@ -254,13 +251,13 @@ class Renderer(TemplateText):
         provenance = provenance_of_tokens(codes[len(codes) - len(encoded.text) :], encoded.spans)
         sampled = overlap(completion_ids.tolist(), encoded.ids, cut.repeated)
         if sampled and not reply.get("tool_calls") and encoded.text[: encoded.spans[sampled - 1][1]].isspace():
-            # The model's own: nothing says that its content was at an end.
+            # The shared white space may be part of the model's content, so it does not count as the turn's end.
             sampled = 0
         if sampled:
             return self._with_images(_rest(ids, provenance, sampled), new_messages)
         if len(completion_ids) and int(completion_ids[-1]) in self.stop_ids(setup):
-            # Another stop than the template writes here. It was sampled, so it stays; it stands for the turn's end,
-            # but not for the next message's header.
+            # The model sampled another stop token than the template writes here. It replaces the template's end of the
+            # turn, but not the next message's header.
             skip = 1 if cut.ends_turn else 0
             added = self._with_images(_rest(ids, provenance, skip), new_messages)
             return replace(added, stop_mismatch=True)
@@ -278,9 +275,8 @@ class Renderer(TemplateText):
     def parser(self, setup: Setup, stop_strings: Sequence[str] = (), prompt_ids: TokenIds | None = None) -> SafeParser:
         """Return a parser for one completion sampled under `setup`. It never raises, see `SafeParser`.
 
-        `prompt_ids` are the ids that the completion continues, or the last of them. They say whether this prompt opens
-        reasoning, which it may do after a question and not after a tool's result. Without them it does what the
-        generation prompt after a question does.
+        `prompt_ids` has the ids before the completion, or the last of them. They show whether the prompt opens
+        reasoning: some do so after a question but not after a tool's result. The default is as after a question.
         """
         parser = self._unsafe_parser(setup, stop_strings, prompt_ids)
         return SafeParser(parser, self.tokenizer, self.stop_ids(setup), stop_strings)
@@ -295,7 +291,7 @@ class Renderer(TemplateText):
     def derived_parser(
         self, setup: Setup, stop_strings: Sequence[str] = (), prompt_ids: TokenIds | None = None
     ) -> Parser:
-        """Return the parser that is read off the template, whatever overrides there are."""
+        """Return the parser derived from the template, even if there are overrides."""
         return Parser(
             self.tokenizer,
             self.format_after(prompt_ids, self.format(setup)),
@@ -305,7 +301,7 @@ class Renderer(TemplateText):
         )
 
     def format_after(self, prompt_ids: TokenIds | None, form: AssistantFormat) -> AssistantFormat:
-        """Return the format for a turn after this prompt; one after a tool's result may not open reasoning (R1)."""
+        """Return the format for a turn after this prompt. Some prompts after a tool's result open no reasoning (R1)."""
         if prompt_ids is None or form.reasoning is None:
             return form
         text = read_text(self.tokenizer, prompt_ids[-_PROMPT_END:].tolist()).rstrip()
@@ -315,7 +311,7 @@ class Renderer(TemplateText):
         return replace(form, reasoning=replace(form.reasoning, opened_by_prompt=opened))
 
     def _with_part_closed(self, completion_ids: TokenIds, setup: Setup) -> TokenIds:
-        """Return a completion, and what closes the part of the turn within which it was cut short."""
+        """Return the completion's ids; if it was truncated, followed by ids that close its reasoning or content."""
         if not self.stop_ids(setup).isdisjoint(completion_ids.tolist()):
             return completion_ids
         return np.concatenate([completion_ids, self._close_part(completion_ids, setup, self.format(setup))])
@@ -329,9 +325,10 @@ class Renderer(TemplateText):
         following: str = "",
         space: str = "",
     ) -> TokenIds:
-        """Return the ids that close the reasoning, or the content's frame, that a truncated completion left open.
+        """Return the ids that close the reasoning or the content's frame that a truncated completion left open.
 
-        And `space`, which the template writes after a turn before `following`.
+        They include `space`, the white space that the template writes after a turn, but nothing that `following`, the
+        text after them, begins with.
         """
         parser = self.parser(setup, prompt_ids=prompt_ids)
         parser.feed(completion_ids.tolist())
@@ -339,7 +336,7 @@ class Renderer(TemplateText):
         close = ""
         if reply.reasoning_open:
             close = form.reasoning.close if form.reasoning is not None else ""
-            # Its close may open the content's header too, which is not written here.
+            # The close of reasoning may also open the content's header, which is left out here.
             close = close[: len(close) - repeated_end(close, form.header)] + space
         elif not reply.tool_calls:
             close = self._content_left_open(completion_ids, form, reasoned=bool(reply.reasoning)) or space
@@ -350,7 +347,7 @@ class Renderer(TemplateText):
         return self.tokenizer.array(self.tokenizer.encode_after_control(close).ids if close else [])
 
     def _content_left_open(self, completion_ids: TokenIds, form: AssistantFormat, *, reasoned: bool) -> str:
-        """Return what closes content within its turn, if it has its own frame and the completion is inside of it."""
+        """Return the delimiters that close the content, if the completion ended inside its frame; else empty."""
         close = form.content_end + form.turn_end
         opening, closing = (
             MARK.findall(form.content_reopen if reasoned else form.content_open)[-1:],
@@ -363,7 +360,10 @@ class Renderer(TemplateText):
 
 
 def _spelled_by(template: ChatTemplate, tokenizer: Tokenizer) -> str:
-    """Return the template's source and, since it may put tokens together (`'[' + role + ']'`), some renderings."""
+    """Return texts that spell the tokens a template writes: its source, and some renderings.
+
+    Renderings are needed because a template may concatenate tokens (`'[' + role + ']'`).
+    """
     texts = [template.whole_source]
     for messages in grammar.SAMPLES if tokenizer.text_tokens else ():
         with contextlib.suppress(TemplateRefused):
@@ -378,14 +378,14 @@ def _spelled_by(template: ChatTemplate, tokenizer: Tokenizer) -> str:
 
 
 def _rest(ids: TokenIds, provenance: Codes, start: int) -> PromptTokens:
-    # No views: a turn is kept in memory, and would keep what they were cut from.
+    # Copies, because turns stay in memory and views would keep the whole arrays alive.
     return PromptTokens(ids[start:].copy(), provenance[start:].copy())
 
 
 def _fingerprint(
     tokenizer: Tokenizer, template: ChatTemplate, overrides: Overrides | None, images: ImageProcessor | None
 ) -> str:
-    """Return the hex SHA-256 of everything that maps messages to ids, library versions included."""
+    """Return the hex SHA-256 of everything that decides how messages become ids, library versions included."""
     parts = {
         "tokenizer": tokenizer.sha256,
         "special_tokens": tokenizer.special_tokens,

@@ -1,8 +1,8 @@
-"""The sandbox that chat templates run in: no access to Python's internals, limited time and memory.
+"""Run chat templates without access to Python's internals and with limited time and memory.
 
 Templates are code (CVE-2024-34359, CVE-2026-5760). Jinja's sandbox blocks unsafe attributes and changes to arguments.
-This one also stops templates that run for ever or make huge values: each loop, call and operator looks at the time and
-counts what it makes (`_limits.py`), and sizes are checked first where they multiply or take more than linear time.
+This one also stops templates that run forever or make huge values. Each loop, call and operator checks the time and
+counts its result (`_limits.py`). Operations that multiply sizes or take more than linear time check the sizes first.
 Filters and tests are in `_template_filters.py`. Features that no chat template uses are removed.
 """
 
@@ -37,7 +37,7 @@ _METHODS: Mapping[type, frozenset[str]] = {
     float: frozenset({"is_integer"}),
     LoopContext: frozenset(name for name in dir(LoopContext) if not name.startswith("_")),
 }
-"""What templates may ask of values of Python's own kinds, and of loops. Bytes and sets are made by no expression."""
+"""The attributes that templates may use of built-in types and of loops. No expression makes bytes or sets."""
 
 _OF_DICTS = frozenset(dir(dict))
 
@@ -47,7 +47,7 @@ class _Namespace(Namespace):
         Namespace.__init__(args[0], *map(usage().counted, args[1:]), **kwargs)
 
     def __repr__(self) -> str:
-        # It can hold any amount, and is the only thing that a template can change after it was weighed.
+        # A namespace can hold any amount, and only it can change after it was weighed.
         raise jinja2.TemplateError("it writes a namespace")
 
 
@@ -55,7 +55,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Jinja's environment with fewer attributes."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return what a dot gives; mostly a key of a message, where there is nothing to guard."""
+        """Return `obj.attribute` for a template. Keys of dicts, the usual case, need no check."""
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -64,14 +64,14 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return what a subscript gives: filters look up paths in each item of a list, and may yield none."""
+        """Return `obj[argument]`, and check the time: filters look up a path in each item of a list."""
         usage().tick()
         return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return whether a dot may give this: of Python's own kinds only what templates have a use for."""
+        """Return whether a template may use the attribute: for built-in types only those in `_METHODS`."""
         if type(obj) is _Namespace:
-            # What it holds, the template put there.
+            # The template itself set the attributes of a namespace.
             return not attr.startswith("_")
         names = next((_METHODS[kind] for kind in type(obj).__mro__ if kind in _METHODS), None)
         return super().is_safe_attribute(obj, attr, value) if names is None else attr in names
@@ -92,7 +92,7 @@ class Sandbox(_Environment):
 
     @staticmethod
     def concat(pieces: Any) -> str:
-        """Return the text of a rendering, or of a part of it."""
+        """Join the pieces of a rendering, or of a part of it."""
         return usage().concat(pieces)
 
     def compiled(self, source: str) -> jinja2.Template:
@@ -105,7 +105,7 @@ class Sandbox(_Environment):
         return self.from_string(_Counting().visit(tree).set_environment(self))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Return what an operator makes, unless that is too large."""
+        """Return the result of an operator, or refuse it if it would be too large."""
         use = usage()
         if type(left) is int and type(right) is int:
             if operator == "**":
@@ -127,9 +127,9 @@ class Sandbox(_Environment):
         return use.made(self.binop_table[operator](left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as jinja2 has it
-        """Return what a call gives, unless it asks for something huge."""
+        """Return the result of a call, or refuse it if its arguments would make it huge."""
         scope = {name: kwargs.pop(name) for name in ("_loop_vars", "_block_vars") if name in kwargs}
-        """The variables in sight: Jinja passes them with each call in a loop or block, for `Context.call`."""
+        """The variables in scope: Jinja passes them with each call in a loop or block, for `Context.call`."""
         usage().tick()
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `format`.
         owner = getattr(method, "__self__", None)
@@ -144,7 +144,7 @@ class Sandbox(_Environment):
 
 
 class _Counting(NodeTransformer):
-    """Has the parts of a template counted that an environment does not see: literals, slices, comparisons, loops."""
+    """Adds counting filters to literals, slices, comparisons and loops, for which Jinja calls no environment method."""
 
     def visit_Concat(self, node: nodes.Concat) -> Any:  # noqa: N802
         values = nodes.List([self.visit(one) for one in node.nodes], lineno=node.lineno)
@@ -188,18 +188,18 @@ def _filtered(node: Any, name: str) -> Any:
 
 
 def _is_constant(node: nodes.Expr) -> bool:
-    """Return whether it is as long as it is in the source."""
+    """Return whether the node is a constant, so that its size is limited by the source."""
     if isinstance(node, nodes.Tuple | nodes.List):
         return all(map(_is_constant, node.items))
     return isinstance(node, nodes.Const)
 
 
 def _finalize(value: Any) -> str:
-    """Return an expression's value as it is written into the text."""
+    """Return the text that a rendering has for an expression's value."""
     return value if type(value) is str else usage().text(value)
 
 
-# What wants the context is not evaluated while a template is compiled.
+# Filters with `pass_context` are not evaluated while a template is compiled.
 
 
 @pass_context

@@ -1,8 +1,8 @@
-"""Exact sampled ids in place of what a template would write for them again.
+"""Put exact sampled ids into a rendering in place of the text of their turns.
 
-A conversation that is rendered from the start may hold assistant turns that were sampled in this session. Their text is
-found in the rendering between an assistant header and the token that ends the turn, both control tokens, and gives way
-to the ids that were sampled.
+A conversation that is rendered from the start may have assistant turns that were sampled in this session. Their text
+stands in the rendering between an assistant header and the token that ends the turn, both control tokens, and is
+replaced by the sampled ids.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tokentape.chat._tokenizer import MARK, Tokenizer
 from tokentape.types import Message, TokenIds
 
 History: TypeAlias = Literal["sampled", "template"]
-"""Which part of earlier turns stays in context: all that was sampled, or what the template keeps of it."""
+"""Which part of earlier turns stays in context: all sampled ids, or those for the text that the template keeps."""
 
 StopMismatch: TypeAlias = Literal["keep", "fork"]
-"""What happens to a turn that ended with another stop token than the template writes there: the sampled one stands for
-the end, and the branch goes on (`keep`); or what follows starts a new branch, in which the template's own stands."""
+"""What happens after a turn that ended with another stop token than the template writes there. `keep`: the branch
+continues with the sampled token. `fork`: new messages start a new branch, which has the template's token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """Characters `start` to `end` of a marked text, to be replaced by `ids`."""
+    """The characters `start` to `end` of a marked text, and the ids that replace them."""
 
     start: int
     end: int
@@ -47,16 +47,16 @@ def find_splices(
     history: History,
     stop_mismatch: StopMismatch = "keep",
 ) -> list[Splice]:
-    """Return where sampled ids belong in `text`, the marked rendering of `messages` with the generation prompt.
+    """Return the splices of sampled ids into `text`, the marked rendering of `messages` with the generation prompt.
 
-    `sampled` maps indices of assistant messages to completion ids. `prompt_of` gives the rendering that a message was
-    sampled after: the template has more than one generation prompt, or one of `words`, which it looks for, was said.
-    Nothing is spliced into a template with turns that
-    can't be distinguished: one without an assistant header of its own for each assistant message.
+    `sampled` maps indices of assistant messages to completion ids. `prompt_of(n)` renders the prompt before message n.
+    It is called if the template has more than one generation prompt, or if `text` has one of `words`, the strings that
+    the template compares with texts. Return no splices if the rendering does not have one assistant header for each
+    assistant message, because then turns can't be told apart.
     """
     prompt = form.generation_prompt
     header = form.header[: common_prefix(form.header, prompt)]
-    # A number of the turn or a tool's result before it may make another prompt of it.
+    # The prompt may vary with the number of the turn, or after a tool's result.
     others = [one for one in (text, form.content_suffix, form.calls_suffix) if one and not one.endswith(prompt)]
     mark = MARK.match(header)
     if mark is None:
@@ -79,14 +79,14 @@ def find_splices(
         if history == "template":
             splices += _kept(text, start, end, ids, tokenizer)
         else:
-            # Of a turn that was cut short, what ends it stays the template's.
+            # A truncated turn keeps the template's end of the turn.
             ended = not stop_ids.isdisjoint(ids)
             if varies:
                 prompt = prompt_of(n)
                 if prompt.count(header) != turn + 1:
                     continue
             opened = prompt.rpartition(header)[2]
-            # Text is not cut within: what the prompt opened is encoded from a control token on.
+            # Text that the prompt opened is encoded from a control token on, so that no token is cut.
             cut = opened and not MARK.match(opened)
             again = header[_last_mark(header, 0, len(header)) :] if cut else ""
             opened_ids = tokenizer.encode_after_control(again + opened).ids if opened else []
@@ -96,9 +96,9 @@ def find_splices(
 
 
 def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> list[tuple[int, int]]:
-    """Return the bounds of the text after each assistant header, through the token that ends the turn.
+    """Return the bounds of each assistant turn: from after its header to after the token that ends it.
 
-    The last header, which has no turn yet, is the generation prompt's.
+    The header of the generation prompt, which has no turn yet, is left out.
     """
     regions = []
     at = text.find(header)
@@ -115,18 +115,21 @@ def _regions(text: str, header: str, tokenizer: Tokenizer, stop_ids: frozenset[i
 
 
 def _last_mark(text: str, start: int, end: int) -> int:
-    """Return where the last mark before `end` begins."""
+    """Return the position of the last mark in `text[start:end]`."""
     return max(match.start() for match in MARK.finditer(text, start, end))
 
 
 def _without_other_stop(ids: list[int], end: str, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> list[int]:
-    """Return the ids without the stop token at their end, unless it is `end`, the mark that the template writes."""
+    """Return the ids without a stop token at their end, unless `end`, the template's mark, stands for that token."""
     other = bool(ids) and ids[-1] in stop_ids and ids[-1] != tokenizer.control_of_mark(end).id
     return ids[:-1] if other else ids
 
 
 def _kept(text: str, start: int, end: int, ids: list[int], tokenizer: Tokenizer) -> list[Splice]:
-    """Return the longest suffix of the sampled ids that spells the suffix of what the template wrote, if any."""
+    """Return a splice of the longest suffix of the sampled ids that spells the end of `text[start:end]`, if any.
+
+    The text is tried with and without the mark at its end.
+    """
     reader = Reader(tokenizer, frozenset(), ())
     starts = []
     for token_id in ids:

@@ -1,4 +1,4 @@
-"""Which bridge is exact for a turn and the messages after it: local, contextual, or none but a new branch."""
+"""Choose the bridge strategy for a turn and the messages after it: local, contextual, or a new branch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def choose(
     history: Sequence[Message],
     system: bool | None = None,
 ) -> Strategy:
-    """Return the bridge strategy for these very messages.
+    """Return the bridge strategy for `new_messages` after `history` and `reply`.
 
-    `system` says whether `history` has a message of the system's or the developer's, if that is known already.
+    `system` says whether `history` has a system or developer message; with None, `history` is searched.
 
-    A continuation that the certificate does not name, or new messages that do not answer each call of `reply`, are
-    tried out here and now, at the cost of some full renderings.
-    Raises `TemplateRefused` with the certificate's reason for one that the template does not take.
+    If the certificate does not have the continuation, or if the new messages do not answer each call of `reply`, the
+    strategy is found by some full renderings of this conversation.
+    Raises `TemplateRefused` with the certificate's reason for a continuation that the template does not take.
     """
     if system is None:
         system = any(message["role"] in ("system", "developer") for message in history)
@@ -49,7 +49,7 @@ def choose(
 
 
 def _counts_images(renderer: Renderer, reply: Message, new_messages: Sequence[Message], setup: Setup) -> bool:
-    """Return whether what the template writes of images depends on those before (`Picture 2:`)."""
+    """Return whether the template's text for an image depends on earlier images (`Picture 2:`)."""
     after_image = [{"role": "user", "content": [{"type": IMAGE}, {"type": "text", "text": _MARKER}]}]
     here = renderer.suffix(reply, new_messages, setup)
     return renderer.suffix(reply, new_messages, setup, after_image) != here
@@ -61,7 +61,10 @@ _MARKER = "tokentapetellingword"
 def _try_out(
     renderer: Renderer, reply: Message, new_messages: Sequence[Message], setup: Setup, history: Sequence[Message]
 ) -> Strategy:
-    """Return the strategy for a real conversation. A word put into all that came before shows if it is said again."""
+    """Return the strategy for a real conversation.
+
+    A marker word in tools and earlier messages shows whether the suffix repeats any of them.
+    """
     try:
         suffix = renderer.suffix(reply, new_messages, setup, history)
     except TemplateRefused:
@@ -79,7 +82,7 @@ def _try_out(
 
 
 def reaches_prompt(renderer: Renderer, setup: Setup, before: Sequence[Message], new: Sequence[Message]) -> bool:
-    """Return whether a full rendering holds, anywhere, the last turn of `before` and each new message."""
+    """Return whether a full rendering contains the last turn of `before` and each new message, at any place."""
     messages = [*before, *new]
     return all(
         _MARKER
@@ -101,12 +104,12 @@ def _with_marker(message: Message) -> Message:
 
 
 def _marked(text: str) -> str:
-    # In the middle: templates look at how texts begin and end.
+    # The marker goes into the middle, because templates look at how texts begin and end.
     return text[: len(text) // 2] + _MARKER + text[len(text) // 2 :]
 
 
 def local_or_contextual(local_suffix: Callable[[], str], suffix: str) -> Strategy:
-    """Return `local` if the suffix after a made-up question, which `local_suffix` renders, is `suffix`."""
+    """Return `local` if `local_suffix`, which renders after a made-up question, returns `suffix`, else `contextual`."""
     try:
         return "local" if local_suffix() == suffix else "contextual"
     except TemplateRefused:

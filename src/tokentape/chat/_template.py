@@ -1,8 +1,8 @@
-"""A model's chat template, rendered in a sandbox the way `transformers.apply_chat_template` renders it.
+"""Render a model's chat template in a sandbox, as `transformers.apply_chat_template` renders it.
 
-The behavior followed is that of transformers 5.23: message keys whose value is None are dropped, reasoning is offered
-under each name that templates read, `tojson` keeps unicode and key order. Unlike there, the clock is an argument, and
-reasoning is offered as `reasoning` too: templates that read only that would lose it.
+This follows transformers 5.23: message keys with the value None are dropped, reasoning is passed under each name that
+templates read, and `tojson` keeps unicode and key order. There are two differences: the date is an argument, and
+reasoning is also passed as `reasoning`, because templates that read only that key would lose it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _FAILURES = (
     RuntimeError,
     MemoryError,
 )
-"""What expressions of a template raise: `cycler()` a RuntimeError, `truncate` an AssertionError."""
+"""Errors that expressions of a template raise: `cycler()` a RuntimeError, `truncate` an AssertionError."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""What templates and callers call an assistant message's reasoning."""
+"""The keys that templates and callers use for an assistant message's reasoning."""
 
 
 class ChatTemplate:
@@ -49,7 +49,7 @@ class ChatTemplate:
     def __init__(self, source: str, tool_use_source: str | None = None) -> None:
         self.source, self.tool_use_source = source, tool_use_source
         self.whole_source = f"{source}\0{tool_use_source or ''}"
-        """With the `tool_use` variant."""
+        """The source with that of the `tool_use` variant."""
         self.sha256 = hashlib.sha256(self.whole_source.encode()).hexdigest()
         self._default = _compile(source)
         self._tool_use = _compile(tool_use_source) if tool_use_source is not None else self._default
@@ -58,9 +58,9 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
-        """Find the template as transformers does: `chat_template.jinja`, else the tokenizer's configuration.
+        """Load the template from `chat_template.jinja`, else from the tokenizer's configuration, as transformers does.
 
-        Raises `TokenizerUnusable` if there is none or it is not valid Jinja in UTF-8.
+        Raises `TokenizerUnusable` if there is no template or if it is not valid Jinja in UTF-8.
         """
         folder = Path(folder)
         path = folder / "chat_template.jinja"
@@ -81,12 +81,12 @@ class ChatTemplate:
 
     @cached_property
     def compared_strings(self) -> tuple[str, ...]:
-        """String constants that the template compares with texts, or looks for in them, see `compared_strings`."""
+        """The strings that the template compares with texts or searches for in them, see `compared_strings`."""
         return compared_strings(parse_template(self.whole_source.replace("\0", "\n")))
 
     @cached_property
     def highest_compared(self) -> int:
-        """The highest number that the template compares something with, see `highest_compared`."""
+        """The highest number in the template's comparisons, see `highest_compared`."""
         return highest_compared(parse_template(self.whole_source.replace("\0", "\n")))
 
     def render(
@@ -98,7 +98,7 @@ class ChatTemplate:
         date: str,
         variables: Mapping[str, Any],
     ) -> str:
-        """Render to text. `variables` are special tokens and template kwargs; `date` is ISO 8601.
+        """Return the rendered text. `variables` has special tokens and template kwargs; `date` is in ISO 8601.
 
         Raises `TemplateRefused` with the template's own reason.
         """
@@ -116,9 +116,9 @@ class ChatTemplate:
 
 @lru_cache(maxsize=32)
 def _takes_parts_only(template: jinja2.Template) -> bool:
-    """Return whether it shows a word that comes as a part, and not one that comes as text.
+    """Return whether the template renders a word in a list of parts, but not the word as a string.
 
-    Raises `TokenizerUnusable` if the two conversations of a word take too long.
+    Raises `TokenizerUnusable` if one of these two renderings takes too long.
     """
 
     def shows(content: Any) -> bool:
@@ -139,14 +139,14 @@ def _takes_parts_only(template: jinja2.Template) -> bool:
 
 
 def _render(template: jinja2.Template, given: dict[str, Any]) -> str:
-    """Render within the limits that apply. Raises `TemplateRefused`."""
+    """Render within the current limits. Raises `TemplateRefused`."""
     try:
-        # Not by `Template.render`, which rewrites tracebacks: several times the memory of what a refused template made.
+        # `Template.render` is not used: it rewrites tracebacks, which takes several times the memory of the rendering.
         return template.environment.concat(template.root_render_func(template.new_context(given)))
     except jinja2.TemplateError as error:
         raise TemplateRefused(f"the chat template refused this conversation: {error.message}") from error
     except _FAILURES as error:
-        # Only a TypeError's text is sure to hold types and no text of a caller.
+        # Only a TypeError's text is sure to name types and to contain no caller's text.
         detail = f"TypeError: {error}" if isinstance(error, TypeError) else type(error).__name__
         raise TemplateRefused(f"the chat template failed on this conversation: {detail}") from error
 
@@ -157,11 +157,11 @@ def _with_parts(message: Message) -> Message:
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """Return the message as templates expect it: no None values, text parts joined, reasoning under each of its names.
+    """Return the message as templates expect it: no None values, text parts joined, reasoning under each of its keys.
 
-    Content with images stays a list of parts, those of images without what only a record says of them.
+    Content with images stays a list of parts; image parts keep only their type.
 
-    Raises `InvalidRequest` for content that is neither text nor a list of such parts.
+    Raises `InvalidRequest` for content that is neither text nor a list of text and image parts.
     """
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content")
@@ -176,7 +176,7 @@ def plain_message(message: Message) -> dict[str, Any]:
 
 
 def _parts(content: Sequence[Any]) -> list[dict[str, str]]:
-    """Return the parts with the texts between images joined."""
+    """Return the content as a list of parts, with adjacent text parts joined and image parts reduced to their type."""
     parts: list[dict[str, str]] = []
     for is_image, run in groupby(content, lambda part: bool(image_parts([{"content": [part]}]))):
         if is_image:
@@ -205,7 +205,7 @@ def join_parts(content: Any) -> str:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Accepts `{% generation %}` blocks, which mark assistant text for masks; masks here come from provenance."""
+    """Ignores `{% generation %}` tags. They mark assistant text for loss masks, which here come from provenance."""
 
     tags = {"generation"}  # noqa: RUF012 - the attribute is jinja2's
 
@@ -215,16 +215,17 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` as templates may use it: to build one, not to reach its class.
+    """`dict` for templates: it builds a dict and does not give access to the class.
 
-    The clock is read between the keys, because numbers can be chosen for the same hash: then each is compared with all.
+    The time is checked for each key, because a template can choose numbers with equal hashes, and then each key is
+    compared with all others.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*map(usage().counted, args), **kwargs)
 
     def fromkeys(self, keys: Any, *value: Any) -> dict[Any, Any]:
-        # `each` would yield the pairs of a dict.
+        # `counted` would yield the items of a mapping.
         return dict.fromkeys(usage().counted(list(keys) if isinstance(keys, Mapping) else keys), *value)
 
 
@@ -237,7 +238,7 @@ def read_source(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise TokenizerUnusable(f"{path} is no chat template: it is not UTF-8 text") from None
+        raise TokenizerUnusable(f"{path} is not a chat template: it is not UTF-8 text") from None
 
 
 def parse_template(source: str) -> jinja2.nodes.Template:
@@ -251,9 +252,9 @@ def _environment() -> Sandbox:
 
 @lru_cache(maxsize=32)
 def _compile(source: str) -> jinja2.Template:
-    """Compile a template. It keeps nothing of a rendering, so all who load a model share it.
+    """Compile a template. The result has no state of renderings, so it is cached and shared.
 
-    Raises `TokenizerUnusable` if it is not valid.
+    Raises `TokenizerUnusable` if the source is not valid.
     """
     environment = _environment()
     environment.globals["raise_exception"] = _raise_exception

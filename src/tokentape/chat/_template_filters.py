@@ -1,7 +1,7 @@
-"""Filters and tests for chat templates within the limits of `_limits.py`, and checks of arguments shared with methods.
+"""Filters and tests for chat templates within the limits of `_limits.py`, and checks of arguments for string methods.
 
-A call is refused if `GROWTH` times what it reads would be too much, so that it takes no longer than that. What
-multiplies, or takes more than linear time, is checked by the sizes of its arguments.
+A call is refused if `GROWTH` times the size of its arguments exceeds the limit. Filters and methods that multiply sizes
+or take more than linear time have further checks of their arguments.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _OF_TEXTS = (
     *("capitalize", "center", "e", "escape", "filesizeformat", "float", "forceescape", "indent", "int", "lower"),
     *("reverse", "safe", "string", "title", "trim", "truncate", "upper", "urlencode", "wordcount"),
 )
-"""Filters that do not make a list of the characters of a text."""
+"""Filters that read a string without making a list of its characters."""
 _COLLECTING = ("groupby", "join", "sort", "unique")
-"""Filters that keep something of each item: its text, or a key, which may be an argument."""
+"""Filters that keep a text or a key for each item; the key may come from an argument."""
 _IN_PIECES = ("title", "urlencode")
-"""Filters that make a list of the words or characters of a text, and are slow."""
+"""Slow filters, which make a list of the words or characters of a text."""
 _WITH_WIDTHS = frozenset({"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "zfill"})
-"""Filters and methods that a number makes long, or slow."""
+"""Filters and methods with a number as argument that can make them slow or their result long."""
 _NOT_FROM_THE_START = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim")
-"""Methods and filters that look for each character, or at each place, of what they are given."""
+"""Methods and filters that take time proportional to the length of the text times that of the argument."""
 _MOST_COMPARISONS = 2**30
 _MOST_PARTS_OF_A_PATH = 10
 _NUMBERS = re.compile(r"\d+")
 _PRINTF = re.compile(r"%(?:\([^()]*\))?[-#0 +]*(\*|[0-9]*)(?:\.(\*|[0-9]*))?[hlL]?(.)", re.DOTALL)
-"""A conversion of `%` with its width, precision and kind."""
+"""Matches a conversion of the `%` operator; its groups are width, precision and kind."""
 _STRFTIME_WIDTH = re.compile(r"%[-_0^#+]*(\d+)")
 
 
 def limited_filters(unlimited: jinja2.Environment) -> dict[str, Any]:
-    """Return the filters of templates by name: Jinja's with limits, or our own in their place."""
+    """Return the filters for templates by name: Jinja's with limits, and replacements for some of them."""
     limited: dict[str, Any] = {
         name: function if name in _FREE_FILTERS else _limited_filter(name, unlimited)
         for name, function in unlimited.filters.items()
@@ -56,7 +56,7 @@ def limited_filters(unlimited: jinja2.Environment) -> dict[str, Any]:
 
 
 def limited_tests(tests: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tests of templates by name, those that look at more than a type limited."""
+    """Return the tests for templates by name. Those that read more than a type get limits."""
 
     def limited(test: Callable[..., Any], *, of_numbers: bool) -> Callable[..., Any]:
         def limited_test(*values: Any) -> Any:
@@ -161,7 +161,7 @@ def _sum(of_numbers: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_large(name: str, value: Any, given: tuple[Any, ...]) -> None:
-    """Refuse a filter or a method with so much to read, or such widths, that it makes too much or takes too long."""
+    """Refuse a filter or method if the size of `value` or of its arguments `given` makes it too large or too slow."""
     use = usage()
     weight, sizes = use.weigh(value), [use.weigh(one) for one in given]
     use.fits((2 if name in _IN_PIECES else 1) * GROWTH * (weight + sum(sizes)))
@@ -172,7 +172,7 @@ def refuse_large(name: str, value: Any, given: tuple[Any, ...]) -> None:
 
 
 def string_arguments(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments to give to a method of a string. Refuse those that make it huge, or never end."""
+    """Return the arguments for a method of a string. Refuse endless ones and those that make the result too large."""
     use = usage()
     if name == "join":
         args = (use.made(list(islice(args[0], MOST_ITEMS + 1))),)
@@ -192,7 +192,7 @@ def string_arguments(text: str, name: str, args: tuple[Any, ...], kwargs: dict[s
 
 
 def printf(text: str, values: Any) -> str:
-    """Return `text % values`, unless that is too large."""
+    """Return `text % values`, or refuse it if it would be too large."""
     use = usage()
     use.items(text.count("%"))
     found = _PRINTF.findall(text)
@@ -202,7 +202,7 @@ def printf(text: str, values: Any) -> str:
     given = values if isinstance(values, tuple) else (values,)
     if any("*" in one[:2] for one in found):
         use.numbers(given)
-    # Only what has a name can be written more than once.
+    # Only values of a mapping can be written more than once.
     written = (len(found) if isinstance(values, Mapping) else 1) * sum(_written(one, kinds) for one in given)
     _refuse_formatted([width for *widths, _ in found for width in widths if width], written)
     return use.made(text % values)  # type: ignore[no-any-return]
@@ -219,24 +219,24 @@ def _refuse_format(text: str, values: tuple[Any, ...]) -> None:
 
 
 def _written(value: Any, kinds: Collection[str]) -> int:
-    """Return how long a value can become in a format with these kinds of conversions."""
+    """Return an upper bound of a value's length when it is formatted by conversions of these kinds."""
     return usage().weigh(value) * (1 if type(value) is str and not {"r", "a"}.intersection(kinds) else GROWTH)
 
 
 def _refuse_formatted(widths: list[str], written: int) -> None:
-    """Refuse a format that would make a long text: of its values so many characters, and each width the largest."""
+    """Refuse a format with `written` characters of values and these widths, each taken as the largest allowed."""
     if any(len(width) > 5 for width in widths):
         raise jinja2.TemplateError("it formats with a width of six digits or more")
     usage().fits(len(widths) * MOST_NUMBER + written)
 
 
 def refuse_others(operator: str, left: object, right: object = 0) -> None:
-    """Raise for an operator between what is no numbers."""
+    """Raise the `TypeError` for an operator between values that are not numbers."""
     raise TypeError(f"{operator} wants numbers, not {type(left).__name__!r} and {type(right).__name__!r}")
 
 
 def refuse_wide_times(text: str) -> None:
-    """Refuse a format of a date that would be long."""
+    """Refuse a format for `strftime` that would make a long text."""
     if len(text) > MOST_NUMBER:
         raise jinja2.TemplateError(f"its format of a date is longer than {MOST_NUMBER}")
     _refuse_formatted(_STRFTIME_WIDTH.findall(text), GROWTH * GROWTH * len(text))

@@ -1,9 +1,8 @@
-"""Cache the literal text that a template writes around callers' texts, with the provenance of each character.
+"""Cache the literal text that a template writes around callers' texts, to save a second rendering.
 
-To learn whose a character is, a conversation is rendered once more with the edges of callers' texts marked
-(`caller_text`). After a turn a template writes much the same each time. Where a suffix is, character for character,
-what was written around the texts of an earlier one with the new texts in their places, the second rendering would say
-nothing new.
+The provenance of characters comes from a second rendering with edge markers in callers' texts (`_caller_text.py`).
+Suffixes of turns are mostly alike. If a suffix equals an earlier one with the new texts in place of the earlier texts,
+character for character, its provenance follows from the cached literals.
 """
 
 from __future__ import annotations
@@ -23,23 +22,20 @@ class Text:
 
     whole: str
     core: str
-    """Without the white space around it, which counts as the template's."""
+    """The text without the white space around it, which gets the provenance TEMPLATE."""
     code: Provenance
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateLiterals:
-    """What a template writes before, between and after texts. Marks count as one character."""
+    """The literals that a template writes before, between and after texts. A mark counts as one character."""
 
     pieces: tuple[str, ...]
     trims: bool
-    """It writes texts without the white space around them."""
+    """Whether the template writes texts without the white space around them."""
 
     def codes(self, written: str, texts: Sequence[Text]) -> Codes | None:
-        """Return the provenance per character of `written`.
-
-        None if it is anything but these pieces around the texts.
-        """
+        """Return the provenance of each character of `written`; None if it is not these pieces around the texts."""
         if len(texts) + 1 != len(self.pieces):
             return None
         codes = np.full(len(written), Provenance.TEMPLATE, dtype=np.uint8)
@@ -58,7 +54,7 @@ class TemplateLiterals:
 def template_literals(written: str, codes: Codes, texts: Sequence[Text]) -> TemplateLiterals | None:
     """Return the literals around the texts in `written`, given the provenance of its characters.
 
-    None if it holds anything else.
+    Return None if `written` is not made of literals and these texts, in this order.
     """
     for trims in (False, True):
         pieces, at = [], 0
@@ -76,7 +72,7 @@ def template_literals(written: str, codes: Codes, texts: Sequence[Text]) -> Temp
 
 
 def texts_of(messages: Sequence[Message], unescape: Callable[[str], str]) -> list[Text] | None:
-    """Return the texts of escaped messages that hold one each and nothing else of a caller's; None if one does not."""
+    """Return the contents of escaped messages. Return None if one is the assistant's, empty or not a string."""
     texts = []
     for message in messages:
         content = message.get("content")

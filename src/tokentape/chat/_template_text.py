@@ -1,4 +1,4 @@
-"""What a chat template writes, as marked text, and what can be read off it: formats, stop tokens, suffixes of turns."""
+"""Render a chat template to marked text, and read off formats, stop tokens and suffixes of turns."""
 
 from __future__ import annotations
 
@@ -20,17 +20,14 @@ from tokentape.errors import TemplateRefused
 from tokentape.types import Codes, Message, Setup
 
 _KEPT_SETUPS = 256
-"""For how many setups the format and the escaped tools are kept."""
+"""At most this many setups have their format and escaped tools cached."""
 
 _Key = TypeVar("_Key")
 _Kept = TypeVar("_Kept")
 
 
 class TemplateText:
-    """The marked text that one template writes for one tokenizer.
-
-    Methods that take a `Setup` use its tools, kwargs and date.
-    """
+    """Renders one template to marked text for one tokenizer. Of a `Setup`, methods use the tools, kwargs and date."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
@@ -52,33 +49,30 @@ class TemplateText:
         return found
 
     def stop_ids(self, setup: Setup) -> frozenset[int]:
-        """Return the ids that end a turn.
-
-        The model's end-of-sequence ids and what its template ends assistant turns with.
-        """
+        """Return the ids that end a turn: the end-of-sequence ids, and those that the template ends turns with."""
         found = self._stops.get(setup.key)
         return keep(self._stops, setup.key, self._stop_ids(self.format(setup))) if found is None else found
 
     def _stop_ids(self, form: AssistantFormat) -> frozenset[int]:
         eos_ids = self.tokenizer.eos_ids
         found = set(eos_ids)
-        # Text within turns ends none: a part of the turn, or a second call, would never be sampled. Without any
-        # end-of-sequence id, the first of it is better than no end at all.
+        # A token that also stands within turns is no stop token: a later part of the turn, or a second call, would
+        # never be sampled. Without any end-of-sequence id it is taken all the same, as the only end there is.
         within = {self._mark_id(mark) for mark in MARK.findall(form.within_turns)} if eos_ids else set()
         for suffix, close in ((form.content_suffix, form.content_close), (form.calls_suffix, form.calls_close)):
             cut = trim_to_turn_end(suffix, close, form, self.tokenizer, eos_ids)
             mark = MARK.match(cut.text)
             if mark is None or self._mark_id(mark[0]) in within:
                 continue
-            # Where the conversation ends with an end-of-sequence token, another one may end the turns within it (Phi),
-            # but the next message's header does not.
+            # If conversations end with an end-of-sequence token, another token may end the turns within them (Phi), but
+            # the next message's header is no stop token.
             ended = not eos_ids.isdisjoint(self._mark_id(m) for m in MARK.findall(close.last))
             if cut.ends_turn or not ended:
                 found.add(self._mark_id(mark[0]))
         return frozenset(found)
 
     def _without_stops(self, form: AssistantFormat) -> AssistantFormat:
-        """Return the format with content and calls that close before the token that ends the turn."""
+        """Return the format with the closes of content and calls cut before the token that ends the turn."""
         stop_ids = self._stop_ids(form)
         content_end, turn_end = form.content_end, form.turn_end
         after = content_end + turn_end
@@ -102,15 +96,15 @@ class TemplateText:
         return self.tokenizer.control_of_mark(mark).id
 
     def render_text(self, messages: Sequence[Message], setup: Setup, *, generate: bool) -> str:
-        """Return the marked text of a conversation, with or without the generation prompt. For certificates."""
+        """Return the marked text of a conversation; `generate` adds the generation prompt. For certificates."""
         return self._accepted(messages, setup, generate=generate)[1]
 
     def render_text_with_provenance(
         self, messages: Sequence[Message], setup: Setup, *, generate: bool
     ) -> tuple[str, Codes]:
-        """Return the marked text of a conversation with a provenance code per character; a mark counts as one.
+        """Return the marked text of a conversation, and the provenance of each character; a mark counts as one.
 
-        With or without the generation prompt. Raises as `render`.
+        `generate` adds the generation prompt. Raises `TemplateRefused` as `render` does.
         """
         plain, text = self._accepted(messages, setup, generate=generate)
         edged = self._render([with_edges(message) for message in plain], setup, generate=generate)
@@ -124,11 +118,11 @@ class TemplateText:
         setup: Setup,
         history: Sequence[Message] | None = None,
     ) -> str:
-        """Return the marked text that the template writes after a turn like `reply`; see `bridge`. For certificates."""
+        """Return the marked text that the template writes after `reply`; see `Renderer.bridge`. For certificates."""
         return self._suffix(reply, new_messages, setup, self.format(setup), history)[0]
 
     def turn_close(self, reply: Message, setup: Setup) -> TurnClose:
-        """Return what the template writes after a turn like `reply` at the end of a conversation. For certificates."""
+        """Return the text that the template writes after `reply` at the end of a conversation. For certificates."""
         form = self.format(setup)
         probe, sentinel, close = next(_probes(reply, (), form, ""))
         return self._close(probe, sentinel, close, setup, form)
@@ -141,7 +135,10 @@ class TemplateText:
         form: AssistantFormat,
         history: Sequence[Message] | None,
     ) -> tuple[str, Codes, TurnClose]:
-        """Return the suffix after a turn like `reply`, its provenance, and how such a turn ends a conversation."""
+        """Return the suffix after `reply`, its provenance, and the text after `reply` at the end of a conversation.
+
+        `history` has the messages before `reply`; None puts a made-up question before it.
+        """
         if history is None:
             setup = self._bridging_setup(setup)
             before: Sequence[Message] = self.format(setup).question
@@ -160,12 +157,12 @@ class TemplateText:
                 suffix = _after(text, sentinel)
                 if NAME in suffix:
                     refused = TemplateRefused(
-                        "the chat template writes the name of the tool that a result is of, and neither the result nor "
-                        "a call of the turn before says it. Send the result with a `name`."
+                        "the chat template writes a tool's name with its result, and neither the result nor a call of "
+                        "the turn before has the name. Send the result with a `name`."
                     )
                     continue
                 if probe.get("content") and said.strip() and said.strip() in suffix and sentinel is VALUE:
-                    # Of a turn with content and calls it writes content after the results. It was sampled already.
+                    # The template writes the turn's content after the results, but it was sampled before them.
                     continue
                 written = MARK.sub("\0", suffix)
                 close = self._close(probe, sentinel, close, setup, form)
@@ -187,7 +184,7 @@ class TemplateText:
         raise refused
 
     def _close(self, probe: Message, sentinel: str, close: TurnClose, setup: Setup, form: AssistantFormat) -> TurnClose:
-        """Return what ends `probe` at the end of a conversation: `close`, with the ids and the content of its own."""
+        """Return the text after `probe` at the end of a conversation: `close`, unless it varies with ids or content."""
         if sentinel is CONTENT or (PROBE_ID not in form.calls_close.last and not probe.get("content")):
             return close
 
@@ -202,11 +199,9 @@ class TemplateText:
         return found
 
     def _bridging_setup(self, setup: Setup) -> Setup:
-        """Return the setup to think of a local bridge in.
+        """Return the setup to compute local bridges in: without tools, if the text after turns is the same without.
 
-        Without tools, if the text after a turn is the same without them.
-
-        Tools stand before the conversation, where a bridge does not reach, and can be most of what is rendered.
+        Tools stand before the conversation, outside of a bridge, and can be most of the rendered text.
         """
         found = self._bridging.get(setup.key)
         if found is None:
@@ -218,9 +213,9 @@ class TemplateText:
         return found
 
     def _plain(self, messages: Sequence[Message], setup: Setup, *, reshape: bool) -> list[dict[str, Any]]:
-        """Return messages as templates take them, caller text escaped; `reshape`.
+        """Return messages as templates take them, with callers' text escaped.
 
-        Tool calls in the template's own shape.
+        With `reshape`, tool calls are in the template's `CallShape`.
         """
         shape = self.format(setup).shape if reshape else None
         plain = []
@@ -234,7 +229,7 @@ class TemplateText:
     def _accepted(
         self, messages: Sequence[Message], setup: Setup, *, generate: bool
     ) -> tuple[list[dict[str, Any]], str]:
-        """Return messages in the shape that the template accepts, as they come if it does, and their marked text."""
+        """Return messages and their marked text. Calls are reshaped only if the template refuses them as they come."""
         plain = self._plain(messages, setup, reshape=False)
         try:
             return plain, self._render(plain, setup, generate=generate)
@@ -248,7 +243,7 @@ class TemplateText:
         return self._render(plain, setup, generate=generate)
 
     def _render(self, plain: Sequence[Message], setup: Setup, *, generate: bool) -> str:
-        """Return the marked text of messages that are escaped already."""
+        """Return the marked text of escaped messages."""
         escaped = self._escaped.get(setup.key)
         if escaped is None:
             escape = self._escaper.escape_all
@@ -270,20 +265,20 @@ class TemplateText:
             return ""
 
     def _refuse_unknown_roles(self, plain: Sequence[Message], edged: str, setup: Setup) -> None:
-        """Raise `TemplateRefused` for a message whose role this template never renders, such as `developer`.
+        """Raise `TemplateRefused` for a message with a role that this template never renders, such as `developer`.
 
-        What a template leaves out for another reason is left out here too: the ids are to be the template's.
+        Texts that the template leaves out for another reason are no error: the ids should be the template's.
         """
-        spoken = [message for message in plain if _texts(message)]
-        if edges_found(edged) >= sum(map(_texts, spoken)):
+        with_text = [message for message in plain if _text_count(message)]
+        if edges_found(edged) >= sum(map(_text_count, with_text)):
             return
-        for role in dict.fromkeys(message["role"] for message in spoken if message["role"] != "tool"):
+        for role in dict.fromkeys(message["role"] for message in with_text if message["role"] != "tool"):
             asked = {"role": role, "content": CONTENT}
             question = self.format(setup).question
             tries = [asked, *question], [*question[:-1], asked] if role == "user" else [*question, asked]
             if not any(CONTENT in self._render_or_nothing(messages, setup) for messages in tries):
                 raise TemplateRefused(
-                    f"the chat template never renders messages of role {role!r}: what they say would not reach the "
+                    f"the chat template never renders messages of role {role!r}: their text would not reach the "
                     "model. Send them under a role that it renders."
                 )
 
@@ -294,26 +289,26 @@ class TemplateText:
 
         A template may drop it, or write it before the turn (Mistral v3, a system message that comes last).
         """
-        spoken = [n for n, message in enumerate(new) if _texts(message)]
-        if edges_found(edges) >= sum(map(_texts, new)):
+        with_text = [n for n, message in enumerate(new) if _text_count(message)]
+        if edges_found(edges) >= sum(map(_text_count, new)):
             return
-        for n in spoken:
+        for n in with_text:
             content = new[n]["content"]
             marked = KEY + content if isinstance(content, str) else [{"type": "text", "text": KEY}, *content]
             changed = [*new[:n], {**new[n], "content": marked}, *new[n + 1 :]]
             if _after(self._render([*before, *changed], setup, generate=True), sentinel) == suffix:
                 raise TemplateRefused(
-                    f"the chat template drops new message {n} (role {new[n]['role']!r}) after such a turn: what it "
-                    "says would not reach the model"
+                    f"the chat template drops new message {n} (role {new[n]['role']!r}) after such a turn: its "
+                    "text would not reach the model"
                 )
 
 
 def _probes(
     reply: Message, new_messages: Sequence[Message], form: AssistantFormat, said: str
 ) -> Iterator[tuple[Message, str, TurnClose]]:
-    """Yield assistant messages to try as stand-ins for `reply`: message, sentinel in it, what ends it.
+    """Yield assistant messages to render in place of `reply`, each with its sentinel and the text that ends it.
 
-    `said` is content of the reply that a stand-in repeats, since a template may look for words in it.
+    `said` is the reply's content, which the messages repeat because a template may look for words in it.
     """
     calls = [(call["id"], call["function"]["name"]) for call in reply.get("tool_calls") or ()]
     answered = [
@@ -342,8 +337,8 @@ def _after(text: str, sentinel: str) -> str:
     return text[text.rindex(sentinel) + len(sentinel) :]
 
 
-def _texts(message: Message) -> int:
-    """Return how many texts the message holds that are not the assistant's."""
+def _text_count(message: Message) -> int:
+    """Count the texts of a message; 0 for the assistant's."""
     content = message.get("content")
     if message["role"] == "assistant" or content is None:
         return 0
@@ -352,7 +347,7 @@ def _texts(message: Message) -> int:
 
 
 def keep(kept: dict[_Key, _Kept], key: _Key, value: _Kept) -> _Kept:
-    """Keep a value, in place of the oldest one if there are too many."""
+    """Store a value in a cache and return it. A full cache drops its oldest entry."""
     if len(kept) >= _KEPT_SETUPS:
         kept.pop(next(iter(kept)), None)
     kept[key] = value

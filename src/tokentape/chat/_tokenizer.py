@@ -35,7 +35,7 @@ MARK = re.compile("[\ud800-\udb7f][\udc00-\udfff]")
 """Matches the mark of any control token."""
 
 _BLOCKS = (0x100000, 0xF0000, 0x108000, 0xF8000)
-"""Where the twin's one-character names may start: private-use planes, so that some block is free of any text."""
+"""First code points of blocks in the private-use planes for the twin's names. A text rarely uses all four blocks."""
 
 _BLOCK_SIZE = 0x7FF0
 
@@ -52,13 +52,13 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Ids of a marked text, with the characters of it that each id covers."""
+    """The ids of a marked text, and the character span of each id."""
 
     ids: list[int]
     spans: npt.NDArray[np.int64]
-    """Per id the half-open range of characters in `text`, shape [ids, 2]."""
+    """For each id the half-open range of characters in `text`, shape [ids, 2]."""
     text: str
-    """What `spans` count in: the marked text with every mark as one character."""
+    """The marked text with one character in place of each mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class _Twin:
 
     encoder: tokenizers.Tokenizer
     names: Mapping[str, str]
-    """By mark."""
+    """Names by mark."""
     sections: Sections
 
     def named(self, marked: str) -> str:
-        """Return the marked text with names in place of its marks."""
+        """Return the marked text with a name in place of each mark."""
         return MARK.sub(lambda match: self.names.get(match[0], match[0]), marked)
 
 
@@ -131,7 +131,7 @@ class Tokenizer:
         """Added tokens that are ordinary text, such as HTML tags and runs of spaces: encoded where text spells them."""
         self.control_pattern = any_of(controls)
         self._added_pattern = any_of([*controls, *(token for token in self.text_tokens if not token.normalized)])
-        # The mark that text is encoded after must not swallow the text's own white space.
+        # The anchor, a mark to encode text after, must not take the text's own white space.
         plain = (c for c, token in zip(self.controls, controls, strict=True) if not token.strips)
         self._anchor = next((control.mark for control in plain), "")
         vocab = self._spec["model"]["vocab"]
@@ -143,7 +143,7 @@ class Tokenizer:
         self._breaks: dict[frozenset[int], frozenset[int]] = {}
 
     def for_template(self, source: str) -> Tokenizer:
-        """Return the tokenizer for a chat template: each added token that `source` spells is a control token."""
+        """Return a tokenizer in which each added token that `source`, a template's text, spells is a control token."""
         if not any(token.content in source for token in self.text_tokens if not token.is_words):
             return self
         made = copy(self)
@@ -192,11 +192,14 @@ class Tokenizer:
             )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise TokenizerUnusable(
-                f"{path} is damaged or no tokenizer ({type(error).__name__}: {error}); copy the model folder anew"
+                f"{path} is damaged or no tokenizer ({type(error).__name__}: {error}); copy the model folder again"
             ) from error
 
     def with_files(self, source: bytes, config: Mapping[str, Any]) -> Tokenizer:
-        """Return the tokenizer of another tokenizer.json and tokenizer_config.json, with control tokens named alike."""
+        """Return a tokenizer of another tokenizer.json and tokenizer_config.json.
+
+        The texts that name control tokens, the generation config and `strict_text` stay the same.
+        """
         return Tokenizer(source, config, self._generation_config, named_in=self._named_in, strict_text=self.strict_text)
 
     def added_token(self, content: str) -> AddedToken | None:
@@ -208,18 +211,18 @@ class Tokenizer:
         return self._by_content.get(content)
 
     def control_by_id(self, token_id: int) -> Control | None:
-        """Return the control token with this id, if it is one."""
+        """Return the control token with this id, if there is one."""
         return self._by_id.get(token_id)
 
     def mark_controls(self, text: str) -> str:
-        """Replace every spelled control token in `text` by its mark. For text that a template wrote itself."""
-        # Text tokens are matched too: where one overlaps a control token, the leftmost is the one that is there.
+        """Replace every spelled control token in `text` by its mark. Only for text that a template wrote."""
+        # Text tokens are matched too, because of overlapping tokens the tokenizer takes the leftmost.
         return self._added_pattern.sub(
             lambda match: self._by_content[match[0]].mark if match[0] in self._by_content else match[0], text
         )
 
     def spell_marks(self, marked: str) -> str:
-        """Write marks out as the control tokens spell: for people to read, never to encode."""
+        """Replace each mark by the spelling of its control token, for people to read. Never encode the result."""
         return MARK.sub(lambda match: self._by_mark[match[0]].content, marked)
 
     def control_of_mark(self, mark: str) -> Control:
@@ -227,14 +230,14 @@ class Tokenizer:
         return self._by_mark[mark]
 
     def breaks(self, stop_ids: frozenset[int]) -> frozenset[int]:
-        """Return the ids that are no text: those of control tokens, and `stop_ids`."""
+        """Return the ids of control tokens and the `stop_ids`."""
         found = self._breaks.get(stop_ids)
         if found is None:
             found = self._breaks[stop_ids] = stop_ids.union(self._by_id)
         return found
 
     def encode_marked(self, marked: str) -> Encoded:
-        """Encode marked text: marks become their control ids, everything else becomes ordinary ids.
+        """Encode marked text: marks become control ids, all other characters ordinary ids.
 
         Raises `InvalidRequest` for text that is not valid Unicode (a lone surrogate).
         """
@@ -261,8 +264,8 @@ class Tokenizer:
     def encode_after_control(self, marked: str, mark: str = "") -> Encoded:
         """Encode marked text as it is encoded after a control token, not at the start of a text.
 
-        SentencePiece-style tokenizers put a space before a text's first word only. `mark` says which control token
-        it is: some take along the white space that follows.
+        SentencePiece-style tokenizers put a space before a text's first word only. `mark` is the control token's mark:
+        some control tokens take the white space after them.
         """
         anchor = mark or self._anchor
         encoded = self.encode_marked(anchor + marked)
@@ -271,10 +274,10 @@ class Tokenizer:
         return Encoded(encoded.ids[1:], encoded.spans[1:] - 1, encoded.text[1:])
 
     def encode_plain(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Encode as `tokenizers` and `transformers` do, control tokens spelled in `text` included.
+        """Encode as `tokenizers` and `transformers` do: a control token spelled in `text` becomes its id.
 
-        For comparison, and for callers that make whole prompts: this is the path that lets text become control.
-        `add_special_tokens` puts around the text what the tokenizer does, a beginning-of-sequence token for example.
+        Use it for comparisons and for whole prompts only, because it lets text become control tokens.
+        `add_special_tokens` adds the tokenizer's special tokens, such as a beginning-of-sequence token.
         """
         return self._plain.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -283,7 +286,7 @@ class Tokenizer:
         return [one.ids for one in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one id; a control token's are its spelling."""
+        """Return the bytes of one id; for a control token, those of its spelling."""
         found = self._bytes.get(token_id)
         if found is None:
             control = self._by_id.get(token_id)
@@ -298,7 +301,7 @@ class Tokenizer:
         return found
 
     def continuations(self, text: str, most: int = 64) -> list[str]:
-        """Return what is left of entries of the vocabulary that begin with `text`, the first `most` of them."""
+        """Return the rests of vocabulary entries that begin with `text`, from the first `most` of them."""
         spelled = text.encode()
         written = (text, text.replace(" ", "\u2581"), "".join(CHAR_OF[byte] for byte in spelled))
         ids = (token_id for piece, token_id in self._entries() if piece.startswith(written) and piece not in written)
@@ -320,7 +323,7 @@ class Tokenizer:
         return b"".join(self.pieces(ids)).decode("utf-8", "replace")
 
     def array(self, ids: Sequence[int]) -> TokenIds:
-        """Return the ids as the int32 array that records hold."""
+        """Return the ids as an int32 array, the type that records use."""
         return np.asarray(ids, dtype=np.int32)
 
     def _free_block(self, marked: str) -> int:
@@ -328,12 +331,12 @@ class Tokenizer:
             if not re.search(f"[{chr(start)}-{chr(start + _BLOCK_SIZE - 1)}]", marked):
                 return start
         raise InvalidRequest(
-            "the text uses private-use characters from all four blocks that control tokens could be named with; "
+            "the text has private-use characters in all four blocks that could stand for control tokens; "
             "remove those above U+F0000"
         )
 
     def _twin(self, start: int) -> _Twin:
-        """Return the twin with names that begin there."""
+        """Return the twin with names from the block at `start`."""
         found = self._twins.get(start)
         if found is None:
             # A vocabulary may hold private-use characters of its own (Gemma's does).
@@ -394,8 +397,8 @@ def _mark(index: int) -> str:
 def _rename_controls(spec: Mapping[str, Any], name: Mapping[str, str]) -> dict[str, Any]:
     """Return a copy of a tokenizer.json in which control tokens have other names and the same ids.
 
-    Each name takes its token's place in the vocabulary or in the list of added tokens, so that ids which the library
-    assigns by position stay the same.
+    `name` maps spellings to names. Each name takes its token's place in the vocabulary or in the added tokens, so that
+    ids that the library assigns by position stay the same.
     """
     model = dict(spec["model"])
     if isinstance(model["vocab"], Mapping):

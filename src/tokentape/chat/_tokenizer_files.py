@@ -1,4 +1,4 @@
-"""The files of a tokenizer: what they name, and what `tokenizers` makes of them."""
+"""Read the files of a tokenizer, and load a tokenizer.json with `tokenizers`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMING_CONFIGS = ("config.json", "processor_config.json", "preprocessor_config.j
 
 
 def from_text(source: str) -> tokenizers.Tokenizer:
-    """Return what `tokenizers` makes of a tokenizer.json. Raises `TokenizerUnusable` if it does not take it."""
+    """Load the text of a tokenizer.json with `tokenizers`. Raises `TokenizerUnusable` if the library refuses it."""
     try:
         return tokenizers.Tokenizer.from_str(source)
     except Exception as error:  # the library raises nothing narrower
@@ -42,12 +42,12 @@ def _token_text(value: Any) -> str | None:
 
 
 def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a tokenizer_config.json names, by key."""
+    """Return the special tokens that a tokenizer_config.json names, as {key: token}."""
     return {key: text for key in _SPECIAL_TOKEN_KEYS if (text := _token_text(config.get(key))) is not None}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if there is no file. Raises `TokenizerUnusable` for other content."""
+    """Return the object in a JSON file; {} if the file is missing. Raises `TokenizerUnusable` for other content."""
     if not path.is_file():
         return {}
     try:

@@ -1,7 +1,7 @@
-"""Proof that the twin encodes as the tokenizer does: both encode many texts, and all ids must be equal.
+"""Check that the twin encodes as the tokenizer does: both encode many texts, and all ids must be equal.
 
-The twin (see `tokenizer.py`) is a rewritten tokenizer. Whether the rewriting changed any ids is not argued but tried,
-on every entry of the vocabulary, on runs of white space, on entries cut and put together, and on scripts and code.
+The twin (see `_tokenizer.py`) is a rewritten tokenizer. The texts are every entry of the vocabulary, runs of white
+space, concatenations and parts of entries, and text in many scripts and in code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokentape.errors import InvalidRequest, TokenizerUnusable
 
 _LONGEST_RUN = 64
 _AT_ONCE = 20_000
-"""Texts that are encoded together, which bounds the memory."""
+"""Number of texts that are encoded together, which limits the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class TwinDifference:
 
 
 def prove_twin(tokenizer: Tokenizer) -> None:
-    """Raise `TokenizerUnusable` with the differing text if the twin is not the same encoder as the tokenizer.
+    """Raise `TokenizerUnusable` with a text that the twin and the tokenizer encode differently, if one is found.
 
-    A proof takes about 5 s of CPU for 150,000 tokens, so the cache on disk keeps the name of what was proved.
+    The check takes about 5 s of CPU for 150,000 tokens, so a file in the cache on disk says that it has passed.
     """
     path = cache_directory("proofs") / f"{_key(tokenizer)}.json"
     if path.exists():
@@ -48,7 +48,7 @@ def prove_twin(tokenizer: Tokenizer) -> None:
     try:
         difference = twin_difference(tokenizer)
     except Exception as error:  # `tokenizers` raises nothing narrower
-        raise TokenizerUnusable(f"`tokenizers` loads this tokenizer, and can't encode text by it: {error}") from error
+        raise TokenizerUnusable(f"`tokenizers` loads this tokenizer, but can't encode text with it: {error}") from error
     if difference is None:
         keep(path, "{}\n")
     else:
@@ -60,7 +60,7 @@ def prove_twin(tokenizer: Tokenizer) -> None:
 
 
 def _key(tokenizer: Tokenizer) -> str:
-    """Return a digest of what a proof depends on: the files, the control tokens, the library and our own source."""
+    """Return a digest of the tokenizer file, control tokens, library version and source that a proof depends on."""
     parts = [tokenizer.sha256, [control.content for control in tokenizer.controls], tokenizers.__version__]
     parts += [Path(module.__file__ or "").read_text(encoding="utf-8") for module in (added_tokens, tokenizer_module)]
     parts.append(Path(__file__).read_text(encoding="utf-8"))
@@ -68,7 +68,7 @@ def _key(tokenizer: Tokenizer) -> str:
 
 
 def twin_difference(tokenizer: Tokenizer, cuts: int = 10_000) -> TwinDifference | None:
-    """Return the first text tried that twin and tokenizer encode differently, None if there is none.
+    """Return the first of the texts that twin and tokenizer encode differently; None if there is none.
 
     `cuts` is the number of concatenations of two or three entries, tried whole and cut.
     """
@@ -82,7 +82,7 @@ def twin_difference(tokenizer: Tokenizer, cuts: int = 10_000) -> TwinDifference 
 
 
 def proof_texts(tokenizer: Tokenizer, cuts: int) -> Iterator[str]:
-    """Yield the texts of the proof, always the same ones for one tokenizer."""
+    """Yield the texts of the proof. They are always the same for a tokenizer and a number of cuts."""
     entries = [token.content for token in tokenizer.added_tokens]
     entries += filter(None, (_entry(tokenizer, token_id) for token_id in range(tokenizer.vocab_size)))
     yield from entries
@@ -97,7 +97,7 @@ def proof_texts(tokenizer: Tokenizer, cuts: int) -> Iterator[str]:
 
 
 def _entry(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the text of a token, empty if it is none by itself."""
+    """Return the text of a token; empty if its bytes are not valid UTF-8 or if no token has the id."""
     try:
         return tokenizer.token_bytes(token_id).decode()
     except (UnicodeDecodeError, InvalidRequest):  # a part of a character, or an id that no token has
