@@ -18,15 +18,15 @@ _Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Every field is always sent, so that a server's own defaults never apply."""
+    """The parameters of a call. Every field is always sent, so that a server's own defaults never apply."""
 
     max_tokens: int
     """Upper bound of sampled tokens, the stop token included."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 samples greedily."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 is off."""
+    """0 turns it off."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -37,30 +37,30 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     """Sampling ends with the token that completes one of these; that whole token stays in the ids."""
     top_logprobs: int = 0
-    """How many alternatives to report per token."""
+    """Number of most likely ids to report for each token."""
     min_tokens: int = 0
-    """No stop id or stop string ends the completion before it has so many tokens."""
+    """Stop ids and stop strings are ignored until the completion has this many tokens."""
     json_schema: str | None = None
-    """A JSON Schema, as JSON text: tokens that would not follow it are ruled out. None rules out none."""
+    """A JSON Schema, as JSON text, that the completion must follow; None for no constraint."""
     adapter: str | None = None
-    """Name of the server's LoRA adapter that samples; None is the model without any."""
+    """Name of the server's LoRA adapter to sample with; None for the base model."""
     priority: int = 0
-    """For the server's scheduler; 0 is its default. Which order it means depends on the server."""
+    """Priority for the server's scheduler; 0 is its default. Servers differ in whether higher values come first."""
     cache_salt: str | None = None
     """Prompts share cached prefixes in the server only under the same salt."""
     session_id: str | None = None
-    """Calls of one session go to where their prefix is cached. It does not change what is sampled."""
+    """Routes calls of one session to the engine that has their prefix cached. It does not change the result."""
     supports: int = 0
-    """Report which ids truncation kept for each token, or only how many where it kept more than this; 0: don't."""
+    """Report which ids truncation kept for each token, or only their number if they are more than this; 0 for none."""
     payloads_from: int | None = None
-    """Offset in prompt + completion from which on per-token payloads are returned; None asks for none."""
+    """Offset in prompt + completion of the first token to return per-token payloads for; None for no payloads."""
 
 
 LogprobsMode: TypeAlias = Literal["raw_logprobs", "scaled_logprobs", "processed_logprobs"]
 """The modes that the embedded engine supports; see `EngineInfo.logprobs_mode`."""
 
 UNKNOWN_MODE = "unverified_logprobs"
-"""The mode if it is not known."""
+"""The logprobs mode of an engine with an unknown mode."""
 
 DISTRIBUTION = frozenset(
     {
@@ -78,12 +78,12 @@ DISTRIBUTION = frozenset(
         "top_logprobs",
     }
 )
-"""The `SamplingParams` fields that define what is sampled and reported; the others depend on the server."""
+"""The `SamplingParams` fields that define the distribution and the reported values in the same way on all engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSpan:
-    """Tokens of a completion, `start` to before `end`, that were sampled by one version of the weights."""
+    """The half-open range of a completion's tokens that one version of the weights sampled."""
 
     version: str
     start: int
@@ -98,17 +98,19 @@ class Payload:
     start: int
     """Offset in prompt + completion of the token that the first row belongs to."""
     rows: npt.NDArray[Any]
-    """Shape [tokens, ...]. There may be no row for the last sampled token, which no forward pass has seen."""
+    """Shape [tokens, ...]. The last sampled token may have no row, because no forward pass has read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptMedia:
+    """An image of a prompt."""
+
     start: int
-    """Offset in the prompt of its first placeholder id."""
+    """Offset in the prompt of the image's first placeholder id."""
     length: int
-    """How many placeholder ids stand for it."""
+    """Number of placeholder ids that stand for the image."""
     data: bytes
-    """As received: PNG, JPEG, WebP or GIF."""
+    """The file as received: PNG, JPEG, WebP or GIF."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,24 +124,24 @@ class SampleDelta:
     stop: int | str | None = None
     """With finish_reason "stop": the stop id or stop string that matched."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """Per id the most likely (id, logprob) pairs, best first; empty unless asked for."""
+    """For each id the most likely (id, logprob) pairs, best first; empty unless requested."""
     weight_version: str | None = None
     """Version of the weights that sampled these ids, if the engine reports it. `weight_spans` may correct it."""
     weight_spans: tuple[WeightSpan, ...] = ()
-    """With the last delta, if the engine reports them: spans that cover the whole completion."""
+    """In the last delta, if the engine reports versions: spans that cover the whole completion."""
     engine: str | None = None
-    """Which of several engines sampled these ids; as `str(EngineInfo)`."""
+    """The engine that sampled these ids, if there are several; as `str(EngineInfo)`."""
     supports: tuple[bytes, ...] = ()
-    """Per id which ids truncation kept, as `_supports.pack` has it; empty where none were asked for or reported."""
+    """For each id the ids that truncation kept, as packed by `_supports.pack`; empty if not requested or reported."""
     payloads: tuple[Payload, ...] = ()
-    """With the last delta: per-token arrays, if `SamplingParams.payloads_from` asked for them."""
+    """In the last delta: per-token arrays, if `SamplingParams.payloads_from` requests them."""
     cached_tokens: int | None = None
-    """With the last delta: how many tokens of the prompt the server had cached; None if it does not say."""
+    """In the last delta: number of prompt tokens that the server had cached; None if it does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is and can do, found out when it was opened."""
+    """The facts about an engine, read when it was opened."""
 
     name: str
     version: str
@@ -147,20 +149,20 @@ class EngineInfo:
     vocab_size: int
     """Ids at or above this are never sent and never accepted."""
     max_context: int
-    """Prompt and completion together, in tokens."""
+    """Maximum of prompt and completion together, in tokens."""
     logprobs_mode: str
-    """Which distribution the log-probabilities belong to. `raw_logprobs`: the model's own, before temperature,
+    """The distribution that the log-probabilities belong to. `raw_logprobs`: the model's own, before temperature,
     penalties and truncation. `penalised_logprobs`: after penalties. `scaled_logprobs`: after penalties and
-    temperature. `processed_logprobs`: after all, the one sampled from. Greedy sampling counts as temperature 1.
-    `unverified_logprobs`: not known."""
+    temperature. `processed_logprobs`: after all of them, the one sampled from. Greedy sampling counts as temperature
+    1. `unverified_logprobs`: not known."""
     sampling: frozenset[str]
-    """Names of the `SamplingParams` fields that it honors; others must keep their default."""
+    """Names of the `SamplingParams` fields that the engine honors; others must keep their default."""
     capabilities: tuple[str, ...] = ()
-    """What else matters to the record: the route that is used, weight versions, routed experts."""
+    """Further facts for the record, such as the server's route in use, weight versions or routed experts."""
     media: frozenset[str] = frozenset()
-    """Which media prompts may hold: `image`. If there are any, the engine is a `MediaEngine`."""
+    """The media that prompts may contain: `image`. If it is not empty, the engine is a `MediaEngine`."""
     prompt_penalties: frozenset[str] = frozenset()
-    """Penalties that count a token of the prompt exactly as one of the completion."""
+    """The penalties that count tokens of the prompt in the same way as tokens of the completion."""
 
     def __str__(self) -> str:
         return " ".join([self.name, self.version, self.logprobs_mode, *self.capabilities])
@@ -176,13 +178,13 @@ class Timeouts:
     """
 
     connect: float = 10.0
-    """To open a connection, and for the whole of a health check."""
+    """Limit for opening a connection, and for a whole health check."""
     first_token: float = 600.0
-    """From sending a streamed request to its first event: queueing and prefill. Also for questions at start-up."""
+    """Limit from sending a streamed request to its first event: queueing and prefill. Also used at start-up."""
     between_tokens: float = 300.0
-    """From one event of a stream to the next. A server that pauses for a weight update is silent as long."""
+    """Limit from one event of a stream to the next. It must exceed the pause of a server for a weight update."""
     total: float = 7200.0
-    """For the whole call. The only limit, besides `connect`, on a call that is not streamed."""
+    """Limit for the whole call. A call that is not streamed has only this limit and `connect`."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -194,13 +196,13 @@ class Engine(Protocol):
     """A backend that samples from token ids.
 
     `sample` yields deltas until one has a finish_reason. Closing the iterator early (`aclose`, or cancelling the task)
-    aborts the call in the backend. `stream=False` allows, but does not force, a single delta. It raises `EngineError`
-    or one of its kinds; what was yielded before must not be committed.
+    aborts the call in the backend. With `stream=False` it may yield a single delta. It raises `EngineError` or a
+    subclass; deltas yielded before an error must not be committed.
     """
 
     @property
     def info(self) -> EngineInfo:
-        """What this engine is."""
+        """The facts about this engine."""
         ...
 
     def sample(
@@ -210,11 +212,11 @@ class Engine(Protocol):
         ...
 
     async def check(self) -> None:
-        """Return if the engine can take a request now, else raise `EngineUnavailable`."""
+        """Raise `EngineUnavailable` unless the engine can take a request now."""
         ...
 
     async def close(self) -> None:
-        """Abort what runs and release what is held."""
+        """Abort running calls and release all resources."""
         ...
 
 
@@ -223,7 +225,7 @@ class Interruptible(Protocol):
     """An engine that can be asked to end a call early."""
 
     def interrupt(self, request_id: str) -> bool:
-        """End a call with finish_reason `abort` and all that was sampled of it; False if it can't."""
+        """End a call with finish_reason `abort` and all its sampled tokens. Return False if that is not possible."""
         ...
 
 
@@ -239,25 +241,25 @@ class MediaEngine(Engine, Protocol):
         request_id: str,
         media: Sequence[PromptMedia] = (),
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Sample a continuation of `prompt_ids`, whose placeholder ids stand for `media`, in order."""
+        """Sample a continuation of `prompt_ids`. Its placeholder ids stand for `media`, in order."""
         ...
 
 
 def common_prefix(one: Sequence[int] | _Ids, other: Sequence[int] | _Ids) -> int:
-    """Return how many ids the two begin with in common."""
+    """Return the length of the longest common prefix."""
     size = min(len(one), len(other))
     differ = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
     return int(differ[0]) if differ.size else size
 
 
 UNVERIFIED = "model-unverified"
-"""A capability of an engine that is not known to serve the expected model; see `GuardedEngine`."""
+"""A capability of an engine that could not be verified to serve the expected model; see `GuardedEngine`."""
 
 OVER_SUPPORTS = "logprobs-over-supports"
-"""A capability of an engine that reports log-probabilities over the supports, where it reports these."""
+"""A capability of an engine with log-probabilities normalized over the supports, for calls that report supports."""
 
 BEFORE_GRAMMAR = "logprobs-before-grammar"
-"""A capability of an engine that computes log-probabilities before it rules out what would not follow a grammar."""
+"""A capability of an engine that computes log-probabilities before it rules out tokens that a grammar forbids."""
 
 CAPTURED = "captured"
 """The last word of `SampleDelta.engine` if the server rendered the context."""
@@ -270,7 +272,7 @@ class ChatCall:
     prompt_ids: TokenIds
     """The context that the server rendered, int32 [tokens]."""
     deltas: AsyncGenerator[SampleDelta, None]
-    """As from `Engine.sample`, each with an `engine` that ends with `CAPTURED`. Closing it aborts the call."""
+    """Deltas as of `Engine.sample`, each with an `engine` that ends with `CAPTURED`. `aclose` aborts the call."""
 
 
 class ChatServer(Engine, Protocol):
@@ -285,5 +287,5 @@ class ChatServer(Engine, Protocol):
         *,
         request_id: str,
     ) -> ChatCall:
-        """Begin a completion; returns when the server has sent the prompt's ids. Raises as `sample`."""
+        """Begin a completion, and return when the server has sent the prompt's ids. Raises as `sample` does."""
         ...

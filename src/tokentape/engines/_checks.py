@@ -1,4 +1,4 @@
-"""Prompts and parameters that every engine refuses before it samples."""
+"""Refuse prompts and parameters that no engine can sample with."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tokentape.types import TokenIds
 
 
 def refuse_prompt(prompt_ids: TokenIds, info: EngineInfo) -> None:
-    """Raise `InvalidRequest` unless the prompt has ids, all in the vocabulary, and leaves room for one more.
+    """Raise `InvalidRequest` if the prompt is empty, fills the context, or has an id outside the vocabulary.
 
-    An id outside the vocabulary kills some servers, so it is never sent.
+    An id outside the vocabulary crashes some servers, so it is never sent.
     """
     ids = np.asarray(prompt_ids)
     if not ids.size:
@@ -67,7 +67,7 @@ def refuse_unsupported(params: SamplingParams, info: EngineInfo) -> None:
 
 
 def refuse_call(prompt_ids: TokenIds, params: SamplingParams, info: EngineInfo) -> None:
-    """Raise for a prompt or a parameter that this engine does not take."""
+    """Raise `InvalidRequest` or `UnsupportedParameter` for a prompt or parameter that this engine does not take."""
     refuse_prompt(prompt_ids, info)
     refuse_params(params)
     refuse_unsupported(params, info)

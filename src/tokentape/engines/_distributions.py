@@ -1,4 +1,4 @@
-"""The distribution that a completion is sampled from, and the one that its log-probabilities belong to."""
+"""Describe the distribution that a completion is sampled from, and the one that its log-probabilities belong to."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from tokentape.engines._base import BEFORE_GRAMMAR, OVER_SUPPORTS, UNKNOWN_MODE,
 from tokentape.types import TokenDistribution
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy: dividing by them only overflows."""
+"""Lower temperatures sample greedily: dividing logits by them would overflow."""
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Return whether the likeliest token is taken."""
+    """Return whether sampling always takes the most likely token."""
     return params.temperature < GREEDY_BELOW
 
 
 def truncates(params: SamplingParams) -> bool:
-    """Return whether some tokens are ruled out. The likeliest never is: greedy sampling is not truncated."""
+    """Return whether top_p, top_k or min_p rule out tokens. Greedy sampling is never truncated."""
     return not is_greedy(params) and (params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0)
 
 
 def penalises(params: SamplingParams) -> bool:
-    """Return whether any of the three penalties is on."""
+    """Return whether any of the three penalties is set."""
     return bool(params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty)
 
 
@@ -44,11 +44,10 @@ def mode_of(engine: str) -> str:
 
 
 def logprobs_of(engine: str, params: SamplingParams, *, supports: bool = False) -> TokenDistribution | None:
-    """Return the distribution that the log-probabilities of an engine belong to.
+    """Return the distribution that an engine's log-probabilities belong to; None if its mode is not known.
 
-    `engine` is as `str(EngineInfo)`, which names the mode and the capabilities. None where the mode is not known.
-    Engines have no log-probabilities of greedy sampling: they report those at temperature 1. `supports` says that it
-    reported which ids truncation kept.
+    `engine` is `str(EngineInfo)`, which has the mode and the capabilities. `supports` says whether the engine reported
+    which ids truncation kept. For greedy sampling, engines report log-probabilities at temperature 1.
 
     >>> logprobs_of("vllm 0.32.0 raw_logprobs", SamplingParams(max_tokens=8, temperature=0.6))
     TokenDistribution(penalties=False, temperature=1.0, truncation=False, grammar=False)

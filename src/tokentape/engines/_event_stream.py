@@ -1,19 +1,19 @@
-"""Server-sent events, as engines stream replies."""
+"""Read server-sent events, in which engines stream replies."""
 
 from __future__ import annotations
 
 from tokentape.errors import EngineContractError
 
 MAX_EVENT_BYTES = 16 << 20
-"""Largest server-sent event accepted. The prompt's ids come back in one event, 7 bytes each: two million ids."""
+"""Size limit of an event. The prompt's ids are returned in one event: two million of them at 7 bytes each."""
 
 
 class SseReader:
-    """Server-sent events from chunks of bytes that may be cut anywhere.
+    """Reads server-sent events from chunks of bytes that may be cut anywhere.
 
-    Follows the event-stream format of the WHATWG HTML standard: lines end with LF, CR or CRLF; `data` lines of one
-    event are joined by LF; comments and the `event`, `id` and `retry` fields are skipped. Stricter than it in one
-    point: other lines are an error instead of being ignored, because they mean that this is no event stream.
+    It follows the event-stream format of the WHATWG HTML standard: lines end with LF, CR or CRLF; `data` lines of one
+    event are joined by LF; comments and the `event`, `id` and `retry` fields are skipped. In one point it is stricter:
+    other lines are an error and not ignored, because they show that the bytes are not an event stream.
 
         >>> reader = SseReader()
         >>> reader.feed(b'data: {"a"')
@@ -31,11 +31,11 @@ class SseReader:
 
     @property
     def pending(self) -> bool:
-        """Whether an event has begun and not ended: at the end of a stream, whether it was cut off."""
+        """Whether an event has begun and not ended. At the end of a stream this means that the stream was cut off."""
         return bool(self._line or self._data)
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Read the next bytes; return the data of the events that they complete.
+        """Read the next bytes, and return the data of the events that they complete.
 
         Raises `EngineContractError` for an event that is too large or not UTF-8, or for another kind of line.
         """

@@ -1,4 +1,4 @@
-"""The forward pass of a local model over given ids, a chunk at a time."""
+"""Score ids with the forward pass of a local model, in chunks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tokentape.types import TokenIds
 
 
 class ForwardPass:
-    """Scores ids with a causal language model of `transformers`, in evaluation mode. May be shared by threads.
+    """Scores ids with a causal language model of `transformers`, in evaluation mode. It is thread-safe.
 
-    No more than `chunk` rows of logits are held at a time. Keys and values of the last ids are kept, so that of ids
-    with a common prefix, such as branches of a session, only the rest is computed.
+    At most `chunk` rows of logits are in memory at a time. The keys and values of the last ids are kept, so that for
+    ids with a common prefix, such as branches of a session, only the rest is computed.
     """
 
     def __init__(self, model: Any, *, chunk: int = 1024) -> None:
@@ -26,9 +26,9 @@ class ForwardPass:
         self._chunk = chunk
         self._lock = threading.Lock()
         self._ids = np.empty(0, np.int64)
-        """The ids of the keys and values."""
+        """The ids that the cached keys and values belong to."""
         self._cache = DynamicCache(config=model.config)
-        # Other kinds, such as sliding windows, can't be cropped.
+        # Other layers, such as those with sliding windows, can't be cropped.
         self._cuts = {type(layer).__name__ for layer in self._cache.layers} == {"DynamicLayer"}
 
     def score(self, ids: TokenIds, start: int, top: int = 0) -> Scores:
@@ -66,7 +66,7 @@ class ForwardPass:
             if not self._cuts or not common:
                 self._forget()
                 return 0
-            # Negative: how many to drop, which is the only form that transformers 5.23 takes.
+            # A negative argument is the number of tokens to drop; transformers 5.23 takes no other form.
             self._cache.crop(common - len(self._ids))
         return common
 

@@ -1,4 +1,4 @@
-"""An engine from a function: for a trainer's own rollout engine, called in its process through the handle it has."""
+"""An engine that calls a function, for a trainer's own rollout engine in the same process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tokentape.types import FinishReason, TokenIds
 _log = logging.getLogger("tokentape.engines")
 
 Sampled: TypeAlias = SampleDelta | tuple[Sequence[int], Sequence[float]]
-"""A whole completion: its ids and one log-probability each, or with a finish reason and the version of the weights too.
+"""A whole completion: its ids with a log-probability each, or a `SampleDelta`, which also has a finish reason.
 
-Without a finish reason it has to end with one of the stop ids, or at the token budget."""
+Without a finish reason, the ids must end with a stop id or fill `max_tokens`."""
 
 SampleFunction: TypeAlias = Callable[[list[int], SamplingParams], Awaitable[Sampled]]
-"""Samples a continuation of prompt ids. When its caller leaves it is cancelled: abort what runs then."""
+"""Samples a continuation of prompt ids. It is cancelled if the client disconnects, and should then abort its call."""
 
 
 class FunctionEngine:
@@ -36,17 +36,17 @@ class FunctionEngine:
     >>> engine = FunctionEngine(sample, vocab_size=151669, max_context=32768, logprobs_mode="processed_logprobs")
     ... # doctest: +SKIP
 
-    The function runs in the event loop in which the engine is made, if there is one: handles belong to their loop.
+    The function runs in the event loop in which the engine is made, if there is one, since handles belong to a loop.
 
     Args:
-        function: what samples. Its exceptions become `EngineError`, `EngineTimeout` and `EngineUnavailable`.
+        function: samples a completion. Its exceptions become `EngineError`, `EngineTimeout` and `EngineUnavailable`.
         vocab_size: ids at or above it are refused, in prompts and in completions.
-        max_context: prompt and completion together, in tokens. `SamplingParams.max_tokens` never exceeds it.
-        logprobs_mode: which distribution the log-probabilities belong to, see `EngineInfo`. Trainers refuse what is
-            not known, the default.
+        max_context: maximum of prompt and completion together, in tokens. It limits `SamplingParams.max_tokens`.
+        logprobs_mode: the distribution that the log-probabilities belong to, see `EngineInfo`. The default means that
+            it is not known; trainers refuse such log-probabilities.
         sampling: the `SamplingParams` fields that the function honors; calls that set another one are refused.
-        name: of the engine, for the record.
-        version: of the engine, for the record.
+        name: the engine's name, for the record.
+        version: the engine's version, for the record.
 
     """
 
@@ -100,7 +100,7 @@ class FunctionEngine:
         except (TokentapeError, asyncio.CancelledError):
             raise
         except Exception as error:
-            # Its text may hold a prompt, so it goes to this process's log and not to callers.
+            # The error's text may contain a prompt, so it goes to this process's log and not to clients.
             _log.warning("the engine's function raised", exc_info=error)
             kind = EngineError
             if isinstance(error, TimeoutError):
@@ -110,8 +110,11 @@ class FunctionEngine:
             raise kind(f"the engine's function raised {type(error).__name__}; see the log of its process") from error
 
     def _checked(self, sampled: Sampled, params: SamplingParams) -> SampleDelta:
-        """Return what the function returned, with its end. Raises `EngineContractError` for what can't be recorded."""
-        # An engine inside the function may end at ids of its own, and a function need not say at which.
+        """Return the function's completion as a delta with a finish reason.
+
+        Raises `EngineContractError` if the completion can't be recorded.
+        """
+        # The engine that the function calls may have stop ids of its own, which the function need not report.
         completion = ReceivedTokens(replace(params, supports=0), self.info.vocab_size, own_stops=True)
         if isinstance(sampled, SampleDelta):
             given, reason = sampled, finish_reason_of(sampled.finish_reason)
@@ -134,12 +137,12 @@ class FunctionEngine:
         )
 
     async def check(self) -> None:
-        """Return if calls can be taken, else raise `EngineUnavailable`."""
+        """Raise `EngineUnavailable` if the engine is closed."""
         if self._closed:
             raise EngineUnavailable("the engine is closed; make a new one")
 
     async def close(self) -> None:
-        """Take no more calls. What the function calls stays as it is: it belongs to its owner."""
+        """Take no more calls. The engine that the function calls stays open, since it belongs to the trainer."""
         self._closed = True
 
 

@@ -1,4 +1,4 @@
-"""A remote engine that verifies which model its server serves, at the start and whenever it may have changed."""
+"""A remote engine that verifies its server's model when it is opened and whenever the model may have changed."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from tokentape.types import TokenIds
 _log = logging.getLogger("tokentape.engines")
 
 FIRST_LOOK_SECONDS = 60.0
-"""Limit of the first look. The first requests to a fresh server take up to 17 s each (vLLM, SGLang)."""
+"""Time limit of the first check. The first requests to a fresh server take up to 17 s each (vLLM, SGLang)."""
 
 LOOK_SECONDS = 10.0
-"""Limit of a later look, for which a call waits; after it the model counts as not known."""
+"""Time limit of a later check, for which a call waits. If it is exceeded, the model is not verified."""
 
 NAMES_SECONDS = 30.0
-"""How old the answer of `/v1/models` may be when a call ends."""
+"""At the end of a call, an answer of `/v1/models` that is older is requested again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCheck:
-    """What is known about the model that a server serves."""
+    """The result of checking the model that a server serves."""
 
     status: Literal["ok", "unverified", "refused"]
     reason: str = ""
@@ -47,27 +47,27 @@ class ModelCheck:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What the server was when it was looked at."""
+    """The state of the server at its last check."""
 
     generation: int
     """`HttpClient.generation`."""
     version: str | None
-    """Version of the weights, as the server reports it."""
+    """Version of the weights that the server reported."""
     named: str | None
-    """The same, as a trainer reported it to the gateway."""
+    """Version of the weights that a trainer reported to the gateway."""
 
 
 Look = Callable[[HttpClient, EngineInfo], Awaitable[ModelCheck]]
-"""Finds out whether a server serves the right model."""
+"""Checks whether a server serves the expected model."""
 
 
 class GuardedEngine:
-    """A `RemoteEngine` with a verified server. Open it with `open`; it is an `Engine`.
+    """A `RemoteEngine` that verifies the model of its server. It is an `Engine`; make it with `open`.
 
-    The server is looked at again when it may have restarted, when it samples with other weights and when it serves
-    other models, always before the completion ends. `info` then has its logprobs mode of now. While it serves another
-    model, calls fail. If that can't be found out, or `refuse` is off, calls go on and `info` has the capability
-    `UNVERIFIED`.
+    The server is checked again if it may have restarted, samples with other weights or lists other models, always
+    before the last delta of a completion. This also updates the logprobs mode of `info`. While the server serves
+    another model, calls fail. If the model can't be verified, or with `refuse` False, calls continue and `info` has the
+    capability `UNVERIFIED`.
     """
 
     def __init__(
@@ -86,18 +86,21 @@ class GuardedEngine:
         self._weights_now = weights_now
         self._found = ModelCheck("unverified", "nothing is known yet")
         self._infos: dict[bool, EngineInfo] = {}
-        """By whether the model is known."""
+        """The engine's info by whether its model is verified."""
         self._set_mode(engine.info.logprobs_mode)
         self._seen = _Seen(0, None, None)
         self._opened = False
-        """Whether it was looked at once; the engine had just found out the mode then."""
+        """Whether the first check is done. It does not read the logprobs mode, which the engine has just read."""
         self._served: ServedAs | None = None
         self._named_at = 0.0
         self._looking: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, engine: RemoteEngine, kind: str, look: Look, **options: Any) -> Self:
-        """Look at the server. Raises `InvalidRequest`, with the engine closed, if it serves another model."""
+        """Check the server and return the guarded engine.
+
+        If the server serves another model, close the engine and raise `InvalidRequest`.
+        """
         guarded = cls(engine, kind, look, **options)
         try:
             await guarded._look_again(guarded._seen)
@@ -115,27 +118,27 @@ class GuardedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What the server was at the last look, with `UNVERIFIED` as long as its model is not known."""
+        """The facts about the server at its last check, with `UNVERIFIED` if its model is not verified."""
         return self._infos[self._found.status == "ok"]
 
     def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, stream: bool, request_id: str
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Sample as the engine does. Raises `EngineUnavailable` also if the server serves another model."""
+        """Sample as the engine does. Also raises `EngineUnavailable` if the server serves another model."""
         return self._settled(self._engine.sample(prompt_ids, params, stream=stream, request_id=request_id))
 
     async def begin(self, *call: Any, **options: Any) -> ChatCall:
-        """Begin a chat as the engine does, which is a `ChatServer` then. Raises as `sample`."""
+        """Begin a chat with the engine, which must be a `ChatServer`. Raises as `sample` does."""
         await self._raise_unless_served()
         begun = await cast(ChatServer, self._engine).begin(*call, **options)
         deltas = self._settled(begun.deltas, begun=True)
-        await anext(deltas)  # `aclose` runs nothing of a generator that has not started: the call would go on
+        await anext(deltas)  # start the generator: otherwise `aclose` would not run its cleanup, which aborts the call
         return replace(begun, deltas=deltas)
 
     async def _settled(
         self, sampled: AsyncGenerator[SampleDelta, None], *, begun: bool = False
     ) -> AsyncGenerator[SampleDelta, None]:
-        """Yield deltas, the last one when it is known which model sampled it; of a begun call an empty one first."""
+        """Yield the deltas, and check the server before the last one. For a begun call, yield an empty delta first."""
         async with aclosing(sampled) as deltas:
             if begun:
                 yield SampleDelta((), ())
@@ -154,12 +157,12 @@ class GuardedEngine:
         return self._engine.interrupt(request_id)
 
     async def _settle(self, last: SampleDelta) -> None:
-        """Look at the server again, after a completion's last delta, if the server may have changed.
+        """Check the server again if it may have changed since its last check. `last` is a completion's last delta.
 
         Raises `EngineUnavailable` if it serves another model.
         """
         version = last.weight_spans[-1].version if last.weight_spans else last.weight_version
-        # The first version that the server reports is that of the weights that were looked at.
+        # The first reported version is that of the weights that the first check saw.
         now = _Seen(self.http.generation, version or self._seen.version, self._weights_now())
         before = self._seen if self._seen.version is not None else replace(self._seen, version=now.version)
         if now != before or await self._serves_others(NAMES_SECONDS):
@@ -169,7 +172,7 @@ class GuardedEngine:
         self._raise_if_refused()
 
     async def check(self) -> None:
-        """Check as the engine does. Raises `EngineUnavailable` also if the server serves another model."""
+        """Check as the engine does. Also raises `EngineUnavailable` if the server serves another model."""
         await self._engine.check()
         restarted = self.http.generation != self._seen.generation
         if self._refused or restarted or await self._serves_others(0.0):
@@ -196,7 +199,7 @@ class GuardedEngine:
             raise EngineUnavailable(_refusal(self._found))
 
     async def _serves_others(self, seconds: float) -> bool:
-        """Return whether the server lists other models than at the last look, if it was not asked for so long."""
+        """Return whether the server lists other models than at its last check. Ask at most once in `seconds`."""
         now = asyncio.get_running_loop().time()
         if now - self._named_at < seconds:
             return False
@@ -208,7 +211,7 @@ class GuardedEngine:
             return True
 
     async def _look_again(self, now: _Seen) -> None:
-        """Find out what the server serves. Concurrent calls wait for the same look."""
+        """Check which model the server serves. Concurrent calls wait for the same check."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._find_out(now))
         await asyncio.shield(self._looking)

@@ -1,4 +1,4 @@
-"""What a server says about the model that it serves."""
+"""Ask a server which models it serves."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _ROUTES = (
 
 @dataclass(frozen=True, slots=True)
 class ServedAs:
-    """What a server says about its model. What it does not say is empty or None."""
+    """The facts that a server reports about its model. A fact that it does not report is empty or None."""
 
     ids: frozenset[str]
-    """Names that requests may use."""
+    """Names of the model and its adapters, for requests."""
     names: frozenset[str]
-    """The same without adapters, and the paths or Hub names that the weights were loaded from."""
+    """Names without those of adapters, and the paths or Hub names that the weights were loaded from."""
     max_model_len: int | None = None
     model_type: str | None = None
-    """As in config.json."""
+    """The `model_type` of config.json."""
     hidden_size: int | None = None
 
 
@@ -45,15 +45,15 @@ class Card(msgspec.Struct):
     owned_by: str = ""
     root: str | None = None
     parent: str | None = None
-    """Of an adapter: the model that it is for."""
+    """For an adapter, the name of its base model."""
     max_model_len: int | None = None
     meta: _Meta | None = None
 
     @property
     def context(self) -> int:
-        """How long the context is, in tokens. Raises `EngineContractError` if the server does not say."""
+        """The length of the context in tokens. Raises `EngineContractError` if the server does not report it."""
         if self.max_model_len is None:
-            raise EngineContractError("the engine does not say how long its context is (max_model_len)")
+            raise EngineContractError("the engine does not report the length of its context (max_model_len)")
         return self.max_model_len
 
 
@@ -67,14 +67,14 @@ class _ModelInfo(msgspec.Struct):
 
 
 async def served_cards(http: HttpClient) -> list[Card]:
-    """Return what `/v1/models` lists, at least one model.
+    """Return the models that `/v1/models` lists.
 
-    Raises `EngineError` and its kinds, and `InvalidRequest` if the server is a Tokentape gateway.
+    Raises `EngineError` or a subclass, also if it lists none, and `InvalidRequest` for a Tokentape gateway.
     """
     cards = decode(await http.get("/v1/models"), _Cards, "an engine").data
     if any(card.owned_by == "tokentape" for card in cards):
         raise InvalidRequest(
-            "this is the address of a Tokentape gateway, not of an engine; name the engine's own address", "engine_url"
+            "this is the address of a Tokentape gateway, not of an engine; give the engine's own address", "engine_url"
         )
     if not cards:
         raise EngineContractError("the engine lists no model at /v1/models; expected at least one")
@@ -82,9 +82,9 @@ async def served_cards(http: HttpClient) -> list[Card]:
 
 
 def chosen(cards: Sequence[Card], name: str | None) -> Card:
-    """Return the model of that name; the first if None, which is the base model where adapters are listed too.
+    """Return the model with this name. None returns the first, which is the base model even if adapters are listed.
 
-    Raises `InvalidRequest` if there is none.
+    Raises `InvalidRequest` if no model has the name.
     """
     for card in cards:
         if name in (None, card.id):
@@ -94,7 +94,7 @@ def chosen(cards: Sequence[Card], name: str | None) -> Card:
 
 
 async def served_as(kind: str, http: HttpClient) -> ServedAs:
-    """Return what `/v1/models` says, and SGLang's `/model_info`. Raises `EngineError` and kinds."""
+    """Return the facts of `/v1/models`, and of SGLang's `/model_info`. Raises `EngineError` or a subclass."""
     listed = await served_cards(http)
     cards = [card for card in listed if card.parent is None]
     more = _ModelInfo()
@@ -112,7 +112,7 @@ async def served_as(kind: str, http: HttpClient) -> ServedAs:
 
 
 async def offered_routes(http: HttpClient) -> list[str]:
-    """Return which of vLLM's routes with ids the server has: it refuses an empty body there."""
+    """Return those of vLLM's routes with ids that the server has: those that refuse an empty body."""
     found = []
     for path in _ROUTES:
         try:
