@@ -1,4 +1,4 @@
-"""Open an engine by the name of its kind, as a command line gives it."""
+"""Open an engine by the name of its kind, such as a command line has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tokentape.engines._remote import RemoteEngine
 from tokentape.errors import InvalidRequest
 
 KINDS = ("vllm", "sglang", "llamacpp", "openai")
-"""The kinds of servers that there is an engine for."""
+"""The supported kinds of servers."""
 
 
 async def open_engine(
@@ -20,13 +20,13 @@ async def open_engine(
     timeouts: Timeouts | None = None,
     verify_prompt: bool = False,
 ) -> RemoteEngine:
-    """Open the engine of one of `KINDS` for the server at `url`; see `RemoteEngine.open`.
+    """Open an engine for the server at `url`. `kind` is one of `KINDS`; for the rest see `RemoteEngine.open`.
 
         engine = await open_engine("sglang", "http://127.0.0.1:30000", vocab_size=len(tokenizer))
 
     Raises:
-        InvalidRequest: there is no such kind, or the address can't be used.
-        EngineError: or one of its kinds.
+        InvalidRequest: the kind is unknown, or the address can't be used.
+        EngineError: the server failed, did not answer or can't be used; or a subclass.
 
     """
     engine: type[RemoteEngine]

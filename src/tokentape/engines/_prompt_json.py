@@ -1,7 +1,7 @@
-"""Write a prompt's ids as JSON at the cost of copying them.
+"""Write a prompt's ids as JSON as fast as they can be copied.
 
-Formatting 100,000 integers takes milliseconds on every turn of a long session. A table has each id as text, padded to
-one width, and a prompt is gathered from it. JSON allows the white space.
+Formatting 100,000 integers would take milliseconds on every turn of a long session. So the text of each id is stored in
+a table, padded with spaces to one width, and the texts of a prompt are copied from it. JSON allows the white space.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy.typing as npt
 from tokentape.types import TokenIds
 
 _CELL = 8
-"""Bytes of an id in the table, its comma included: one machine word is gathered faster than seven bytes."""
+"""Bytes of an id in the table, with its comma: one machine word is copied faster than seven bytes."""
 
 _MOST_IDS = 1 << 21
-"""Largest vocabulary that gets a table: its digits fit a cell, and the table 16 MiB."""
+"""Largest vocabulary with a table: its ids fit a cell, and the table takes 16 MiB."""
 
 _SHORT = 256
-"""Prompts of up to so many ids are formatted directly."""
+"""Prompts of at most this many ids are formatted directly."""
 
 
 def prompt_json(ids: TokenIds, vocab_size: int, *, compact: bool = False) -> bytes:
-    """Return the JSON array of ids, int32 [tokens], all below `vocab_size`.
+    """Return a JSON array of the ids, int32 [tokens], all below `vocab_size`.
 
-    `compact` leaves out the white space, as a server would write the ids.
+    With `compact` it has no white space, as servers write ids.
 
     >>> prompt_json(np.array([3, 40, 999], dtype=np.int32), 1000)
     b'[3,40,999]'
@@ -45,7 +45,7 @@ def prompt_json(ids: TokenIds, vocab_size: int, *, compact: bool = False) -> byt
 
 @lru_cache(maxsize=4)
 def _table(vocab_size: int) -> npt.NDArray[np.uint64]:
-    """Return per id its digits, padding and a comma, in one 64-bit word."""
+    """Return a table with a 64-bit word for each id: its digits, padding and a comma."""
     cells = np.full((vocab_size, _CELL), ord(" "), np.uint8)
     written = np.arange(vocab_size).astype(f"S{_CELL - 1}").view(np.uint8).reshape(vocab_size, _CELL - 1)
     cells[:, :-1] = np.where(written == 0, ord(" "), written)

@@ -1,7 +1,7 @@
-"""From logits to token ids: pure functions over a batch, one row per request.
+"""Sample token ids from logits: pure functions over a batch, with one row per request.
 
-The order is that of vLLM: penalties, temperature, min-p, top-k, top-p; each step sees the distribution that the one
-before it left. Rows never influence each other.
+The steps have the order of vLLM: penalties, temperature, min-p, top-k, top-p. Each step gets the distribution of the
+step before. Rows never influence each other.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tokentape.engines._distributions import is_greedy, truncates
 def penalise(logits: Tensor, prompt_ids: Tensor, completion_ids: Tensor, params: SamplingParams) -> Tensor:
     """Apply the repetition, frequency and presence penalties to one row of logits, float32 [vocab].
 
-    Repetition (Keskar et al. 2019, arXiv:1909.05858) counts prompt and completion, both int64 [tokens]; the other two
-    (OpenAI's definition) the completion alone.
+    The repetition penalty (Keskar et al. 2019, arXiv:1909.05858) counts prompt and completion, both int64 [tokens]. The
+    other two (OpenAI's definition) count the completion only.
     """
     if params.repetition_penalty != 1.0:
         seen = torch.zeros_like(logits, dtype=torch.bool)
@@ -34,15 +34,15 @@ def penalise(logits: Tensor, prompt_ids: Tensor, completion_ids: Tensor, params:
 
 
 def distribution(logits: Tensor, params: Sequence[SamplingParams], *, truncate: bool = True) -> Tensor:
-    """Return what each row is drawn from, after temperature, min-p, top-k and top-p; a greedy row at temperature 1.
+    """Return the probabilities to sample each row from, after temperature, min-p, top-k and top-p.
 
     Args:
-        logits: float32 [rows, vocab], after penalties; -inf where an id must not be sampled.
-        params: one per row.
-        truncate: without it min-p, top-k and top-p are left out.
+        logits: float32 [rows, vocab], after penalties; -inf for an id that must not be sampled.
+        params: one per row. Greedy rows get temperature 1.
+        truncate: whether to apply min-p, top-k and top-p.
 
     Returns:
-        float64 [rows, vocab], not normalized; 0 where an id is ruled out. Of equally likely ids the lower one is kept.
+        float64 [rows, vocab], not normalized; 0 for an id that is ruled out. Of equally likely ids the lower is kept.
 
     """
 
@@ -65,7 +65,7 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams], *, truncate: 
 
 
 def _truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Zero all but the `top_k` likeliest ids, then all but the smallest set holding `top_p` of the rest."""
+    """Zero all but the `top_k` most likely ids, then all but the smallest set with `top_p` of their probability."""
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     kept = torch.arange(ordered.shape[-1], device=ordered.device) < top_k
     ordered = ordered.where(kept, 0.0)
@@ -75,23 +75,23 @@ def _truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Invert each row's cumulative distribution, in id order, at one uniform number in [0, 1).
+    """Draw an id for each row by inverting its cumulative distribution, in id order, at a uniform number in [0, 1).
 
-    `probabilities` are float64 [rows, vocab], not necessarily normalized; returns int64 [rows], never an id of
+    `probabilities` are float64 [rows, vocab], not necessarily normalized. Return int64 [rows], never an id of
     probability 0. Numbers from a request's own stream make its seed reproducible in any batch and on any device.
     """
     cumulative = probabilities.cumsum(-1)
-    # Below 1 in float64 the product is below the total, so the search never runs past the last likely id.
+    # A factor below 1 keeps the float64 product below the total, so the search never passes the last likely id.
     at = torch.tensor(uniforms, dtype=torch.float64, device=cumulative.device).unsqueeze(-1) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, at, right=True).squeeze(-1)
-    # Only a row of NaN gets past the end; its caller sees the NaN logprob, its neighbours must see nothing.
+    # Only a row of NaN gets past the end. Its caller sees the NaN logprob; other rows must not be affected.
     return drawn.clamp(max=probabilities.shape[-1] - 1)
 
 
 def choose(
     logits: Tensor, probabilities: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> Tensor:
-    """Return one id per row, int64 [rows]: the most likely one where the row is greedy, else one that is drawn.
+    """Return one id per row, int64 [rows]: the most likely id of a greedy row, a drawn id of any other row.
 
     `logits` and `probabilities` are the argument and the result of `distribution`; `uniforms` as in `draw`.
     """

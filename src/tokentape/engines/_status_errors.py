@@ -1,4 +1,4 @@
-"""Errors for the HTTP statuses of engines, with the names of an OpenAI-style error body but not its sentences."""
+"""Make errors from the HTTP statuses of engines and the names, but not the sentences, of their error bodies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from tokentape.errors import EngineError, EngineTimeout, EngineUnavailable, InvalidRequest, TooLarge
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not JSON of the form asked for."""
+"""Errors that msgspec raises for bytes that are not JSON of the requested type."""
 
 _MAX_RETRY_AFTER = 24 * 3600.0
 
@@ -29,9 +29,9 @@ class _ErrorBody(msgspec.Struct):
 
 
 def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRequest | TooLarge:
-    """Return the error for an HTTP status and an OpenAI-style error body, with its names but not its sentences.
+    """Return the error for an HTTP status and an OpenAI-style error body. It has the body's names, not its sentences.
 
-    `status` may also be the code of an error that came within a stream, after a 200.
+    `status` may also be the code of an error within a stream that began with status 200.
     """
     try:
         detail = msgspec.json.decode(body, type=_ErrorBody).error
@@ -43,13 +43,13 @@ def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRe
     if status in (400, 422):
         return InvalidRequest(f"{found}: it refuses the request; see its log for the reason", param or None)
     if status == 413:
-        return TooLarge(f"{found}: the request is larger than it takes")
+        return TooLarge(f"{found}: the request is larger than the engine accepts")
     if status in (401, 403):
         return hopeless(f"{found}: check the api key")
     if status in (429, 502, 503):
         return EngineUnavailable(f"{found}: it takes no requests now; try again")
     if status in (408, 504):
-        return EngineTimeout(f"{found}: it gave up waiting; try again")
+        return EngineTimeout(f"{found}: it timed out; try again")
     if 300 <= status < 400:
         return hopeless(f"{found}: redirects are not followed; give the address that it points to")
     if 400 <= status < 500:
@@ -58,7 +58,7 @@ def status_error(status: int, path: str, body: bytes) -> EngineError | InvalidRe
 
 
 def retry_after(value: str) -> float | None:
-    """Return the seconds that a header asks to wait, as a number or a date; None if it does not say."""
+    """Return the seconds to wait that a `Retry-After` header gives as a number or a date; None if it is neither."""
     if re.fullmatch("[0-9]{1,9}", value):
         seconds = float(value)
     else:
@@ -70,12 +70,12 @@ def retry_after(value: str) -> float | None:
 
 
 def hopeless(text: str) -> EngineError:
-    """Return an error of the setup: sending the same request again can't help."""
+    """Return an error without retries: sending the same request again can't succeed."""
     error = EngineError(text)
     error.retry = False
     return error
 
 
 def safe_name(value: object) -> str:
-    """Return an engine's name for an error or parameter if it looks like a name, else an empty string."""
+    """Return `value`, an engine's name for an error or parameter, if it is an identifier; else an empty string."""
     return value if isinstance(value, str) and _NAME.fullmatch(value) else ""

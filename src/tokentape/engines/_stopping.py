@@ -1,4 +1,4 @@
-"""Stop strings for engines that sample in process: found token by token in the decoded text."""
+"""Find stop strings in the text of a completion, token by token, for engines that sample in process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """Finds stop strings in the text of a completion, control tokens included.
+    """Finds stop strings in the text of a completion, in which control tokens are spelled out.
 
-    Only the last few ids are decoded each time. That is enough: a match ends with the newest token, since sampling
-    ends at the first, and a token has at least one byte, so a stop string of n bytes is within n tokens. A few more
-    keep what decoding changes at the start of a text (a dropped space, half a character) away from those n.
+    Only the last few ids are decoded for each token. Sampling ends at the first match, so a match ends with the newest
+    token. A token has at least one byte, so a stop string of n bytes lies within the last n tokens. A few more tokens
+    are decoded because decoding changes the start of a text (it drops a space, or cuts a character).
 
         >>> stops = StopStrings(tokenizer, ["\\n\\n"])
         >>> [stops.push(token_id) for token_id in tokenizer.encode("one\\n\\ntwo").ids]
@@ -31,7 +31,7 @@ class StopStrings:
         self._window: deque[int] = deque(maxlen=longest + self._MARGIN)
 
     def push(self, token_id: int) -> str | None:
-        """Add the next sampled id; return the stop string that it completes, the one that starts first."""
+        """Add the next sampled id, and return the stop string that it completes; of several, the earliest one."""
         self._window.append(token_id)
         text = self._tokenizer.decode(list(self._window), skip_special_tokens=False)
         found = [string for string in self._strings if string in text]
