@@ -1,4 +1,4 @@
-"""The shapes that more than one room uses, each named once.
+"""Data types shared by the packages of Tokentape.
 
 A *turn* is one engine call, a *session* one agent's tree of turns, a
 *trajectory* one root-to-leaf path flattened to arrays.
@@ -64,9 +64,9 @@ class Provenance(IntEnum):
 class Setup:
     """The inputs of rendering other than the messages. Two turns with different setups share no context.
 
-    `Renderer.setup` makes it. `fingerprint` names the tokenizer files, the template and the library versions; `date`
-    is what `strftime_now` shows the template, frozen for the session. Tools and kwargs are copied: later changes to
-    what was given don't reach the setup. Raises `InvalidRequest` if they are not JSON.
+    `Renderer.setup` makes it. `fingerprint` identifies the tokenizer files, the template and the library versions.
+    `date` is the date that `strftime_now` returns to the template, fixed for the session. Tools and kwargs are copied,
+    so later changes don't affect the setup. Raises `InvalidRequest` if they are not JSON.
     """
 
     tools: tuple[Tool, ...]
@@ -81,7 +81,7 @@ class Setup:
 
     @cached_property
     def digest(self) -> str:
-        """Hex SHA-256 of the fields, not of the order of keys in them: the store's key."""
+        """Hex SHA-256 of the fields, ignoring the order of their keys. The store's key."""
         fields = {
             "tools": list(self.tools),
             "template_kwargs": self.template_kwargs,
@@ -93,7 +93,7 @@ class Setup:
 
     @cached_property
     def key(self) -> str:
-        """Hex SHA-256 of the fields and the order of keys in them, which a template may write: the key of caches."""
+        """Hex SHA-256 of the fields and the order of their keys, which a template may print. The key of caches."""
         return setup_key(self.tools, self.template_kwargs, self.date, self.fingerprint)
 
 
@@ -111,14 +111,14 @@ class SessionInfo:
     """Unix seconds."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     owner: str = ""
-    """Name of the API key that it belongs to; empty where the gateway has no keys."""
+    """Name of the API key that the session belongs to; empty if the gateway has no keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDistribution:
-    """Which distribution over the next token a number belongs to: what was done to the model's logits, in this order.
+    """A distribution over the next token: the changes made to the model's logits, in the order of these fields.
 
-    None stands for not known. Two that are equal and have no None are the same distribution.
+    None means not known. Two equal objects without None are the same distribution.
     """
 
     penalties: bool | None = None
@@ -136,7 +136,7 @@ class TokenDistribution:
             object.__setattr__(self, "temperature", float(self.temperature) + 0.0)
 
     def same_as(self, other: TokenDistribution) -> bool | None:
-        """Return whether two are the same distribution; None where that is not known."""
+        """Return whether both are the same distribution; None if that is not known."""
         pairs = [(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)]
         if any(ours != theirs for ours, theirs in pairs if ours is not None and theirs is not None):
             return False
@@ -145,14 +145,14 @@ class TokenDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where a completion was continued by another engine call, after the one before was aborted."""
+    """The point of a completion where another engine call continued it, after an abort."""
 
     start: int
-    """Offset in the completion of the first token of that call."""
+    """Offset in the completion of the first token of the continuing call."""
     cause: str
-    """Why the call before ended: `engine_abort`, or `paused` while the gateway was."""
+    """Why the call before was aborted: `engine_abort`, or `paused` if the gateway was paused."""
     engine: str | None = None
-    """The engine of that call, as `Turn.engine`; None if it is the turn's."""
+    """The engine of the continuing call, as in `Turn.engine`; None if it is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Turn:
     parent: int | None
     """`seq` of the parent turn; None for a turn that starts a branch from nothing."""
     setup: str
-    """Digest of the `Setup` it was rendered under."""
+    """Digest of the `Setup` that the turn was rendered with."""
     messages: tuple[Message, ...]
     """The request's messages that the parent did not have."""
     reply: Message
@@ -179,7 +179,7 @@ class Turn:
     """One per completion id."""
     finish_reason: FinishReason
     stop: int | str | None
-    """The stop id or stop string that ended it; None when it was neither."""
+    """The stop id or stop string that ended the completion; None if neither did."""
     fork: str | None
     """Why this turn does not continue the session's newest branch; None when it does."""
     sampling: Mapping[str, Any]
@@ -217,11 +217,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RecordedReply:
-    """Which turns answered a call: what a retry of that call is answered with again."""
+    """The turns that answered a call, kept so that a retry of the call gets the same reply."""
 
     session_id: str
     reply_id: str
-    """Names the reply to clients; random."""
+    """Random id of the reply, which clients see."""
     turns: tuple[int, ...]
     """`seq` of the turn of each choice."""
     key: str | None
@@ -231,43 +231,43 @@ class RecordedReply:
     created_at: float
     """Unix seconds."""
     top_logprobs: tuple[tuple[tuple[tuple[int, float], ...], ...], ...] = ()
-    """Per choice and token the alternatives reported, if they were asked for."""
+    """By choice and token, the reported alternatives, if they were requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
     """A number given to a session, one turn's action, or the whole path that ends with a leaf.
 
-    With neither `turn` nor `leaf` it is the session's. Of several for the same thing the last one counts.
+    Without `turn` and `leaf` it is the session's reward. A later reward for the same target replaces earlier ones.
     """
 
     session_id: str
     turn: int | None
-    """The turn whose action it is for."""
+    """The turn with the rewarded action."""
     value: float
     created_at: float
     """Unix seconds."""
     leaf: int | None = None
-    """The turn that ends the path it is for; only where `turn` is None."""
+    """The last turn of the rewarded path; only if `turn` is None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something found out about a session after it was recorded. Events are appended, never changed."""
+    """A fact about a session found after its turns were recorded. Events are appended, never changed."""
 
     session_id: str
     turn: int | None
-    """The turn it is about; None for the session."""
+    """The turn that the event is about; None for the session."""
     kind: str
     body: Mapping[str, Any]
-    """JSON; what it says depends on the kind."""
+    """JSON; its fields depend on `kind`."""
     created_at: float
     """Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnColumn:
-    """A named number per token of one turn, for example advantages. The last one of a name counts."""
+    """A named number per token of one turn, for example advantages. A later column replaces one with the same name."""
 
     session_id: str
     turn: int
@@ -280,7 +280,7 @@ class TurnColumn:
 
 @dataclass(frozen=True, slots=True)
 class TurnPayload:
-    """A named array of an engine with a row per token of one turn, for example the experts of each token."""
+    """A named array from an engine with one row per token of a turn, for example the experts of each token."""
 
     session_id: str
     turn: int
@@ -294,12 +294,12 @@ class TurnPayload:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """Bytes that a record refers to by their hash: an image as it was received, or how images were processed."""
+    """Bytes that a record refers to by hash: an image as received, or the settings of the image processor."""
 
     sha256: str
     """Hex SHA-256 of `data`: the key under which the store keeps them once."""
     mime: str
-    """What they are: `image/png` for example, `application/json` for settings."""
+    """MIME type of the bytes: `image/png` for example, `application/json` for settings."""
     data: bytes
 
 
@@ -310,26 +310,26 @@ class MediaSpan:
     start: int
     length: int
     sha256: str
-    """Of the image's bytes."""
+    """SHA-256 of the image's bytes."""
     settings: str
     """SHA-256 of the settings that the image was processed with."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineageEdge:
-    """Where a branch of a session comes from."""
+    """The origin of a branch of a session."""
 
     kind: str
     """`subagent`, `compaction`, `side_call`, `retry` or `edit`."""
     turn: int
     """The first turn of the branch."""
     parent_session: str
-    """The session of the turn it comes from: the same one, or one that a header named."""
+    """The session of the turn that the branch comes from: the same session, or one that a header named."""
     parent: int | None
-    """The turn it comes from; None if that session has none before, or is not in the record."""
+    """The turn that the branch comes from; None if that session has no earlier turn or is not in the record."""
     evidence: str
     confidence: float
-    """1.0 if a header says so, less for what the messages say."""
+    """1.0 if a header names the origin, less if it is inferred from the messages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -364,7 +364,7 @@ class Trajectory:
     weight_versions: tuple[str, ...]
     """One per turn: the version that sampled its first token."""
     reward: float | None
-    """Of the whole path, else of the session."""
+    """Reward of the whole path, else of the session."""
     verdict: str
     """`exact`; `forked: WHY`; `closed`: we ended a turn that the model had not; `captured`, `captured with drift`: the
     server made the contexts. Reservations follow, see `session.verdict`. What a trainer gates on."""
@@ -375,7 +375,7 @@ class Trajectory:
     """(start, end, version): which weights sampled the tokens from offset start to before end. They cover every
     sampled token, in order, and no span reaches over two turns."""
     columns: Mapping[str, TokenValues] = field(default_factory=dict)
-    """By name. Where no value was given it is NaN for a token that `loss_mask` trains, and 0.0 for any other."""
+    """Columns by name. A missing value is NaN for a token in `loss_mask`, and 0.0 for any other token."""
     payloads: Mapping[str, TokenRows] = field(default_factory=dict)
     """By name: arrays that the engine returned per token, such as routed experts."""
     media: tuple[MediaSpan, ...] = ()
@@ -398,7 +398,7 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool | None:
-        """Whether the last turn reached its token budget; None: not known."""
+        """Whether the last turn reached its token budget; None if that is not known."""
         last = self.finish_reasons[-1] if self.finish_reasons else None
         return None if last is None else last == "length"
 
@@ -416,7 +416,7 @@ class Trajectory:
 
 
 def html_table(title: str, rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table for a notebook, all of it escaped. Characters that can't be seen are shown as `U+XXXX`."""
+    """Return an HTML table for a notebook, with escaped text. Invisible characters are shown as `U+XXXX`."""
 
     def cell(value: Any, tag: str = "td") -> str:
         seen = "".join(char if char.isprintable() else f"U+{ord(char):04X}" for char in str(value))

@@ -60,7 +60,7 @@ class AsyncClient:
         return session
 
     async def sessions(self) -> AsyncIterator[SessionEntry]:
-        """Yield every session in order of creation. Pages are fetched as they are needed."""
+        """Yield every session in order of creation. Pages are fetched when they are needed."""
         after: int | None = 0
         while after is not None:
             entries, after = await self._send(calls.list_sessions(after))
@@ -76,7 +76,7 @@ class AsyncClient:
         return bool((await self._send(calls.pause_engine(abort=abort, timeout=timeout))).idle)
 
     async def resume(self, weight_version: str | None = None) -> None:
-        """Let calls start again; `weight_version` names the weights that sample from now on."""
+        """Let calls start again. `weight_version` is the name of the weights from now on."""
         await self._send(calls.resume_engine(weight_version))
 
     async def close(self) -> None:
@@ -113,7 +113,7 @@ class AsyncClientSession:
         """The base URL for an agent's OpenAI client."""
 
     async def api_key(self) -> str:
-        """Return a key that opens this session and no other, as `ClientSession.api_key` does."""
+        """A key for this session only, like `ClientSession.api_key`."""
         return str((await self.info()).api_key)
 
     async def reward(self, value: float, *, turn: int | None = None, leaf: int | None = None) -> None:
@@ -137,7 +137,7 @@ class AsyncClientSession:
         return await self._client._send(calls.read_trajectories(self.session_id, verdict, wait_checks, unread=unread))
 
     async def media(self, sha256: str) -> bytes:
-        """Return an image of the session as it was received, or the settings that images were processed with."""
+        """Return an image of the session as received, or the settings of the image processor."""
         return await self._client._send(calls.read_media(self.session_id, sha256))
 
     async def delete(self) -> None:

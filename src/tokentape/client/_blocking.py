@@ -81,7 +81,7 @@ class Client:
         return session
 
     def sessions(self) -> Iterator[SessionEntry]:
-        """Yield every session in order of creation. Pages are fetched as they are needed."""
+        """Yield every session in order of creation. Pages are fetched when they are needed."""
         after: int | None = 0
         while after is not None:
             entries, after = self._send(calls.list_sessions(after))
@@ -96,12 +96,12 @@ class Client:
         metadata: Mapping[str, Any] | None = None,
         wait_checks: int = 10,
     ) -> ClientSnapshot:
-        """Freeze sessions as they are: those to which all that is given applies, else all that this key may see.
+        """Take a snapshot of the sessions that match all given arguments, by default of all that this key may see.
 
-        `since` leaves out what has not changed since an earlier snapshot, or one that it was itself taken since;
-        `idle_seconds` what had a turn in so many seconds; `metadata` what has other values under these keys. Up to
-        `wait_checks` seconds go by until the bridges that are due are checked. Raises `InvalidRequest` if nothing is
-        left.
+        `since` excludes sessions that have not changed since an earlier snapshot and those that it was based on;
+        `idle_seconds` excludes sessions with a turn in so many seconds; `metadata` excludes sessions with other values
+        for these keys. The gateway waits up to `wait_checks` seconds for pending bridge checks. Raises `InvalidRequest`
+        if no session is left.
         """
         taken = self._send(calls.take_snapshot(session_ids, since, idle_seconds, metadata, wait_checks))
         return ClientSnapshot(self, taken.snapshot_id)
@@ -157,17 +157,17 @@ class Client:
     def pause(self, *, abort: bool = False, timeout: float = 60.0) -> bool:
         """Hold back new calls while weights change, and wait up to `timeout` seconds for those under way.
 
-        With `abort` they are ended, and go on after `resume` if the gateway's `on_abort` is `resume`. Returns whether
-        no call is under way any more. Needs an admin key.
+        With `abort` they are aborted, and continue after `resume` if the gateway's `on_abort` is `resume`. Returns
+        whether no call is in flight any more. Needs an admin key.
         """
         return bool(self._send(calls.pause_engine(abort=abort, timeout=timeout)).idle)
 
     def resume(self, weight_version: str | None = None) -> None:
-        """Let calls start again; `weight_version` names the weights that sample from now on. Needs an admin key."""
+        """Let calls start again. `weight_version` is the name of the weights from now on. Needs an admin key."""
         self._send(calls.resume_engine(weight_version))
 
     def snapshot(self, snapshot_id: int) -> ClientSnapshot:
-        """Return a snapshot that was taken before. This sends nothing."""
+        """Return an earlier snapshot by its id, without a request."""
         return ClientSnapshot(self, snapshot_id)
 
     def snapshots(self) -> list[SnapshotManifest]:
@@ -189,7 +189,7 @@ class Client:
         return retries.result(self._answer(retries))
 
     def _answer(self, retries: Retries[Any], *, stream: bool = False) -> httpx2.Response:
-        """Return the last answer to a call. With `stream` the body is not read yet if it is the one asked for."""
+        """Send a call, with retries, and return the last answer. With `stream` a successful answer's body is unread."""
         while True:
             try:
                 response = self._http.send(self._http.build_request(**retries.request()), stream=stream)
@@ -228,7 +228,7 @@ class ClientSession:
 
     @property
     def api_key(self) -> str:
-        """A key that opens this session and no other, for agents that take a key but no base URL of their own.
+        """A key for this session only, for agents that can't have a session's base URL.
 
         The agent's base URL is then the gateway's, up to and including `/v1`.
         """
@@ -245,11 +245,11 @@ class ClientSession:
     def annotate(
         self, name: str, values: npt.ArrayLike, *, turn: int | None = None, leaf: int | None = None
     ) -> list[int]:
-        """Attach a named number to each token: advantages, values, weights. Returns the turns that have them now.
+        """Attach a named number to each token: advantages, values, weights. Return the turns that have them now.
 
-        With `turn` one per sampled token of that turn, or one per token that it added and sampled. With `leaf` one per
-        token of that trajectory, of which those of turns that an earlier trajectory trains are left alone. They are
-        kept as float32 and come back in `Trajectory.columns`. The last ones given for a turn count.
+        With `turn`, give one value per sampled token of that turn, or per added and sampled token. With `leaf`, give
+        one per token of that trajectory; values of turns that are trained in an earlier trajectory are ignored. They
+        are stored as float32 and returned in `Trajectory.columns`. Later values for a turn replace earlier ones.
 
         >>> session.annotate("advantages", advantages, leaf=trajectory.leaf)            # doctest: +SKIP
         """
@@ -262,22 +262,22 @@ class ClientSession:
     def trajectories(
         self, verdict: Collection[str] | None = None, *, wait_checks: int = 10, unread: bool = False
     ) -> list[Trajectory]:
-        """One trajectory per leaf; over all of them each sampled token is trained once.
+        """Return one trajectory per leaf. Over all of them each sampled token is trained once.
 
-        The gateway answers once it has checked the bridges that are due, or after `wait_checks` seconds; verdicts say
-        `bridge unchecked` then.
+        The gateway waits up to `wait_checks` seconds for pending bridge checks. After that, verdicts of unchecked
+        branches have `bridge unchecked`.
 
-        `verdict` leaves out those with another one: `["exact", "forked:sibling"]`; `forked` stands for every fork.
-        Masks don't change with it: what a trajectory that is left out trains, no other one does.
+        `verdict` selects trajectories: `["exact", "forked:sibling"]`; `forked` stands for every fork. It does not
+        change masks: turns trained in an excluded trajectory are not trained in another one.
 
-        Turns that no client read to their end are in no trajectory unless `unread`.
+        Turns that no client read to their end are excluded unless `unread`.
         """
         return self._client._send(calls.read_trajectories(self.session_id, verdict, wait_checks, unread=unread))
 
     def media(self, sha256: str) -> bytes:
-        """An image of the session as it was received, or the settings that images were processed with.
+        """Return an image of the session as received, or the settings of the image processor.
 
-        `Trajectory.media` names both by their hash.
+        `Trajectory.media` has the hashes of both.
         """
         return self._client._send(calls.read_media(self.session_id, sha256))
 
@@ -303,11 +303,11 @@ class ClientSnapshot:
         self.snapshot_id = snapshot_id
 
     def manifest(self) -> SnapshotManifest:
-        """Return its digest, counts, verdicts, columns, and the turns and leaves of each session."""
+        """Return the snapshot's digest, counts, verdicts and columns, and the turns and leaves of each session."""
         return self._client._send(calls.show_snapshot(self.snapshot_id))
 
     def trajectories(self) -> Iterator[Trajectory]:
-        """Yield the contents, the same each time, without checking their digest; `save` checks it."""
+        """Yield the snapshot's trajectories, the same in each call. The digest is not checked; `save` checks it."""
         with self._streamed(JSON_LINES) as response:
             for line in response.iter_lines():
                 yield trajectory_from_json(msgspec.json.decode(line))
@@ -315,9 +315,9 @@ class ClientSnapshot:
     def save(self, path: str | Path) -> str:
         """Write the contents to a file, check them, flush them to the disk, and return their digest.
 
-        JSON lines for a name that ends with `.jsonl`, else Parquet. The file appears under its name once it is whole
-        and durable. Raises `GatewayUnavailable` if what came is not what the gateway said would come, and
-        `InvalidRequest` for a path that names something else than a file.
+        The format is JSON lines for a name that ends with `.jsonl`, else Parquet. The file gets its name when it is
+        complete and durable. Raises `GatewayUnavailable` if the contents don't have the gateway's digest, and
+        `InvalidRequest` if the path is not a file's.
         """
         path = Path(path)
         if path.exists() and not path.is_file():
@@ -340,23 +340,23 @@ class ClientSnapshot:
         return expected
 
     def confirm(self, digest: str) -> None:
-        """Say that the contents are safe elsewhere: their sessions may be deleted from now on.
+        """Confirm that the contents are stored safely, so that their sessions may be deleted.
 
-        `digest` is the SHA-256 of what was received, as JSON lines; `save` returns it. Raises `Conflict` if it is
-        another one.
+        `digest`, which `save` returns, is the SHA-256 of the received contents as JSON lines. Raises `Conflict` if it
+        differs from the gateway's.
         """
         self._client._send(calls.confirm_snapshot(self.snapshot_id, digest))
 
     def drop(self) -> DropReport:
-        """Delete the sessions of a confirmed snapshot from the gateway, for ever; then it is released.
+        """Delete the sessions of a confirmed snapshot from the gateway, permanently, and release it.
 
-        Returns `dropped`, their ids, and `kept`: which were left and why, such as those that have changed since. Raises
-        `Conflict` for a snapshot that is not confirmed.
+        The report has the ids of deleted sessions in `dropped`, and in `kept` the others with a reason, for example
+        that they have changed since. Raises `Conflict` for a snapshot that is not confirmed.
         """
         return self._client._send(calls.drop_snapshot(self.snapshot_id))
 
     def release(self) -> None:
-        """Keep nothing for it any more; its sessions stay."""
+        """Release the snapshot: its contents are not kept any more. Its sessions stay."""
         self._client._send(calls.release_snapshot(self.snapshot_id))
 
     def _streamed(self, accept: str) -> AbstractContextManager[httpx2.Response]:
@@ -367,7 +367,7 @@ class ClientSnapshot:
 
 
 def _turns_with(trajectories: Iterable[Trajectory], column: str) -> set[int]:
-    """The turns that have a column: its values are not NaN where the turn is trained."""
+    """Return the trained turns that have a column: its values are not NaN there."""
     found = set()
     for one in trajectories:
         for turn, start, end in zip(one.turns, one.completion_starts, one.completion_ends, strict=True):
@@ -378,7 +378,7 @@ def _turns_with(trajectories: Iterable[Trajectory], column: str) -> set[int]:
 
 
 def _lines_of(path: Path, jsonl: bool) -> Iterator[bytes]:
-    """The lines of JSONL that a file holds, or those that its trajectories would be."""
+    """Yield a file's trajectories as lines of JSON. For Parquet they are converted."""
     if jsonl:
         with open(path, "rb") as file:
             yield from file

@@ -1,4 +1,4 @@
-"""The calls that both clients make: path, body, how to read the answer, and when a call may be sent again."""
+"""The calls of both clients: path, body, decoding of the answer, and when to retry."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
 _NEVER_SENT = (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError)
 
 _PINS = "tokentape_sampling"
-"""Where the metadata of a session has its pins and defaults."""
+"""Key in a session's metadata for its pins and defaults."""
 
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """One HTTP request to the gateway, and how its answer is read."""
+    """One HTTP request to the gateway. `read` decodes its answer."""
 
     method: str
     path: str
@@ -46,24 +46,24 @@ class Call(Generic[T]):
     content_type: str = "application/json"
     accept: str = "*/*"
     wait: float = 0.0
-    """Seconds that the answer may take longer than that of other calls."""
+    """Seconds to add to the timeout, for answers that take longer."""
     repeatable: bool = True
     """Whether sending it twice does the same as sending it once."""
     done_if: type[TokentapeError] | None = None
-    """The error to a repeated request which says that an earlier one, whose answer was lost, went through."""
+    """An error that, after a repeated request, means that an earlier request succeeded and its answer was lost."""
     done_at_once: bool = False
-    """Whether it says so to the first request too."""
+    """Whether that error means success for the first request too."""
     done: T | None = None
-    """The result in that case."""
+    """The result in these cases."""
 
     def headers(self) -> dict[str, str]:
         return {"accept": self.accept} | ({} if self.body is None else {"content-type": self.content_type})
 
 
 class Retries(Generic[T]):
-    """One call: its requests, how long to wait between them, and its result.
+    """The requests of one call, the delays between them, and the call's result.
 
-    A request is repeated up to `max_retries` times, within `timeout` seconds and what the call may take longer.
+    A request is repeated up to `max_retries` times, within `timeout` + `call.wait` seconds.
     """
 
     def __init__(self, call: Call[T], max_retries: int, timeout: float) -> None:
@@ -72,10 +72,10 @@ class Retries(Generic[T]):
         self._delay = _FIRST_DELAY
         self._end = time.monotonic() + timeout + call.wait
         self._repeated = False
-        """Whether an earlier request, the answer to which was lost, may have done what it asks for."""
+        """Whether an earlier request with a lost answer may have succeeded."""
 
     def request(self) -> dict[str, Any]:
-        """Return what the next request is built from."""
+        """Return the keyword arguments of the next request."""
         call, left = self._call, max(self._end - time.monotonic(), 0.01)
         return {
             "method": call.method,
@@ -86,9 +86,9 @@ class Retries(Generic[T]):
         }
 
     def delay(self, failure: httpx2.RequestError | httpx2.Response) -> float | None:
-        """Return the seconds to wait before the next request; None to give up.
+        """Return the seconds to wait before the next request, or None to give up.
 
-        Where the answer was lost, the request is repeated only if that is safe.
+        If the answer was lost, the request is repeated only if the call is `repeatable`.
         """
         delay = self._delay * random.uniform(0.75, 1.0)
         if isinstance(failure, httpx2.Response):
@@ -116,21 +116,21 @@ class Retries(Generic[T]):
 
 
 def _answer_lost(failure: httpx2.RequestError | httpx2.Response) -> bool:
-    """Return whether the gateway may have done what a request asked for: no answer came, or not the gateway's own."""
+    """Return whether the request may have succeeded: it got no answer, or an answer that is not the gateway's."""
     if isinstance(failure, httpx2.Response):
-        # A gateway that has lost its database does not know either.
+        # A gateway that has lost its database does not know it either.
         return "x-should-retry" not in failure.headers or isinstance(answered_error(failure), StoreUnavailable)
     return not isinstance(failure, _NOT_SENT)
 
 
 def _retry_after(response: httpx2.Response) -> float | None:
-    """Return the seconds that an answer says to wait."""
+    """Return the seconds in the answer's `Retry-After`, or None."""
     text = response.headers.get("retry-after", "")
     return float(text) if re.fullmatch(r"\d{1,9}(\.\d*)?", text) else None
 
 
 def http_options(base_url: str, api_key: str | None) -> dict[str, Any]:
-    """Return how an HTTP client is made. Raises `InvalidRequest` for a URL or a key that can't be one."""
+    """Return the keyword arguments of an HTTP client. Raises `InvalidRequest` for an invalid URL or key."""
     if not base_url.lower().startswith(("http://", "https://")):
         raise InvalidRequest(f"a gateway's URL begins with http:// or https://, not {base_url!r}", "base_url")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
@@ -154,7 +154,7 @@ def answered_error(response: httpx2.Response) -> TokentapeError:
         return GatewayUnavailable(
             f"status {response.status_code} without an error of Tokentape's; is there a gateway at this URL?"
         )
-    # A class without a code of its own has that of the one above it.
+    # A class without its own code inherits that of its base class.
     kinds = {kind.code: kind for kind in _with_subclasses(TokentapeError) if "code" in vars(kind)}
     kind = kinds.get(str(found.get("code")), TokentapeError)
     message = str(found.get("message"))
@@ -206,7 +206,7 @@ def check_made(
     pin: Mapping[str, Any] | None,
     default: Mapping[str, Any] | None,
 ) -> None:
-    """Raise `Conflict` unless a session is as `create_session` would have made it."""
+    """Raise `Conflict` unless a session has the metadata that `create_session` would have given it."""
     wanted = dict(metadata or {})
     if pin or default:
         wanted[_PINS] = {"pin": pin or {}, "default": default or {}}
@@ -215,7 +215,7 @@ def check_made(
 
 
 def list_sessions(after: int) -> Call[tuple[list[SessionEntry], int | None]]:
-    """Return a page of sessions, and after which position the next one begins."""
+    """Return a page of sessions, and the position to pass as `after` for the next page."""
 
     def read(content: bytes) -> tuple[list[SessionEntry], int | None]:
         page = msgspec.json.decode(content)
@@ -229,7 +229,7 @@ def show_engine() -> Call[EngineState]:
 
 
 def pause_engine(*, abort: bool, timeout: float) -> Call[EngineState]:
-    """Hold back new calls, and wait for the others or abort them."""
+    """Hold back new calls, and wait for those in flight or abort them."""
     body = {"mode": "abort" if abort else "wait", "timeout": timeout}
     return Call("POST", "/engine/pause", _reader(EngineState), msgspec.json.encode(body), wait=timeout)
 
@@ -249,7 +249,7 @@ def show_session(session_id: str) -> Call[SessionState]:
 
 
 def give_reward(session_id: str, value: float, turn: int | None, leaf: int | None) -> Call[None]:
-    """Give a reward. The last one given counts, so giving it again is safe."""
+    """Give a reward. It replaces earlier ones, so a retry is safe."""
     body = msgspec.json.encode({"value": float(value), "turn": turn, "leaf": leaf})
     return Call("POST", f"{session_path(session_id)}/reward", _nothing, body)
 
@@ -257,7 +257,7 @@ def give_reward(session_id: str, value: float, turn: int | None, leaf: int | Non
 def annotate_tokens(
     session_id: str, name: str, values: npt.ArrayLike, turn: int | None, leaf: int | None
 ) -> Call[list[int]]:
-    """Attach a number to each token and return the turns that have them. The last ones given count."""
+    """Attach a number to each token. Return the turns that have them. They replace earlier ones of the same name."""
     numbers = np.asarray(values, "<f4")
     if numbers.ndim != 1:
         raise InvalidRequest(f"values must be one number per token, not {numbers.ndim}-dimensional", "values")
@@ -305,7 +305,7 @@ def take_snapshot(
     metadata: Mapping[str, Any] | None,
     wait_checks: int,
 ) -> Call[SnapshotManifest]:
-    """Freeze sessions. A repeated call would hold them twice."""
+    """Take a snapshot. A repeated call would take a second one."""
     body = {
         "session_ids": None if session_ids is None else list(session_ids),
         "since": since,
@@ -336,7 +336,7 @@ def confirm_snapshot(snapshot_id: int, digest: str) -> Call[None]:
 
 
 def drop_snapshot(snapshot_id: int) -> Call[DropReport]:
-    """Delete the sessions of a snapshot. What a repeated call finds is another report."""
+    """Delete the sessions of a snapshot. Not repeatable: a second call would return another report."""
     path = f"/snapshots/{snapshot_id}?drop_sessions=true"
     return Call("DELETE", path, _reader(DropReport), repeatable=False)
 

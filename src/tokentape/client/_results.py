@@ -1,4 +1,4 @@
-"""What a gateway answers, as typed objects. Fields that a newer gateway adds are ignored."""
+"""A gateway's answers as typed objects. Unknown fields, from newer gateways, are ignored."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LeafState:
     tokens: int
     reward: float | None
     role: str = ""
-    """`main`, `subagent` or `side_call`; empty from gateways that don't say."""
+    """`main`, `subagent` or `side_call`; empty from gateways that don't report roles."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class SessionState:
     columns: Sequence[str]
     """Names of the values per token that `annotate` and `score` attached."""
     payloads: Sequence[str]
-    """Names of what the engine returned per token beside log-probabilities, such as routed experts."""
+    """Names of per-token data from the engine besides logprobs, such as routed experts."""
     lineage: Sequence[LineageEdge] = ()
     """Where the session's branches come from."""
 
@@ -131,7 +131,7 @@ class EngineState:
 
 @dataclass(frozen=True)
 class SnapshotManifest:
-    """A snapshot: its digest and counts; `sessions` only where one snapshot was asked for."""
+    """A snapshot: its digest and counts. Lists of snapshots leave out `sessions`."""
 
     snapshot_id: int
     created_at: float
@@ -161,7 +161,7 @@ class KeptSession:
 
 @dataclass(frozen=True)
 class DropReport:
-    """What deleting the sessions of a snapshot did."""
+    """The result of dropping a snapshot's sessions: the deleted ones and the kept ones."""
 
     dropped: Sequence[str]
     kept: Sequence[KeptSession]

@@ -4,8 +4,8 @@
     TARGET/RUN/turns.parquet            the rows of a snapshot, a file per table of `schema` that has any
     TARGET/RUN/manifest.json            written last: sessions, digests, model
 
-A run without a manifest was cut off and is not read. Sessions are copied to a temporary record, and its tables to the
-files; an archive is read by loading them into a temporary record again. So whatever reads a record reads an archive.
+A run without a manifest was interrupted and is not read. To write, sessions are copied to a temporary record, and its
+tables to the files. To read, the files are loaded into a temporary record, so every reader of records works.
 `fsspec` and `pyarrow` (extra `archive`) are imported on use.
 """
 
@@ -55,7 +55,7 @@ GROUP_BYTES = 16 * 2**20
 
 
 def _open(location: str) -> DirFileSystem:
-    """Return the folder that a path or URL names. Raises `InvalidRequest` if there is nothing to reach it with."""
+    """Return the folder at a path or URL. Raises `InvalidRequest` if a package to access it is missing."""
     try:
         import fsspec
         from fsspec.implementations.dirfs import DirFileSystem
@@ -77,7 +77,7 @@ def _names(folder: DirFileSystem) -> list[str]:
 
 
 def _write(folder: DirFileSystem, name: str, source: IO[bytes]) -> None:
-    """Write a file. On a disk it is durable when this returns."""
+    """Write a file. On a local disk it is durable when this returns."""
     path = f"{folder.path}/{name}"
     if "file" in folder.fs.protocol:
         with durable_file(Path(path)) as sink:
@@ -167,12 +167,12 @@ def archive_sessions(
 ) -> Archived:
     """Archive the sessions of `store` without a turn for `idle_seconds`, and with `delete` delete them afterwards.
 
-    `model` is the one that the record was made with last. Without `delete`, sessions that are in the archive as they
-    are now are left out. Cut off anywhere, call it again. Make one call at a time for a target: another one takes this
-    one's snapshot for left over and releases it, and this one ends with `Conflict`, nothing deleted.
+    `model` is the model of the record. Without `delete`, sessions are skipped if the archive has their current state.
+    After an interruption, call it again. Don't run two calls for one target at once: the second one releases the
+    snapshot of the first as a leftover, and the first one raises `Conflict` and deletes nothing.
 
-    Raises `InvalidRequest` for a target that can't be reached or holds something else, and `StoreCorrupt` if the files
-    do not read back as the snapshot: then nothing is deleted.
+    Raises `InvalidRequest` for a target that can't be reached or is not an archive, and `StoreCorrupt` if the files
+    don't read back as the snapshot: then nothing is deleted.
     """
     folder = _open(target)
     found = _read_json(folder, MARKER)
@@ -254,7 +254,7 @@ def _check_copy(directory: Path, session_ids: Sequence[str], digest: str | None,
 
 
 def _records(store: Store, stored: StoredSession) -> list[Record]:
-    """Return everything that is recorded of a session, in an order in which it can be written."""
+    """Return all records of a session, in an order in which they can be written."""
     images = image_parts(message for turn in stored.turns for message in turn.messages)
     hashes = dict.fromkeys(part[name] for part in images for name in ("sha256", "settings"))
     media = [store.load_media(stored.info.session_id, sha256) for sha256 in hashes]
@@ -311,10 +311,10 @@ def _engine(directory: Path) -> Engine:
 
 @contextmanager
 def restored(location: str) -> Iterator[Path]:
-    """Yield a data directory with the sessions of an archive, which is deleted afterwards.
+    """Yield a temporary data directory with the sessions of an archive.
 
-    Of a session that was archived several times it has the last. Raises `InvalidRequest` if there is no archive, and
-    `StoreCorrupt` for one that is damaged or was written by another release.
+    A session that was archived several times has its last state. Raises `InvalidRequest` if there is no archive, and
+    `StoreCorrupt` if it is damaged or was written by another release.
     """
     target = _open(location)
     found = _read_json(target, MARKER)
@@ -349,7 +349,7 @@ def open_archive(location: str) -> SqliteStore:
 
 
 def _load(directory: Path, runs: Sequence[tuple[DirFileSystem, Any, set[str]]]) -> None:
-    """Make a database of some sessions of some runs."""
+    """Create a database with the given sessions of each run."""
     with _engine(directory).begin() as connection:
         schema.prepare(connection)
         expected: set[str] = set()
@@ -360,7 +360,7 @@ def _load(directory: Path, runs: Sequence[tuple[DirFileSystem, Any, set[str]]]) 
             expected |= wanted
             for table in schema.metadata.sorted_tables:
                 name = f"{table.name}.parquet"
-                # Runs share setups and media.
+                # Runs can share setups and media.
                 shared = "session_id" not in table.c
                 for rows in _read(run, name, manifest["files"].get(name), directory):
                     own = [row for row in rows if shared or row["session_id"] in wanted]
@@ -375,7 +375,7 @@ def _load(directory: Path, runs: Sequence[tuple[DirFileSystem, Any, set[str]]]) 
 
 
 def _read(run: DirFileSystem, name: str, about: Any, directory: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of a file, a row group at a time. Raises `StoreCorrupt` unless it is the one that was written."""
+    """Yield the rows of a file, a row group at a time. Raises `StoreCorrupt` if its hash is not the manifest's."""
     pq = parquet_library(_INSTALL)
     if about is None:
         return

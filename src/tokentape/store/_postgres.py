@@ -1,9 +1,9 @@
-"""The durable record in PostgreSQL: any number of gateways over one database, that write at the same time.
+"""The durable record in PostgreSQL: any number of gateways can write to one database at the same time.
 
-Each transaction begins by claiming what it changes, by advisory locks in one order, so that none waits for another in a
-circle: sessions, each on its own; all of them together, where their numbers are given or a snapshot is to be a moment.
-What is in one session is therefore totally ordered, as with the one writer of SQLite: positions grow in the order in
-which they come to be seen, and a turn number is given once. Reads take no lock.
+Each transaction first takes advisory locks on what it changes, always in the same order, so that there are no
+deadlocks: one lock per session, or a lock on all sessions to number them or to take a consistent snapshot.
+So the records of a session are totally ordered, as with SQLite's one writer: positions grow in the order in which they
+become visible, and each turn number is used once. Reads take no lock.
 
 `psycopg` (extra `postgres`) is imported on first use.
 """
@@ -30,17 +30,17 @@ from tokentape.store._served_model import ServedModel
 Durability: TypeAlias = Literal["FULL", "NORMAL"]
 
 RECORD_LOCK = 0x746F6B656E746170
-"""The advisory lock of the record as a whole, `tokentap` in ASCII: shared by those that change sessions."""
+"""Advisory lock of the whole record, `tokentap` in ASCII. Transactions that change sessions share it."""
 
 LOCK_SECONDS = 30
-"""How long to wait for others that write, and how long the server lets one of them stand still meanwhile."""
+"""How long to wait for other writers' locks, and how long the server lets an idle transaction keep them."""
 
 _SERVED_MODEL = "served_model"
 _IS_POSTGRES = ("postgresql", "postgres")
 
 
 def is_url(location: str) -> bool:
-    """Say whether `location` is the URL of a PostgreSQL database."""
+    """Return whether `location` is the URL of a PostgreSQL database."""
     return location.partition("://")[0].partition("+")[0] in _IS_POSTGRES and "://" in location
 
 
@@ -50,10 +50,10 @@ def without_password(location: str) -> str:
 
 
 class PostgresStore(Store):
-    """The record of a PostgreSQL database. `open` makes one.
+    """The record in a PostgreSQL database. Create one with `open`.
 
-    The database may be named by `host`, `port`, `user`, `dbname` and so on in the URL, or by libpq's `PG*` variables.
-    Tables are those of the connection's `search_path`.
+    The URL can have `host`, `port`, `user`, `dbname` and so on. libpq's `PG*` variables supply missing parts. The
+    tables are in the connection's `search_path`.
 
         store = PostgresStore.open("postgresql://tokentape@db.internal/runs")
         await store.write(SessionInfo("s1", time.time()), setup, seal(turn, None))
@@ -65,12 +65,12 @@ class PostgresStore(Store):
 
     @classmethod
     def open(cls, url: str, *, synchronous: Durability = "FULL", read_only: bool = False) -> Self:
-        """Open the database, making its tables if it is empty, migrating those of an older version.
+        """Open the database. Create its tables if it is empty, and migrate those of an older version.
 
-        `synchronous="NORMAL"` does not wait for the server's disk: a crash of the server can take the last moments.
-        `read_only` changes nothing. Raises `StoreUnavailable` if the server can't be reached, `InvalidRequest` for a
-        URL that is none and where `psycopg` is missing, `StoreCorrupt` if the tables are not Tokentape's, and
-        `StoreError` for those of a newer version, a user without rights, and a server that does not flush.
+        `synchronous="NORMAL"` does not wait for the server's disk, so a crash of the server can lose the last records.
+        `read_only` changes nothing. Raises `StoreUnavailable` if the server can't be reached, `InvalidRequest` for an
+        invalid URL or if `psycopg` is missing, `StoreCorrupt` if the tables are not Tokentape's, and `StoreError` for
+        tables of a newer version, a user without rights, or a server that does not flush.
         """
         address = _url(url)
         with ExitStack() as undo:
@@ -97,12 +97,12 @@ class PostgresStore(Store):
         try:
             return super().session_state(session_id, newest)
         except StoreUnavailable:
-            # Idle connections that the server has closed are all found out at once: the next one is new.
+            # After one closed connection, all idle ones are discarded, so the next connection is new.
             return super().session_state(session_id, newest)
 
     @contextmanager
     def reading_once(self) -> Iterator[Connection]:
-        """A connection for one statement, without a transaction around it. For this room."""
+        """Give a connection for one statement, without a transaction. Private to the package."""
         with self._connected(self._once) as connection:
             yield connection
 
@@ -123,9 +123,9 @@ class PostgresStore(Store):
 
 
 def explain(error: DBAPIError) -> StoreFailure:
-    """Say what an error of PostgreSQL means to us (https://www.postgresql.org/docs/current/errcodes-appendix.html).
+    """Convert an error of PostgreSQL (https://www.postgresql.org/docs/current/errcodes-appendix.html) to a failure.
 
-    None is fatal: where a flush fails, the server stops itself, and what it says after that is read from its disk.
+    No failure is fatal: if a flush fails, the server restarts and recovers from its disk.
     """
     state: str = getattr(error.orig, "sqlstate", None) or ""
     match state:
@@ -166,13 +166,13 @@ def explained() -> Iterator[None]:
 
 
 def reading_engine(url: str | URL) -> Engine:
-    """Return an engine whose transactions see one state of the database and can't change it."""
+    """Return an engine for read-only transactions that each see one state of the database."""
     url = _url(url) if isinstance(url, str) else url
     engine = create_engine(
         url,
         isolation_level="REPEATABLE READ",
         max_overflow=20,
-        # A server that was restarted is noticed before a request fails on it.
+        # Detect a restarted server before a request fails.
         pool_pre_ping=True,
         hide_parameters=True,
         connect_args=_CONNECTION,
@@ -181,7 +181,7 @@ def reading_engine(url: str | URL) -> Engine:
 
 
 def _asking_engine(url: URL) -> Engine:
-    """Return an engine for single statements: no transaction and no look whether the connection lives, each a trip."""
+    """Return an engine for single statements, without the round trips of a transaction and of a connection check."""
     return create_engine(
         url, isolation_level="AUTOCOMMIT", max_overflow=20, hide_parameters=True, connect_args=_CONNECTION
     )
@@ -191,7 +191,7 @@ def _writing_engine(url: URL, synchronous: Durability) -> Engine:
     engine = create_engine(
         url, isolation_level="READ COMMITTED", poolclass=NullPool, hide_parameters=True, connect_args=_CONNECTION
     )
-    # Of one transaction, not of the connection: that may be a pooler's. One trip to the server for all of it.
+    # Set per transaction, since the connection may be a pooler's. All settings take one round trip.
     begin = (
         f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'; "
         f"SET LOCAL idle_in_transaction_session_timeout = '{LOCK_SECONDS}s'; "
@@ -210,18 +210,18 @@ def _claim(connection: Connection, claims: Sequence[Claims]) -> None:
         names |= one
     locks = [f"pg_advisory_xact_lock_shared({RECORD_LOCK})"]
     locks += [f"pg_advisory_xact_lock({key})" for key in sorted(map(_key, names))]
-    # One statement per lock: within a statement the server chooses the order.
+    # One statement per lock, because within a statement the server chooses the order.
     connection.exec_driver_sql("; ".join(f"SELECT {lock}" for lock in locks))
 
 
 def _key(name: str) -> int:
-    """A number for a name, which others have by a chance of 1 in 2^63 only; then they wait for each other too."""
+    """Return the lock number of a name. Names share a number with probability 2^-63, and then also a lock."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big", signed=True)
 
 
 _CONNECTION = {
     "connect_timeout": 10,
-    # A server that has gone without a word is given up after about 25 s.
+    # A server that does not respond is given up after about 25 s.
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
@@ -229,7 +229,7 @@ _CONNECTION = {
 
 
 def _refuse_unsafe(connection: Connection, synchronous: Durability) -> None:
-    """Raise `StoreError` if an acknowledged turn could be lost although it is to survive a power cut."""
+    """Raise `StoreError` if the server's settings could lose acknowledged turns that should survive a power cut."""
     if synchronous == "NORMAL":
         return
     for setting in ("fsync", "full_page_writes", "synchronous_commit"):
@@ -241,7 +241,7 @@ def _refuse_unsafe(connection: Connection, synchronous: Durability) -> None:
 
 
 def _url(location: str) -> URL:
-    """Return the URL for SQLAlchemy. Raises `InvalidRequest` if it can't be read or `psycopg` is missing."""
+    """Return the URL for SQLAlchemy. Raises `InvalidRequest` if it is invalid or `psycopg` is missing."""
     try:
         import psycopg  # noqa: F401
     except ImportError:

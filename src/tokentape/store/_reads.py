@@ -33,11 +33,11 @@ from tokentape.types import (
 
 @dataclass(frozen=True)
 class StoredSession:
-    """A session with everything recorded of it."""
+    """A session with all of its records."""
 
     info: SessionInfo
     setups: Mapping[str, Setup]
-    """The setups of its turns, by digest."""
+    """The setups of the turns, by digest."""
     turns: tuple[Turn, ...]
     """In order of `seq`, which counts from 0."""
     rewards: tuple[Reward, ...]
@@ -52,7 +52,7 @@ class StoredSession:
     """In order of their turns; empty unless they were asked for."""
 
     def tree(self) -> Session:
-        """Return the session as a tree, the same one each time."""
+        """Return the session as a tree. Repeated calls return the same object."""
         return self._tree
 
     @cached_property
@@ -60,9 +60,9 @@ class StoredSession:
         return Session(self.info, self.turns, self.events)
 
     def trajectories(self, *, unread: bool = False, edges: Sequence[LineageEdge] | None = None) -> list[Trajectory]:
-        """One trajectory per leaf, with columns and payloads if they were asked for. See `session.flatten`.
+        """Return one trajectory per leaf, with columns and payloads if these were loaded. See `session.flatten`.
 
-        With `unread` also of leaves that no client read; with `edges` of `lineage_of` each says its role.
+        `unread` includes turns that no client read. `edges`, from `lineage_of`, give trajectories their roles.
         """
         given = self.rewards, self.columns, self.payloads, self.events
         return trajectories(self.tree(), *given, unread=unread, edges=edges)
@@ -70,22 +70,22 @@ class StoredSession:
 
 @dataclass(frozen=True, slots=True)
 class SessionProgress:
-    """What is recorded of a session by now, as far as one has to know to see whether that is what one remembers."""
+    """The current state of a session in the record, to compare with the session in memory."""
 
     created_at: float
     turns: int
     digest: str | None
-    """Of the turn that one knows last; None if the session has no such turn."""
+    """Digest of the last turn known to the caller; None if the session has no such turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much of a session is meant: what was recorded of it up to some moment."""
+    """The part of a session that was recorded up to some moment."""
 
     position: int
-    """Of the session; another one of the same id has another."""
+    """Position of the session. A later session with the same id has another one."""
     turns: int
-    """So many turns."""
+    """Number of turns."""
     last_reward: int
     """Rewards up to this position."""
     last_column: int
@@ -100,10 +100,10 @@ _WHOLE = Extent(0, 2**31 - 1, 2**63 - 1, 2**63 - 1, 2**63 - 1)
 def load_session(
     connection: Connection, session_id: str, *, per_token: bool = False, extent: Extent | None = None
 ) -> StoredSession:
-    """Return a session with its hash chain checked, with columns and payloads only if `per_token`.
+    """Load a session and check its hash chain. Columns and payloads are loaded only with `per_token`.
 
-    With an `extent` only what belongs to it. Raises `NotFound` if there is no such session and `StoreCorrupt` if a
-    record can't be read or doesn't fit the chain.
+    `extent` limits the result to that part of the session. Raises `NotFound` for a missing session, and `StoreCorrupt`
+    if a record can't be read or doesn't fit the chain.
     """
     read = _Reading(connection, session_id)
     info = read.info(None if extent is None else extent.position)
@@ -123,9 +123,9 @@ def load_session(
 
 
 def load_newer(connection: Connection, session_id: str, known: tuple[Turn, ...]) -> StoredSession:
-    """Return a session's turns after those that are `known`, with their answers, setups and events; nothing else.
+    """Load the turns after the `known` ones, with only their answers, setups and events.
 
-    Raises as `load_session`.
+    Raises like `load_session`.
     """
     read = _Reading(connection, session_id)
     info = read.info()
@@ -145,7 +145,7 @@ def load_events(connection: Connection, session_id: str, kind: str) -> tuple[Eve
 
 
 class _Reading:
-    """Reads the records of a session in one state."""
+    """Reads the records of one session in one transaction."""
 
     def __init__(self, connection: Connection, session_id: str) -> None:
         self._connection, self._session_id = connection, session_id
@@ -168,7 +168,7 @@ class _Reading:
         return tuple(decode(table, row) for row in self._connection.execute(statement))
 
     def turns(self, condition: ColumnElement[bool], known: Sequence[Turn] = ()) -> tuple[Turn, ...]:
-        """Return turns that follow those that are `known`, with the hash chain checked."""
+        """Load the turns that match `condition` and check their hash chain. It continues after the `known` turns."""
         turns: tuple[Turn, ...] = self.records(schema.turns.c.seq, condition)
         digests: dict[int | None, str] = {turn.seq: turn.digest for turn in known}
         for seq, turn in enumerate(turns, len(known)):
@@ -194,7 +194,7 @@ def batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 def lineage_of(load: Callable[[str], StoredSession], stored: StoredSession) -> list[LineageEdge]:
-    """Return the edges of a session's branches. Parents that headers name are loaded, and have the same owner."""
+    """Return the edges of a session's branches. Parents named by headers count if their owner is the same."""
     others = []
     for session_id in sorted(parent_sessions(stored.tree())):
         try:

@@ -1,4 +1,4 @@
-"""Records to rows and back: the only module that knows how a field is spelled in a column."""
+"""Convert records to rows and back. Only this module knows how fields are encoded in columns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tokentape.types import (
 )
 
 Record: TypeAlias = SessionInfo | Setup | Media | Turn | RecordedReply | Reward | Event | TurnColumn | TurnPayload
-"""What a store takes."""
+"""A record that can be written to a store."""
 
 Values: TypeAlias = dict[str, Any]
 """One row of one table, by column name."""
@@ -46,7 +46,7 @@ come out 0.5 % and 5 % smaller."""
 
 
 def encode(record: Record) -> tuple[Table, Values]:
-    """Return the table that holds `record` and its row there. Later changes to `record` don't reach the row.
+    """Return the table and the row for `record`. Later changes to `record` don't change the row.
 
     Raises `InvalidRequest` if a field can't be written as JSON or text, and `InvariantViolation` if an array has
     the wrong dtype.
@@ -55,7 +55,7 @@ def encode(record: Record) -> tuple[Table, Values]:
     more: Values = {}
     match record:
         case Media() if hashlib.sha256(record.data).hexdigest() != record.sha256:
-            raise InvariantViolation(f"media claim the hash {record.sha256!r}, their bytes have another")
+            raise InvariantViolation(f"media have the hash {record.sha256!r}, which is not that of their bytes")
         case RecordedReply():
             first, choices = record.turns[0], len(record.turns)
             if record.turns != tuple(range(first, first + choices)):
@@ -80,10 +80,10 @@ def encode(record: Record) -> tuple[Table, Values]:
 
 
 def decode(table: Table, row: Row[Any]) -> Any:
-    """Return the record of a row of a table; its arrays may be read-only views of the row.
+    """Return the record of a table's row. Its arrays can be read-only views of the row.
 
-    Raises `StoreCorrupt` if it can't be one, and for setups and media that are not those that their digest names. The
-    digest of a turn is not checked, since that takes the parent.
+    Raises `StoreCorrupt` for an invalid row, and for setups and media that don't fit their digest. The digest of a turn
+    is not checked, since that takes its parent.
     """
     name, record = _DECODERS[table]
     try:
@@ -93,7 +93,7 @@ def decode(table: Table, row: Row[Any]) -> Any:
 
 
 def _record(kind: type[Any], row: Row[Any], **more: Any) -> Any:
-    """Return a record with the fields of its columns, and `more` for those that have none of their own."""
+    """Return a record with the fields of the row's columns, and `more` for fields without a column."""
     read = {name: getattr(row, name) for name in _FIELDS[kind] if name not in more}
     return kind(**{name: _READ[name](value) if name in _READ else value for name, value in read.items()}, **more)
 
@@ -189,7 +189,7 @@ def _inflate(data: bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value`, if it is text only if a text column of any database takes it: no NUL, no lone surrogate."""
+    """Return `value`. Raises `InvalidRequest` for text that databases don't store: with a NUL or a lone surrogate."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -201,7 +201,7 @@ def _plain(value: Any) -> Any:
 
 
 def _real(value: float) -> float:
-    """Return `value` as a float that every database keeps and that can be reckoned with: no NaN, no infinity."""
+    """Return `value` as a float. Raises `InvalidRequest` for NaN and infinities, which not every database stores."""
     if not math.isfinite(value):
         raise InvalidRequest(f"{value} is not a finite number")
     return float(value)
@@ -219,7 +219,7 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "body_digest": (bytes.fromhex, bytes.hex),
     "tools": (json_in_order, lambda text: tuple(json.loads(text))),
     "template_kwargs": (json_in_order, json.loads),
-    # Equal setups, engines and versions are one object: gateways keep many turns in memory.
+    # Equal setups, engines and versions become one object, because gateways keep many turns in memory.
     "setup": (_plain, intern),
     "engine": (_plain, intern),
     "weight_version": (_plain, intern),
@@ -249,7 +249,7 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda data: () if data is None else _tuples(_inflate(data)),
     ),
 }
-"""By column how its values are written and read. Others are as they are in the record."""
+"""By column, how to encode and decode its values. Values of other columns are stored unchanged."""
 
 _WRITE = {name: write for name, (write, _) in _CODECS.items()}
 _READ = {name: read for name, (_, read) in _CODECS.items()}

@@ -1,9 +1,9 @@
-"""The tables of the record and how an older database becomes a current one.
+"""The tables of the record, and migrations from older versions.
 
-Storage is the delta only: a turn's row holds what it added and what was sampled, never its context. Arrays are
-blobs of little-endian elements, free-form fields canonical JSON; what deflates well is deflated (RFC 1950): the
-provenance, a few long runs, and a turn's messages and reply, which else take a third of the room.
-Everything here is plain SQL that SQLite and PostgreSQL both take.
+A turn's row holds only its added and sampled ids, never its context. Arrays are blobs of little-endian elements,
+free-form fields are canonical JSON. Columns that compress well are deflated (RFC 1950): the provenance, which has a few
+long runs, and a turn's messages and reply, which would take a third of the database.
+All SQL here works in SQLite and PostgreSQL.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tokentape.errors import StoreCorrupt, StoreError
 metadata = MetaData()
 
 _Position = BigInteger().with_variant(Integer, "sqlite")
-"""64 bits. SQLite's own are, and only a column that is called INTEGER counts by itself there."""
+"""64-bit integers. SQLite's INTEGER is one, and only a column of that type autoincrements there."""
 
 meta = Table(
     "meta",
@@ -69,7 +69,7 @@ setups = Table(
     Column("date", Text, nullable=False),
     Column("fingerprint", Text, nullable=False),
 )
-"""Addressed by content and never deleted: a gateway that wrote one may rely on it."""
+"""Setups by digest. They are never deleted, so that gateways need not write one again."""
 
 turns = Table(
     "turns",
@@ -114,10 +114,10 @@ answers = Table(
     Column("created_at", Double, nullable=False),
     Column("top_logprobs", LargeBinary),
     ForeignKeyConstraint(["session_id", "first_turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
-    # A retry that names no session, and comes to a gateway that does not know the call.
+    # For retries that name no session, at a gateway that has not seen the call.
     Index("answers_by_body", "body_digest", "created_at"),
 )
-"""Written in the transaction of the turns, so that a retry after a restart finds them."""
+"""Answers, written in the transaction of their turns, so that a retry after a restart finds them."""
 
 rewards = Table(
     "rewards",
@@ -164,7 +164,7 @@ events = Table(
     Index("events_of_turn", "session_id", "turn", "kind"),
     sqlite_autoincrement=True,
 )
-"""What was found out about sessions and turns after they were recorded. Only ever appended to."""
+"""Facts about sessions and turns found after they were recorded. Rows are only appended."""
 
 token_payloads = Table(
     "token_payloads",
@@ -182,7 +182,8 @@ token_payloads = Table(
     Column("crc32", BigInteger, nullable=False),
     ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
 )
-"""Written in the transaction of the turn. Packed, expert ids in int32 take a quarter of the room in no more time."""
+"""Payloads, written in the transaction of their turn. Packing int32 expert ids takes a quarter of the bytes and no
+extra time."""
 
 media = Table(
     "media",
@@ -191,7 +192,7 @@ media = Table(
     Column("mime", Text, nullable=False),
     Column("data", LargeBinary, nullable=False),
 )
-"""Images as received, and how images were processed: once, and as long as a turn refers to them."""
+"""Images as received, and settings of image processors. Each is stored once, and while a turn refers to it."""
 
 turn_media = Table(
     "turn_media",
@@ -201,7 +202,7 @@ turn_media = Table(
     Column("sha256", ForeignKey("media.sha256"), primary_key=True, index=True),
     ForeignKeyConstraint(["session_id", "turn"], ["turns.session_id", "turns.seq"], ondelete="CASCADE"),
 )
-"""Which turn's messages refer to what: written with the turn."""
+"""The media that each turn's messages refer to, written with the turn."""
 
 snapshots = Table(
     "snapshots",
@@ -218,7 +219,7 @@ snapshots = Table(
     Column("contents", LargeBinary),
     sqlite_autoincrement=True,
 )
-"""What was handed out together. Never deleted: an id names the same contents for ever."""
+"""Snapshots. They are never deleted, so that an id always means the same contents."""
 
 snapshot_sessions = Table(
     "snapshot_sessions",
@@ -242,7 +243,7 @@ tombstones = Table(
     Column("snapshot_id", ForeignKey("snapshots.snapshot_id"), nullable=False),
     Column("dropped_at", Double, nullable=False),
 )
-"""Sessions that were dropped after their consumer had confirmed a snapshot: their ids are not used again."""
+"""Sessions that were dropped after a snapshot with them was confirmed. Their ids are not used again."""
 
 gate_changes = Table(
     "gate_changes",
@@ -257,7 +258,7 @@ gate_changes = Table(
     Column("created_at", Double, nullable=False),
     sqlite_autoincrement=True,
 )
-"""When sampling was paused and resumed: for gateways over one record, which pause together."""
+"""Pauses and resumes of sampling, for gateways on one record, which pause together."""
 
 gateways = Table(
     "gateways",
@@ -269,7 +270,7 @@ gateways = Table(
     Column("heard", _Position, nullable=False),
     Column("under_way", Integer, nullable=False),
 )
-"""The gateways over one record, those that died left in until another one notices."""
+"""The gateways on one record. A dead one stays until another gateway notices."""
 
 record_log = Table(
     "record_log",
@@ -289,7 +290,7 @@ Migration: TypeAlias = Callable[[Connection], None]
 
 
 def _to_2(connection: Connection) -> None:
-    """Owners, aborted turns, changing weights, answers to retries, scopes of rewards, what tokens have, snapshots."""
+    """Add owners, aborted turns, weight changes, answers for retries, reward scopes, columns, payloads, snapshots."""
     for change in (
         "sessions ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
         "turns ADD COLUMN weight_changes TEXT",
@@ -304,7 +305,7 @@ def _to_2(connection: Connection) -> None:
 
 
 def _to_3(connection: Connection) -> None:
-    """Several gateways over one record: what they have to know of each other."""
+    """Add the state that gateways on one record share."""
     for table in (gate_changes, gateways):
         table.create(connection)
     for index in answers.indexes:
@@ -313,7 +314,7 @@ def _to_3(connection: Connection) -> None:
 
 
 def _to_4(connection: Connection) -> None:
-    """Events, what turns' numbers mean, resumed turns, adapters, the log of the record."""
+    """Add events, the distributions of logprobs, resumes, adapters, and the log of the record."""
     for table in TABLES_SINCE_4:
         table.create(connection)
     for column in COLUMNS_SINCE_4:
@@ -334,17 +335,17 @@ COLUMNS_SINCE_4 = (
 
 
 MIGRATIONS: tuple[Migration, ...] = (_to_2, _to_3, _to_4)
-"""`MIGRATIONS[i]` turns schema version i + 1 into i + 2. Only ever appended to."""
+"""`MIGRATIONS[i]` migrates schema version i + 1 to i + 2. Only append to it."""
 
 VERSION = len(MIGRATIONS) + 1
 """The schema version of this release."""
 
 
 def prepare(connection: Connection) -> None:
-    """Create the tables in an empty database, or bring an older one to the current version.
+    """Create the tables in an empty database, or migrate an older one to the current version.
 
-    The caller owns the transaction: if this raises, nothing may be kept. Raises `StoreError` for a database
-    of a newer version and `StoreCorrupt` for one that isn't ours.
+    If this raises, the caller has to roll back its transaction. Raises `StoreError` for a database of a newer version,
+    and `StoreCorrupt` for one that is not Tokentape's.
     """
     current = len(MIGRATIONS) + 1
     version = schema_version(connection)
@@ -363,7 +364,7 @@ _has_events: WeakKeyDictionary[Engine, bool] = WeakKeyDictionary()
 
 
 def has_events(connection: Connection) -> bool:
-    """Return whether there are events; not in a database of version 3, which can be read without being migrated."""
+    """Return whether the table of events exists. Version 3, which can be read without migration, lacks it."""
     found = _has_events.get(connection.engine)
     if found is None:
         found = _has_events[connection.engine] = inspect(connection).has_table(events.name)
@@ -371,14 +372,14 @@ def has_events(connection: Connection) -> bool:
 
 
 def readable(connection: Connection, table: Table) -> list[ColumnElement[Any]]:
-    """Return the columns of `table` to select, null for those that a database of version 3 does not have."""
+    """Return the columns of `table` to select, with null for columns that a database of version 3 lacks."""
     if has_events(connection):
         return list(table.c)
     return [null().label(column.name) if column in COLUMNS_SINCE_4 else column for column in table.c]
 
 
 def check(connection: Connection) -> None:
-    """Raise `StoreError` unless the database can be read as it is, `StoreCorrupt` if it isn't ours."""
+    """Raise `StoreError` if the database can't be read without migration, `StoreCorrupt` if it is not Tokentape's."""
     current = len(MIGRATIONS) + 1
     version = schema_version(connection)
     if version is None:

@@ -1,9 +1,9 @@
-"""Snapshots: what was handed out is kept until its consumer has said that it is safe.
+"""Snapshots: exported sessions are kept until the consumer has confirmed that the export is safe.
 
-A snapshot is frozen, read as often as need be, confirmed with the digest of its contents, and only then may its
-sessions be dropped. It names, per session, how many turns and which rewards, columns and events belong to it. Records
-are only ever appended, so that is enough to show the same contents again, however much the sessions grow. What changed
-meanwhile is kept, and a dropped session's id is never used again.
+A snapshot is taken, read as often as needed, and confirmed with the digest of its contents. Only then can its sessions
+be dropped. It stores, for each session, the number of turns and the last reward, column and event that belong to it.
+Records are only appended, so the snapshot always has the same contents, even if its sessions grow. Sessions that have
+changed since are not dropped, and the id of a dropped session is never used again.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from tokentape.types import Trajectory
 _Result = TypeVar("_Result")
 
 State: TypeAlias = Literal["held", "confirmed", "released"]
-"""Held until its consumer confirms it; confirmed, its sessions may be dropped; released, nothing is kept for it."""
+"""`held`: its sessions are kept; `confirmed`: they may be dropped; `released`: nothing is kept for it any more."""
 
 _BATCH = 500
-"""Sessions per statement, which takes only so many parameters."""
+"""Sessions per statement, since the number of parameters is limited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     session_ids: tuple[str, ...] | None = None
     since: int | None = None
-    """Only sessions that have changed since this snapshot, or since one that it was itself taken since."""
+    """Only sessions that have changed since this snapshot or the snapshots that it was based on by its own `since`."""
     idle_seconds: float | None = None
-    """Only sessions whose newest turn is at least so old."""
+    """Only sessions without a turn in the last so many seconds."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Only sessions whose metadata have these values under these keys."""
+    """Only sessions with these keys and values in their metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class Snapshot:
     since: int | None
     state: State
     digest: str | None
-    """Hex SHA-256 of the contents as JSON lines; None until they have been read once."""
+    """Hex SHA-256 of the contents as JSON lines; None until they are first read."""
     contents: Mapping[str, Any] | None
-    """Counts, and per session its turns and leaves; None as long as `digest`."""
+    """Counts, and for each session its turns and leaves; None while `digest` is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +73,28 @@ class Entry:
 
 
 _DROPPED_AT_ONCE = 50
-"""Sessions per transaction: turns that are being recorded wait for it."""
+"""Sessions per transaction. Commits of turns wait for each transaction."""
 
 
 class Snapshots:
-    """The snapshots of a store. What is async is for the event loop; the reads block and may run in any thread.
+    """The snapshots of a store. Await async methods on an event loop. The others block and can run in any thread.
 
-    Where a method takes an `owner`, it is the name of the API key that asks, and None for one that may see all.
-    All raise `NotFound` for a snapshot that isn't there or belongs to another key.
+    The `owner` that methods take is the name of the caller's API key, or None for a key that may see everything.
+    All raise `NotFound` for a missing snapshot, or if it belongs to another key.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def take(self, selection: Selection, owner: str, sees: str | None) -> Snapshot:
-        """Freeze the selected sessions of those that `sees` may see, for `owner`. Raises `InvalidRequest` for none."""
+        """Take a snapshot for `owner` of the selected sessions visible to `sees` (None: all).
+
+        Raises `InvalidRequest` if no session is selected.
+        """
         now = time.time()
         session_ids = await asyncio.to_thread(self._reading, select_sessions, selection, sees, now)
         if not session_ids:
-            raise InvalidRequest("no session is selected, so there is nothing to take a snapshot of")
+            raise InvalidRequest("no session is selected, so a snapshot would be empty; select others")
         made: list[int] = []
 
         def freeze(connection: Connection) -> int:
@@ -102,7 +105,7 @@ class Snapshots:
         return await self.snapshot(made[0], owner)
 
     async def snapshot(self, snapshot_id: int, owner: str | None) -> Snapshot:
-        """A snapshot, its contents read once and their digest written down. Raises `Conflict` if that can't be."""
+        """Return a snapshot with its digest. The first call reads the contents for that. Raises `Conflict`."""
         found = await asyncio.to_thread(self.find, snapshot_id, owner)
         if found.digest is not None or found.state == "released":
             return found
@@ -122,14 +125,14 @@ class Snapshots:
             return [decode_snapshot(row) for row in rows]
 
     def trajectories(self, snapshot_id: int) -> Iterator[Trajectory]:
-        """Yield the contents, the same each time. Raises as `sessions`."""
+        """Yield the snapshot's trajectories, the same in each call. Raises like `sessions`."""
         for stored in self.sessions(snapshot_id):
             yield from stored.trajectories()
 
     def sessions(self, snapshot_id: int) -> Iterator[StoredSession]:
-        """Yield the sessions as they were then, loading one at a time.
+        """Yield the sessions as they were when the snapshot was taken, loading one at a time.
 
-        Raises `Conflict` if the snapshot was released, or a session deleted in spite of it.
+        Raises `Conflict` if the snapshot was released, or if a session was deleted with `force`.
         """
         if self.find(snapshot_id, None).state == "released":
             raise Conflict(f"snapshot {snapshot_id} was released: its contents are no longer kept; take another one")
@@ -142,7 +145,7 @@ class Snapshots:
                 ) from None
 
     async def confirm(self, snapshot_id: int, owner: str | None, digest: str) -> None:
-        """Note that the consumer has the contents and has made them safe. Raises `Conflict` for another digest."""
+        """Record that the consumer has stored the contents safely. Raises `Conflict` for another digest."""
         await self.snapshot(snapshot_id, owner)
 
         def confirm(connection: Connection) -> int:
@@ -161,10 +164,11 @@ class Snapshots:
     async def drop(
         self, snapshot_id: int, owner: str | None, in_use: Collection[str] = ()
     ) -> tuple[list[str], dict[str, str]]:
-        """Delete the sessions of a confirmed snapshot, then release it; return which, and why each other was kept.
+        """Delete the sessions of a confirmed snapshot, then release it.
 
-        Kept is what has changed since, what another snapshot holds, and what is `in_use`. If the process dies on the
-        way, calling it again goes on. Raises `Conflict` for a snapshot that is not confirmed.
+        Return the deleted sessions, and the reason for each session that was kept: it has changed since, another
+        snapshot holds it, or it is `in_use`. Call it again if it was interrupted. Raises `Conflict` for a snapshot that
+        is not confirmed.
         """
         await asyncio.to_thread(self.find, snapshot_id, owner)
         everything = await asyncio.to_thread(self._reading, entries, snapshot_id)
@@ -182,12 +186,12 @@ class Snapshots:
         return [entry.session_id for entry in everything if entry.session_id not in kept], kept
 
     async def release(self, snapshot_id: int, owner: str | None) -> None:
-        """Keep nothing for a snapshot any more; its sessions stay."""
+        """Release a snapshot: its contents are not kept any more. Its sessions stay."""
         await asyncio.to_thread(self.find, snapshot_id, owner)
         await self._update(snapshot_id, state="released")
 
     def dropped_of(self, session_id: str) -> str | None:
-        """Return the owner of the session of this id that was dropped; None if none was."""
+        """Return the owner of the dropped session with this id; None if no such session was dropped."""
         tombstone = schema.tombstones.c
         with self._store.reading() as connection:
             return connection.execute(select(tombstone.owner).where(tombstone.session_id == session_id)).scalar()
@@ -202,7 +206,7 @@ class Snapshots:
             return read(connection, *arguments)
 
     def _read(self, snapshot_id: int) -> tuple[str, dict[str, Any]]:
-        """The digest of the contents, and what a manifest says of them."""
+        """Read the contents. Return their digest and the fields of a manifest."""
         hasher, names, sessions = hashlib.sha256(), ExtraNames(), []
         counts, verdicts = Counter[str](), Counter[str]()
         for stored in self.sessions(snapshot_id):
@@ -239,7 +243,7 @@ class Snapshots:
 def select_sessions(connection: Connection, selection: Selection, owner: str | None, now: float) -> list[str]:
     """Return the ids of the selected sessions in order of creation. `owner` None stands for all owners.
 
-    Raises `NotFound` for a session or snapshot that isn't there or belongs to another key.
+    Raises `NotFound` for a session or snapshot that is missing or belongs to another key.
     """
     known = {} if selection.since is None else _newest_extents(connection, selection.since, owner)
     wanted = None if selection.session_ids is None else set(selection.session_ids)
@@ -262,7 +266,7 @@ def select_sessions(connection: Connection, selection: Selection, owner: str | N
 
 
 def _freeze(connection: Connection, session_ids: Iterable[str], owner: str, since: int | None, now: float) -> int:
-    """Make a held snapshot of these sessions as they are, and return its id."""
+    """Insert a held snapshot of these sessions in their current state. Return its id."""
     values = {"owner": owner, "created_at": now, "since": since, "state": "held"}
     key = connection.execute(insert(schema.snapshots), values).inserted_primary_key
     assert key is not None
@@ -275,7 +279,7 @@ def _freeze(connection: Connection, session_ids: Iterable[str], owner: str, sinc
 
 
 def _load(connection: Connection, snapshot_id: int, owner: str | None) -> Snapshot:
-    """Return a snapshot. Raises `NotFound` if there is none or it belongs to another key, and `StoreCorrupt`."""
+    """Load a snapshot. Raises `NotFound` if it is missing or belongs to another key, and `StoreCorrupt`."""
     row = connection.execute(
         select(schema.snapshots).where(schema.snapshots.c.snapshot_id == snapshot_id)
     ).one_or_none()
@@ -285,7 +289,7 @@ def _load(connection: Connection, snapshot_id: int, owner: str | None) -> Snapsh
 
 
 def decode_snapshot(row: Row[Any]) -> Snapshot:
-    """Return the snapshot of a row of `schema.snapshots`. Raises `StoreCorrupt` if it can't be one."""
+    """Return the snapshot of a row of `schema.snapshots`. Raises `StoreCorrupt` if the row is invalid."""
     try:
         if row.state not in ("held", "confirmed", "released"):
             raise ValueError("no such state")
@@ -303,10 +307,10 @@ def entries(connection: Connection, snapshot_id: int) -> list[Entry]:
 
 
 def _drop_sessions(connection: Connection, snapshot_id: int, some: Iterable[Entry], now: float) -> dict[str, str]:
-    """Delete those of these sessions that may be deleted; return why each other session was kept.
+    """Delete the sessions that may be deleted, and return why each other one is kept.
 
-    Gone are sessions that are as the confirmed snapshot has them; each leaves a tombstone. Raises `Conflict` for a
-    snapshot that is not confirmed.
+    A session is deleted if it has not changed since the confirmed snapshot, and leaves a tombstone. Raises `Conflict`
+    for a snapshot that is not confirmed.
     """
     if _load(connection, snapshot_id, None).state != "confirmed":
         raise Conflict(f"snapshot {snapshot_id} is not confirmed; confirm it with its digest once its data is safe")
@@ -341,7 +345,7 @@ def _now(connection: Connection) -> Select[Any]:
 
 
 def _newest_extents(connection: Connection, snapshot_id: int, owner: str | None) -> dict[int, Extent]:
-    """By position, how much of each session is in the newest of a snapshot and those that it was taken since."""
+    """Map positions of sessions to their extents in a snapshot or, if missing there, in those it was based on."""
     found: dict[int, Extent] = {}
     at: int | None = snapshot_id
     while at is not None:

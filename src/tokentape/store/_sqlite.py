@@ -1,9 +1,8 @@
 """The durable record in SQLite: one data directory, one writing process, one writing connection.
 
-The database is in WAL mode with `synchronous=FULL`: what `write` has returned from survives a power cut. Only
-the writing connection ever checkpoints, in the commit thread, so two checkpoints never meet (SQLite before
-3.51.3 can corrupt a database when they do). Where several processes write, an `InterprocessLock` lets one write or
-checkpoint at a time.
+The database is in WAL mode with `synchronous=FULL`, so records survive a power cut once `write` has returned. Only the
+writing connection checkpoints, in the commit thread, so two checkpoints never run at once (that can corrupt a database
+before SQLite 3.51.3). If several processes write, an `InterprocessLock` lets one at a time write or checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _BYTES_PER_COMMIT = 4 * PAGE_BYTES
 
 
 class SqliteStore(Store):
-    """The record of a data directory. `open` makes one.
+    """The record in a data directory. Create one with `open`.
 
     store = SqliteStore.open("runs/today")
     await store.write(SessionInfo("s1", time.time()), setup, seal(turn, None))
@@ -67,12 +66,12 @@ class SqliteStore(Store):
         read_only: bool = False,
         writers: InterprocessLock | None = None,
     ) -> Self:
-        """Open `directory`, making it and the database if they aren't there, migrating an older database.
+        """Open `directory`. Create it and its database if they are missing, and migrate an older database.
 
-        `synchronous="NORMAL"` flushes at checkpoints only: what was acknowledged survives the death of the
-        process, but a power cut can take the last seconds. `read_only` opens an existing database beside a
-        running writer and changes nothing. With the lock `writers` the caller holds the directory, and this process is
-        one of several that write there in turn.
+        `synchronous="NORMAL"` flushes only at checkpoints: acknowledged records survive the death of the process, but a
+        power cut can lose the last seconds. `read_only` opens an existing database, even while a writer runs, and
+        changes nothing. With the lock `writers` the caller holds the directory, and this process is one of several that
+        take turns at writing.
 
         Raises `StoreLocked` if another process writes there, `StoreCorrupt` if the file is not a Tokentape
         database, and `StoreError` for one of a newer version or one that can't be opened.
@@ -104,7 +103,7 @@ class SqliteStore(Store):
         return store
 
     def check(self) -> None:
-        """Raise as `Store.check`, and `StoreError` if the disk has less than 1 MiB left."""
+        """Raise like `Store.check`, and `StoreError` if the disk has less than 1 MiB left."""
         super().check()
         if shutil.disk_usage(self._directory).free < _LEAST_ROOM:
             raise StoreError("the disk is full: less than 1 MiB is left for the record; make room")
@@ -118,7 +117,7 @@ class _Writer:
         self._exclusive = exclusive
         self._directory = path.parent
         with suppress(FileExistsError):
-            # SQLite itself would let others read it; the log and its index get the mode of the database.
+            # SQLite would make the file readable by others. The log and its index get the database's mode.
             os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
         with ExitStack() as undo, explained():
             with exclusive():
@@ -126,7 +125,7 @@ class _Writer:
                 undo.callback(self._connection.close)
                 with self._connection.begin():
                     schema.prepare(self._connection)
-            # A process that died may have left commits in the page cache only: flush before building on them.
+            # A dead process may have left commits only in the page cache: flush them first.
             failure = self._checkpoint("PASSIVE")
             if failure is not None:
                 raise failure.error()
@@ -137,7 +136,7 @@ class _Writer:
         )
 
     def close(self) -> None:
-        """Run what is queued, checkpoint unless the store is broken, and let go of the database."""
+        """Run the queued calls, checkpoint unless the store is broken, and close the database."""
         self.commits.close()
         failure = None if self.commits.broken else self._checkpoint("TRUNCATE")
         with self._exclusive():
@@ -147,12 +146,12 @@ class _Writer:
             raise failure.error()
 
     def _lost_files(self) -> StoreFailure | None:
-        """Return the failure that a file was removed or replaced meanwhile. Save the record where that is safe."""
+        """Return a failure if a file was removed or replaced. Save the record first if that is safe."""
         changed = self._files.changed()
         if not changed:
             return None
         if changed == [_LOG_NAME] and self._exclusive is nullcontext and not (self._directory / _LOG_NAME).exists():
-            # The log that is open still has everything, and no other process writes.
+            # The open log still has all records, and no other process writes.
             self._checkpoint("PASSIVE")
         return StoreFailure(
             StoreError,
@@ -166,7 +165,7 @@ class _Writer:
         return self._checkpoint("PASSIVE") if self._log_bytes >= CHECKPOINT_BYTES else None
 
     def _checkpoint(self, mode: Literal["PASSIVE", "TRUNCATE"]) -> StoreFailure | None:
-        """Flush the log into the database, if need be later. Return what makes the store unusable, if anything."""
+        """Checkpoint the log into the database, or leave that for later. Return a failure that is fatal, if any."""
         driver = self._connection.connection.driver_connection
         assert isinstance(driver, sqlite3.Connection)
         try:
@@ -176,7 +175,7 @@ class _Writer:
             failure = explain(error)
             if failure.fatal:
                 return failure
-            # Nothing is lost, the log keeps it: a record on a full disk can still be opened and read.
+            # Nothing is lost: the log keeps it, so that a record on a full disk can still be opened and read.
             _log.warning("a checkpoint failed (%s); it is tried again later", error)
             self._log_bytes = CHECKPOINT_BYTES // 2
             return None
@@ -185,7 +184,7 @@ class _Writer:
 
 
 def writing_engine(path: Path, synchronous: Synchronous) -> Engine:
-    """Return an engine for the one connection that writes; it makes the file if there is none."""
+    """Return an engine for the one writing connection. It creates the file if it is missing."""
     engine = create_engine(
         "sqlite://",
         creator=partial(_connect_to_write, path, synchronous),
@@ -197,7 +196,7 @@ def writing_engine(path: Path, synchronous: Synchronous) -> Engine:
 
 
 def reading_engine(path: Path) -> Engine:
-    """Return an engine whose connections can't change the file, not even by a checkpoint."""
+    """Return an engine for connections that can't change the file, not even by a checkpoint."""
     engine = create_engine(
         "sqlite://",
         creator=partial(_connect, path, "ro"),
@@ -205,7 +204,7 @@ def reading_engine(path: Path) -> Engine:
         max_overflow=-1,
         hide_parameters=True,
     )
-    # Without it each statement would see a state of its own.
+    # Without it each statement could see another state.
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
     return engine
 
@@ -215,7 +214,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except DBAPIError as error:
-        # The driver's message may quote what it could not decode.
+        # The driver's message may quote data that it could not decode.
         raise explain_wrapped(error).error() from None
 
 
@@ -225,12 +224,12 @@ def explain_wrapped(error: DBAPIError) -> StoreFailure:
 
 
 def explain(error: sqlite3.Error) -> StoreFailure:
-    """Say what an error of SQLite means to us (https://www.sqlite.org/rescode.html).
+    """Convert an error of SQLite (https://www.sqlite.org/rescode.html) to a failure.
 
-    A write that failed is undone and may succeed later. Any other I/O error is fatal: after a failed fsync the
-    kernel drops the pages, and the next fsync reports success.
+    A failed write is undone and may succeed later. Any other I/O error is fatal: after a failed fsync the kernel drops
+    the pages, and the next fsync reports success.
     """
-    # Errors that the Python module raises by itself have no code.
+    # Errors raised by the Python module itself have no code.
     code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     name: str = getattr(error, "sqlite_errorname", type(error).__name__)
     match code:
@@ -279,7 +278,7 @@ def _connect_to_write(path: Path, synchronous: Synchronous) -> sqlite3.Connectio
     # macOS: fsync there doesn't reach the disk. Ignored elsewhere.
     connection.execute("PRAGMA fullfsync = ON")
     connection.execute("PRAGMA foreign_keys = ON")
-    # What is deleted does not stay readable in free pages.
+    # Overwrite deleted data, so that free pages don't keep it.
     connection.execute("PRAGMA secure_delete = ON")
     return connection
 

@@ -1,4 +1,4 @@
-"""Check a record from outside: the file itself, every hash, every rule of a turn. Changes nothing."""
+"""Verify a record without changing it: the file itself, every hash, every rule of a turn."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class VerifyFinding:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked and what was found."""
+    """The counts of checked things, and the findings."""
 
     sessions: int
     turns: int
@@ -75,7 +75,7 @@ class VerifyReport:
 
 
 class _HeadWithheld(Exception):
-    """The record has findings, so it gets no head."""
+    """Raised if the record has findings, because then no head is written."""
 
 
 def verify(
@@ -86,26 +86,25 @@ def verify(
     head_out: Path | None = None,
     sign: Path | None = None,
 ) -> VerifyReport:
-    """Check the record in a data directory, PostgreSQL database or archive, beside running writers or without one.
+    """Verify the record in a data directory, PostgreSQL database or archive. Writers may be running.
 
-    SQLite's own integrity check; tables, indexes and triggers; every setup's and turn's digest recomputed, every turn
-    chained to its parent; turns numbered from 0 without gaps, each parent before its child; `checks.turn_faults`;
-    columns and payloads that fit their turns; the hash of every image, and that turns refer to those there are;
-    snapshots whose sessions are there. This alone finds no whole session that was deleted, no newest turns that were
-    cut off, no digests that were computed anew, and no change of rewards, columns, events and metadata that keeps their
-    form.
+    Checked are SQLite's own integrity; tables, indexes and triggers; the digest of every setup and turn, and the chain
+    from every turn to its parent; that turns are numbered from 0 without gaps, and parents precede children;
+    `checks.turn_faults`; that columns and payloads fit their turns; the hash of every image, and that images which
+    turns refer to exist; that sessions of snapshots exist. These checks alone can't find deleted sessions, deleted
+    newest turns, recomputed digests, or valid changes of rewards, columns, events and metadata.
 
-    Comparing with a head, `against`, finds these: whatever was deleted, changed or moved since the head, or inserted
-    before something that the head has. What was added after that is counted, and with `nothing_added` a finding. It
-    can't be known who added it. Sessions that were dropped on request count as deleted. An archive may have the
-    sessions in another order.
+    A comparison with a head, `against`, finds these: anything deleted, changed or moved since the head, or inserted
+    before something in the head. Later additions are counted, and with `nothing_added` they are findings. It can't be
+    known who added them. Sessions that were dropped on request count as deleted. An archive may have the sessions in
+    another order.
 
-    `head_out` is the file for a head of the record as it is, signed if `sign` names a PEM file with an Ed25519 private
-    key. A record with findings gets none.
+    `head_out` is the file for a new head of the record, signed if `sign` is given, a PEM file with an Ed25519 private
+    key. For a record with findings no head is written.
 
-    An archive is put into a database for that, its files' hashes checked on the way. Raises `StoreError` if there is
-    no database or it has another schema version, and `InvalidRequest` for a key or an output that can't be used;
-    whatever is wrong with a record is a finding.
+    An archive is loaded into a temporary database, and the hashes of its files are checked. Raises `StoreError` if
+    there is no database or it has another schema version, and `InvalidRequest` for an unusable key or output. Faults of
+    the record are findings.
     """
     if head_out is not None:
         refuse_output(head_out, sign)
@@ -160,7 +159,7 @@ def _verify(location: str | Path, visits: Sequence[Callable[[SessionHead], None]
 
 
 class _Check:
-    """One run of `verify`: what it has counted and found so far."""
+    """One run of `verify`, with its counts and findings so far."""
 
     def __init__(self, engine: Engine, explained: Callable[[], AbstractContextManager[None]]) -> None:
         self.sessions = self.turns = self.tokens = 0
@@ -170,7 +169,7 @@ class _Check:
         self._good_setups: set[str] = set()
 
     def sessions_in_order(self) -> Iterator[SessionHead]:
-        """Check everything, and yield the digests of each session in order of creation."""
+        """Run all checks. Yield the digests of each session, in order of creation."""
         session_ids: list[str] = []
         other_version: StoreError | None = None
         with self._damage_found(), self._one_state() as connection:
@@ -192,7 +191,7 @@ class _Check:
             raise other_version  # nothing can be said about the record
         for session_id in session_ids:
             head = SessionHead(session_id)
-            # A snapshot each: a long one would keep a running writer's log from being recycled.
+            # One read transaction per session: a long one would keep a running writer's log from being recycled.
             with self._damage_found(session_id), self._one_state() as connection:
                 self._check_session(connection, head)
             if head.parts:
@@ -278,7 +277,7 @@ class _Check:
         with self._damage_found(session_id):
             for turn_seq, sha256, mime in connection.execute(_MEDIA, {"session_id": session_id}):
                 head.add_media(turn_seq, sha256, mime)
-            # Databases order text each in its own way.
+            # Each database sorts text differently.
             head.parts.get("payloads", []).sort()
 
     def _check_per_token(self, connection: Connection, record: TurnColumn | TurnPayload) -> None:
@@ -307,7 +306,7 @@ class _Check:
 
     @contextmanager
     def _damage_found(self, session_id: str | None = None, turn: int | None = None) -> Iterator[None]:
-        """Turn what goes wrong on reading damaged data into a finding."""
+        """Convert exceptions from damaged data to findings."""
         try:
             with self._explained():
                 yield
@@ -325,7 +324,7 @@ def _rows_of_turns(connection: Connection, session_id: str, seqs: Sequence[int])
 
 
 def _turn_rows(connection: Connection, session_id: str, seqs: Sequence[int]) -> Iterator[tuple[int, Row[Any] | None]]:
-    """Yield the row of each turn. None where one of many that are read together is damaged: read it by itself."""
+    """Yield the number and row of each turn. The row is None if reading several failed: read it alone then."""
     for start in range(0, len(seqs), _ROWS_AT_ONCE):
         chunk, found = seqs[start : start + _ROWS_AT_ONCE], dict[int, Row[Any]]()
         with suppress(Exception):  # a damaged row can raise anything
@@ -334,7 +333,7 @@ def _turn_rows(connection: Connection, session_id: str, seqs: Sequence[int]) -> 
 
 
 def _turn_problems(turn: Turn, digests: Mapping[int | None, str]) -> Iterator[str]:
-    """Yield what is wrong with a turn. `digests` has those of the turns before it."""
+    """Yield the faults of a turn. `digests` has the digests of the turns before it."""
     yield from turn_faults(turn)
     if turn.parent is not None and turn.parent not in digests:
         yield f"its parent, turn {turn.parent}, can't be read or doesn't precede it"
@@ -378,9 +377,9 @@ _TRIGGERS = {
 
 
 def schema_faults(connection: Connection) -> Iterator[str]:
-    """Yield how the tables differ from those of the database's version. Columns may have any order: some were added.
+    """Yield the differences between the tables and those of the database's version. Columns may have any order.
 
-    Tables and columns of others in the same database are left alone, and what does not act on a table of the record.
+    Foreign tables and columns in the same database are ignored, and objects that don't act on the record's tables.
     """
     inspector, old = inspect(connection), schema.schema_version(connection) == schema.VERSION - 1
     tables = inspector.get_table_names()

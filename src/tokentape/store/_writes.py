@@ -1,4 +1,4 @@
-"""What a write does inside its transaction: the inserts, and the checks that need the database."""
+"""The part of a write inside its transaction: inserts, and checks that need the database."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tokentape.types import Media, RecordedReply, SessionInfo, Setup, Turn, Turn
 
 
 def insert_records(connection: Connection, records: Iterable[Record]) -> int:
-    """Insert `records` in the given order and return about how many bytes they take.
+    """Insert `records` in the given order. Return about how many bytes they take.
 
-    A setup or media that are already there are left alone. A turn must be the session's next, fit its parent's digest
-    and keep the rules of `turn_faults`: what doesn't is not let into the record.
+    Setups and media that are already recorded are skipped. A turn must be its session's next one, fit its parent's
+    digest and keep the rules of `turn_faults`.
 
-    Raises `Conflict` for a turn number that isn't the next, `NotFound` for a turn of an unknown session, and
-    `InvariantViolation`; a constraint of the database raises SQLAlchemy's IntegrityError.
+    Raises `Conflict` if a turn is not the next one, `NotFound` for a turn of an unknown session, and
+    `InvariantViolation` for other faults. A constraint of the database raises SQLAlchemy's IntegrityError.
     """
     size = 0
     for record in records:
@@ -61,7 +61,7 @@ def insert_records(connection: Connection, records: Iterable[Record]) -> int:
 
 
 def claims(records: Iterable[Record]) -> frozenset[str]:
-    """Return names of what inserting `records` changes, which no other transaction may change meanwhile."""
+    """Return the names of the things that inserting `records` changes, to lock against other transactions."""
     names: set[str] = set()
     for record in records:
         match record:
@@ -70,7 +70,7 @@ def claims(records: Iterable[Record]) -> frozenset[str]:
             case Media():
                 names.add(f"media {record.sha256}")
             case SessionInfo():
-                # Sessions are numbered in the order in which they come to be seen.
+                # Locked, so that sessions are numbered in the order in which they become visible.
                 names |= {"sessions", f"session {record.session_id}"}
             case _:
                 names.add(f"session {record.session_id}")
@@ -78,11 +78,11 @@ def claims(records: Iterable[Record]) -> frozenset[str]:
 
 
 def insert_again(connection: Connection, records: Iterable[Record]) -> int:
-    """Insert `records` unless they are there: for when it is not known whether they were inserted before.
+    """Insert `records` unless they are recorded: for when it is not known whether an earlier insert was committed.
 
-    They were inserted all or none, so one of them says it. Returns and raises as `insert_records`.
+    All or none of them are recorded, so checking one is enough. Returns and raises like `insert_records`.
     """
-    # Setups and media may be there through others.
+    # Not a setup or media, which other calls may have inserted.
     own = [record for record in records if not isinstance(record, Setup | Media)]
     if own:
         table, values = encode(own[-1])
@@ -93,9 +93,9 @@ def insert_again(connection: Connection, records: Iterable[Record]) -> int:
 
 
 def delete_session(connection: Connection, session_id: str, *, force: bool = False) -> int:
-    """Delete a session with all that is recorded of it; return 0, for it takes no room.
+    """Delete a session and all of its records. Return 0, the number of bytes that count as written.
 
-    Raises `NotFound`, and unless `force` is given `Conflict` if a snapshot that is not confirmed holds it.
+    Raises `NotFound`. Without `force` it raises `Conflict` if an unconfirmed snapshot contains the session.
     """
     if not force and (holder := holder_of(connection, session_id)) is not None:
         raise Conflict(
@@ -108,13 +108,13 @@ def delete_session(connection: Connection, session_id: str, *, force: bool = Fal
 
 
 def holder_of(connection: Connection, session_id: str, besides: int = 0) -> int | None:
-    """Return a snapshot, another one than `besides`, that holds a session and is not confirmed; None if none does."""
+    """Return the id of an unconfirmed snapshot, other than `besides`, that contains a session; None without one."""
     found: int | None = connection.execute(_HOLDER, {"session_id": session_id, "besides": besides}).scalar()
     return found
 
 
 def delete_rows(connection: Connection, session_id: str) -> bool:
-    """Delete a session and the media that no other session refers to; return whether there was one."""
+    """Delete a session and the media that no other session refers to. Return whether the session existed."""
     references = schema.turn_media.c
     media = connection.execute(select(references.sha256).distinct().where(references.session_id == session_id))
     hashes = media.scalars().all()
@@ -126,7 +126,7 @@ def delete_rows(connection: Connection, session_id: str) -> bool:
 
 
 def refuse_dropped(connection: Connection, session_id: str) -> None:
-    """Raise `Conflict` if a session of this id was dropped: a late writer must not bring it back to life."""
+    """Raise `Conflict` if a session with this id was dropped, so that a late writer can't create it again."""
     tombstone = schema.tombstones.c
     dropped = connection.execute(select(tombstone.snapshot_id).where(tombstone.session_id == session_id)).scalar()
     if dropped is not None:
@@ -136,7 +136,7 @@ def refuse_dropped(connection: Connection, session_id: str) -> None:
 
 
 def _insert_unless_known(connection: Connection, table: Table, values: Values) -> None:
-    """Insert a row that is addressed by its contents: its first column."""
+    """Insert a row unless its first column, a digest of its contents, is in the table."""
     key = next(iter(table.primary_key))
     # INSERT ... SELECT because ON CONFLICT DO NOTHING is spelled per dialect in SQLAlchemy.
     known = exists().where(key == values[key.name])
@@ -156,10 +156,10 @@ def _refer_to_media(connection: Connection, turn: Turn) -> None:
 
 
 class CompiledStatement:
-    """A statement that every turn runs, compiled once for each kind of database.
+    """A statement that runs for every turn, compiled once for each kind of database.
 
-    Its parameters are the driver's own types: numbers, text, bytes, None. SQLAlchemy finds a compiled statement again
-    by a key that it makes of the statement each time, and wraps parameters and results: that costs more than SQLite.
+    Its parameters must have the driver's types: numbers, text, bytes, None. SQLAlchemy's own cache of compiled
+    statements and its conversion of parameters and results cost more time than SQLite itself.
     """
 
     def __init__(self, statement: Executable) -> None:
@@ -169,9 +169,9 @@ class CompiledStatement:
         """By dialect the text, and the names of its parameters where those are given by position."""
 
     def run(self, connection: Connection, values: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Run it with parameters by name, of which there may be more than it has; returns the first row, if there are.
+        """Run the statement with named parameters; additional ones are ignored. Return the first row, or None.
 
-        Raises as `Connection.execute`.
+        Raises like `Connection.execute`.
         """
         dialect = connection.dialect
         found = self._compiled.get(dialect.name)
@@ -242,7 +242,7 @@ def _check_of_turn(connection: Connection, record: TurnColumn | TurnPayload) -> 
 
 
 def _check_same_kind(connection: Connection, values: Values) -> None:
-    """All rows of a name in a session must make one array."""
+    """Check that all payload rows of a name in a session can form one array."""
     of_name = {"session_id": values["session_id"], "name": values["name"]}
     other = connection.execute(_OTHER_PAYLOAD, of_name).first()
     if other is None:
