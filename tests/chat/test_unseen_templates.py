@@ -442,6 +442,19 @@ def test_a_call_cut_short_was_not_made() -> None:
     assert reply.content == 'Sure. [add(a=1, note="x'
 
 
+ONE_EXCHANGE = (
+    "{% if messages[:-1] | selectattr('role', 'equalto', 'assistant') | list %}{{ raise_exception('one turn only') }}"
+    "{% endif %}" + FRAMED
+)
+
+
+def test_a_template_that_takes_one_exchange_only_is_certified() -> None:
+    found = certificate_of(ONE_EXCHANGE)
+    assert {one.strategy for one in found.continuations} == {"refused"}
+    assert all("one turn only" in one.reason for one in found.continuations)
+    assert {check.name: check.holds for check in found.parsing}["content"] is True
+
+
 NO_TOOLS_TAKEN = "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}" + FRAMED
 
 

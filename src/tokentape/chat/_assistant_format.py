@@ -100,7 +100,7 @@ class AssistantFormat:
     calls_close: TurnClose
     """After the last call's arguments at the end of a conversation."""
     content_suffix: str
-    """After the content when a user message follows, to the end of the generation prompt."""
+    """After the content when a user message follows, to the end of the generation prompt; empty where it may not."""
     channels: Channels | None
     """Where reasoning and content are framed alike."""
     calls_suffix: str
@@ -144,6 +144,9 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     answer, continued = ask([QUESTION, said], False), _continued(ask, said)
     if CONTENT not in answer or CONTENT not in continued:
         raise TemplateRefused("the chat template does not render the content of an assistant message")
+    content_suffix = ""
+    with contextlib.suppress(TemplateRefused):
+        content_suffix = _after(ask([QUESTION, said, QUESTION], True), CONTENT)
     header = _read_header(continued, base)
     content_open, content_close = _around(answer, prompt, CONTENT)
     content_end = turn_end = content_close if MARK.search(content_close) else ""
@@ -193,7 +196,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
         shape=shape,
         calls=calls,
         calls_close=calls_close,
-        content_suffix=_after(ask([QUESTION, {"role": "assistant", "content": CONTENT}, QUESTION], True), CONTENT),
+        content_suffix=content_suffix,
         calls_suffix=calls_suffix,
         content_after_calls=content_after_calls,
         before_content="" if header and header.strip() in before_content else before_content,
@@ -218,11 +221,14 @@ def turn_close(render: Render, turn: Message, sentinel: str, generation_prompt: 
 
 
 def _continued(render: Render, message: Message) -> str:
-    """Render a turn that another question follows; some templates take that with a generation prompt only."""
-    try:
-        return render([QUESTION, message, QUESTION], False)
-    except TemplateRefused:
-        return render([QUESTION, message, QUESTION], True)
+    """Render a turn that another question follows.
+
+    Some templates take that with a generation prompt only, and some take a single exchange only.
+    """
+    for generate in (False, True):
+        with contextlib.suppress(TemplateRefused):
+            return render([QUESTION, message, QUESTION], generate)
+    return render([QUESTION, message], False)
 
 
 def _needed_before_question(render: Render) -> tuple[Message, ...]:
