@@ -127,7 +127,7 @@ class Client:
         1, before penalties and truncation; `ClientSession.trajectories` returns them in `columns`. Turns that have the
         column are left alone unless `again`. With `precision`, `float32` or `bfloat16`, the lower one of both engines,
         what was recorded is compared, and `causes` of the report says why it is too far off, if it is.
-        `concurrency` is how many sessions are scored at a time. Raises as the engines do.
+        `concurrency` is how many sessions are scored at a time. Raises the engines' errors.
 
         >>> report = client.score("vllm", "http://127.0.0.1:8000", model="path/to/model")    # doctest: +SKIP
         """

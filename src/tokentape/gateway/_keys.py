@@ -95,7 +95,7 @@ class Keys:
         """Return a session key, which gives access to one session: for agents that only take an API key.
 
         >>> Keys().session_key("", "s1")
-        'tts_abfe5d3ec3f7cb8fcdbf3d2dbfcf6ff8__s1'
+        'tts_05e3793b3550e80418ab36940b58bc91__s1'
         """
         return f"tts_{_mac(self._secrets(owner)[0], session_id)}_{owner}_{session_id}"
 
@@ -106,7 +106,7 @@ class Keys:
 def session_in_key(key: str) -> str | None:
     """Return the session id in a session key, without checking the key. Return None for other keys.
 
-    >>> session_in_key("tts_abfe5d3ec3f7cb8fcdbf3d2dbfcf6ff8__s1")
+    >>> session_in_key("tts_05e3793b3550e80418ab36940b58bc91__s1")
     's1'
     """
     derived = _DERIVED.fullmatch(key)

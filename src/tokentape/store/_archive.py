@@ -341,7 +341,7 @@ def archived_model(location: str) -> ServedModel | None:
 
 
 def open_archive(location: str) -> SqliteStore:
-    """Return a read-only store over a temporary copy of the archive. Raises as `restored`."""
+    """Return a read-only store over a temporary copy of the archive. Raises like `restored`."""
     with ExitStack() as undo:
         store = SqliteStore.open(undo.enter_context(restored(location)), read_only=True)
         store.keep_until_closed(undo.pop_all())

@@ -169,7 +169,7 @@ class Store:
             after = page[-1].position
 
     def iter_sessions(self, *, per_token: bool = False) -> Iterator[StoredSession]:
-        """Yield every session in order of creation, loading one at a time. Raises as `load_session`."""
+        """Yield every session in order of creation, loading one at a time. Raises like `load_session`."""
         for session_id in self.session_ids():
             # The session may have been deleted since the page was read.
             with suppress(NotFound):

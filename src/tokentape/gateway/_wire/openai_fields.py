@@ -166,7 +166,7 @@ def ignored_fields(body: SamplingFields, engine: EngineInfo, model_id: str) -> l
 
 
 def ignored_model(model: str, engine: EngineInfo, model_id: str) -> list[str]:
-    """Return `["model"]` if a request names another model and the engine serves adapters, one of which may be meant."""
+    """Return `["model"]` if a request names another model and the engine has adapters: it may mean one of them."""
     return ["model"] if "adapter" in engine.sampling and model not in ("", model_id) else []
 
 
