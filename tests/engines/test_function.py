@@ -72,12 +72,12 @@ def test_a_completion_ends_as_its_ids_or_the_function_say(returned: Any, reason:
         (([3, 2], [-0.5, 0.5]), "logits instead of log-probabilities"),
         (([3] * 5, [-1.0] * 5), "expected at most 4"),
         (SampleDelta((3,), (-0.5,)), "expected stop, length or abort"),
-        (SampleDelta((3, 9), (-0.5, -0.5), "stop", 4), "stopped, but not at one of the stop ids"),
+        (SampleDelta((3, 9), (-0.5, -0.5), "stop", 4), "stopped, but not at a requested stop id"),
         (SampleDelta((3,), (-0.5,), "abort", weight_spans=(WeightSpan("1", 0, 2),)), "do not cover the 1 tokens"),
         (SampleDelta((3,), (-0.5,), "abort", supports=(KEPT, KEPT)), "2 supports for 1 ids"),
         (SampleDelta((4,), (-0.5,), "abort", supports=(KEPT,)), "id 4, which is not among the 2 ids"),
         (SampleDelta((3,), (-0.5,), "abort", supports=(pack([3, 10], 64),)), "the vocabulary is 0 to 9"),
-        (SampleDelta((3,), (-0.5,), "abort", supports=(b"kept",)), "what is no support"),
+        (SampleDelta((3,), (-0.5,), "abort", supports=(b"kept",)), "a support that can't be read"),
     ],
 )
 def test_what_can_not_be_recorded_is_refused(returned: Any, said: str) -> None:

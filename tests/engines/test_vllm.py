@@ -368,7 +368,7 @@ def test_data_after_the_end_of_a_stream_is_refused(server: FakeVllm) -> None:
         stream = sse(fake_vllm.sampled_events(body))
         return streaming(stream + b"data: {}\n\n")
 
-    with pytest.raises(EngineContractError, match="goes on after its end"):
+    with pytest.raises(EngineContractError, match="continues after its end"):
         open_and_sample(server, answer=answer)
 
 

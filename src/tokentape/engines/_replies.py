@@ -1,6 +1,6 @@
-"""What the remote engines share in reading a reply: its tokens and its end, checked against the request.
+"""Read the replies of remote engines, and check their tokens and their end against the request.
 
-Nothing in a reply is taken on trust and nothing in it is guessed. What does not agree is an `EngineContractError`.
+A value in a reply that does not agree with the request raises `EngineContractError`. No value is guessed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ DONE = b"[DONE]"
 """The last event of a stream."""
 
 ROUNDING = 1e-3
-"""A log-probability may exceed 0 by rounding only; a server that reports logits exceeds it by far."""
+"""A log-probability may exceed 0 by this much, through rounding. Logits exceed it by far."""
 
 LOWEST = -1e30
-"""At or below it a server means minus infinity: JSON has none, so they send the lowest number they know."""
+"""Numbers up to this mean minus infinity, which JSON lacks: servers send their lowest number for it."""
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
 """(id, log-probability) pairs of one position, best first."""
@@ -43,7 +43,7 @@ def _decoder(shape: type[_Shape]) -> msgspec.json.Decoder[_Shape]:
 
 
 def decode(body: bytes, shape: type[_Shape], server: str) -> _Shape:
-    """Return `body` as `shape`, else raise `EngineContractError`, which names the field and never its value."""
+    """Decode the JSON `body` as `shape`. Raises `EngineContractError`, which names the wrong field, not its value."""
     try:
         found: _Shape = _decoder(shape).decode(body)
         return found
@@ -54,7 +54,7 @@ def decode(body: bytes, shape: type[_Shape], server: str) -> _Shape:
 
 
 def joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
-    """Join deltas that follow each other, at least one; all but the tokens is as the last one says."""
+    """Join one or more consecutive deltas. All fields except those with an entry per token are the last delta's."""
     if len(deltas) == 1:
         return deltas[0]
     return replace(
@@ -67,7 +67,7 @@ def joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
 
 
 async def whole(deltas: AsyncGenerator[SampleDelta, None]) -> SampleDelta:
-    """Return a completion as one delta."""
+    """Join all deltas of a completion."""
     async with aclosing(deltas):
         return joined([delta async for delta in deltas])
 
@@ -92,7 +92,7 @@ def logits_error() -> EngineContractError:
 
 
 def finish_reason_of(name: object) -> FinishReason:
-    """Return a server's `finish_reason` as ours. Raises `EngineError` for `error` and for what is unknown."""
+    """Check a server's `finish_reason` and return it. Raises `EngineError` for `error` and for unknown names."""
     match name:
         case "stop" | "length" | "abort":
             return name
@@ -104,7 +104,7 @@ def finish_reason_of(name: object) -> FinishReason:
 
 
 class Failure(msgspec.Struct):
-    """The error of an event that came within a stream, after a 200; some servers send a string instead."""
+    """The error in an event of a stream that began with status 200. Some servers send a string instead."""
 
     code: int | str | None = None
 
@@ -124,13 +124,13 @@ class ReportedSpan(msgspec.Struct):
 
 
 class ReceivedTokens:
-    """The tokens of one call as they arrive.
+    """Checks the tokens of one call as they arrive.
 
     Args:
-        params: what was asked for.
+        params: the parameters of the request.
         vocab_size: ids at or above it are refused.
-        own_stops: the server also ends at the model's own end-of-sequence ids and can't be kept from it.
-        lowest: at or below it the server means minus infinity.
+        own_stops: whether the server always ends at the model's own end-of-sequence ids too.
+        lowest: log-probabilities up to this mean minus infinity.
 
     """
 
@@ -151,9 +151,10 @@ class ReceivedTokens:
         top: Sequence[Sequence[tuple[int, float | None]]] = (),
         kept: Sequence[Sequence[int]] = (),
     ) -> SampleDelta:
-        """Return the next tokens, each with its log-probability and, if asked for, the best of its alternatives.
+        """Check the next tokens and return them as a delta.
 
-        `kept` are the ids that truncation kept for each, if asked for.
+        Each id has a log-probability and, if requested, its (id, log-probability) alternatives in `top` and the ids
+        that truncation kept in `kept`.
         """
         usable = tuple([self._usable(logprob) for logprob in logprobs])
         if len(logprobs) != len(ids):
@@ -183,14 +184,14 @@ class ReceivedTokens:
         return tuple([pack(mask, self._params.supports) for mask in kept])
 
     def check_supports(self, ids: Sequence[int], supports: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Return packed supports, one per id or none at all, if each holds its id."""
+        """Return `supports`, packed and either empty or one per id, after checking that each contains its id."""
         if supports and len(supports) != len(ids):
             raise EngineContractError(f"the engine returned {len(supports)} supports for {len(ids)} ids")
         for token_id, support in zip(ids, supports, strict=False):
             try:
                 kept = kept_ids(support)
             except ValueError as error:
-                raise EngineContractError(f"the engine returned what is no support: {error}") from None
+                raise EngineContractError(f"the engine returned a support that can't be read: {error}") from None
             if kept is not None:
                 self._check_support(token_id, kept.tolist())
         return tuple(supports)
@@ -203,7 +204,7 @@ class ReceivedTokens:
         self.check_ids(kept)
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Raise unless all are in the vocabulary."""
+        """Raise `EngineContractError` unless all ids are in the vocabulary."""
         if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
             outside = min(ids) if min(ids) < 0 else max(ids)
             raise EngineContractError(
@@ -213,7 +214,10 @@ class ReceivedTokens:
             )
 
     def stop(self, reason: FinishReason, matched: int | str | None) -> int | str | None:
-        """Return what ended the completion, if it is something that was asked for and the ids agree."""
+        """Return the stop id or stop string that ended the completion; None for reasons other than `stop`.
+
+        Raises `EngineContractError` if it was not requested or does not agree with the last id.
+        """
         if reason == "abort":
             return None
         if self.last_id is None:
@@ -226,11 +230,11 @@ class ReceivedTokens:
         elif isinstance(matched, str) and matched in self._params.stop_strings:
             return matched
         raise EngineContractError(
-            "the engine stopped, but not at one of the stop ids and strings asked for, or not with that id last"
+            "the engine stopped, but not at a requested stop id or stop string, or not with that id last"
         )
 
     def spans(self, reported: Sequence[ReportedSpan | WeightSpan]) -> tuple[WeightSpan, ...]:
-        """Return the spans of weights, which must cover the completion."""
+        """Return the spans without empty ones. Raises `EngineContractError` unless they cover the completion."""
         spans = tuple(WeightSpan(span.version, span.start, span.end) for span in reported if span.end > span.start)
         edges = [0, *(span.end for span in spans)]
         if [span.start for span in spans] != edges[:-1] or edges[-1] != self.tokens:
@@ -240,7 +244,7 @@ class ReceivedTokens:
         return spans
 
     def check_counts(self, prompt_tokens: int, sent: int, completion_tokens: int) -> None:
-        """Raise unless the server's counts are those of what was sent and came back."""
+        """Raise unless the server's counts agree with the number of ids sent and the number received."""
         if (prompt_tokens, completion_tokens) != (sent, self.tokens):
             raise EngineContractError(
                 f"the engine counts {prompt_tokens} prompt and {completion_tokens} completion tokens; "
@@ -258,13 +262,13 @@ class ReceivedTokens:
 
 
 class EngineReply(ABC):
-    """One reply as it arrives, checked against the request.
+    """Reads one reply as it arrives, and checks it against the request.
 
     Args:
-        completion: takes the tokens.
-        params: what was asked for.
-        prompt: the prompt's ids as they were sent; None if the server makes them from messages.
-        prompt_tokens: how many they are; 0 until the server has said.
+        completion: checks the tokens.
+        params: the parameters of the request.
+        prompt: the JSON of the prompt's ids as sent; None if the server renders messages.
+        prompt_tokens: number of the prompt's ids; 0 until the server has reported it.
 
     """
 
@@ -275,7 +279,7 @@ class EngineReply(ABC):
         self._params = params
         self._prompt = prompt
         self.prompt_tokens = prompt_tokens
-        """How many ids the prompt has."""
+        """Number of the prompt's ids."""
         self._prompt_seen = False
         self._ended: SampleDelta | None = None
         self._done = False
@@ -283,10 +287,10 @@ class EngineReply(ABC):
     def feed(self, data: bytes) -> SampleDelta | None:
         """Read the next event, or the whole body of a reply that is not streamed.
 
-        Returns the new tokens if there are any and more will follow.
+        Return its tokens; None if it has none, and for the event that ends the completion (see `last`).
         """
         if self._done:
-            raise EngineContractError("the engine's reply goes on after its end")
+            raise EngineContractError("the engine's reply continues after its end")
         if data == DONE:
             self._done = True
             return None
@@ -299,7 +303,7 @@ class EngineReply(ABC):
     def feed_all(self, arrival: Sequence[bytes]) -> Iterator[SampleDelta]:
         """Yield the tokens of events that arrived together: one delta, or one for each version of the weights.
 
-        What was sampled before an event that is an error is yielded before it is raised: it counts.
+        If an event is an error, the tokens before it are yielded before the error is raised.
         """
         deltas: list[SampleDelta] = []
         try:
@@ -332,7 +336,7 @@ class EngineReply(ABC):
         """Return the tokens of an event, with a `finish_reason` if it is the last."""
 
     def _check_prompt(self, echoed: msgspec.Raw) -> None:
-        """Compare the prompt's ids, if they came back, with those that were sent."""
+        """Compare the prompt's ids in the reply, if it has any, with those sent."""
         written = bytes(echoed)
         if written in (b"", b"null"):
             return

@@ -1,6 +1,6 @@
-"""One call of the embedded engine, and what happens with its logits at each step.
+"""Calls of the embedded engine, and the sampling step that turns their logits into tokens.
 
-Each next token is chosen here, recorded with its logprob, checked for the end of the completion and sent to the caller.
+A step chooses the next token, records it with its logprob, checks for the end of the completion and sends the token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokentape.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Why a completion is over."""
+    """The reason why a completion ended."""
 
     reason: FinishReason
     stop: int | str | None = None
@@ -39,41 +39,41 @@ class Request:
     request_id: str
     prompt_ids: Ids
     prefix_key: Ids
-    """The prompt's ids, where those of an image are replaced by a negative number that only this image has. Contexts
-    share cached keys and values as far as they have these in common."""
+    """The prompt's ids, with those of an image replaced by a negative number that is unique to the image. Contexts
+    share the cached keys and values of their common prefix of these."""
     params: SamplingParams
     limit: int
-    """Tokens to sample at most: `max_tokens`, or what the context has room for."""
+    """The most tokens to sample: `max_tokens`, or fewer if the context has less room."""
     stops: StopStrings | None
     stream: bool
     send: Callable[[SampleDelta | EngineError], None]
     """Called on the worker's thread."""
     random: random.Random
     cancelled: bool = False
-    """Set by the caller's thread; the worker looks at it between steps."""
+    """Set by the caller's thread, and read by the worker between steps."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     supports: list[bytes] = field(default_factory=list)
     end: End | None = None
-    """Set with the token that ends it. `Sampler.update` sends it."""
+    """Set with the completion's last token. `Sampler.update` sends it."""
     sent: int = 0
     finished: bool = False
-    """Its end was sent; nothing more is sampled for it."""
+    """Whether the end was sent, so that no more tokens are sampled."""
     images: Mapping[str, Tensor] = field(default_factory=dict)
     """The model's inputs for the prompt's images: `pixel_values`, `image_grid_thw` and `mm_token_type_ids`, int64
     [prompt tokens], 1 where an id stands for a part of an image."""
     one_version: bool = True
-    """False once the weights changed under it: its keys and values are a mixture."""
+    """Whether all keys and values come from one version of the weights. Also False after an error."""
 
 
 class Sampler:
     """Chooses tokens from logits, records them with each request, and sends them to the callers.
 
     Args:
-        samplable: bool [embedding rows]; False for ids that the tokenizer does not know.
-        weight_version: what the first deltas report.
-        on_finish: called with each request that ended and was not failed.
+        samplable: bool [embedding rows]; False for ids that the tokenizer does not have.
+        weight_version: the version of the weights at the start.
+        on_finish: called with each request that ended without an error, and the reason.
         logprobs_mode: see `EngineInfo.logprobs_mode`.
 
     """
@@ -92,10 +92,10 @@ class Sampler:
         self._on_finish = on_finish
 
     def step(self, requests: Sequence[Request], logits: Tensor) -> Tensor:
-        """Choose one id for each request, none of them finished, and record it. Returns int64 [requests].
+        """Sample and record one id for each of the unfinished requests. Return the ids, int64 [requests].
 
-        `logits` are the model's own, float32 [requests, embedding rows]. A request with a logit that is not finite
-        fails; the others are not affected.
+        `logits` are the model's own, float32 [requests, embedding rows]. If a request's logprob is not finite, only
+        that request fails.
         """
         allowed = logits.masked_fill(self._forbidden, -math.inf)
         for row, request in enumerate(requests):
@@ -108,7 +108,7 @@ class Sampler:
         probabilities = distribution(allowed, params)
         ids = choose(allowed, probabilities, params, [request.random.random() for request in requests])
         if self._mode == "raw_logprobs":
-            # Not from probabilities: at high temperatures ids are drawn that have none in float64.
+            # Not from probabilities: at high temperatures, ids are drawn that have probability 0 in float64.
             reported = logits.log_softmax(-1)
             logprobs = reported.gather(-1, ids.unsqueeze(-1))
         else:
@@ -116,7 +116,7 @@ class Sampler:
             weights = distribution(allowed, params, truncate=False) if whole else probabilities
             total = weights.sum(-1, keepdim=True)
             logprobs = (weights.gather(-1, ids.unsqueeze(-1)) / total).log()
-            # A logarithm of the whole vocabulary is dear.
+            # The logarithm over the whole vocabulary is slow, so it is only taken if it is needed.
             reported = (weights / total).log() if any(p.top_logprobs for p in params) else weights
         alternatives = self._alternatives(reported, params)
         chosen = zip(requests, ids.tolist(), logprobs.squeeze(-1).tolist(), alternatives, probabilities, strict=True)
@@ -130,7 +130,7 @@ class Sampler:
         return ids
 
     def update(self, request: Request) -> None:
-        """Send a request's end to its caller, or in a stream its new tokens."""
+        """Send the caller the request's end if it has ended, or its new tokens if it is streamed."""
         if request.finished:
             return
         if request.end is not None:
@@ -139,7 +139,7 @@ class Sampler:
             self.flush(request)
 
     def flush(self, request: Request, end: End | None = None) -> None:
-        """Send what was sampled since the last delta. A delta is of one weight version."""
+        """Send the tokens sampled since the last delta. Call it before the weights change: a delta has one version."""
         start, request.sent = request.sent, len(request.ids)
         if start == request.sent and end is None:
             return
@@ -168,7 +168,7 @@ class Sampler:
         request.send(error)
 
     def _alternatives(self, logprobs: Tensor, params: Sequence[SamplingParams]) -> list[tuple[tuple[int, float], ...]]:
-        """Return per row the `top_logprobs` most likely (id, logprob) pairs, best first, without those ruled out."""
+        """Return for each row the `top_logprobs` most likely (id, logprob) pairs, best first, without forbidden ids."""
         most = max(p.top_logprobs for p in params)
         if not most:
             return [()] * len(params)

@@ -1,7 +1,7 @@
-"""The loop of the embedded engine: its thread alone touches the model, and batches requests continuously.
+"""The thread of the embedded engine. It alone uses the model, with continuous batching.
 
-Between two decoding steps requests join the batch (as many as fit a prefill of bounded size, so that a long
-prompt delays the running ones by one prefill at most) and leave it (finished, or abandoned by their callers).
+Between two decoding steps, waiting requests join the batch, and finished or cancelled ones leave it. The size of a
+prefill is limited, so that new requests delay the running ones by at most one prefill.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tokentape.engines._requests import End, Request, Sampler
 from tokentape.errors import EngineError
 
 _PREFILL_TOKENS = 2048
-"""Columns times rows of one prefill; a single longer prompt is still taken whole."""
+"""Limit on columns times rows of one prefill. A single longer prompt is still computed at once."""
 
 
 class Worker:
-    """Owns the model and everything that is computed with it.
+    """Owns the model, its batch and its prefix cache, and runs all requests on one thread.
 
     Args:
         model: a causal language model of `transformers`, in evaluation mode.
         sampler: chooses the tokens.
-        max_batch: rows that decode together; further requests wait.
-        prefix_cache_bytes: bound of the keys and values kept of finished requests; 0 keeps none.
+        max_batch: most rows that decode together; further requests wait.
+        prefix_cache_bytes: limit on the keys and values kept of finished requests; 0 keeps none.
 
     """
 
@@ -42,7 +42,7 @@ class Worker:
         self._max_batch = max_batch
         self._prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
         self._inbox: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
-        """Requests, and jobs to do between two steps; None ends the thread."""
+        """Requests, and functions to call between two steps; None ends the thread."""
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._thread = threading.Thread(target=self._run, name="tokentape-transformers", daemon=True)
@@ -52,7 +52,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are still being worked on."""
+        """Whether the thread runs, so that requests are still processed."""
         return self._thread.is_alive()
 
     def submit(self, request: Request) -> None:
@@ -60,13 +60,13 @@ class Worker:
         self._inbox.put(request)
 
     def abandon(self, request: Request) -> None:
-        """Take a request out before the next step."""
+        """Cancel a request: it leaves the batch before the next step."""
         request.cancelled = True
 
     def swap_model(self, model: Any, weight_version: str) -> Future[None]:
-        """Replace the model between two steps. Running requests go on, with the keys and values they have.
+        """Replace the model between two steps. Running requests continue and keep their keys and values.
 
-        The future raises `EngineError` where the new tensors have other names or shapes.
+        The future raises `EngineError` if the new tensors have other names or shapes.
         """
         done: Future[None] = Future()
 
@@ -103,7 +103,7 @@ class Worker:
                 self._sampler.finish(request, End("abort"))
 
     def _receive(self) -> bool:
-        """Do the jobs and queue the requests that arrived, waiting while there is nothing to do; False to end."""
+        """Call the functions and queue the requests that arrived; wait if there are none. Return False to end."""
         while True:
             try:
                 item = self._inbox.get(block=not self._running and not self._waiting)
@@ -147,7 +147,7 @@ class Worker:
         self._retire()
 
     def _known_prefix(self, request: Request) -> Prefix:
-        """Return what need not be computed again: of a context with images only what holds all of them."""
+        """Return the cached prefix of a request's prompt. A prefix that does not cover all its images is not used."""
         prefix = self._prefixes.longest(request.prefix_key) if self._prefixes is not None else NO_PREFIX
         cuts_image = request.images and request.images["mm_token_type_ids"][prefix.length :].any()
         return NO_PREFIX if cuts_image else prefix
@@ -168,7 +168,7 @@ class Worker:
             self._sampler.update(request)
 
     def _fail_all(self, error: Exception, also: Sequence[Request] = ()) -> None:
-        """Fail the whole batch: after an error in the model its tensors may hold anything."""
+        """Fail the whole batch: after an error in the model its tensors may be invalid."""
         for request in {*self._running, *also}:
             if not request.finished:
                 self._sampler.fail(request, EngineError(f"the model failed: {type(error).__name__}: {error}"))
@@ -193,5 +193,5 @@ class Worker:
 
 
 def _shapes(model: Any) -> dict[str, torch.Size]:
-    """Return the shape of each of a model's tensors by name: what must agree for weights to be swapped."""
+    """Return the shape of each of a model's tensors by name. Two models with equal shapes can be swapped."""
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
