@@ -220,7 +220,7 @@ def changed(**fields: Any) -> Callable[[Body], Response]:
         ({"tokens_predicted": 4}, "counts 3 prompt and 4"),
         ({"tokens_evaluated": 4}, "counts 4 prompt"),
         ({"stop_type": "none"}, "none"),
-        ({"stop_type": "word", "stopping_word": "y"}, "not at one of the stop"),
+        ({"stop_type": "word", "stopping_word": "y"}, "not at a requested stop"),
         ({"tokens": [11, 12, 200]}, "sampled id 200"),
         ({"tokens": [11, 12], "tokens_predicted": 2, "completion_probabilities": []}, "after 2 of 3 tokens"),
         ({"tokens": ["11"]}, "not of the form"),

@@ -255,7 +255,7 @@ def test_a_reply_that_disagrees_with_itself_is_refused(
 
 def test_a_stop_at_nothing_that_was_asked_for_is_refused(server: FakeServer) -> None:
     server.reset(answers("vllm"))
-    with pytest.raises(EngineContractError, match="not at one of the stop"):
+    with pytest.raises(EngineContractError, match="not at a requested stop"):
         sample(server, "vllm", change=_set("finish_reason", "stop"))
 
 

@@ -340,7 +340,7 @@ def test_an_end_of_the_models_own_is_a_stop_at_its_id(server: FakeServer) -> Non
     )
     last = sample(server, replace(PARAMS, stop_token_ids=(50,)), answer=tampered(change))[-1]
     assert (last.finish_reason, last.stop) == ("stop", 13)
-    with pytest.raises(EngineContractError, match="not at one of the stop ids"):
+    with pytest.raises(EngineContractError, match="not at a requested stop id"):
         sample(server, answer=tampered(change))
 
 
@@ -464,7 +464,7 @@ def _set(event: int, path: str, value: object) -> Callable[[Events], None]:
         (_set(-1, "output_ids", [11]), "neither repeats|took back"),
         (_set(-1, "output_ids", None), "without output_ids"),
         (_set(-1, "meta_info.finish_reason", {"type": "tired"}), "tired"),
-        (_set(-1, "meta_info.finish_reason", {"type": "stop", "matched": "NaN happened"}), "not at one of the stop"),
+        (_set(-1, "meta_info.finish_reason", {"type": "stop", "matched": "NaN happened"}), "not at a requested stop"),
         (_set(-1, "meta_info.weight_versions", [{"version": "v", "start": 0, "end": 2}]), "do not cover"),
         (_set(-1, "prompt_token_ids", [3, 4, 6]), "another prompt"),
         (lambda sent: sent.append(sent[-1]), "after the last"),

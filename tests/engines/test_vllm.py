@@ -272,14 +272,14 @@ WRONG: dict[str, tuple[Tamper, str]] = {
     "two choices": (lambda e: e[0]["choices"].append(e[0]["choices"][0]), "more than the one completion"),
     "unknown finish": (lambda e: finishing(e).update(finish_reason="repetition"), "finished with repetition"),
     "unnamed finish": (lambda e: finishing(e).update(finish_reason="a b"), "an unknown reason"),
-    "stopped at nothing": (lambda e: finishing(e).update(finish_reason="stop"), "not at one of the stop"),
+    "stopped at nothing": (lambda e: finishing(e).update(finish_reason="stop"), "not at a requested stop"),
     "stopped at an id not asked for": (
         lambda e: finishing(e).update(finish_reason="stop", stop_reason=13),
-        "not at one of the stop",
+        "not at a requested stop",
     ),
     "stopped at a string not asked for": (
         lambda e: finishing(e).update(finish_reason="stop", stop_reason="x"),
-        "not at one of the stop",
+        "not at a requested stop",
     ),
     "fewer tokens counted": (lambda e: usage(e).update(completion_tokens=2), "2 completion tokens"),
     "more tokens counted": (lambda e: usage(e).update(completion_tokens=4), "4 completion tokens"),
@@ -308,7 +308,7 @@ def test_a_stop_id_that_is_not_the_last_id_is_refused(server: FakeVllm, stream: 
     def stopped(events: list[dict[str, Any]]) -> None:
         finishing(events).update(finish_reason="stop", stop_reason=12)
 
-    with pytest.raises(EngineContractError, match="not at one of the stop"):
+    with pytest.raises(EngineContractError, match="not at a requested stop"):
         open_and_sample(server, replace(PARAMS, stop_token_ids=(12,)), stream=stream, answer=tampered(stopped))
 
 

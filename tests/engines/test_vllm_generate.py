@@ -316,7 +316,7 @@ WRONG: dict[str, tuple[Tamper, str]] = {
     "prompt missing": (lambda e: e[0].pop("prompt_token_ids"), "no prompt_token_ids"),
     "two choices": (lambda e: e[0]["choices"].append(e[0]["choices"][0]), "more than the one completion"),
     "unknown finish": (lambda e: finishing(e).update(finish_reason="repetition"), "finished with repetition"),
-    "stopped at nothing": (lambda e: finishing(e).update(finish_reason="stop"), "not at one of the stop"),
+    "stopped at nothing": (lambda e: finishing(e).update(finish_reason="stop"), "not at a requested stop"),
     "fewer tokens counted": (lambda e: e[-1]["usage"].update(completion_tokens=2), "2 completion tokens"),
     "usage missing": (lambda e: e[-1].update(usage=None), "no usage"),
     "spans with a gap": (
