@@ -442,6 +442,17 @@ def test_a_call_cut_short_was_not_made() -> None:
     assert reply.content == 'Sure. [add(a=1, note="x'
 
 
+@pytest.mark.parametrize("source", [FRAMED, ALWAYS_PROMPTED], ids=["asked", "always"])
+def test_a_header_begins_with_the_token_that_opens_messages(source: str) -> None:
+    # A prompt that is always written begins like the next question: that much belongs to the message, not to the end
+    # of the question before it.
+    renderer = renderer_of(source)
+    form = renderer.format(setup_for(renderer))
+    spelled = renderer.tokenizer.spell_marks
+    assert spelled(form.header).startswith("<|im_start|>assistant")
+    assert spelled(form.generation_prompt) == "<|im_start|>assistant\n"
+
+
 ONE_EXCHANGE = (
     "{% if messages[:-1] | selectattr('role', 'equalto', 'assistant') | list %}{{ raise_exception('one turn only') }}"
     "{% endif %}" + FRAMED

@@ -138,7 +138,7 @@ def read_format(render: Render, tokenizer: Tokenizer) -> AssistantFormat:
     earlier = _needed_before_question(render)
     ask = _from_question(render, earlier)
     prompt = ask([QUESTION], True)
-    base = _read_base(ask, prompt)
+    base = _read_base(ask, prompt, _opening_mark(render([*earlier, QUESTION], True)))
     generation_prompt = prompt[len(base) :] if prompt.startswith(base) else prompt[common_prefix(prompt, base) :]
     said = {"role": "assistant", "content": CONTENT}
     answer, continued = ask([QUESTION, said], False), _continued(ask, said)
@@ -258,10 +258,16 @@ def _from_question(render: Render, earlier: Sequence[Message]) -> Render:
     return ask
 
 
-def _read_base(render: Render, prompt: str) -> str:
+def _opening_mark(text: str) -> str:
+    """Return the last control token before the question, which may open every message; empty if there is none."""
+    return next(iter(MARK.findall(text[: max(text.find(QUESTION["content"]), 0)])[::-1]), "")
+
+
+def _read_base(render: Render, prompt: str, opening: str) -> str:
     """Return the question as rendered without a generation prompt.
 
-    A template that always writes one is found out by what it writes after a question that another one follows.
+    A template that always writes one is found out by what it writes after a question that another one follows. What
+    both begin with ends before `opening`, the control token that opens messages.
     """
     base = prompt
     with contextlib.suppress(TemplateRefused):
@@ -276,7 +282,9 @@ def _read_base(render: Render, prompt: str) -> str:
             if end is not None and end[0] in prompt and after.startswith(prompt[prompt.rfind(end[0]) :]):
                 # Nothing follows what ends the question, before which the last question is marked.
                 return prompt
-            return prompt[: common_prefix(prompt, before)]
+            shared = prompt[: common_prefix(prompt, before)]
+            # A mark that opens the next message comes after one that ends the question.
+            return shared.removesuffix(opening) if end is not None and end[0] != opening else shared
     return base
 
 
